@@ -1,0 +1,42 @@
+"""kvcodec: KV caches 3-5x smaller, at their true bits, behind one contract.
+
+Importing this package touches neither CUDA nor Triton nor transformers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvcodec.cache import LayerCache
+from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.compressed import Compressed, compress, fake_quant
+from kvcodec.errors import (
+    FitError,
+    FormatError,
+    KVError,
+    ModelError,
+    ShapeError,
+    SpecError,
+    UnsupportedError,
+)
+from kvcodec.layout import Field, Layout
+from kvcodec.registry import describe, from_json, get, load_file, names, presets, register
+from kvcodec.scheme import KVScheme
+
+if TYPE_CHECKING:
+    from kvcodec.integrations.transformers import cache_for, load_cache
+
+__version__ = "0.1.0"
+__all__ = [  # noqa: RUF022  grouped by use, not by alphabet
+    "presets", "get", "names", "describe", "register", "load_file", "from_json",
+    "compress", "fake_quant", "Compressed", "LayerCache", "cache_for", "load_cache",
+    "Codec", "KVScheme", "Layout", "Field", "Site", "Params", "Payload",
+    "KVError", "SpecError", "ShapeError", "FitError", "FormatError", "ModelError", "UnsupportedError",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers only when it is asked for."""
+    if name in ("cache_for", "load_cache"):
+        from kvcodec.integrations import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module 'kvcodec' has no attribute {name!r}")

@@ -1,0 +1,121 @@
+"""Reference attention over a packed cache: parts decoded a chunk at a time, merged by log-sum-exp.
+
+The specification that every fused kernel is tested against. Peak extra memory is one chunk of decoded K and V, never
+the history.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import ShapeError
+
+if TYPE_CHECKING:
+    from kvcodec.cache import LayerCache
+
+
+class Partial(NamedTuple):
+    """Un-normalised attention over some tokens: row maximum, sum of exponentials, weighted values."""
+
+    m: Tensor  # [B, HQ, n]
+    l: Tensor  # [B, HQ, n]
+    acc: Tensor  # [B, HQ, n, D]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Join two partials over disjoint tokens; exact up to rounding, in either order."""
+    m = torch.maximum(a.m, b.m)
+    safe = m.masked_fill(m == -torch.inf, 0.0)  # no token seen yet on either side
+    wa, wb = (a.m - safe).exp(), (b.m - safe).exp()
+    return Partial(m, a.l * wa + b.l * wb, a.acc * wa[..., None] + b.acc * wb[..., None])
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Partial:
+    """Attention of ``q [B, HQ, n, D]`` over ``k, v [B, H, t, D]`` in float32; ``bias`` broadcasts to scores."""
+    b, hq, n, d = q.shape
+    h, t = k.shape[1], k.shape[2]
+    grouped = q.float().reshape(b, h, hq // h * n, d)
+    s = (grouped @ k.float().transpose(2, 3) * scale).reshape(b, hq, n, t)
+    if bias is not None:
+        s = s + bias
+    m = s.amax(-1)
+    p = (s - m.masked_fill(m == -torch.inf, 0.0)[..., None]).exp()
+    acc = p.reshape(b, h, hq // h * n, t) @ v.float()
+    return Partial(m, p.sum(-1), acc.reshape(b, hq, n, v.shape[-1]))
+
+
+def attend(
+    q: Tensor,
+    cache: "LayerCache",
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """Attention of the newest queries over everything a cache holds.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Queries in the model basis; HQ a multiple of the cache's KV heads.
+    cache : LayerCache
+    scale : float, optional
+        Default ``D ** -0.5``.
+    mask : Tensor, optional
+        Boolean (True = attend) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces ``causal``.
+    causal : bool
+        The queries are the newest n tokens: query i sees tokens ``0 .. N - n + i``.
+    sinks : Tensor, optional
+        Learned sink logits ``[HQ]`` (GPT-OSS): they enter the softmax's denominator only.
+    chunk : int
+        Tokens decoded at a time.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+
+    Raises
+    ------
+    ShapeError
+        If q does not fit the cache.
+    """
+    total = len(cache)
+    if total == 0:
+        raise ShapeError("attend: the cache is empty; append keys and values first.")
+    b, hq, n, d = q.shape
+    state = cache.roles["key"]
+    if b != cache.batch or hq % state.site.num_heads or d != state.site.head_dim:
+        raise ShapeError(
+            f"attend: q {tuple(q.shape)} does not fit a cache of batch={cache.batch}, "
+            f"kv_heads={state.site.num_heads}, head_dim={state.site.head_dim}; query heads must be a multiple "
+            f"of the KV heads."
+        )
+    scale = d**-0.5 if scale is None else scale
+    out: Partial | None = None
+    for first in range(0, total, chunk):
+        last = min(first + chunk, total)
+        k, v = cache.decode(first, last)
+        part = partial(q, k, v, scale, _bias(q, mask, causal, first, last, total))
+        out = part if out is None else merge(out, part)
+    assert out is not None
+    if sinks is not None:
+        logit = sinks.float().reshape(1, hq, 1).expand(b, hq, n)
+        out = merge(out, Partial(logit, torch.ones_like(logit), torch.zeros_like(out.acc)))
+    return (out.acc / out.l.clamp_min(1e-38)[..., None]).to(q.dtype)
+
+
+def _bias(q: Tensor, mask: Tensor | None, causal: bool, first: int, last: int, total: int) -> Tensor | None:
+    if mask is not None:
+        part = mask[..., first:last]
+        if part.dtype == torch.bool:
+            return torch.zeros_like(part, dtype=torch.float32).masked_fill_(~part, -torch.inf)
+        return part.float()
+    n = q.shape[2]
+    if not causal or n == 1 or last <= total - n + 1:
+        return None
+    rows = torch.arange(total - n, total, device=q.device)[:, None]
+    hidden = torch.arange(first, last, device=q.device)[None, :] > rows
+    return torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,400 @@
+"""LayerCache: what one attention layer remembers: sink | encoded pages | window; every token encoded once.
+
+Bare tensors in, decoded tensors or attention out; no model library here. Both roles share the page pool, but each has
+its own schedule (``scheme.py``), so keys may leave their window in blocks while values leave one by one.
+
+A *slot* is a token's place in the pages. Slots are handed out in order and never rewritten while their token lives.
+Cropping or evicting inside a block of a token-grouped codec leaves dead slots behind: nothing is decoded and encoded
+again. ``runs`` lists the live slot ranges of a role.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Role, Site, check_tensor, storage_dtype
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.layout import PageLayout, page_tokens_for
+from kvcodec.pages import PageStore
+from kvcodec.scheme import KVScheme
+
+
+class RoleState:
+    """Keys or values of a layer: dense sink, live runs of slots in the pages, dense window."""
+
+    def __init__(self, role: Role, codec: Codec, site: Site) -> None:
+        self.role, self.codec, self.site = role, codec, site
+        self.params: Params | None = None
+        self.sink: Tensor | None = None
+        self.window: Tensor | None = None
+        self.runs: list[tuple[int, int]] = []
+
+    @property
+    def encoded(self) -> int:
+        """Live encoded tokens."""
+        return sum(b - a for a, b in self.runs)
+
+    @property
+    def next_slot(self) -> int:
+        """Slot of the next block to write: behind the last live one, at a block's edge."""
+        unit = self.codec.block_tokens
+        return -(-self.runs[-1][1] // unit) * unit if self.runs else 0
+
+    def extend(self, slots: int) -> None:
+        """Mark ``slots`` more slots live from ``next_slot`` on."""
+        first = self.next_slot
+        if self.runs and self.runs[-1][1] == first:
+            self.runs[-1] = (self.runs[-1][0], first + slots)
+        else:
+            self.runs.append((first, first + slots))
+
+    def remove(self, first: int, last: int) -> None:
+        """Drop the live encoded tokens ``[first, last)``, counted among the encoded ones."""
+        kept, at = [], 0
+        for a, b in self.runs:
+            for lo, hi in ((0, first), (last, at + b - a)):
+                x, y = a + max(lo - at, 0), a + min(hi, at + b - a) - at
+                if x < y:
+                    kept.append((x, y))
+            at += b - a
+        self.runs = kept
+
+    def dense(self, name: str) -> Tensor:
+        """Return ``sink`` or ``window``."""
+        tensor = getattr(self, name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+class LayerCache:
+    """The packed cache of one layer.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Scheme of this layer (``scheme.for_layer``).
+    layer : int
+        Layer index; with ``seed`` it decides the random constants.
+    seed : int
+    params : dict of str to Params, optional
+        Fitted constants by role (``{"key": ..., "value": ...}``).
+    page_tokens : int, optional
+        P; default 64, rounded up to whole blocks.
+    capacity : int
+        Tokens to allocate pages for at once; 0 grows on demand.
+
+    Examples
+    --------
+    >>> import kvcodec, torch
+    >>> cache = LayerCache(kvcodec.get("saw-int4"))
+    >>> k, v = torch.randn(2, 1, 2, 100, 64)
+    >>> cache.append(k, v)
+    >>> len(cache), cache.attend(torch.randn(1, 4, 1, 64)).shape
+    (100, torch.Size([1, 4, 1, 64]))
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        *,
+        layer: int = 0,
+        seed: int = 0,
+        params: dict[str, Params] | None = None,
+        page_tokens: int | None = None,
+        capacity: int = 0,
+    ) -> None:
+        self.scheme, self.layer, self.seed = scheme, layer, seed
+        self.fitted = params or {}
+        self.page_tokens, self.reserve = page_tokens, capacity
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, the allocation included."""
+        self.roles: dict[Role, RoleState] = {}
+        self.store: PageStore | None = None
+        self.start = 0  # absolute position of the oldest live token
+        self.length = 0  # live tokens
+
+    def __len__(self) -> int:
+        """Live tokens per sequence."""
+        return self.length
+
+    @property
+    def batch(self) -> int:
+        """Sequences held; 0 before the first append."""
+        return self.store.table.shape[0] if self.store else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensors that were appended."""
+        return self._dtype
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        batch, heads = keys.shape[:2]
+        self._dtype = keys.dtype
+        held = storage_dtype(keys.dtype)
+        scheme = self.scheme
+        for role, x in (("key", keys), ("value", values)):
+            codec = scheme.codec(role)
+            if hasattr(codec, "resolved"):
+                codec = codec.resolved(keys.dtype)
+            site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device)
+            state = RoleState(role, codec, site)
+            empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
+            state.sink, state.window = empty, empty
+            if role in self.fitted:
+                state.params = {k: v.to(x.device) for k, v in self.fitted[role].items()}
+            elif not codec.needs_sample:
+                state.params = codec.fit(site)
+            self.roles[role] = state
+        layouts = [s.codec.layout(s.site.head_dim) for s in self.roles.values()]
+        tokens = self.page_tokens or page_tokens_for(*layouts)
+        page = PageLayout(layouts[0], layouts[1], tokens)
+        self.store = PageStore(page, batch, heads, keys.device, self.reserve)
+        self.scheme = replace(scheme, key=self.roles["key"].codec, value=self.roles["value"].codec)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add tokens; whole blocks that leave the window are encoded, once.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[B, H, n, D]``
+            New tokens in the model basis (after RoPE); n may be 0.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504, with the position; the cache is unchanged then.
+        ShapeError
+            Shapes that do not fit each other or the tokens already held.
+        """
+        check_tensor("keys", keys)
+        check_tensor("values", values)
+        self._check_shapes(keys, values)
+        if self.store is None:
+            self._allocate(keys, values)
+        n = keys.shape[2]
+        for role, x in (("key", keys), ("value", values)):
+            self._append_role(self.roles[role], x.to(self.roles[role].dense("sink").dtype))
+        self.length += n
+
+    def _append_role(self, state: RoleState, x: Tensor) -> None:
+        assert self.store is not None
+        to_sink = min(max(self.scheme.sink - self.start - self.length, 0), x.shape[2])
+        if to_sink:
+            state.sink = torch.cat([state.dense("sink"), x[:, :, :to_sink]], 2)
+            x = x[:, :, to_sink:]
+        pending = torch.cat([state.dense("window"), x], 2) if state.dense("window").shape[2] else x
+        unit = state.codec.block_tokens
+        if state.params is None:  # fitted on the prefill: everything seen so far is the sample
+            if pending.shape[2] + state.dense("sink").shape[2] == 0:
+                return
+            sample = torch.cat([state.dense("sink"), pending], 2)
+            state.params = state.codec.fit(state.site, sample)
+        count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
+        if count:
+            payload = state.codec.encode(state.codec.to_code(pending[:, :, :count].float(), state.params), state.params)
+            first = state.next_slot
+            self.store.ensure(first + count, exact=count > 1 and not state.runs)
+            self.store.write(state.role, first, payload)
+            state.extend(count)
+        # a clone, so that no view keeps the prefill's 16-bit tensor alive
+        state.window = pending[:, :, count:].clone()
+
+    def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape[:3] != values.shape[:3]:
+            raise ShapeError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
+                f"pass both as [batch, kv_heads, tokens, head_dim]."
+            )
+        if self.store is None:
+            return
+        for role, x in (("key", keys), ("value", values)):
+            held = self.roles[role].dense("sink").shape
+            if (x.shape[0], x.shape[1], x.shape[3]) != (held[0], held[1], held[3]):
+                raise ShapeError(
+                    f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={held[0]}, "
+                    f"kv_heads={held[1]}, head_dim={held[3]}; use another cache or reset() this one."
+                )
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Decoded keys and values of the live tokens ``[first, last)``.
+
+        Returns
+        -------
+        (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis, dtype of the input.
+        """
+        if self.store is None:
+            raise UnsupportedError("the cache is empty: append keys and values before decoding.")
+        last = self.length if last is None else last
+        return self._decode_role("key", first, last), self._decode_role("value", first, last)
+
+    def _decode_role(self, role: Role, first: int, last: int) -> Tensor:
+        state = self.roles[role]
+        sink, window = state.dense("sink"), state.dense("window")
+        parts = [sink[:, :, first:last].to(self._dtype)] if first < sink.shape[2] else []
+        at = sink.shape[2]
+        for a, b in state.runs:
+            lo, hi = max(first - at, 0), min(last - at, b - a)
+            if lo < hi:
+                parts.append(self._decode_slots(state, a + lo, a + hi))
+            at += b - a
+        if last > at:
+            parts.append(window[:, :, max(first - at, 0) : last - at].to(self._dtype))
+        if not parts:
+            return window[:, :, :0].to(self._dtype)
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def _decode_slots(self, state: RoleState, first: int, last: int) -> Tensor:
+        assert self.store is not None
+        assert state.params is not None
+        payload = self.store.read(state.role, first, last)
+        x = state.codec.from_code(state.codec.decode(payload, state.params), state.params)
+        skip = first - first // state.codec.block_tokens * state.codec.block_tokens
+        return x[:, :, skip : skip + last - first].to(self._dtype)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float | None = None,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        sinks: Tensor | None = None,
+        chunk: int = 1024,
+    ) -> Tensor:
+        """Attention of ``q`` over the live tokens; see ``kvcodec.attention.attend``."""
+        from kvcodec.attention import attend
+
+        return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
+
+    # -- removing and rearranging ----------------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Keep the oldest ``length`` tokens; those behind them are forgotten."""
+        if not 0 <= length <= self.length:
+            raise ShapeError(f"crop({length}): the cache holds {self.length} tokens; pass 0..{self.length}.")
+        self._remove(length, self.length)
+
+    def evict(self, n: int, keep: int = 0) -> None:
+        """Forget the oldest ``n`` tokens behind the first ``keep`` ones.
+
+        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, the middle goes. Positions are the caller's
+        business: a model with rotary embeddings sees the keys as they were rotated when appended.
+        """
+        if n < 0 or keep < 0 or keep + n > self.length:
+            raise ShapeError(
+                f"evict({n}, keep={keep}): the cache holds {self.length} tokens; keep + n may not exceed that."
+            )
+        self._remove(keep, keep + n)
+        self.start += n
+
+    def _remove(self, first: int, last: int) -> None:
+        if first == last or self.store is None:
+            return
+        for state in self.roles.values():
+            sink, window = state.dense("sink"), state.dense("window")
+            s, e = sink.shape[2], state.encoded
+            if first < s:
+                state.sink = torch.cat([sink[:, :, :first], sink[:, :, min(last, s) :]], 2)
+            if first < s + e and last > s:
+                state.remove(max(first - s, 0), min(last - s, e))
+            if last > s + e:
+                a, b = max(first - s - e, 0), last - s - e
+                state.window = torch.cat([window[:, :, :a], window[:, :, b:]], 2)
+        self.length -= last - first
+        self._free_dead_pages()
+
+    def _free_dead_pages(self) -> None:
+        assert self.store is not None
+        tokens = self.store.layout.page_tokens
+        runs = [s.runs for s in self.roles.values()]
+        ends = [r[-1][1] for r in runs if r]
+        if not ends:
+            self.store.trim(0 if not self.reserve else self.store.capacity)
+            return
+        # with only one role in the pages the other hands out slots from 0 and holds every page back
+        dead = min((r[0][0] for r in runs if r), default=0) // tokens
+        if dead and all(runs):
+            self.store.drop_front(dead)
+            for state in self.roles.values():
+                state.runs = [(a - dead * tokens, b - dead * tokens) for a, b in state.runs]
+        if not self.reserve:
+            self.store.trim(max(s.next_slot for s in self.roles.values()))
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` of the batch, in that order, repeats allowed (beam search, batch split)."""
+        if self.store is None:
+            return
+        index = torch.as_tensor(indices, device=self.store.table.device)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        batch = self.batch
+        for state in self.roles.values():
+            state.sink = state.dense("sink").index_select(0, index)
+            state.window = state.dense("window").index_select(0, index)
+            if state.codec.needs_sample and state.params is not None and batch > 1:
+                state.params = {
+                    k: p.index_select(0, index) if p.shape[0] == batch else p for k, p in state.params.items()
+                }
+        self.store.select(index)
+
+    def repeat(self, times: int) -> None:
+        """Repeat every sequence ``times`` times, as ``repeat_interleave`` does."""
+        if self.store is not None:
+            self.select(torch.arange(self.batch).repeat_interleave(times))
+
+    # -- accounting ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held for the sequences (constants of the site are not among them)."""
+        if self.store is not None:
+            yield from self.store.tensors()
+            for state in self.roles.values():
+                yield state.dense("sink")
+                yield state.dense("window")
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes really held, by part; the sum is the bytes of ``tensors()``.
+
+        Keys: ``key.codes``, ``value.scales``, ... (planes of live slots), ``key.sink``, ``key.window``, ...,
+        ``reserve`` (free slots, dead slots and plane padding) and ``table``.
+        """
+        if self.store is None:
+            return {}
+        parts: dict[str, int] = {}
+        used = 0
+        for plane in self.store.layout.planes:
+            state = self.roles["key" if plane.role == "key" else "value"]
+            tokens = self.store.layout.page_tokens // plane.blocks
+            blocks = sum(-(-b // tokens) - a // tokens for a, b in state.runs)
+            held = blocks * plane.field.nbytes * self.batch * self.store.heads
+            name = f"{plane.role}.{plane.field.part}"
+            parts[name] = parts.get(name, 0) + held
+            used += held
+        for role, state in self.roles.items():
+            for name in ("sink", "window"):
+                if bytes_ := _storage_bytes(state.dense(name)):
+                    parts[f"{role}.{name}"] = bytes_
+        parts["reserve"] = _storage_bytes(self.store.pages) - used
+        parts["table"] = _storage_bytes(self.store.table)
+        return parts
+
+    def constant_bytes(self) -> int:
+        """Bytes of the sites' constants (signs, codebooks): fixed per layer, whatever the length."""
+        return sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
+
+    def elements(self) -> int:
+        """Elements of K and V that the live tokens stand for."""
+        dims = sum(s.site.head_dim for s in self.roles.values())
+        return self.batch * (self.store.heads if self.store else 0) * self.length * dims
+
+
+def _storage_bytes(x: Tensor) -> int:
+    """Bytes of the memory behind ``x``: a view that keeps a larger tensor alive counts in full."""
+    return x.untyped_storage().nbytes()

@@ -1,0 +1,164 @@
+"""The one contract: what a codec is, where it works, and what it may rely on.
+
+A codec maps K or V of one site (layer, role) to packed bytes and back::
+
+    model basis --to_code--> code basis --encode--> Payload --decode--> code basis --from_code--> model basis
+
+- **Config is the object**: a frozen dataclass of plain values, so equality, hash, repr and JSON are free.
+- **Everything learned or drawn lives in Params** (``fit``), constant afterwards: signs, codebooks, thresholds.
+- **encode is pure and append-invariant**: blocks encoded one by one equal blocks encoded together; a slice of the
+  batch equals the batch's slice. Nothing may depend on the rest of the call.
+- **Payload is exactly the layout**: the fields of ``layout(D)``, each ``[B, H, M, *field.shape]`` with
+  ``M = N / block_tokens``.
+- **decode returns float32 in the code basis**; ``from_code`` is linear, so for values it can be applied once to the
+  attention output.
+
+Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N tokens, D head_dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvcodec.errors import ShapeError
+from kvcodec.layout import Layout
+
+Role = Literal["key", "value"]
+Params = Mapping[str, Tensor]
+"""Constants of a site. Leading dimension 1, or B when fitted on each sequence's prefill."""
+Payload = Mapping[str, Tensor]
+"""The packed bits: exactly ``layout(D).fields``, each ``[B, H, M, *field.shape]``."""
+
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a codec works: one per (layer, role).
+
+    Parameters
+    ----------
+    layer : int
+    role : {"key", "value"}
+    num_heads : int
+        KV heads H.
+    head_dim : int
+    seed : int
+        Every random constant derives from (seed, layer, role, head), never from global state.
+    device : torch.device
+    """
+
+    layer: int
+    role: Role
+    num_heads: int
+    head_dim: int
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def generator(self, head: int, stream: int = 0) -> torch.Generator:
+        """Return a CPU generator for one head; ``stream`` separates independent draws of a codec."""
+        mixed = self.seed
+        for part in (self.layer, 0 if self.role == "key" else 1, head, stream):
+            mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
+        return torch.Generator().manual_seed(mixed)
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """A map from K or V to bytes and back; see the module's text for the promises."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block of payload; G when groups run along tokens."""
+        return 1
+
+    @property
+    def needs_sample(self) -> bool:
+        """Whether ``fit`` must see data (a calibration file, or the prefill)."""
+        return False
+
+    @abstractmethod
+    def layout(self, head_dim: int) -> Layout:
+        """Fields of ONE block of ONE head; bytes and bits follow from it.
+
+        Raises
+        ------
+        ShapeError
+            If this codec cannot take ``head_dim``; the text names what it can take.
+        """
+
+    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+        """Return the site's constants. ``sample`` is ``[B, H, N, D]`` in the model basis, or None."""
+        return {}
+
+    def to_code(self, x: Float[Tensor, "B H N D"], params: Params) -> Float[Tensor, "B H N D"]:
+        """Model basis -> code basis; linear and invertible."""
+        return x
+
+    def query_to_code(self, q: Float[Tensor, "B H N D"], params: Params) -> Float[Tensor, "B H N D"]:
+        """Dual map for queries: ``<query_to_code(q), to_code(k)> == <q, k>``.
+
+        The caller folds the query heads of one KV head into N, so H is the number of KV heads.
+        Override when ``to_code`` is not orthogonal.
+        """
+        return self.to_code(q, params)
+
+    def from_code(self, x: Float[Tensor, "B H N D"], params: Params) -> Float[Tensor, "B H N D"]:
+        """Inverse of ``to_code``."""
+        return x
+
+    @abstractmethod
+    def encode(self, x: Float[Tensor, "B H N D"], params: Params) -> Payload:
+        """Pack ``x`` (code basis, float32, N a multiple of ``block_tokens``) into the layout's fields."""
+
+    @abstractmethod
+    def decode(self, payload: Payload, params: Params) -> Float[Tensor, "B H N D"]:
+        """Unpack to float32 in the code basis."""
+
+    def config(self) -> dict[str, Any]:
+        """Plain values of this codec, for JSON: ``{"codec": class name, **options}``."""
+        return {"codec": type(self).__name__, **asdict(self)}
+
+
+def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:
+    """Encode and decode ``x [B, H, N, D]`` in the model basis; float32, N a multiple of the block."""
+    payload = codec.encode(codec.to_code(x.float(), params), params)
+    return codec.from_code(codec.decode(payload, params), params)
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """Refuse what no codec can store.
+
+    Raises
+    ------
+    ShapeError
+        If ``x`` is not a floating ``[B, H, N, D]`` tensor.
+    ValueError
+        If ``x`` holds NaN, Inf, or a magnitude above fp16's 65504; names the tensor and the first position.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+        came = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ShapeError(f"{name}: got {came}; expected a floating point tensor [batch, kv_heads, tokens, head_dim].")
+    if x.numel() == 0:
+        return
+    # one reduction and one host sync; NaN fails the comparison, so it lands in the slow branch as well
+    if bool(x.abs().amax() <= FP16_MAX):
+        return
+    bad = (~(x.abs() <= FP16_MAX)).nonzero()[0].tolist()
+    value = x[tuple(bad)].item()
+    what = "is not finite" if value != value or abs(value) == float("inf") else "is above 65504"
+    raise ValueError(
+        f"{name}[batch={bad[0]}, head={bad[1]}, token={bad[2]}, channel={bad[3]}] = {value} {what}; "
+        f"codecs store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) "
+        f"or the attention mask of that token."
+    )
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which sinks, windows and dense layers are held: 16-bit inputs as they are, float32 as fp16."""
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16

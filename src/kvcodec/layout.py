@@ -1,0 +1,195 @@
+"""Where every byte lies: fields of a block, planes of a page, and the bits that follow from them.
+
+A *block* is what a codec encodes together: ``block_tokens`` tokens of one head. Its ``Layout`` names the
+fields (codes, scales, ...) with dtype and shape. A *page* holds ``page_tokens`` tokens of one head; inside it
+every field is a plane of its own, key planes first, each plane aligned to 16 bytes::
+
+    | K.codes (all blocks) | K.scale ... | V.codes (all blocks) | V.scale ... |
+
+One order of bytes serves disk, CPU and GPU. ``effective_bits`` is bytes x 8 / elements: scales, norms, flags and
+padding included.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvcodec.errors import ShapeError
+
+PAGE_TOKENS = 64
+PLANE_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Field:
+    """One packed tensor of a block.
+
+    Parameters
+    ----------
+    name : str
+        Key of the payload, e.g. ``"codes"``.
+    dtype : str
+        A torch dtype by name, e.g. ``"uint8"``, ``"float16"``.
+    shape : tuple of int
+        Shape for ONE block of ONE head.
+    part : str
+        What the bytes are for in a report: ``codes``, ``scales``, ``norms``, ``outliers``, ``flags``, ``dense``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    part: str = "codes"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The field's torch dtype."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block of one head."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fields of one block of one head, and what they cost.
+
+    Parameters
+    ----------
+    head_dim : int
+        Channels D of a token.
+    block_tokens : int
+        Tokens G that a block encodes together.
+    fields : tuple of Field
+        In memory order.
+    nominal_bits : float
+        Bits per element of the codes alone (what papers print); never used for accounting.
+    version : int
+        Rises when the bytes change meaning; saved with every file.
+    """
+
+    head_dim: int
+    block_tokens: int
+    fields: tuple[Field, ...]
+    nominal_bits: float
+    version: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one head, all fields."""
+        return sum(f.nbytes for f in self.fields)
+
+    @property
+    def effective_bits(self) -> float:
+        """Bytes x 8 / elements of a block."""
+        return self.block_bytes * 8 / (self.block_tokens * self.head_dim)
+
+    def field(self, name: str) -> Field:
+        """Return the field called ``name``."""
+        return next(f for f in self.fields if f.name == name)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One field of one role inside a page: ``blocks`` blocks from byte ``offset`` on."""
+
+    role: str
+    field: Field
+    offset: int
+    blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plane (padding to the next plane not included)."""
+        return self.field.nbytes * self.blocks
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Byte map of a page: ``page_tokens`` tokens of one head, keys and values in one contiguous run.
+
+    Parameters
+    ----------
+    key, value : Layout
+        Layouts of the two roles.
+    page_tokens : int
+        P; a multiple of both layouts' ``block_tokens``.
+
+    Raises
+    ------
+    ShapeError
+        If a block does not divide the page.
+
+    Examples
+    --------
+    >>> import kvcodec
+    >>> scheme = kvcodec.get("saw-int4")
+    >>> PageLayout(scheme.key.layout(128), scheme.value.layout(128)).page_bytes
+    8704
+    """
+
+    key: Layout
+    value: Layout
+    page_tokens: int = PAGE_TOKENS
+
+    def __post_init__(self) -> None:
+        """Check that blocks tile the page."""
+        for layout in (self.key, self.value):
+            if self.page_tokens % layout.block_tokens:
+                raise ShapeError(
+                    f"page_tokens={self.page_tokens} is not a multiple of block_tokens="
+                    f"{layout.block_tokens}; use a multiple, e.g. {page_tokens_for(self.key, self.value)}."
+                )
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """All planes in memory order."""
+        planes, offset = [], 0
+        for role, layout in (("key", self.key), ("value", self.value)):
+            for field in layout.fields:
+                plane = Plane(role, field, offset, self.page_tokens // layout.block_tokens)
+                planes.append(plane)
+                offset += -(-plane.nbytes // PLANE_ALIGN) * PLANE_ALIGN
+        return tuple(planes)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page of one head, plane padding included."""
+        return sum(-(-p.nbytes // PLANE_ALIGN) * PLANE_ALIGN for p in self.planes)
+
+    def view(self, pages: torch.Tensor, plane: Plane) -> torch.Tensor:
+        """View one plane of ``pages``.
+
+        Parameters
+        ----------
+        pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        plane : Plane
+
+        Returns
+        -------
+        Tensor ``[num_pages, H, blocks, *field.shape]`` of the field's dtype, sharing memory.
+        """
+        raw = pages[..., plane.offset : plane.offset + plane.nbytes]
+        typed = raw.view(plane.field.torch_dtype)
+        return typed.unflatten(-1, (plane.blocks, *plane.field.shape))
+
+
+def page_tokens_for(*layouts: Layout, at_least: int = PAGE_TOKENS) -> int:
+    """Smallest multiple of every block size that is >= ``at_least`` tokens."""
+    step = math.lcm(*(layout.block_tokens for layout in layouts))
+    return -(-at_least // step) * step
+
+
+def power_of_two_divisor(n: int) -> int:
+    """Largest power of two that divides ``n``.
+
+    >>> [power_of_two_divisor(n) for n in (64, 80, 96, 128, 192)]
+    [64, 16, 32, 128, 64]
+    """
+    return n & -n

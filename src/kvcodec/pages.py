@@ -1,0 +1,106 @@
+"""The packed store of one layer: a pool of pages and a block table.
+
+``pages`` is uint8 ``[num_pages, H, page_bytes]``, ``table`` int32 ``[B, M]``: slot ``s`` of sequence ``b`` lies in page
+``table[b, s // P]`` at place ``s % P``. Engines hold the same two tensors, and the kernels read them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Payload
+from kvcodec.layout import PageLayout
+
+
+class PageStore:
+    """Pages that grow as slots are written.
+
+    Parameters
+    ----------
+    layout : PageLayout
+    batch, heads : int
+    device : torch.device
+    capacity : int
+        Slots to allocate at once; 0 grows on demand, by an eighth (at least one page).
+    """
+
+    def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
+        self.layout = layout
+        self.heads = heads
+        self.pages = torch.zeros(0, heads, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.table = torch.zeros(batch, 0, dtype=torch.int32, device=device)
+        if capacity:
+            self._grow(-(-capacity // layout.page_tokens))
+
+    @property
+    def capacity(self) -> int:
+        """Slots per sequence that fit without growing."""
+        return self.table.shape[1] * self.layout.page_tokens
+
+    def ensure(self, slots: int, *, exact: bool = False) -> None:
+        """Grow so that ``slots`` slots per sequence fit; ``exact`` skips the reserve (a prefill)."""
+        missing = -(-(slots - self.capacity) // self.layout.page_tokens)
+        if missing > 0:
+            self._grow(missing if exact else max(missing, self.table.shape[1] // 8))
+
+    def _grow(self, columns: int) -> None:
+        batch, first = self.table.shape[0], self.pages.shape[0]
+        # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
+        fresh = self.pages.new_zeros(batch * columns, *self.pages.shape[1:])
+        self.pages = torch.cat([self.pages, fresh]) if first else fresh
+        ids = torch.arange(first, first + batch * columns, device=self.table.device)
+        self.table = torch.cat([self.table, ids.view(batch, columns).to(torch.int32)], 1)
+
+    def write(self, role: str, first_slot: int, payload: Payload) -> None:
+        """Write the blocks of ``payload`` (fields ``[B, H, M, *shape]``) from ``first_slot`` on."""
+        for plane in self.layout.planes:
+            if plane.role != role:
+                continue
+            blocks = payload[plane.field.name]
+            tokens = self.layout.page_tokens // plane.blocks
+            index = torch.arange(blocks.shape[2], device=blocks.device) + first_slot // tokens
+            page = self.table[:, index // plane.blocks].long()
+            view = self.layout.view(self.pages, plane)
+            # advanced indices apart from each other put their axes first: [B, M, H, *shape]
+            view[page, :, (index % plane.blocks).expand_as(page)] = blocks.transpose(1, 2)
+
+    def read(self, role: str, first_slot: int, last_slot: int) -> Payload:
+        """Copy out the blocks that cover slots ``[first_slot, last_slot)``; fields ``[B, H, M, *shape]``."""
+        out: dict[str, Tensor] = {}
+        for plane in self.layout.planes:
+            if plane.role != role:
+                continue
+            tokens = self.layout.page_tokens // plane.blocks
+            a, b = first_slot // tokens, -(-last_slot // tokens)
+            index = torch.arange(a, b, device=self.pages.device)
+            page = self.table[:, index // plane.blocks].long()
+            view = self.layout.view(self.pages, plane)
+            out[plane.field.name] = view[page, :, (index % plane.blocks).expand_as(page)].transpose(1, 2)
+        return out
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` (with repeats), each with pages of its own."""
+        batch, columns = len(indices), self.table.shape[1]
+        ids = self.table[indices.to(self.table.device)].long()
+        self.pages = self.pages[ids.flatten()]
+        fresh = torch.arange(batch * columns, device=self.table.device, dtype=torch.int32)
+        self.table = fresh.view(batch, columns)
+
+    def drop_front(self, columns: int) -> None:
+        """Free the first ``columns`` pages of every sequence."""
+        if columns:
+            self.table = self.table[:, columns:]
+            self.select(torch.arange(self.table.shape[0]))
+
+    def trim(self, slots: int) -> None:
+        """Free the pages behind the first ``slots`` slots."""
+        columns = -(-slots // self.layout.page_tokens)
+        if columns < self.table.shape[1]:
+            self.table = self.table[:, :columns]
+            self.select(torch.arange(self.table.shape[0]))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        yield self.pages
+        yield self.table

@@ -1,0 +1,384 @@
+"""Names to schemes: ``@register``, ``get("octopus-4")``, ``presets()``, and finding codecs that are files.
+
+A spec is ``name[-bits][:key=value,...]``: ``octopus-4``, ``saw-int4:block=64,rotate=kv``, ``kivi-2:window=64``. A
+*recipe* is a function that makes a scheme; its signature is the list of options. Modules of ``kvcodec.codecs`` are
+imported once, then entry points of the group ``kvcodec.codecs``, then files named by ``load_file``.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import pkgutil
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvcodec.codec import Codec
+from kvcodec.errors import FormatError, SpecError, nearest
+from kvcodec.scheme import KVScheme
+
+Recipe = Callable[..., KVScheme]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a recipe, read from its signature and docstring."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Allowed values, or an empty tuple."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+    @property
+    def type_name(self) -> str:
+        """Short text of the type, e.g. ``int`` or ``k|kv|none``."""
+        if self.choices:
+            return "|".join(str(c) for c in self.choices)
+        if isinstance(self.type, types.UnionType):
+            return "|".join("none" if t is type(None) else t.__name__ for t in self.type.__args__)
+        return str(getattr(self.type, "__name__", self.type))
+
+    def parse(self, text: str, spec: str) -> Any:
+        """Turn the text of a spec into a value of the option's type."""
+        wanted = self.type.__args__ if isinstance(self.type, types.UnionType) else (self.type,)
+        if type(None) in wanted and text == "none":
+            return None
+        for kind in wanted:
+            if kind is bool and text in ("true", "false"):
+                return text == "true"
+            if typing.get_origin(kind) is Literal:
+                for choice in typing.get_args(kind):
+                    if text == str(choice):
+                        return choice
+            if kind in (int, float, str) and kind is not bool:
+                try:
+                    return kind(text)
+                except ValueError:
+                    continue
+        allowed = "true|false" if bool in wanted else self.type_name
+        raise SpecError(f"{spec!r}: option {self.name}={text!r} is not allowed; expected {allowed}.")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered recipe with its presets."""
+
+    name: str
+    recipe: Recipe
+    source: str
+    presets: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """Options by name, in the recipe's order."""
+        hints = typing.get_type_hints(self.recipe)
+        docs = _parameter_docs(self.recipe)
+        return {
+            p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, ""))
+            for p in inspect.signature(self.recipe).parameters.values()
+        }
+
+
+_METHODS: dict[str, Method] = {}
+_DISCOVERED = False
+
+
+def register(
+    name: str, *, source: str, presets: tuple[str, ...] | Mapping[str, Mapping[str, Any]] = ()
+) -> Callable[[Recipe], Recipe]:
+    """Register a recipe under ``name``.
+
+    Parameters
+    ----------
+    name : str
+        The method; also the spec without options.
+    source : str
+        The paper or system: title or arXiv id and section.
+    presets : tuple of str, or mapping of str to options
+        Spec strings that tables, tests and docs run over. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
+    """
+
+    def add(recipe: Recipe) -> Recipe:
+        expanded = presets if isinstance(presets, Mapping) else {p: _suffix(name, p) for p in presets}
+        old = _METHODS.get(name)
+        if old is not None and _origin(old.recipe) != _origin(recipe):
+            raise SpecError(f"codec name {name!r} is taken by {old.recipe.__module__}; choose another name.")
+        _METHODS[name] = Method(name, recipe, source, expanded or {name: {}})
+        return recipe
+
+    return add
+
+
+def get(spec: "str | KVScheme") -> KVScheme:
+    """Build the scheme that ``spec`` names.
+
+    Raises
+    ------
+    SpecError
+        Unknown name or option (with the nearest known ones), or a value that is not allowed.
+
+    Examples
+    --------
+    >>> str(get("saw-int4:rotate=kv,block=64"))
+    'saw-int4:block=64,rotate=kv'
+    """
+    if isinstance(spec, KVScheme):
+        return spec
+    if not isinstance(spec, str):
+        raise SpecError(f"got {type(spec).__name__}; expected a spec such as 'saw-int4' or a KVScheme.")
+    method, base, given = _parse(spec)
+    base_options = method.presets.get(base, _suffix(method.name, base))
+    defaults = {o.name: o.default for o in method.options.values()} | dict(base_options)
+    changed = {k: v for k, v in given.items() if v != defaults[k]}
+    text = ",".join(f"{k}={_text(changed[k])}" for k in method.options if k in changed)
+    return replace(method.recipe(**(defaults | given)), spec=f"{base}:{text}" if text else base)
+
+
+def method_of(spec: str) -> Method:
+    """Return the method that a spec names."""
+    return _parse(spec)[0]
+
+
+def options_of(spec: str) -> dict[str, Any]:
+    """Return every option of a spec with the value it has there."""
+    method, base, given = _parse(spec)
+    defaults = {o.name: o.default for o in method.options.values()}
+    return defaults | dict(method.presets.get(base, _suffix(method.name, base))) | given
+
+
+def names() -> list[str]:
+    """Registered methods, sorted."""
+    return sorted(_methods())
+
+
+def presets() -> list[str]:
+    """All preset specs: ``dense`` first, then by method."""
+    methods = _methods()
+    order = sorted(methods, key=lambda n: (n != "dense", n))
+    return [p for name in order for p in methods[name].presets]
+
+
+def from_json(text: str) -> KVScheme:
+    """Rebuild a scheme from ``KVScheme.to_json``; only registered codec classes are accepted.
+
+    Raises
+    ------
+    FormatError
+        If the text is not a scheme, or names a codec class that is not registered here.
+    """
+    try:
+        data = json.loads(text)
+        key, value = _codec(data.pop("key")), _codec(data.pop("value"))
+        return KVScheme(key=key, value=value, **data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, (FormatError, SpecError)):
+            raise
+        raise FormatError(f"not a kvcodec scheme: {error}; expected the JSON of KVScheme.to_json().") from error
+
+
+def load_file(path: str | Path) -> list[str]:
+    """Import one codec file from outside the package; return the presets it added.
+
+    Raises
+    ------
+    SpecError
+        If the file does not exist, is not Python, or registers nothing.
+    """
+    path = Path(path)
+    before = set(presets())
+    module_spec = importlib.util.spec_from_file_location(f"kvcodec_file_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None or not path.is_file():
+        raise SpecError(f"codec file {str(path)!r} was not found; pass the path of a .py file.")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    module_spec.loader.exec_module(module)
+    added = [p for p in presets() if p not in before]
+    if not added:
+        raise SpecError(f"{path} registers no new preset; decorate its recipe with @kvcodec.register.")
+    return added
+
+
+def codec_classes() -> dict[str, type[Codec]]:
+    """Every codec class that is loaded, by name."""
+    _methods()
+    found: dict[str, type[Codec]] = {}
+    todo: list[type[Codec]] = [Codec]
+    while todo:
+        for cls in todo.pop().__subclasses__():
+            found[cls.__name__] = cls
+            todo.append(cls)
+    return found
+
+
+def _codec(config: dict[str, Any]) -> Codec:
+    config = dict(config)
+    name = config.pop("codec")
+    classes = codec_classes()
+    if name not in classes:
+        raise FormatError(
+            f"unknown codec class {name!r}; this installation knows {', '.join(sorted(classes))}. "
+            f"Install or load the file that defines it, or update kvcodec."
+        )
+    built = {k: _codec(v) if isinstance(v, dict) and "codec" in v else v for k, v in config.items()}
+    return classes[name](**built)
+
+
+def _methods() -> dict[str, Method]:
+    global _DISCOVERED
+    if not _DISCOVERED:
+        _DISCOVERED = True
+        package = importlib.import_module("kvcodec.codecs")
+        for info in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"kvcodec.codecs.{info.name}")
+        for entry in importlib.metadata.entry_points(group="kvcodec.codecs"):
+            entry.load()
+    return _METHODS
+
+
+def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
+    methods = _methods()
+    base, _, tail = spec.strip().partition(":")
+    by_preset = {p: m for m in methods.values() for p in m.presets}
+    method = by_preset.get(base) or methods.get(base)
+    if method is None:
+        match = re.fullmatch(r"(.+)-(\d+)", base)
+        method = methods.get(match[1]) if match else None
+        if method is None or "bits" not in method.options:
+            raise SpecError(
+                f"unknown codec {base!r}.{nearest(base, [*by_preset, *methods])} "
+                f"Known: {', '.join(by_preset)}. Run `kvcodec list` for what each one is."
+            )
+    given: dict[str, Any] = {}
+    for item in filter(None, tail.split(",")):
+        key, equals, text = item.partition("=")
+        key = key.strip()
+        if key not in method.options:
+            raise SpecError(
+                f"{spec!r}: {method.name} has no option {key!r}.{nearest(key, method.options)} "
+                f"Its options: {', '.join(method.options) or 'none'}."
+            )
+        if not equals:
+            raise SpecError(f"{spec!r}: option {key!r} has no value; write {key}=VALUE.")
+        if key in given:
+            raise SpecError(f"{spec!r}: option {key!r} is given twice; give it once.")
+        given[key] = method.options[key].parse(text.strip(), spec)
+    return method, base, given
+
+
+def _suffix(name: str, base: str) -> dict[str, Any]:
+    match = re.fullmatch(re.escape(name) + r"-(\d+)", base)
+    return {"bits": int(match[1])} if match else {}
+
+
+def _text(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "none"}.get(value, str(value))
+        if (value is None or isinstance(value, bool))
+        else str(value)
+    )
+
+
+def _origin(recipe: Recipe) -> tuple[str, str]:
+    return inspect.getfile(recipe), recipe.__qualname__
+
+
+def _parameter_docs(recipe: Recipe) -> dict[str, str]:
+    """Read the ``Parameters`` section of a numpy docstring: name -> text."""
+    doc = inspect.getdoc(recipe) or ""
+    match = re.search(r"Parameters\n-+\n(.*?)(?:\n\n[A-Z]\w+\n-+\n|\Z)", doc, re.S)
+    docs: dict[str, str] = {}
+    current: list[str] = []
+    for line in match[1].splitlines() if match else []:
+        if line and not line[0].isspace():
+            current = [n.strip() for n in line.split(":")[0].split(",")]
+            docs.update(dict.fromkeys(current, ""))
+        else:
+            for name in current:
+                docs[name] = f"{docs[name]} {line.strip()}".strip()
+    return docs
+
+
+def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
+    """Everything there is to know about a spec, as plain JSON values.
+
+    Parameters
+    ----------
+    spec : str
+    head_dim : int
+        The bits and bytes are those of this head_dim.
+
+    Returns
+    -------
+    dict
+        ``spec, method, source, summary, key_bits, value_bits, effective_bits, nominal_bits, block_tokens, sink, window,
+        dense_key_layers, dense_value_layers, page_tokens, page_bytes, options, layout, kernels``.
+    """
+    scheme, method = get(spec), method_of(spec)
+    values = options_of(spec)
+    page = scheme.page_layout(head_dim)
+    return {
+        "spec": str(scheme),
+        "method": method.name,
+        "source": method.source,
+        "summary": (inspect.getdoc(method.recipe) or "").split("\n\n")[0].replace("\n", " "),
+        "head_dim": head_dim,
+        "key_bits": scheme.key_bits(head_dim),
+        "value_bits": scheme.value_bits(head_dim),
+        "effective_bits": scheme.effective_bits(head_dim),
+        "nominal_bits": scheme.nominal_bits(head_dim),
+        "block_tokens": max(scheme.key.block_tokens, scheme.value.block_tokens),
+        "sink": scheme.sink,
+        "window": scheme.window,
+        "dense_key_layers": scheme.dense_key_layers,
+        "dense_value_layers": scheme.dense_value_layers,
+        "page_tokens": page.page_tokens,
+        "page_bytes": page.page_bytes,
+        "options": [
+            {
+                "name": o.name,
+                "type": o.type_name,
+                "value": values[o.name],
+                "default": o.default,
+                "choices": list(o.choices),
+                "doc": o.doc,
+            }
+            for o in method.options.values()
+        ],
+        "layout": [
+            {
+                "role": p.role,
+                "field": p.field.name,
+                "part": p.field.part,
+                "dtype": p.field.dtype,
+                "shape": list(p.field.shape),
+                "block_tokens": page.page_tokens // p.blocks,
+                "page_offset": p.offset,
+            }
+            for p in page.planes
+        ],
+        "kernels": kernels_for(scheme),
+    }
+
+
+def kernels_for(scheme: KVScheme) -> dict[str, bool]:
+    """Whether fused kernels exist for both codecs of a scheme: ``{"encode": bool, "decode": bool}``.
+
+    A kernel is the sibling of its codec: ``kernels/<stem>.py`` for ``codecs/<stem>.py``. Triton is not imported.
+    """
+    found = True
+    for codec in (scheme.key, scheme.value):
+        stem = type(codec).__module__.rpartition(".")[2]
+        found &= importlib.util.find_spec(f"kvcodec.kernels.{stem}") is not None
+    return {"encode": found, "decode": found}
