@@ -53,31 +53,27 @@ def mask_granule(w, SHIFT: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
                 return tl.inline_asm_elementwise(
                     "and.b32 $0, $1, 0x000f000f;", "=r,r", [w], tl.float16, True, 2
                 )
-            else:
-                return tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x000f000f;}",
-                    "=r,r",
-                    [w],
-                    tl.float16,
-                    True,
-                    2,
-                )
-        else:
-            if SHIFT == 0:
-                return tl.inline_asm_elementwise(
-                    "and.b32 $0, $1, 0x00f000f0;", "=r,r", [w], tl.float16, True, 2
-                )
-            else:
-                return tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x00f000f0;}",
-                    "=r,r",
-                    [w],
-                    tl.float16,
-                    True,
-                    2,
-                )
-    else:
-        return ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+            return tl.inline_asm_elementwise(
+                "{.reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x000f000f;}",
+                "=r,r",
+                [w],
+                tl.float16,
+                True,
+                2,
+            )
+        if SHIFT == 0:
+            return tl.inline_asm_elementwise(
+                "and.b32 $0, $1, 0x00f000f0;", "=r,r", [w], tl.float16, True, 2
+            )
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x00f000f0;}",
+            "=r,r",
+            [w],
+            tl.float16,
+            True,
+            2,
+        )
+    return ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,266 @@
+"""Device code of the decode-attention skeleton; see `kvcodec.kernels.decode_attention`."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvcodec.kernels._common import (
+    butterfly,
+    gdc_launch_dependents,
+    gdc_wait,
+    hadamard,
+    sqrt_order,
+)
+
+
+class Hooks(NamedTuple):
+    """The jit functions with which a codec fills the skeleton; see the module's docstring."""
+
+    prepare: object
+    load_k: object
+    score: object
+    load_v: object
+    init: object
+    accumulate: object
+    finish: object
+
+
+@triton.jit
+def _page_of(table_row, i, BN: tl.constexpr, P: tl.constexpr):
+    """Return the page id of block i: a scalar, or one id per row when a block spans pages."""
+    if BN <= P:
+        return tl.load(table_row + (i * BN) // P)
+    return tl.load(table_row + i * (BN // P) + tl.arange(0, BN) // P)
+
+
+@triton.jit
+def _block(
+    i, page, q, m, l, acc, pages16, pages32, head, n_lo, n_hi, heads,
+    D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
+    MASKED: tl.constexpr, LOAD_K: tl.constexpr, SCORE: tl.constexpr, LOAD_V: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Fold block i into the running softmax state (m, l, acc)."""
+    row = tl.arange(0, BN)
+    slot = (i * BN) % P + row if BN <= P else row % P
+    # a pool passes 2**31 bytes soon
+    unit = page.to(tl.int64) * heads + head
+    at16 = pages16 + unit * (PAGE_BYTES // 2)
+    at32 = pages32 + unit * (PAGE_BYTES // 4)
+    token = i * BN + row
+    live = (token >= n_lo) & (token < n_hi)
+    kw, ks = LOAD_K(at16, at32, slot, live, D, DQ, P, MASKED)
+    vw, vs = LOAD_V(at16, at32, slot, live, D, DQ, P, MASKED)
+    s = SCORE(q, kw, ks, ASM)
+    if MASKED:
+        s = tl.where(live[None, :], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = ACCUMULATE(acc, p, alpha, vw, vs, ASM)
+    return m_new, l, acc
+
+
+@triton.jit
+def _dense_part(
+    q_ptr, qrow, rows_ok, dense_k, dense_v, dlo, dhi, b, h, skb, skh, skn, svb, svh, svn, scale2,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Plain attention over the dense tokens [dlo, dhi) of one sequence and head, model basis."""
+    d = tl.arange(0, DP)
+    row = tl.arange(0, BN)
+    # the interpreter multiplies bf16 wrongly, so its operands are widened
+    narrow: tl.constexpr = ASM and dense_k.dtype.element_ty != tl.float32
+    dt: tl.constexpr = dense_k.dtype.element_ty if narrow else tl.float32
+    q = tl.load(q_ptr + qrow[:, None] + d[None, :], rows_ok[:, None] & (d < D)[None, :], other=0.0)
+    q = q.to(tl.float32).to(dt)
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    o = tl.zeros([M, DP], tl.float32)
+    k_at = dense_k + b.to(tl.int64) * skb + h * skh
+    v_at = dense_v + b.to(tl.int64) * svb + h * svh
+    for n0 in tl.range((dlo // BN) * BN, dhi, BN, num_stages=1):
+        n = n0 + row
+        live = (n >= dlo) & (n < dhi)
+        ok = live[:, None] & (d < D)[None, :]
+        k = tl.load(k_at + n[:, None] * skn + d[None, :], ok, other=0.0)
+        v = tl.load(v_at + n[:, None] * svn + d[None, :], ok, other=0.0)
+        if not narrow:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        s = tl.where(live[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        o = tl.dot(p.to(dt), v, o * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return m, l, o
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr, pages16, pages32, table, seq_lens, start, part_o, part_m, part_l,
+    dense_k, dense_v, dense_lens, dense_start,
+    stride_qb, stride_qh, stride_table, skb, skh, skn, svb, svh, svn,
+    heads, group, scale2, num_splits,
+    D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, M: tl.constexpr,
+    MT: tl.constexpr, W: tl.constexpr, BND: tl.constexpr, KBLOCK: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, PAGE_BYTES: tl.constexpr, PREPARE: tl.constexpr, LOAD_K: tl.constexpr,
+    SCORE: tl.constexpr, LOAD_V: tl.constexpr, INIT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    FINISH: tl.constexpr,
+):  # fmt: skip
+    """Write the partial (m, l, o) of one split; the last split index is the dense part if W > 0."""
+    split = tl.program_id(0)
+    unit = tl.program_id(1)
+    mt = unit % MT
+    h = (unit // MT) % heads
+    b = unit // (MT * heads)
+    if PDL:
+        gdc_launch_dependents()
+
+    r = tl.arange(0, M) + mt * M
+    rows_ok = r < group
+    hq = h * group + r
+    qrow = b.to(tl.int64) * stride_qb + hq * stride_qh
+    g = tl.arange(0, DQ)
+    slots = tl.num_programs(0)
+    out = (b.to(tl.int64) * heads * group + hq) * slots + split
+    o_at = part_o + out[:, None] * (4 * DQ)
+    ok = rows_ok[:, None] & (g < D // 4)[None, :]
+
+    if W > 0 and split == num_splits:
+        DP: tl.constexpr = 4 * DQ
+        dlo = 0
+        dhi = W
+        if dense_lens is not None:
+            dhi = tl.minimum(tl.load(dense_lens + b), W)
+        if dense_start is not None:
+            dlo = tl.load(dense_start + b)
+        m, l, o = _dense_part(
+            q_ptr, qrow, rows_ok, dense_k, dense_v, dlo, dhi, b, h, skb, skh, skn, svb, svh, svn,
+            scale2, D, DP, BND, M, ASM,
+        )  # fmt: skip
+        d = tl.arange(0, DP)
+        at = o_at + ((d % 4) * DQ + d // 4)[None, :]
+        tl.store(at, o, rows_ok[:, None] & (d < D)[None, :])
+        tl.store(part_m + out, m, rows_ok)
+        tl.store(part_l + out, l, rows_ok)
+    else:
+        n_hi = tl.load(seq_lens + b)
+        n_lo = 0
+        if start is not None:
+            n_lo = tl.load(start + b)
+        first = n_lo // BN
+        count = tl.maximum(tl.cdiv(n_hi, BN) - first, 0)
+        lo = first + (split * count) // num_splits
+        hi = first + ((split + 1) * count) // num_splits
+        m = tl.full([M], float("-inf"), tl.float32)
+        l = tl.zeros([M], tl.float32)
+        if lo < hi:
+            # only the blocks at the two ends of the live range can hold dead tokens
+            head_edge = (n_lo > lo * BN).to(tl.int32)
+            tail_edge = ((n_hi < hi * BN) & (hi - lo > head_edge)).to(tl.int32)
+            table_row = table + b.to(tl.int64) * stride_table
+            q = PREPARE(q_ptr, qrow, rows_ok, scale2, D, DQ, M, KBLOCK, ASM)
+            acc = INIT(M, DQ)
+            last = hi - tail_edge
+            page = _page_of(table_row, tl.minimum(lo + head_edge, hi - 1), BN, P)
+            for i in tl.range(lo + head_edge, last):
+                # read one block ahead: the id is there when its tile is asked for
+                ahead = _page_of(table_row, tl.minimum(i + 1, hi - 1), BN, P)
+                m, l, acc = _block(
+                    i, page, q, m, l, acc, pages16, pages32, h, n_lo, n_hi, heads, D, DQ, P, BN,
+                    ASM, False, LOAD_K, SCORE, LOAD_V, ACCUMULATE, PAGE_BYTES,
+                )  # fmt: skip
+                page = ahead
+            for e in tl.range(0, head_edge + tail_edge, num_stages=1):
+                i = tl.where(e < head_edge, lo, hi - 1)
+                page = _page_of(table_row, i, BN, P)
+                m, l, acc = _block(
+                    i, page, q, m, l, acc, pages16, pages32, h, n_lo, n_hi, heads, D, DQ, P, BN,
+                    ASM, True, LOAD_K, SCORE, LOAD_V, ACCUMULATE, PAGE_BYTES,
+                )  # fmt: skip
+            o0, o1, o2, o3 = FINISH(acc)
+            tl.store(o_at + g[None, :], o0, ok)
+            tl.store(o_at + DQ + g[None, :], o1, ok)
+            tl.store(o_at + 2 * DQ + g[None, :], o2, ok)
+            tl.store(o_at + 3 * DQ + g[None, :], o3, ok)
+        tl.store(part_m + out, m, rows_ok)
+        tl.store(part_l + out, l, rows_ok)
+
+
+@triton.jit
+def _combine_plane(part_o, row, j, w, s, live, g, D: tl.constexpr, DQ: tl.constexpr,
+                   SLOTS: tl.constexpr):  # fmt: skip
+    """Return sum_s w[s] * o[s, plane j, :]; slots that were not written are not read."""
+    at = part_o + (row * SLOTS + s[:, None]) * (4 * DQ) + j * DQ + g[None, :]
+    o = tl.load(at, live[:, None] & (g < D // 4)[None, :], other=0.0)
+    return tl.sum(o * w[:, None], 0)
+
+
+@triton.jit
+def _combine_kernel(
+    part_o, part_m, part_l, sinks, o_ptr, lse_ptr, stride_ob, stride_oh, num_q_heads,
+    D: tl.constexpr, DQ: tl.constexpr, SLOTS: tl.constexpr, SB: tl.constexpr,
+    DENSE: tl.constexpr, VBLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the partials of one (sequence, query head); four programs, or one that un-rotates."""
+    row = tl.program_id(0).to(tl.int64)
+    hq = row % num_q_heads
+    if PDL:
+        gdc_wait()
+    s = tl.arange(0, SB)
+    m = tl.load(part_m + row * SLOTS + s, s < SLOTS, other=float("-inf"))
+    l = tl.load(part_l + row * SLOTS + s, s < SLOTS, other=0.0)
+    top = tl.max(m, 0)
+    if sinks is not None:
+        # a learned sink is one more logit with no value
+        sink = tl.load(sinks + hq).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    live = m > float("-inf")
+    w = tl.where(live, tl.exp2(m - top), 0.0)
+    total = tl.sum(w * l, 0)
+    if sinks is not None:
+        total += tl.where(sink > float("-inf"), tl.exp2(sink - top), 0.0)
+    inv = tl.where(total > 0.0, 1.0 / total, 0.0)
+    w = w * inv
+    g = tl.arange(0, DQ)
+    o_at = o_ptr + (row // num_q_heads) * stride_ob + hq * stride_oh
+    if VBLOCK == 1:
+        j = tl.program_id(1)
+        x = _combine_plane(part_o, row, j, w, s, live, g, D, DQ, SLOTS)
+        tl.store(o_at + 4 * g + j, x.to(o_ptr.dtype.element_ty), g < D // 4)
+    else:
+        codes = live & (s < SLOTS - DENSE)
+        x0 = _combine_plane(part_o, row, 0, w, s, codes, g, D, DQ, SLOTS)
+        x1 = _combine_plane(part_o, row, 1, w, s, codes, g, D, DQ, SLOTS)
+        x2 = _combine_plane(part_o, row, 2, w, s, codes, g, D, DQ, SLOTS)
+        x3 = _combine_plane(part_o, row, 3, w, s, codes, g, D, DQ, SLOTS)
+        x0, x1, x2, x3 = butterfly(x0, x1, x2, x3, VBLOCK)
+        if VBLOCK >= 8:
+            hm = hadamard(DQ, VBLOCK // 4)
+            x0 = tl.sum(hm * x0[None, :], 1)
+            x1 = tl.sum(hm * x1[None, :], 1)
+            x2 = tl.sum(hm * x2[None, :], 1)
+            x3 = tl.sum(hm * x3[None, :], 1)
+        c = sqrt_order(VBLOCK)
+        x0, x1, x2, x3 = x0 * c, x1 * c, x2 * c, x3 * c
+        if DENSE:
+            # dense values were never rotated
+            rest = live & (s == SLOTS - 1)
+            x0 += _combine_plane(part_o, row, 0, w, s, rest, g, D, DQ, SLOTS)
+            x1 += _combine_plane(part_o, row, 1, w, s, rest, g, D, DQ, SLOTS)
+            x2 += _combine_plane(part_o, row, 2, w, s, rest, g, D, DQ, SLOTS)
+            x3 += _combine_plane(part_o, row, 3, w, s, rest, g, D, DQ, SLOTS)
+        ty: tl.constexpr = o_ptr.dtype.element_ty
+        tl.store(o_at + 4 * g, x0.to(ty), g < D // 4)
+        tl.store(o_at + 4 * g + 1, x1.to(ty), g < D // 4)
+        tl.store(o_at + 4 * g + 2, x2.to(ty), g < D // 4)
+        tl.store(o_at + 4 * g + 3, x3.to(ty), g < D // 4)
+    if tl.program_id(1) == 0:
+        lse = tl.where(total > 0.0, (top + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse_ptr + row, lse)
