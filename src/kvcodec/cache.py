@@ -8,13 +8,13 @@ Cropping or evicting inside a block of a token-grouped codec leaves dead slots b
 again. ``runs`` lists the live slot ranges of a role.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Role, Site, check_tensor, storage_dtype
+from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout, page_tokens_for
 from kvcodec.pages import PageStore
@@ -78,7 +78,7 @@ class LayerCache:
     layer : int
         Layer index; with ``seed`` it decides the random constants.
     seed : int
-    params : dict of str to Params, optional
+    params : mapping of role to Params, optional
         Fitted constants by role (``{"key": ..., "value": ...}``).
     page_tokens : int, optional
         P; default 64, rounded up to whole blocks.
@@ -101,7 +101,7 @@ class LayerCache:
         *,
         layer: int = 0,
         seed: int = 0,
-        params: dict[str, Params] | None = None,
+        params: Mapping[Role, Params] | None = None,
         page_tokens: int | None = None,
         capacity: int = 0,
     ) -> None:
@@ -138,7 +138,7 @@ class LayerCache:
         self._dtype = keys.dtype
         held = storage_dtype(keys.dtype)
         scheme = self.scheme
-        for role, x in (("key", keys), ("value", values)):
+        for role, x in zip(ROLES, (keys, values), strict=True):
             codec = scheme.codec(role)
             if hasattr(codec, "resolved"):
                 codec = codec.resolved(keys.dtype)
@@ -178,7 +178,7 @@ class LayerCache:
         if self.store is None:
             self._allocate(keys, values)
         n = keys.shape[2]
-        for role, x in (("key", keys), ("value", values)):
+        for role, x in zip(ROLES, (keys, values), strict=True):
             self._append_role(self.roles[role], x.to(self.roles[role].dense("sink").dtype))
         self.length += n
 
@@ -213,7 +213,7 @@ class LayerCache:
             )
         if self.store is None:
             return
-        for role, x in (("key", keys), ("value", values)):
+        for role, x in zip(ROLES, (keys, values), strict=True):
             held = self.roles[role].dense("sink").shape
             if (x.shape[0], x.shape[1], x.shape[3]) != (held[0], held[1], held[3]):
                 raise ShapeError(

@@ -29,6 +29,7 @@ from kvcodec.errors import ShapeError
 from kvcodec.layout import Layout
 
 Role = Literal["key", "value"]
+ROLES: tuple[Role, Role] = ("key", "value")
 Params = Mapping[str, Tensor]
 """Constants of a site. Leading dimension 1, or B when fitted on each sequence's prefill."""
 Payload = Mapping[str, Tensor]

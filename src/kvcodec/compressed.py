@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Role, Site, check_tensor, storage_dtype
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import ShapeError
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -119,7 +119,8 @@ def compress(
         )
     fitted = params or {}
     roles = [
-        _compress_role(scheme, role, x, layer, seed, fitted.get(role)) for role, x in (("key", keys), ("value", values))
+        _compress_role(scheme, role, x, layer, seed, fitted.get(role))
+        for role, x in zip(ROLES, (keys, values), strict=True)
     ]
     b, h, n, d = keys.shape
     return Compressed(scheme, (b, h, n, d), roles[0], roles[1])
