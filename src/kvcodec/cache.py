@@ -321,7 +321,7 @@ class LayerCache:
             return
         # with only one role in the pages the other hands out slots from 0 and holds every page back
         dead = min((r[0][0] for r in runs if r), default=0) // tokens
-        if dead and all(runs):
+        if dead and all(runs) and not self.reserve:  # a fixed capacity keeps its allocation
             self.store.drop_front(dead)
             for state in self.roles.values():
                 state.runs = [(a - dead * tokens, b - dead * tokens) for a, b in state.runs]

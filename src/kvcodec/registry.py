@@ -214,7 +214,7 @@ def codec_classes() -> dict[str, type[Codec]]:
     """Every codec class that is loaded, by name."""
     _methods()
     found: dict[str, type[Codec]] = {}
-    todo: list[type] = [Codec]
+    todo: list[Any] = [Codec]
     while todo:
         for cls in todo.pop().__subclasses__():
             found[cls.__name__] = cls

@@ -1,0 +1,269 @@
+"""FusedLayerCache: a LayerCache whose writes and one-token attention run in the fused kernels.
+
+Same pages, same bytes, same results as ``LayerCache``; what differs is who reads and writes them. Lengths live on the
+device, so a decode step of a cache with a fixed capacity neither synchronises nor reallocates: it can be captured in a
+CUDA graph and traced by ``torch.compile``. Host bookkeeping is brought up to date only when a host operation (decode,
+crop, select, nbytes ...) needs it.
+
+There is no fall-back: a scheme, head_dim or device that the kernels cannot take is refused with a reason.
+"""
+
+import importlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvcodec.cache import LayerCache
+from kvcodec.codec import Params, Role, check_tensor
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.scheme import KVScheme
+
+
+def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device) -> str:
+    """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can."""
+    if type(scheme.key).__name__ != "SawInt4" or type(scheme.value).__name__ != "SawInt4":
+        return f"fused kernels exist for saw-int4 only, not for {scheme}"
+    if scheme.sink or scheme.window:
+        return f"{scheme}: sink={scheme.sink}, window={scheme.window}; the fused path takes sink=0, window=0"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install kvcodec[triton]"
+    knobs = importlib.import_module("triton").knobs
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        return f"device {device} is not a GPU"
+    kernels = importlib.import_module("kvcodec.kernels.saw_int4")
+    blocks = [codec.block_for(head_dim) for codec in (scheme.key, scheme.value)]  # type: ignore[attr-defined]
+    return str(kernels.supports(head_dim, *blocks))
+
+
+class FusedLayerCache(LayerCache):
+    """The packed cache of one layer, served by the fused kernels.
+
+    Parameters
+    ----------
+    scheme, layer, seed, params, page_tokens
+        As ``LayerCache``.
+    capacity : int
+        Tokens to allocate pages for. With a capacity the cache is *static*: it never grows or synchronises in a decode
+        step. 0 grows on demand.
+
+    Raises
+    ------
+    UnsupportedError
+        At the first append, if the kernels cannot take the scheme, head_dim or device; the text says why.
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        *,
+        layer: int = 0,
+        seed: int = 0,
+        params: Mapping[Role, Params] | None = None,
+        page_tokens: int | None = None,
+        capacity: int = 0,
+    ) -> None:
+        self.seq_lens: Tensor | None = None
+        super().__init__(scheme, layer=layer, seed=seed, params=params, page_tokens=page_tokens, capacity=capacity)
+
+    def reset(self) -> None:
+        """Forget every token; a static cache keeps its pages, because captured graphs hold their addresses."""
+        if self.seq_lens is not None and self.reserve:
+            self.seq_lens.zero_()
+            self.first.zero_()
+            self.start = 0
+            return
+        self.seq_lens = None
+        self._host_length = 0
+        super().reset()
+
+    @property
+    def length(self) -> int:
+        """Live tokens per sequence; reads the device when the cache is static."""
+        if self.seq_lens is None or not self.reserve:
+            return self._host_length
+        return int(self.seq_lens[0]) - int(self.first[0])
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._host_length = value
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        if reason := fused_refusal(self.scheme, keys.shape[-1], keys.device):
+            raise UnsupportedError(f"fused attention: {reason}. Use attention='decoded' or 'streamed'.")
+        super()._allocate(keys, values)
+        assert self.store is not None
+        batch, device = keys.shape[0], keys.device
+        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)  # slots written
+        self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # first live slot
+        self.bad = torch.zeros(1, dtype=torch.int32, device=device)
+        dim = keys.shape[-1]
+        self.key_block = self.scheme.key.block_for(dim)  # type: ignore[attr-defined]
+        self.value_block = self.scheme.value.block_for(dim)  # type: ignore[attr-defined]
+        if self.reserve:
+            for tensor in (self.store.pages, self.store.table, self.seq_lens, self.first, self.bad):
+                torch._dynamo.mark_static_address(tensor)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Encode and write tokens in one launch.
+
+        Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): a NaN or Inf
+        is stored as a zero row and raises a device flag that ``check`` reads.
+        """
+        from kvcodec.kernels.saw_int4 import encode_to_pages
+
+        n = keys.shape[2]
+        if n != 1:
+            check_tensor("keys", keys)
+            check_tensor("values", values)
+        self._check_shapes(keys, values)
+        if self.store is None:
+            self._allocate(keys, values)
+        assert self.store is not None
+        assert self.seq_lens is not None
+        if n == 0:
+            return
+        if not self.reserve:
+            slots = self._host_slots() + n
+            self.store.ensure(slots, exact=n > 1)
+        elif n > 1 and self.length + n > self.store.capacity:
+            raise ShapeError(
+                f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
+                f"fit. Make it larger (max_len) or crop it."
+            )
+        held = self.roles["key"].dense("sink").dtype
+        encode_to_pages(
+            keys.to(held),
+            values.to(held),
+            self.store.pages,
+            self.store.table,
+            self.seq_lens,
+            key_block=self.key_block,
+            value_block=self.value_block,
+            page_tokens=self.store.layout.page_tokens,
+            bad=self.bad,
+        )
+        self.seq_lens.add_(n)
+        if not self.reserve:
+            for state in self.roles.values():
+                state.extend(n)
+            self._host_length += n
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float | None = None,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        sinks: Tensor | None = None,
+        chunk: int = 1024,
+        start: Tensor | None = None,
+    ) -> Tensor:
+        """Fused attention of one query token per sequence over the packed pages.
+
+        Parameters
+        ----------
+        q : Tensor ``[B, HQ, 1, D]``
+        scale, sinks
+            As ``kvcodec.attention.attend``.
+        start : Tensor int32 ``[B]``, optional
+            Left padding: tokens before it are not attended.
+
+        Raises
+        ------
+        UnsupportedError
+            For several query tokens, or a mask (pass ``start`` for left padding).
+        """
+        from kvcodec.kernels.decode_attention import decode_attention
+
+        if q.shape[2] != 1 or mask is not None:
+            raise UnsupportedError(
+                f"fused attention takes one query token and no mask; got q {tuple(q.shape)}"
+                f"{' with a mask' if mask is not None else ''}. Pass start= for left padding, or use "
+                f"kvcodec.attention.attend."
+            )
+        if self.store is None:
+            raise ShapeError("attend: the cache is empty; append keys and values first.")
+        assert self.seq_lens is not None
+        first = self.first if start is None else self.first + start
+        out = decode_attention(
+            q,
+            self.store.pages,
+            self.store.table,
+            self.seq_lens,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            key_block=self.key_block,
+            value_block=self.value_block,
+            page_tokens=self.store.layout.page_tokens,
+            num_kv_heads=self.store.heads,
+            sinks=sinks,
+            start=first,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def check(self) -> None:
+        """Raise ValueError if any token appended so far was NaN or Inf (one host sync)."""
+        if self.seq_lens is not None and bool(self.bad.item()):
+            raise ValueError(
+                f"layer {self.layer}: a key or value appended in a decode step is not finite; it was stored as a "
+                f"zero row. Check the model's dtype (fp16 overflow?)."
+            )
+
+    # -- host operations: bring the host state up to date first, and the device state afterwards ---------------------
+
+    def _host_slots(self) -> int:
+        runs = self.roles["key"].runs
+        return runs[-1][1] if runs else 0
+
+    def _pull(self) -> None:
+        """Set the host's runs from the device's lengths (a static cache's host state is stale)."""
+        if self.reserve and self.seq_lens is not None:
+            first, last = int(self.first[0]), int(self.seq_lens[0])
+            for state in self.roles.values():
+                state.runs = [(first, last)] if last > first else []
+
+    def _push(self) -> None:
+        """Set the device's lengths from the host's runs."""
+        if self.seq_lens is None or self.store is None:
+            return
+        runs = self.roles["key"].runs
+        if len(runs) > 1:
+            raise UnsupportedError(
+                "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
+            )
+        first, last = runs[0] if runs else (0, 0)
+        if self.seq_lens.shape[0] == self.batch:  # in place: captured graphs hold the addresses
+            self.seq_lens.fill_(last)
+            self.first.fill_(first)
+        else:
+            device = self.store.table.device
+            self.seq_lens = torch.full((self.batch,), last, dtype=torch.int32, device=device)
+            self.first = torch.full((self.batch,), first, dtype=torch.int32, device=device)
+
+    def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Decoded keys and values, as ``LayerCache.decode`` (PyTorch reference path)."""
+        self._pull()
+        return super().decode(first, last)
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices``."""
+        self._pull()
+        super().select(indices)
+        self._push()
+
+    def _remove(self, first: int, last: int) -> None:
+        self._pull()
+        if first and last < self.length:
+            raise UnsupportedError(
+                "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
+            )
+        super()._remove(first, last)
+        self._push()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes really held, as ``LayerCache.nbytes``; also raises what ``check`` raises."""
+        self._pull()
+        self.check()
+        return super().nbytes()
