@@ -1,0 +1,27 @@
+# Each target is one script; CI calls the same. The first one installs into .venv.
+.PHONY: help demo test check docs bench dist clean
+ARGS ?=
+
+help:  ## what there is
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+
+demo:  ## compress a real model's cache with every method: table, picture, report (ARGS="--help")
+	@scripts/demo $(ARGS)
+
+test:  ## the test suite (ARGS="-k octopus")
+	@scripts/test $(ARGS)
+
+check:  ## lint, format, types
+	@scripts/check
+
+docs:  ## write the generated pages of docs/
+	@scripts/docs
+
+bench:  ## timings on this machine's GPU (ARGS="--help")
+	@scripts/bench $(ARGS)
+
+dist:  ## build the wheel and check what is in it
+	@scripts/dist
+
+clean:  ## remove .venv, caches and builds
+	rm -rf .venv dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
