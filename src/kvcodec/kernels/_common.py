@@ -48,32 +48,19 @@ def mask_granule(w, SHIFT: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
     half, which the mask removes.
     """
     if ASM:
+        if SHIFT == 8:
+            w = tl.inline_asm_elementwise("shr.b32 $0, $1, 8;", "=r,r", [w], tl.int16, True, 2)
         if MASK == 0x000F:
-            if SHIFT == 0:
-                return tl.inline_asm_elementwise(
-                    "and.b32 $0, $1, 0x000f000f;", "=r,r", [w], tl.float16, True, 2
-                )
-            return tl.inline_asm_elementwise(
-                "{.reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x000f000f;}",
-                "=r,r",
-                [w],
-                tl.float16,
-                True,
-                2,
+            m = tl.inline_asm_elementwise(
+                "and.b32 $0, $1, 0x000f000f;", "=r,r", [w], tl.float16, True, 2
             )
-        if SHIFT == 0:
-            return tl.inline_asm_elementwise(
+        else:
+            m = tl.inline_asm_elementwise(
                 "and.b32 $0, $1, 0x00f000f0;", "=r,r", [w], tl.float16, True, 2
             )
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x00f000f0;}",
-            "=r,r",
-            [w],
-            tl.float16,
-            True,
-            2,
-        )
-    return ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        m = ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+    return m
 
 
 @triton.jit
@@ -109,3 +96,13 @@ def sqrt_order(BLOCK: tl.constexpr):
     """Return 1/sqrt(BLOCK) for a power of two, correctly rounded to fp32."""
     x: tl.constexpr = 1.0 / BLOCK**0.5
     return x
+
+
+@triton.jit
+def fold8(x):
+    """Sum [T, N] over the tokens, but leave eight partial sums [8, N].
+
+    In the tensor core's accumulator a lane holds every eighth token, so this adds registers only;
+    the shuffles between lanes wait until the loop is over.
+    """
+    return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), 0)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from kvcodec.kernels._common import (
     butterfly,
+    fold8,
     gdc_launch_dependents,
     gdc_wait,
     hadamard,
@@ -30,8 +31,10 @@ class Hooks(NamedTuple):
 def _page_of(table_row, i, BN: tl.constexpr, P: tl.constexpr):
     """Return the page id of block i: a scalar, or one id per row when a block spans pages."""
     if BN <= P:
-        return tl.load(table_row + (i * BN) // P)
-    return tl.load(table_row + i * (BN // P) + tl.arange(0, BN) // P)
+        page = tl.load(table_row + (i * BN) // P)
+    else:
+        page = tl.load(table_row + i * (BN // P) + tl.arange(0, BN) // P)
+    return page
 
 
 @triton.jit
@@ -54,11 +57,11 @@ def _block(
     vw, vs = LOAD_V(at16, at32, slot, live, D, DQ, P, MASKED)
     s = SCORE(q, kw, ks, ASM)
     if MASKED:
-        s = tl.where(live[None, :], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+        s = tl.where(live[:, None], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 0))
     alpha = tl.exp2(m - m_new)
-    p = tl.exp2(s - m_new[:, None])
-    l = l * alpha + tl.sum(p, 1)
+    p = tl.exp2(s - m_new[None, :])
+    l = l * alpha[None, :] + fold8(p)
     acc = ACCUMULATE(acc, p, alpha, vw, vs, ASM)
     return m_new, l, acc
 
@@ -107,7 +110,7 @@ def _split_kernel(
     dense_k, dense_v, dense_lens, dense_start,
     stride_qb, stride_qh, stride_table, skb, skh, skn, svb, svh, svn,
     heads, group, scale2, num_splits,
-    D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, NH: tl.constexpr,
     MT: tl.constexpr, W: tl.constexpr, BND: tl.constexpr, KBLOCK: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, PAGE_BYTES: tl.constexpr, PREPARE: tl.constexpr, LOAD_K: tl.constexpr,
     SCORE: tl.constexpr, LOAD_V: tl.constexpr, INIT: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -122,15 +125,15 @@ def _split_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    r = tl.arange(0, M) + mt * M
+    r = tl.arange(0, NH) + mt * NH
     rows_ok = r < group
     hq = h * group + r
     qrow = b.to(tl.int64) * stride_qb + hq * stride_qh
     g = tl.arange(0, DQ)
     slots = tl.num_programs(0)
     out = (b.to(tl.int64) * heads * group + hq) * slots + split
-    o_at = part_o + out[:, None] * (4 * DQ)
-    ok = rows_ok[:, None] & (g < D // 4)[None, :]
+    o_at = part_o + out * (4 * DQ)
+    ok = rows_ok[None, :] & (g < D // 4)[:, None]
 
     if W > 0 and split == num_splits:
         DP: tl.constexpr = 4 * DQ
@@ -142,10 +145,10 @@ def _split_kernel(
             dlo = tl.load(dense_start + b)
         m, l, o = _dense_part(
             q_ptr, qrow, rows_ok, dense_k, dense_v, dlo, dhi, b, h, skb, skh, skn, svb, svh, svn,
-            scale2, D, DP, BND, M, ASM,
+            scale2, D, DP, BND, NH, ASM,
         )  # fmt: skip
         d = tl.arange(0, DP)
-        at = o_at + ((d % 4) * DQ + d // 4)[None, :]
+        at = o_at[:, None] + ((d % 4) * DQ + d // 4)[None, :]
         tl.store(at, o, rows_ok[:, None] & (d < D)[None, :])
         tl.store(part_m + out, m, rows_ok)
         tl.store(part_l + out, l, rows_ok)
@@ -158,15 +161,15 @@ def _split_kernel(
         count = tl.maximum(tl.cdiv(n_hi, BN) - first, 0)
         lo = first + (split * count) // num_splits
         hi = first + ((split + 1) * count) // num_splits
-        m = tl.full([M], float("-inf"), tl.float32)
-        l = tl.zeros([M], tl.float32)
+        m = tl.full([NH], float("-inf"), tl.float32)
+        l = tl.zeros([8, NH], tl.float32)
         if lo < hi:
             # only the blocks at the two ends of the live range can hold dead tokens
             head_edge = (n_lo > lo * BN).to(tl.int32)
             tail_edge = ((n_hi < hi * BN) & (hi - lo > head_edge)).to(tl.int32)
             table_row = table + b.to(tl.int64) * stride_table
-            q = PREPARE(q_ptr, qrow, rows_ok, scale2, D, DQ, M, KBLOCK, ASM)
-            acc = INIT(M, DQ)
+            q = PREPARE(q_ptr, qrow, rows_ok, scale2, D, DQ, KBLOCK, ASM)
+            acc = INIT(NH, DQ)
             last = hi - tail_edge
             page = _page_of(table_row, tl.minimum(lo + head_edge, hi - 1), BN, P)
             for i in tl.range(lo + head_edge, last):
@@ -185,12 +188,12 @@ def _split_kernel(
                     ASM, True, LOAD_K, SCORE, LOAD_V, ACCUMULATE, PAGE_BYTES,
                 )  # fmt: skip
             o0, o1, o2, o3 = FINISH(acc)
-            tl.store(o_at + g[None, :], o0, ok)
-            tl.store(o_at + DQ + g[None, :], o1, ok)
-            tl.store(o_at + 2 * DQ + g[None, :], o2, ok)
-            tl.store(o_at + 3 * DQ + g[None, :], o3, ok)
+            tl.store(o_at[None, :] + g[:, None], o0, ok)
+            tl.store(o_at[None, :] + DQ + g[:, None], o1, ok)
+            tl.store(o_at[None, :] + 2 * DQ + g[:, None], o2, ok)
+            tl.store(o_at[None, :] + 3 * DQ + g[:, None], o3, ok)
         tl.store(part_m + out, m, rows_ok)
-        tl.store(part_l + out, l, rows_ok)
+        tl.store(part_l + out, tl.sum(l, 0), rows_ok)
 
 
 @triton.jit

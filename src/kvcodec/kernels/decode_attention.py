@@ -41,7 +41,6 @@ from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import _decode
 from kvcodec.kernels._common import ASM, next_pow2
 
-TILE_M = 16
 _LOG2E = 1.4426950408889634
 # programs that one SM holds at once: the grid is sized in these units, see `config_for`
 _SM_FALLBACK = 132
@@ -77,6 +76,11 @@ def config_for(units: int, head_dim: int, page_tokens: int, capacity: int, sms: 
     return Config(block, 1, 3 if head_dim <= 128 else 2, splits)
 
 
+def tile_heads(group: int) -> int:
+    """Return the query heads per tile: the N of the tensor-core tile."""
+    return 8 if group <= 8 else 16
+
+
 def _workspace_numel(rows: int, slots: int, head_dim: int) -> int:
     return rows * slots * (4 * next_pow2(head_dim // 4) + 2)
 
@@ -104,7 +108,8 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
             pdl):  # fmt: skip
     batch, num_q_heads, _, dim = q.shape
     group = num_q_heads // num_kv_heads
-    tiles = -(-group // TILE_M)
+    tile = tile_heads(group)
+    tiles = -(-group // tile)
     width = next_pow2(dim // 4)
     dense = dense_k is not None
     hooks, _, page_bytes = _hooks(codec)
@@ -134,7 +139,7 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
         part_o, part_m, part_l, dense_k, dense_v, dense_lens, dense_start,
         q.stride(0), q.stride(1), table.stride(0), *dense_strides,
         num_kv_heads, group, scale * _LOG2E, config.num_splits,
-        D=dim, DQ=width, P=page_tokens, BN=config.block_n, M=TILE_M, MT=tiles,
+        D=dim, DQ=width, P=page_tokens, BN=config.block_n, NH=tile, MT=tiles,
         W=dense_k.shape[2] if dense else 0, BND=32, KBLOCK=key_block, ASM=ASM, PDL=pdl,
         PAGE_BYTES=page_bytes(dim, page_tokens), PREPARE=hooks.prepare, LOAD_K=hooks.load_k,
         SCORE=hooks.score, LOAD_V=hooks.load_v, INIT=hooks.init, ACCUMULATE=hooks.accumulate,
@@ -157,7 +162,8 @@ def _op(
     workspace: torch.Tensor | None, num_splits: int, codec: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, num_q_heads, _, dim = q.shape
-    tiles = -(-(num_q_heads // num_kv_heads) // TILE_M)
+    group = num_q_heads // num_kv_heads
+    tiles = -(-group // tile_heads(group))
     config = config_for(
         batch * num_kv_heads * tiles, dim, page_tokens, table.shape[1] * page_tokens, _sms(q.device)
     )

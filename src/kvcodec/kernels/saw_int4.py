@@ -29,6 +29,7 @@ from kvcodec.kernels._common import (
     ASM,
     SUBNORMAL,
     butterfly,
+    fold8,
     hadamard,
     mask_granule,
     next_pow2,
@@ -74,39 +75,46 @@ def _exponent_scale(top, TARGET: tl.constexpr):
 
 @triton.jit
 def _rotate_half(x, DQ: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr):
-    """Multiply one fp16 plane by the high factor of the Hadamard matrix; exact in fp32."""
+    """Multiply one fp16 plane [DQ, N] by the high factor of the Hadamard matrix; exact in fp32."""
     hm = hadamard(DQ, BLOCK // 4)
     if ASM:
-        return tl.dot(x, hm.to(tl.float16))
+        y = tl.dot(hm.to(tl.float16), x)
     else:
-        return tl.dot(x.to(tl.float32), hm, input_precision="ieee")
+        y = tl.dot(hm, x.to(tl.float32), input_precision="ieee")
+    return y
+
+
+@triton.jit
+def _largest(x0, x1, x2, x3):
+    """Return max |x| over four planes."""
+    top = tl.maximum(
+        tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))
+    )
+    return tl.max(tl.max(top, 1), 0)
 
 
 @triton.jit
 def prepare(
-    q_ptr, qrow, rows_ok, scale2, D: tl.constexpr, DQ: tl.constexpr, M: tl.constexpr,
-    BLOCK: tl.constexpr, ASM: tl.constexpr,
+    q_ptr, qrow, rows_ok, scale2, D: tl.constexpr, DQ: tl.constexpr, BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate, scale and round the query rows.
+    """Rotate, scale and round the query heads.
 
     Returns
     -------
-    four fp16 planes [M, DQ] (odd ones divided by 16), the sum of the rounded query [M], 1/c
+    four fp16 planes [DQ, N] (odd ones divided by 16), 2**-24 x the sum of the rounded query [N],
+    and 2**24 / c
     """
     g = tl.arange(0, DQ)
-    at = q_ptr + qrow[:, None] + 4 * g[None, :]
-    ok = rows_ok[:, None] & (g < D // 4)[None, :]
+    at = q_ptr + qrow[None, :] + 4 * g[:, None]
+    ok = rows_ok[None, :] & (g < D // 4)[:, None]
     x0 = tl.load(at, ok, other=0.0).to(tl.float32)
     x1 = tl.load(at + 1, ok, other=0.0).to(tl.float32)
     x2 = tl.load(at + 2, ok, other=0.0).to(tl.float32)
     x3 = tl.load(at + 3, ok, other=0.0).to(tl.float32)
-    top = tl.maximum(
-        tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))
-    )
-    top = tl.max(tl.max(top, 1), 0)
     if BLOCK >= 8:
         # 16-bit inputs survive the cast exactly: only their exponent moves
-        c, undo = _exponent_scale(top, 8)
+        c, undo = _exponent_scale(_largest(x0, x1, x2, x3), 8)
         x0 = _rotate_half((x0 * c).to(tl.float16), DQ, BLOCK, ASM)
         x1 = _rotate_half((x1 * c).to(tl.float16), DQ, BLOCK, ASM)
         x2 = _rotate_half((x2 * c).to(tl.float16), DQ, BLOCK, ASM)
@@ -115,19 +123,16 @@ def prepare(
     x0, x1, x2, x3 = butterfly(x0, x1, x2, x3, BLOCK)
     scale2 = scale2 * sqrt_order(BLOCK)
     x0, x1, x2, x3 = x0 * scale2, x1 * scale2, x2 * scale2, x3 * scale2
-    top = tl.maximum(
-        tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))
-    )
-    top = tl.max(tl.max(top, 1), 0)
-    c, undo = _exponent_scale(top, 10)
+    c, undo = _exponent_scale(_largest(x0, x1, x2, x3), 10)
     q0 = (x0 * c).to(tl.float16)
     q1 = (x1 * (c * 0.0625)).to(tl.float16)
     q2 = (x2 * c).to(tl.float16)
     q3 = (x3 * (c * 0.0625)).to(tl.float16)
     # the rounded query, so that the zero-point correction cancels exactly
-    even = tl.sum(q0.to(tl.float32), 1) + tl.sum(q2.to(tl.float32), 1)
-    odd = tl.sum(q1.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
-    return q0, q1, q2, q3, even + 16.0 * odd, undo
+    even = tl.sum(q0.to(tl.float32), 0) + tl.sum(q2.to(tl.float32), 0)
+    odd = tl.sum(q1.to(tl.float32), 0) + tl.sum(q3.to(tl.float32), 0)
+    # the dot's unit is 2**-24, so the correction is brought to it
+    return q0, q1, q2, q3, (even + 16.0 * odd) / SUBNORMAL, undo * SUBNORMAL
 
 
 @triton.jit
@@ -141,29 +146,10 @@ def _unpack_word(w):
 @triton.jit
 def load_k(at16, at32, slot, live, D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
-    """Load key granules [DQ, BN] int16 and the words of scale and zero [BN] int32."""
+    """Load key granules [BN, DQ] int16 and the words of scale and zero [BN] int32."""
     g = tl.arange(0, DQ)
-    at = at16 + slot[None, :] * (D // 4) + g[:, None]
+    at = (at16 + slot * (D // 4))[:, None] + g[None, :]
     words = at32 + P * D // 8 + slot
-    if MASKED:
-        w = tl.load(at, live[None, :] & (g < D // 4)[:, None], other=0)
-        sz = tl.load(words, live, other=0)
-    else:
-        if DQ == D // 4:
-            w = tl.load(at)
-        else:
-            w = tl.load(at, (g < D // 4)[:, None], other=0)
-        sz = tl.load(words)
-    return w, sz
-
-
-@triton.jit
-def load_v(at16, at32, slot, live, D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr,
-           MASKED: tl.constexpr):  # fmt: skip
-    """Load value granules [BN, DQ] int16 and the words of scale and zero [BN] int32."""
-    g = tl.arange(0, DQ)
-    at = at16 + P * (D + 8) // 4 + slot[:, None] * (D // 4) + g[None, :]
-    words = at32 + P * (D + 8) // 8 + P * D // 8 + slot
     if MASKED:
         w = tl.load(at, live[:, None] & (g < D // 4)[None, :], other=0)
         sz = tl.load(words, live, other=0)
@@ -177,55 +163,74 @@ def load_v(at16, at32, slot, live, D: tl.constexpr, DQ: tl.constexpr, P: tl.cons
 
 
 @triton.jit
-def score(q, w, words, ASM: tl.constexpr):
-    """Return scores [M, BN] in log2 units."""
-    q0, q1, q2, q3, qsum, undo = q
-    s, z = _unpack_word(words)
-    d = tl.dot(q0, mask_granule(w, 0, 0x000F, ASM))
-    d = tl.dot(q1, mask_granule(w, 0, 0x00F0, ASM), d)
-    d = tl.dot(q2, mask_granule(w, 8, 0x000F, ASM), d)
-    d = tl.dot(q3, mask_granule(w, 8, 0x00F0, ASM), d)
-    s = s * undo
-    return d * (s * SUBNORMAL)[None, :] - qsum[:, None] * (s * z)[None, :]
+def load_v(at16, at32, slot, live, D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr,
+           MASKED: tl.constexpr):  # fmt: skip
+    """Load value granules [DQ, BN] int16 and the words of scale and zero [BN] int32."""
+    g = tl.arange(0, DQ)
+    at = (at16 + P * (D + 8) // 4 + slot * (D // 4))[None, :] + g[:, None]
+    words = at32 + P * (D + 8) // 8 + P * D // 8 + slot
+    if MASKED:
+        w = tl.load(at, live[None, :] & (g < D // 4)[:, None], other=0)
+        sz = tl.load(words, live, other=0)
+    else:
+        if DQ == D // 4:
+            w = tl.load(at)
+        else:
+            w = tl.load(at, (g < D // 4)[:, None], other=0)
+        sz = tl.load(words)
+    return w, sz
 
 
 @triton.jit
-def init(M: tl.constexpr, DQ: tl.constexpr):
+def score(q, w, words, ASM: tl.constexpr):
+    """Return scores [BN, N] in log2 units."""
+    q0, q1, q2, q3, qsum, undo = q
+    s, z = _unpack_word(words)
+    d = tl.dot(mask_granule(w, 0, 0x000F, ASM), q0)
+    d = tl.dot(mask_granule(w, 0, 0x00F0, ASM), q1, d)
+    d = tl.dot(mask_granule(w, 8, 0x000F, ASM), q2, d)
+    d = tl.dot(mask_granule(w, 8, 0x00F0, ASM), q3, d)
+    # in this order one factor per token and two operations per score are left
+    return (d - qsum[None, :] * z[:, None]) * (s * undo)[:, None]
+
+
+@triton.jit
+def init(N: tl.constexpr, DQ: tl.constexpr):
     """Return four empty planes, the zero-point sum, and the reference scale (a power of two)."""
-    a0 = tl.zeros([M, DQ], tl.float32)
-    a1 = tl.zeros([M, DQ], tl.float32)
-    a2 = tl.zeros([M, DQ], tl.float32)
-    a3 = tl.zeros([M, DQ], tl.float32)
-    return a0, a1, a2, a3, tl.zeros([M], tl.float32), 5.9604644775390625e-08
+    a0 = tl.zeros([DQ, N], tl.float32)
+    a1 = tl.zeros([DQ, N], tl.float32)
+    a2 = tl.zeros([DQ, N], tl.float32)
+    a3 = tl.zeros([DQ, N], tl.float32)
+    return a0, a1, a2, a3, tl.zeros([8, N], tl.float32), 5.9604644775390625e-08
 
 
 @triton.jit
 def accumulate(acc, p, alpha, w, words, ASM: tl.constexpr):
-    """Add P V of one block; the accumulators hold sum p (s / ref) 1024 code."""
+    """Add V^T P of one block; the accumulators hold sum p (s / ref) 1024 code."""
     a0, a1, a2, a3, bias, ref = acc
     s, z = _unpack_word(words)
     # the largest scale seen, cut to a power of two: rounding P s / ref to fp16 keeps 11 bits
     top = (tl.max(s, 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     new = tl.maximum(ref, top)
     inv = (0x7F000000 - new.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    alpha = (alpha * (ref * inv))[:, None]
-    s = s * (inv * 1024.0)
-    ps = p * s[None, :]
-    bias = bias * tl.reshape(alpha, bias.shape) + tl.sum(ps * z[None, :], 1)
+    alpha = alpha * (ref * inv)
+    ps = p * (s * (inv * 1024.0))[:, None]
+    alpha = alpha[None, :]
+    bias = bias * alpha + fold8(ps * z[:, None])
     ps = ps.to(tl.float16)
-    a0 = tl.dot(ps, mask_granule(w, 0, 0x000F, ASM), a0 * alpha)
-    a1 = tl.dot(ps, mask_granule(w, 0, 0x00F0, ASM), a1 * alpha)
-    a2 = tl.dot(ps, mask_granule(w, 8, 0x000F, ASM), a2 * alpha)
-    a3 = tl.dot(ps, mask_granule(w, 8, 0x00F0, ASM), a3 * alpha)
+    a0 = tl.dot(mask_granule(w, 0, 0x000F, ASM), ps, a0 * alpha)
+    a1 = tl.dot(mask_granule(w, 0, 0x00F0, ASM), ps, a1 * alpha)
+    a2 = tl.dot(mask_granule(w, 8, 0x000F, ASM), ps, a2 * alpha)
+    a3 = tl.dot(mask_granule(w, 8, 0x00F0, ASM), ps, a3 * alpha)
     return a0, a1, a2, a3, bias, new
 
 
 @triton.jit
 def finish(acc):
-    """Return the four fp32 planes of the unnormalised output."""
+    """Return the four fp32 planes [DQ, N] of the unnormalised output."""
     a0, a1, a2, a3, bias, ref = acc
     c = ref * 0.0009765625
-    b = (bias * c)[:, None]
+    b = (tl.sum(bias, 0) * c)[None, :]
     even = c * SUBNORMAL
     odd = even * 0.0625
     return a0 * even - b, a1 * odd - b, a2 * even - b, a3 * odd - b
@@ -267,13 +272,14 @@ def _load_planes(x_ptr, rows, ok, g, D: tl.constexpr, KIND: tl.constexpr):
 def _rotate(x, hm, KIND: tl.constexpr, ASM: tl.constexpr):
     """Multiply one fp32 plane by a +-1 matrix, exact products, fp32 sums."""
     if ASM and KIND == 0:
-        return tl.dot(x.to(tl.bfloat16), hm.to(tl.bfloat16))
+        y = tl.dot(x.to(tl.bfloat16), hm.to(tl.bfloat16))
     elif ASM and KIND == 1:
-        return tl.dot(x.to(tl.float16), hm.to(tl.float16))
+        y = tl.dot(x.to(tl.float16), hm.to(tl.float16))
     elif ASM:
-        return tl.dot(x, hm, input_precision="tf32x3")
+        y = tl.dot(x, hm, input_precision="tf32x3")
     else:
-        return tl.dot(x, hm, input_precision="ieee")
+        y = tl.dot(x, hm, input_precision="ieee")
+    return y
 
 
 @triton.jit
@@ -281,9 +287,10 @@ def _divide(y, s, r, ASM: tl.constexpr):
     """Return y / s rounded as IEEE does; r = 1 / s.  One Newton step, cheaper than a division."""
     if ASM:
         t = y * r
-        return tl.fma(tl.fma(-t, s, y), r, t)
+        t = tl.fma(tl.fma(-t, s, y), r, t)
     else:
-        return tl.div_rn(y, s)
+        t = tl.div_rn(y, s)
+    return t
 
 
 @triton.jit
