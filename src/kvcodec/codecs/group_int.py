@@ -1,11 +1,11 @@
 """GroupInt: b-bit integers with one fp16 scale per group, along channels or along tokens; the brick of int and KIVI.
 
-Asymmetric (KIVI, arXiv:2402.02750, Sec. 3.1, with a float offset Z instead of an integer zero point), L = 2^b - 1::
+Asymmetric (KIVI, arXiv:2402.02750; InnerQ, Eq. 10-12), a float offset Z, L = 2^b - 1::
 
     Z = fp16(min x)        S = fp16((max x - Z) / L)
     code = clip(rne((x - Z) / S), 0, L)        x^ = S code + Z
 
-Symmetric, L = 2^(b-1) - 1 levels on either side of 0::
+Symmetric (InnerQ, Eq. 13, read as b-bit signed integers), L = 2^(b-1) - 1 levels on either side of 0::
 
     S = fp16(max |x| / L)
     code = clip(rne(x / S), -L, L)             x^ = S code
@@ -31,11 +31,11 @@ Bits: b + 32 ceil(D/G) / D along channels, b + 32/G along tokens; half the secon
 b = 2, asymmetric: 3.0 both ways (48 bytes a token). D = 80, G = 32 along channels: 2 + 96/80 = 3.2.
 
 Deviations
-1. The paper writes (max - min) / L; here the minimum is the held Z, so that the top code reaches the maximum even where
+1. The papers write (max - min) / L; here the minimum is the held Z, so that the top code reaches the maximum even where
    fp16 cannot hold the minimum.
-2. Symmetric is the reading that fits in b bits: 2^b - 1 levels. A reading with S = max|x| / (2^b - 1) and signed codes
+2. Symmetric has the 2^b - 1 levels that fit in b bits. Eq. 13 to the letter, S = max|x| / (2^b - 1) with signed codes,
    needs b + 1 bits.
-3. S >= 2^-24; a constant group has S = 2^-24 and code 0, x^ = Z (the paper: S = 0).
+3. S >= 2^-24; a constant group has S = 2^-24 and code 0, x^ = Z (S = 0 in the papers).
 
 Pitfalls: two bits symmetric have three levels (-1, 0, 1) and lose most of a Gaussian (relative MSE 0.43 in groups of
 32 against 0.15 asymmetric). Where fp16 is subnormal (S < 2^-14), S is held to 2^-25: an absolute error of at most
@@ -55,6 +55,7 @@ from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.groups import fp16_scale, group_count, split_channels, spread_channels
 
 Along = Literal["channels", "tokens"]
+BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class GroupInt(Codec):
 
     Parameters
     ----------
-    bits : int
-        2..8.
+    bits : {2, 3, 4, 8}
     group : int
         G, elements that share a scale; 0 (along channels only): all channels of the token.
     along : {"channels", "tokens"}
@@ -85,7 +85,7 @@ class GroupInt(Codec):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be packed or grouped."""
-        if not 2 <= self.bits <= 8:
+        if self.bits not in BITS:
             raise SpecError(f"GroupInt: bits={self.bits} is not allowed; use 2, 3, 4 or 8.")
         if self.along not in ("channels", "tokens"):
             raise SpecError(f"GroupInt: along={self.along!r} is not allowed; use 'channels' or 'tokens'.")
