@@ -1,0 +1,52 @@
+"""One parameter for the whole suite: every preset that the registry knows, whoever wrote it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import kvcodec
+
+# deterministic and short: the same examples on every machine; a preset is one of many
+settings.register_profile(
+    "conformance",
+    derandomize=True,
+    max_examples=8,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regen-golden",
+        action="store_true",
+        help="rewrite tests/golden from the code as it is (pytest tests/conformance --regen-golden); shows in the diff",
+    )
+
+
+@pytest.fixture(scope="session", params=kvcodec.presets())
+def spec(request: pytest.FixtureRequest) -> str:
+    """Every preset, one after the other."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def regen_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regen-golden", default=False))
+
+
+@pytest.fixture(scope="session")
+def golden_root() -> Path:
+    return Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread():
+    """Tensors are tiny here: threads only cost."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

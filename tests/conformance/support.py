@@ -1,0 +1,217 @@
+"""Inputs, sites and a plain-tensor model of a cache, shared by the conformance tests."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kvcodec
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, roundtrip, storage_dtype
+from kvcodec.scheme import KVScheme
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+quick = settings(settings.get_profile("conformance"))
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Normal values of ``dtype``, the same on every run."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def kv(tokens: int, *, batch: int = 2, heads: int = 2, dim: int = 64, seed: int = 0, dtype=torch.float16):
+    """Keys and values ``[B, H, N, D]``."""
+    both = gaussian(2, batch, heads, tokens, dim, seed=seed, dtype=dtype)
+    return both[0], both[1]
+
+
+def site_of(role: Role = "key", *, layer: int = 0, heads: int = 2, dim: int = 64, seed: int = 0) -> Site:
+    return Site(layer, role, heads, dim, seed)
+
+
+def supported_dims(codec: Codec, dims: tuple[int, ...] = HEAD_DIMS) -> list[int]:
+    """The head_dims of ``dims`` that a codec takes."""
+    out = []
+    for dim in dims:
+        try:
+            codec.layout(dim)
+        except kvcodec.ShapeError:
+            continue
+        out.append(dim)
+    return out
+
+
+def dim_of(scheme: KVScheme) -> int:
+    """Smallest head_dim that both roles take: tests that do not vary D stay small."""
+    both = [supported_dims(scheme.key), supported_dims(scheme.value)]
+    return min(set(both[0]) & set(both[1]))
+
+
+def fit(codec: Codec, site: Site) -> Params:
+    """Constants of a site; codecs that need data see a fixed Gaussian sample."""
+    sample = gaussian(1, site.num_heads, 256, site.head_dim, seed=99).float() if codec.needs_sample else None
+    return codec.fit(site, sample)
+
+
+def given_params(scheme: KVScheme, *, layer: int = 0, heads: int = 2, dim: int = 64, seed: int = 0):
+    """``params=`` for compress and LayerCache: only for roles that cannot fit without data."""
+    return {
+        role: fit(scheme.codec(role), Site(layer, role, heads, dim, seed))
+        for role in ROLES
+        if scheme.codec(role).needs_sample
+    }
+
+
+def cache_of(scheme: KVScheme, *, heads: int = 2, dim: int = 64, **options) -> kvcodec.LayerCache:
+    """A LayerCache whose constants do not depend on what is appended."""
+    layer, seed = options.get("layer", 0), options.get("seed", 0)
+    params = given_params(scheme, layer=layer, heads=heads, dim=dim, seed=seed)
+    return kvcodec.LayerCache(scheme, params=params, **options)
+
+
+def sides(scheme: KVScheme) -> Iterator[tuple[Role, Codec]]:
+    for role in ROLES:
+        yield role, scheme.codec(role)
+
+
+def block_of(scheme: KVScheme) -> int:
+    return max(scheme.key.block_tokens, scheme.value.block_tokens)
+
+
+def edge_lengths(scheme: KVScheme) -> list[int]:
+    """Lengths at which a schedule can go wrong: around blocks, sink and window."""
+    g, dense = block_of(scheme), scheme.sink + scheme.window
+    edges = {0, 1, g - 1, g, g + 1, scheme.sink, dense, dense + 1, dense + g - 1, dense + g, dense + g + 1}
+    return sorted(edges)
+
+
+def payload_equal(a: Payload, b: Payload) -> bool:
+    """Bit for bit: NaN patterns count as bits."""
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(raw(a[n]), raw(b[n])) for n in a
+    )
+
+
+def raw(x: Tensor) -> Tensor:
+    """The bytes of a tensor."""
+    return x.contiguous().view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw(a), raw(b))
+
+
+def relative_mse(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).square().sum() / x.double().square().sum())
+
+
+SMALLEST = 2.0**-24
+KINDS = ("normal", "zero", "constant", "outlier", "extreme", "subnormal", "one-sided", "alternating")
+
+
+def row_block(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Values of one kind, float32 but exact in fp16."""
+    x = gaussian(*shape, seed=seed).float()
+    if kind == "zero":
+        x = torch.zeros(shape)
+    elif kind == "constant":
+        x = torch.full(shape, float(x.flatten()[0]) if x.numel() else 1.0)
+    elif kind == "outlier":
+        x[..., 3] = 1e4
+    elif kind == "extreme":
+        x = torch.where(x > 0, 65504.0, -65504.0)
+    elif kind == "subnormal":
+        x = (x * 3).round() * SMALLEST
+    elif kind == "one-sided":
+        x = 1000.0 + x
+    elif kind == "alternating":
+        x = torch.where(torch.arange(shape[-1]) % 2 == 0, 65504.0, -SMALLEST).expand(shape)
+    return x.half().float().clone()
+
+
+@st.composite
+def mixtures(draw, batch: int, heads: int, tokens: int, dim: int) -> Tensor:
+    """``[B, H, N, D]`` float32 (exact in fp16): each run of tokens of another kind and magnitude."""
+    parts, left = [], tokens
+    while left:
+        n = draw(st.integers(1, left))
+        kind = draw(st.sampled_from(KINDS))
+        x = row_block(kind, (batch, heads, n, dim), draw(st.integers(0, 2**16)))
+        if kind == "normal":
+            x = (x * 2.0 ** draw(st.integers(-14, 13))).half().float()
+        parts.append(x)
+        left -= n
+    return torch.cat(parts, 2) if parts else torch.zeros(batch, heads, 0, dim)
+
+
+@dataclass
+class ModelRole:
+    """One role of the oracle: plain lists of decoded tokens ``[B, H, D]``; encoded ones are frozen."""
+
+    codec: Codec
+    params: Params
+    sink: list[Tensor] = field(default_factory=list)
+    encoded: list[Tensor] = field(default_factory=list)
+    window: list[Tensor] = field(default_factory=list)
+
+    def tokens(self) -> list[Tensor]:
+        return self.sink + self.encoded + self.window
+
+
+class ModelCache:
+    """What a LayerCache should answer, kept as decoded tokens: the schedule written down a second time.
+
+    A token is dense until a whole block leaves the window, then it becomes what encode and decode make of it, for
+    ever. Written from the closed form in ``scheme.py``, not from ``cache.py``.
+    """
+
+    def __init__(self, scheme: KVScheme, dtype: torch.dtype, heads: int, dim: int) -> None:
+        self.scheme, self.dtype, self.position = scheme, dtype, 0
+        self.roles: dict[Role, ModelRole] = {}
+        for role, codec in sides(scheme):
+            used = codec.resolved(dtype) if hasattr(codec, "resolved") else codec
+            self.roles[role] = ModelRole(used, fit(used, Site(0, role, heads, dim, 0)))
+
+    def __len__(self) -> int:
+        return len(self.roles["key"].tokens())
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        held = storage_dtype(self.dtype)
+        for x, role in zip((keys, values), self.roles.values(), strict=True):
+            position = self.position
+            for token in x.to(held).to(self.dtype).unbind(2):
+                (role.sink if position < self.scheme.sink else role.window).append(token)
+                position += 1
+            unit = role.codec.block_tokens
+            while len(role.window) - self.scheme.window >= unit:
+                block = torch.stack(role.window[:unit], 2)
+                role.encoded += roundtrip(role.codec, block, role.params).to(self.dtype).unbind(2)
+                del role.window[:unit]
+        self.position += keys.shape[2]
+
+    def remove(self, first: int, last: int) -> None:
+        for role in self.roles.values():
+            at = 0
+            for part in (role.sink, role.encoded, role.window):
+                size = len(part)
+                del part[max(first - at, 0) : max(last - at, 0)]
+                at += size
+
+    def crop(self, length: int) -> None:
+        self.position -= len(self) - length
+        self.remove(length, len(self))
+
+    def evict(self, n: int, keep: int) -> None:
+        self.remove(keep, keep + n)
+
+    def select(self, index: Tensor) -> None:
+        for role in self.roles.values():
+            for part in (role.sink, role.encoded, role.window):
+                part[:] = [x[index] for x in part]
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        k, v = (torch.stack(role.tokens(), 2) for role in self.roles.values())
+        return k, v

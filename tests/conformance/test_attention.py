@@ -1,0 +1,96 @@
+"""Attention over sink, pages and window == dense attention over the decoded tokens."""
+
+import pytest
+import torch
+
+import kvcodec
+
+from .support import block_of, cache_of, dim_of, gaussian, kv
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def dense_attention(q, k, v, bias=None, scale=None, sinks=None):
+    """Softmax attention in float64, written the plain way; fully masked rows give zeros."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return (weights[..., : k.shape[2]] @ v).float()
+
+
+def causal_bias(n: int, total: int):
+    rows = torch.arange(total - n, total)[:, None]
+    return torch.zeros(n, total, dtype=torch.float64).masked_fill(torch.arange(total)[None] > rows, -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def filled(spec):
+    """``filled(tokens)``: a float32 cache of two sequences and two KV heads."""
+    scheme = kvcodec.get(spec)
+    dim = dim_of(scheme)
+
+    def make(tokens: int) -> kvcodec.LayerCache:
+        cache = cache_of(scheme, dim=dim)
+        cache.append(*kv(tokens, dim=dim, dtype=torch.float32, seed=tokens))
+        return cache
+
+    return make
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize("query_heads", [2, 8])
+def test_one_query_over_any_length(filled, tokens, query_heads):
+    cache = filled(tokens)
+    k, v = cache.decode()
+    q = gaussian(2, query_heads, 1, k.shape[-1], seed=3).float()
+    torch.testing.assert_close(cache.attend(q), dense_attention(q, k, v), **CLOSE)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1024])
+def test_causal_queries_and_chunk_sizes(spec, filled, chunk):
+    scheme = kvcodec.get(spec)
+    tokens = scheme.sink + scheme.window + block_of(scheme) + 9
+    cache = filled(tokens)
+    k, v = cache.decode()
+    for n in (3, tokens):
+        q = gaussian(2, 4, n, k.shape[-1], seed=n).float()
+        out = cache.attend(q, chunk=chunk)
+        torch.testing.assert_close(out, dense_attention(q, k, v, causal_bias(n, tokens)), **CLOSE)
+        torch.testing.assert_close(cache.attend(q, chunk=chunk, causal=False), dense_attention(q, k, v), **CLOSE)
+
+
+def test_masks_scale_and_learned_sinks(spec, filled):
+    scheme = kvcodec.get(spec)
+    tokens = scheme.sink + scheme.window + block_of(scheme) + 9
+    cache = filled(tokens)
+    k, v = cache.decode()
+    q = gaussian(2, 4, 3, k.shape[-1], seed=5).float()
+    seen = gaussian(2, 1, 3, tokens, seed=6).float() > -0.5
+    seen[0, :, 1] = False  # a padded row sees nothing
+    seen[1, :, :, : tokens // 2] = False  # a left-padded sequence
+    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    out = cache.attend(q, mask=seen, chunk=16)
+    assert bool(out.isfinite().all())
+    assert not out[0, :, 1].any()
+    torch.testing.assert_close(out, dense_attention(q, k, v, bias), **CLOSE)
+
+    additive = gaussian(1, 4, 3, tokens, seed=8).float()
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0])
+    out = cache.attend(q, mask=additive, scale=0.2, sinks=sinks, chunk=16)
+    torch.testing.assert_close(out, dense_attention(q, k, v, additive, 0.2, sinks), **CLOSE)
+
+
+def test_output_has_the_queries_dtype_and_empty_caches_say_so(spec, filled):
+    cache = filled(5)
+    q = gaussian(2, 2, 1, cache.decode()[0].shape[-1])
+    assert cache.attend(q).dtype == torch.float16
+    with pytest.raises(kvcodec.ShapeError, match="query heads must be a multiple"):
+        cache.attend(q[:, :1].expand(-1, 3, -1, -1))
+    with pytest.raises(kvcodec.ShapeError, match="append keys and values first"):
+        kvcodec.LayerCache(kvcodec.get(spec)).attend(q)

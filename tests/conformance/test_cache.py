@@ -1,0 +1,244 @@
+"""LayerCache: whatever the split into calls and whatever is removed, it answers as a list of decoded tokens would."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcodec
+
+from .support import (
+    DTYPES,
+    ModelCache,
+    block_of,
+    cache_of,
+    dim_of,
+    edge_lengths,
+    given_params,
+    kv,
+    mixtures,
+    quick,
+    same_bits,
+)
+
+
+def assert_same(cache: kvcodec.LayerCache, other: kvcodec.LayerCache) -> None:
+    """Same tokens, same bits, same split into sink, pages and window."""
+    assert len(cache) == len(other)
+    for a, b in zip(cache.decode(), other.decode(), strict=True):
+        assert same_bits(a.contiguous(), b.contiguous())
+    for role, state in cache.roles.items():
+        twin = other.roles[role]
+        assert state.runs == twin.runs
+        assert same_bits(state.dense("sink"), twin.dense("sink").contiguous())
+        assert same_bits(state.dense("window"), twin.dense("window").contiguous())
+
+
+def filled(scheme, k, v, *cuts: int, **options) -> kvcodec.LayerCache:
+    """A cache that saw ``k, v`` in pieces that end at ``cuts``."""
+    cache = cache_of(scheme, heads=k.shape[1], dim=k.shape[3], **options)
+    at = 0
+    for cut in (*cuts, k.shape[2]):
+        cache.append(k[:, :, at:cut], v[:, :, at:cut])
+        at = cut
+    return cache
+
+
+@pytest.fixture(scope="module")
+def scheme(spec):
+    return kvcodec.get(spec)
+
+
+@pytest.fixture(scope="module")
+def total(scheme):
+    """Enough tokens for every edge."""
+    return scheme.sink + scheme.window + 2 * block_of(scheme) + 3
+
+
+def test_token_by_token_is_one_prefill(scheme, total):
+    k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme))
+    assert_same(filled(scheme, k, v, *range(1, total)), filled(scheme, k, v))
+
+
+def test_any_split_at_an_edge_is_one_prefill(scheme, total):
+    k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme))
+    whole = filled(scheme, k, v)
+    edges = [n for n in edge_lengths(scheme) if n <= total]
+    for edge in edges:
+        assert_same(filled(scheme, k, v, edge), whole)
+        assert_same(filled(scheme, k, v, edge, min(edge + 1, total)), whole)
+
+
+def test_one_prefill_is_compress(scheme, total):
+    for n in sorted({*edge_lengths(scheme), total, 1000}):
+        k, v = kv(n, batch=1, heads=1, dim=dim_of(scheme))
+        cache = filled(scheme, k, v)
+        packed = kvcodec.compress(scheme, k, v, params=given_params(scheme, heads=1, dim=dim_of(scheme)))
+        for role, a, b in zip(("key", "value"), cache.decode(), packed.decode(), strict=True):
+            assert same_bits(a.contiguous(), b.to(a.dtype)), f"{role} N={n}"
+            assert cache.roles[role].encoded == scheme.encoded_tokens(role, n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_decoded_tokens_have_the_dtype_that_came(scheme, total, dtype):
+    k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme), dtype=dtype)
+    cache = filled(scheme, k, v)
+    assert {x.dtype for x in cache.decode()} == {dtype}
+
+
+def test_page_size_and_reserve_change_nothing(scheme, total):
+    k, v = kv(total, batch=2, heads=1, dim=dim_of(scheme))
+    whole = filled(scheme, k, v)
+    page = scheme.page_layout(dim_of(scheme)).page_tokens
+    assert_same(filled(scheme, k, v, page_tokens=2 * page), whole)
+    assert_same(filled(scheme, k, v, 1, capacity=4 * total), whole)
+
+
+def test_reading_a_range_is_a_slice_of_everything(scheme, total):
+    cache = filled(scheme, *kv(total, batch=1, heads=1, dim=dim_of(scheme)), 3)
+    k, v = cache.decode()
+    for first in (0, 1, scheme.sink, total // 2, total - 1, total):
+        for last in (first, first + 1, total - 1, total):
+            if first <= last <= total:
+                a, b = cache.decode(first, last)
+                assert same_bits(a.contiguous(), k[:, :, first:last].contiguous()), (first, last)
+                assert same_bits(b.contiguous(), v[:, :, first:last].contiguous()), (first, last)
+
+
+def test_what_is_appended_is_copied(scheme, total):
+    k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme))
+    cache = filled(scheme, k, v, 2)
+    before = [x.clone() for x in cache.decode()]
+    k.fill_(7)
+    v.fill_(7)
+    for a, b in zip(before, cache.decode(), strict=True):
+        assert torch.equal(a, b), "the cache keeps a view of the caller's tensor"
+
+
+def test_bad_values_leave_the_cache_unchanged(scheme, total):
+    k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme))
+    cache, twin = filled(scheme, k, v), filled(scheme, k, v)
+    for which, bad in ((0, float("nan")), (1, float("inf"))):
+        new = [x.clone() for x in kv(3, batch=1, heads=1, dim=dim_of(scheme), seed=1)]
+        new[which][0, 0, 2, 5] = bad
+        name = ("keys", "values")[which]
+        with pytest.raises(ValueError, match=rf"{name}\[batch=0, head=0, token=2, channel=5\]"):
+            cache.append(*new)
+        assert_same(cache, twin)
+        assert cache.nbytes() == twin.nbytes()
+
+
+def test_extreme_tokens_are_read_back_finite(scheme, total):
+    """fp16 extremes decode into fp16 again: an overshoot must not become Inf in the model's dtype."""
+    dim = dim_of(scheme)
+    sign = torch.where(kv(total, batch=1, heads=1, dim=dim)[0] > 0, 1.0, -1.0)
+    for x in (sign * 65504, torch.full_like(sign, 65504.0), torch.full_like(sign, -65504.0)):
+        cache = filled(scheme, x.half(), x.half().flip(2))
+        for name, y in zip(("keys", "values"), cache.decode(), strict=True):
+            assert bool(y.isfinite().all()), f"{name} overflow fp16"
+
+
+def test_reset_forgets_everything(scheme, total):
+    k, v = kv(total, batch=2, heads=1, dim=dim_of(scheme))
+    cache = filled(scheme, k, v)
+    cache.reset()
+    assert (len(cache), cache.batch, cache.nbytes(), list(cache.tensors())) == (0, 0, {}, [])
+    k, v = kv(total, batch=1, heads=2, dim=dim_of(scheme), seed=2)
+    again = cache_of(scheme, heads=2, dim=dim_of(scheme))
+    again.append(k, v)
+    if not given_params(scheme):
+        cache.append(k, v)
+        assert_same(cache, again)
+
+
+# -- removing and rearranging, against the oracle ------------------------------------------------------------------
+
+
+@st.composite
+def programs(draw, scheme):
+    """A list of operations; sizes as fractions, so that they fit whatever the cache holds by then."""
+    lengths = sorted({*edge_lengths(scheme), 2, 3, 5})
+    share = st.integers(0, 100)
+    steps = [("append", draw(st.sampled_from(lengths)), draw(st.integers(0, 99)))]
+    for _ in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(["append", "append", "crop", "evict", "select", "repeat"]))
+        size = draw(st.sampled_from(lengths)) if kind == "append" else draw(share)
+        steps.append((kind, size, draw(share)))
+    return steps
+
+
+def step(kind: str, size: int, extra: int, cache: kvcodec.LayerCache, model: ModelCache, heads: int, dim: int) -> None:
+    """Do one operation on both."""
+    n = len(model)
+    if kind == "append":
+        x = kv(size, batch=cache.batch or 2, heads=heads, dim=dim, seed=extra, dtype=model.dtype)
+        cache.append(*x)
+        model.append(*x)
+    elif kind == "crop":
+        keep = n - size * n // 300  # at most a third goes, as a rejected draft would
+        cache.crop(keep)
+        model.crop(keep)
+    elif kind == "evict":
+        keep = extra * n // 400
+        count = size * (n - keep) // 200
+        cache.evict(count, keep)
+        model.evict(count, keep)
+    elif cache.batch:
+        index = [torch.tensor([0, 0]), torch.tensor([1, 0]), torch.tensor([1]), torch.tensor([0, 1, 1])][size % 4]
+        index = index % cache.batch
+        if kind == "repeat":
+            times = 1 if cache.batch > 2 else 2
+            index = torch.arange(cache.batch).repeat_interleave(times)
+            cache.repeat(times)
+        else:
+            cache.select(index)
+        model.select(index)
+
+
+@quick
+@given(data=st.data())
+def test_random_operations_equal_the_same_on_decoded_tokens(scheme, data):
+    """A token's decoded value never changes once it is encoded, and no operation touches its neighbours."""
+    dim, heads, dtype = dim_of(scheme), 1, data.draw(st.sampled_from(DTYPES))
+    cache, model = cache_of(scheme, heads=heads, dim=dim), ModelCache(scheme, dtype, heads, dim)
+    for kind, size, extra in data.draw(programs(scheme)):
+        step(kind, size, extra, cache, model, heads, dim)
+        assert len(cache) == len(model), (kind, size, extra)
+        if len(model):
+            for name, a, b in zip(("keys", "values"), cache.decode(), model.decode(), strict=True):
+                assert torch.equal(a, b), f"{name} after {kind}({size}, {extra})"
+        for role, state in cache.roles.items():
+            held = (state.dense("sink").shape[2], state.encoded, state.dense("window").shape[2])
+            expected = model.roles[role]
+            assert held == (len(expected.sink), len(expected.encoded), len(expected.window)), role
+        assert sum(cache.nbytes().values()) == sum(t.untyped_storage().nbytes() for t in cache.tensors())
+
+
+@quick
+@given(data=st.data())
+def test_appends_of_any_values_in_any_pieces_equal_the_oracle(scheme, data):
+    dim, dtype = dim_of(scheme), data.draw(st.sampled_from(DTYPES))
+    cache, model = cache_of(scheme, heads=1, dim=dim), ModelCache(scheme, dtype, 1, dim)
+    for n in data.draw(st.lists(st.sampled_from(edge_lengths(scheme)), min_size=1, max_size=3)):
+        x = [data.draw(mixtures(1, 1, n, dim)).to(dtype).clamp(-65280, 65280) for _ in range(2)]
+        cache.append(*x)
+        model.append(*x)
+    if len(model):
+        for name, a, b in zip(("keys", "values"), cache.decode(), model.decode(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("rounds", [40])
+def test_a_stream_of_fixed_length_stays_bounded(scheme, rounds):
+    """Append a chunk, evict a chunk, for ever: the bytes held do not creep."""
+    dim, chunk = dim_of(scheme), 8
+    cache = cache_of(scheme, heads=1, dim=dim)
+    held = scheme.sink + scheme.window + block_of(scheme) + 64
+    cache.append(*kv(held, batch=1, heads=1, dim=dim))
+    sizes = []
+    for i in range(rounds):
+        cache.append(*kv(chunk, batch=1, heads=1, dim=dim, seed=i))
+        cache.evict(chunk, keep=min(4, scheme.sink))
+        sizes.append(sum(cache.nbytes().values()))
+    assert len(cache) == held
+    assert max(sizes[rounds // 2 :]) <= max(sizes[: rounds // 2]), sizes

@@ -1,0 +1,214 @@
+"""One codec, one site: pure, append-invariant, finite, and no better than information theory allows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcodec
+from kvcodec.codec import Site, roundtrip
+from kvcodec.registry import method_of
+
+from .support import (
+    DTYPES,
+    KINDS,
+    dim_of,
+    fit,
+    gaussian,
+    kv,
+    mixtures,
+    payload_equal,
+    quick,
+    relative_mse,
+    row_block,
+    same_bits,
+    sides,
+    site_of,
+    supported_dims,
+)
+
+
+def test_same_seed_same_bits(spec):
+    scheme = kvcodec.get(spec)
+    k, v = kv(scheme.sink + scheme.window + 2 * scheme.key.block_tokens, dim=dim_of(scheme))
+    torch.manual_seed(1)
+    a = kvcodec.compress(scheme, k, v, layer=3, seed=5)
+    torch.manual_seed(2)
+    b = kvcodec.compress(scheme, k, v, layer=3, seed=5)
+    assert payload_equal(a.key.payload, b.key.payload)
+    assert payload_equal(a.value.payload, b.value.payload)
+
+
+def test_nothing_touches_the_global_generator(spec):
+    scheme = kvcodec.get(spec)
+    before = torch.get_rng_state()
+    kvcodec.compress(scheme, *kv(scheme.window + scheme.key.block_tokens, dim=dim_of(scheme))).decode()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_drawn_constants_differ_between_sites(spec):
+    """A codec that draws per site must not draw the same for each; one that draws nothing has equal constants."""
+    for role, codec in sides(kvcodec.get(spec)):
+        dim = supported_dims(codec)[0]
+        base = fit(codec, site_of(role, dim=dim))
+        others = [fit(codec, site_of(role, dim=dim, **change)) for change in ({"layer": 1}, {"seed": 1})]
+        for name, value in base.items():
+            assert same_bits(value, fit(codec, site_of(role, dim=dim))[name]), f"{name} is not reproducible"
+        drawn = [any(not same_bits(v, other[n]) for n, v in base.items()) for other in others]
+        assert drawn[0] == drawn[1], f"{role}: constants depend on only one of layer and seed"
+
+
+def test_constants_are_real_tensors_with_leading_dimension_one(spec):
+    for role, codec in sides(kvcodec.get(spec)):
+        for name, value in fit(codec, site_of(role, dim=supported_dims(codec)[0])).items():
+            assert isinstance(value, torch.Tensor), name
+            assert value.ndim == 0 or value.shape[0] == 1, f"{name} {tuple(value.shape)}: leading dimension 1, or B"
+            assert not value.is_floating_point() or bool(value.isfinite().all()), name
+
+
+@quick
+@given(data=st.data())
+def test_blocks_one_by_one_equal_all_at_once(spec, data):
+    """Append-invariance, bit for bit, on values of every kind; a slice of the batch is the batch's slice."""
+    for role, codec in sides(kvcodec.get(spec)):
+        dim, g = supported_dims(codec)[0], codec.block_tokens
+        batch, blocks = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 5))
+        params = fit(codec, site_of(role, dim=dim))
+        x = codec.to_code(data.draw(mixtures(batch, 2, blocks * g, dim)), params)
+        copy = x.clone()
+        whole = codec.encode(x, params)
+        assert torch.equal(x, copy), "encode changed its input"
+        for m in range(blocks):
+            one = codec.encode(x[:, :, m * g : (m + 1) * g], params)
+            assert payload_equal(one, {n: t[:, :, m : m + 1] for n, t in whole.items()}), f"{role} block {m}"
+        last = codec.encode(x[-1:], params)
+        assert payload_equal(last, {n: t[-1:] for n, t in whole.items()}), f"{role} batch slice"
+        decoded = codec.decode(whole, params)
+        assert bool(decoded.isfinite().all()), "NaN or Inf out"
+        piece = codec.decode({n: t[-1:, :, -1:] for n, t in whole.items()}, params)
+        assert same_bits(piece, decoded[-1:, :, -g:].contiguous()), f"{role} decode depends on the rest of the call"
+
+
+@quick
+@given(data=st.data())
+def test_the_model_basis_is_append_invariant_too(spec, data):
+    """to_code on one token gives the bits of a whole prefill: no GEMM whose order depends on the shape."""
+    for role, codec in sides(kvcodec.get(spec)):
+        dim, g = supported_dims(codec)[-1], codec.block_tokens
+        params = fit(codec, site_of(role, dim=dim))
+        x = data.draw(mixtures(2, 2, 4 * g, dim))
+        whole = codec.encode(codec.to_code(x, params), params)
+        for m in range(4):
+            one = codec.encode(codec.to_code(x[:, :, m * g : (m + 1) * g], params), params)
+            assert payload_equal(one, {n: t[:, :, m : m + 1] for n, t in whole.items()}), f"{role} block {m}"
+
+
+def test_bases_keep_inner_products_and_come_back(spec):
+    for role, codec in sides(kvcodec.get(spec)):
+        for dim in supported_dims(codec):
+            params = fit(codec, site_of(role, dim=dim))
+            k = gaussian(2, 2, 2 * codec.block_tokens, dim, seed=1).float()
+            q = gaussian(2, 2, 5, dim, seed=2).float()
+            code = codec.to_code(k, params)
+            torch.testing.assert_close(codec.from_code(code, params), k, rtol=1e-5, atol=1e-5)
+            scores = codec.query_to_code(q, params) @ code.transpose(2, 3)
+            torch.testing.assert_close(scores, q @ k.transpose(2, 3), rtol=1e-4, atol=1e-4 * dim**0.5)
+            # linear: values may be mapped back once, after the attention output
+            mixed = codec.from_code(code * 0.5 + 2 * code.flip(2), params)
+            torch.testing.assert_close(mixed, k * 0.5 + 2 * k.flip(2), rtol=1e-4, atol=1e-4)
+
+
+def test_error_falls_with_more_bits_within_a_method():
+    """Over all presets at once: a step of half a bit or more must buy a smaller error, key and value apart."""
+    by_method: dict[str, list[str]] = {}
+    for preset in kvcodec.presets():
+        by_method.setdefault(method_of(preset).name, []).append(preset)
+    for group in by_method.values():
+        for role in ("key", "value"):
+            points = sorted((codec.layout(128).effective_bits, gaussian_error(codec), p) for p, codec in codecs(group, role))
+            for (bits, error, preset), (more, smaller, better) in zip(points, points[1:], strict=False):
+                if more - bits >= 0.5:
+                    assert smaller < error, f"{role}: {better} ({more} bits) is not better than {preset} ({bits} bits)"
+
+
+def codecs(presets: list[str], role: str):
+    for preset in presets:
+        codec = kvcodec.get(preset).codec(role)
+        if 128 in supported_dims(codec):
+            yield preset, codec
+
+
+def gaussian_error(codec) -> float:
+    """Relative mean squared error on independent normal values."""
+    params = fit(codec, site_of(dim=128))
+    x = gaussian(1, 2, 256, 128, seed=7).float()
+    return relative_mse(x, roundtrip(codec, x, params))
+
+
+def test_error_on_gaussian_input_is_possible_and_decent(spec):
+    """Rate-distortion: no map of R bits per element gets below 4^-R on normal values, so less means hidden bytes."""
+    for role, codec in sides(kvcodec.get(spec)):
+        if 128 not in supported_dims(codec):
+            continue
+        layout = codec.layout(128)
+        error = gaussian_error(codec)
+        assert error > 4.0**-layout.effective_bits * 0.9 or layout.effective_bits >= 16, f"{role}: {error}"
+        assert error < 8 * 4.0 ** -min(layout.nominal_bits, 5), f"{role}: {error} at {layout.nominal_bits} bits"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_inputs_stay_finite_and_close(spec, kind):
+    for role, codec in sides(kvcodec.get(spec)):
+        for dim in supported_dims(codec):
+            params = fit(codec, Site(0, role, 2, dim))
+            x = row_block(kind, (1, 2, 2 * codec.block_tokens, dim), seed=4)
+            y = roundtrip(codec, x, params)
+            assert bool(y.isfinite().all()), f"{role} D={dim}"
+            if kind == "zero":
+                assert not y.any(), f"{role} D={dim}: zeros came back as {float(y.abs().max())}"
+            elif kind != "subnormal":
+                assert relative_mse(x, y) < 1.0, f"{role} D={dim}: worse than storing nothing"
+            else:
+                assert float((x - y).abs().max()) <= 2.0**-14, f"{role} D={dim}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_input_dtypes(spec, dtype):
+    scheme = kvcodec.get(spec)
+    dim, n = dim_of(scheme), scheme.sink + scheme.window + 2 * scheme.key.block_tokens + 1
+    k, v = kv(n, dim=dim, dtype=dtype)
+    packed = kvcodec.compress(scheme, k, v)
+    held = dtype if dtype != torch.float32 else torch.float16
+    for role, x, back in zip((packed.key, packed.value), (k, v), packed.decode(), strict=True):
+        assert (back.dtype, back.shape) == (torch.float32, x.shape)
+        assert role.sink.dtype == role.window.dtype == held
+        # what stays dense comes back as it was held
+        last = role.window.shape[2]
+        assert last == 0 or same_bits(back[:, :, -last:].to(held), x[:, :, -last:].to(held))
+
+
+def test_float32_gives_the_bits_of_its_fp16_rounding(spec):
+    scheme = kvcodec.get(spec)
+    k, v = kv(scheme.sink + scheme.window + scheme.key.block_tokens, dim=dim_of(scheme), dtype=torch.float32)
+    a, b = kvcodec.compress(scheme, k, v), kvcodec.compress(scheme, k.half(), v.half())
+    assert payload_equal(a.key.payload, b.key.payload)
+    assert payload_equal(a.value.payload, b.value.payload)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 70000.0], ids=["nan", "inf", "-inf", "7e4"])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_what_no_codec_can_store_is_refused_with_the_place(spec, which, bad):
+    scheme = kvcodec.get(spec)
+    tensors = dict(zip(("keys", "values"), kv(7, dim=dim_of(scheme), dtype=torch.float32), strict=True))
+    tensors[which][1, 0, 4, 11] = bad
+    for call in (lambda **t: kvcodec.compress(scheme, **t), lambda **t: kvcodec.fake_quant(scheme, **t)):
+        with pytest.raises(ValueError, match=rf"{which}\[batch=1, head=0, token=4, channel=11\]"):
+            call(**tensors)
+
+
+def test_fake_quant_is_compress_without_windows(spec):
+    scheme = kvcodec.get(spec)
+    k, v = kv(2 * scheme.key.block_tokens, dim=dim_of(scheme))
+    expected = kvcodec.compress(scheme.without_windows(), k, v).decode()
+    for a, b in zip(kvcodec.fake_quant(spec, k, v), expected, strict=True):
+        assert same_bits(a, b)

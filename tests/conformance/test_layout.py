@@ -1,0 +1,139 @@
+"""Bytes: what is packed is exactly what the layout says, and what is printed is exactly what is packed."""
+
+import math
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codec import Site
+from kvcodec.layout import PLANE_ALIGN
+from kvcodec.pages import PageStore
+
+from .support import HEAD_DIMS, block_of, cache_of, dim_of, fit, gaussian, kv, payload_equal, raw, sides, supported_dims
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_payload_is_exactly_the_layout(spec, dim):
+    for role, codec in sides(kvcodec.get(spec)):
+        try:
+            layout = codec.layout(dim)
+        except kvcodec.ShapeError as error:
+            assert any(str(d) in str(error) for d in supported_dims(codec)), f"{error}: name a head_dim it takes"
+            continue
+        g = codec.block_tokens
+        assert (layout.head_dim, layout.block_tokens) == (dim, g)
+        params = fit(codec, Site(0, role, 2, dim))
+        x = codec.to_code(gaussian(2, 2, 3 * g, dim).float(), params)
+        payload = codec.encode(x, params)
+        assert list(payload) == [f.name for f in layout.fields]
+        for field in layout.fields:
+            tensor = payload[field.name]
+            assert tensor.dtype == field.torch_dtype, field.name
+            assert tensor.shape == (2, 2, 3, *field.shape), field.name
+            assert tensor.nbytes == 2 * 2 * 3 * field.nbytes, field.name
+        decoded = codec.decode(payload, params)
+        assert (decoded.dtype, decoded.shape) == (torch.float32, x.shape)
+
+
+def test_head_dims_of_real_models_are_taken_or_refused_with_the_way_out(spec):
+    for _, codec in sides(kvcodec.get(spec)):
+        assert supported_dims(codec), "a codec takes at least one head_dim of real models"
+        for dim in (1, 7, 33, 60, 100, 576):
+            try:
+                codec.layout(dim)
+            except kvcodec.ShapeError as error:
+                assert str(dim) in str(error)
+                assert any(word in str(error) for word in ("use", "multiple", "allowed", "expected")), str(error)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_listed_bits_are_measured_bytes(spec, dim):
+    scheme = kvcodec.get(spec)
+    if any(dim not in supported_dims(codec) for _, codec in sides(scheme)):
+        pytest.skip(f"{spec} refuses head_dim {dim}; its message is tested above")
+    tokens = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
+    k, v = kv(tokens, dim=dim)
+    packed = kvcodec.compress(scheme.without_windows(), k, v)
+    described = kvcodec.describe(spec, dim)
+    for role in ("key", "value"):
+        held = sum(size for part, size in packed.nbytes.items() if part.startswith(f"{role}."))
+        assert held * 8 / k.numel() == described[f"{role}_bits"], role
+    assert packed.effective_bits == described["effective_bits"]
+    assert described["nominal_bits"] <= described["effective_bits"]
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_nbytes_is_the_formula_and_the_tensors(spec, extra):
+    scheme = kvcodec.get(spec)
+    dim, g = dim_of(scheme), block_of(scheme)
+    tokens = scheme.sink + scheme.window + 2 * g + extra
+    k, v = kv(tokens, dim=dim)
+    packed = kvcodec.compress(scheme, k, v)
+    assert sum(packed.nbytes.values()) == sum(t.nbytes for t in packed.tensors())
+    expected = 0
+    for role, codec in sides(scheme):
+        encoded = scheme.encoded_tokens(role, tokens)
+        expected += 2 * 2 * (encoded // codec.block_tokens * codec.layout(dim).block_bytes + (tokens - encoded) * dim * 2)
+    assert sum(packed.nbytes.values()) == expected
+    assert packed.effective_bits == expected * 8 / (2 * k.numel())
+
+
+def test_cache_nbytes_is_the_formula_and_the_tensors(spec):
+    scheme = kvcodec.get(spec)
+    dim, g = dim_of(scheme), block_of(scheme)
+    tokens = scheme.sink + scheme.window + 2 * g + 1
+    cache = cache_of(scheme, dim=dim)
+    cache.append(*kv(tokens, dim=dim))
+    parts = cache.nbytes()
+    assert sum(parts.values()) == sum(t.untyped_storage().nbytes() for t in cache.tensors())
+    for role, codec in sides(scheme):
+        encoded = scheme.encoded_tokens(role, tokens)
+        planes = {f"{role}.{f.part}" for f in codec.layout(dim).fields}
+        held = sum(parts[p] for p in planes)
+        assert held == 4 * encoded // codec.block_tokens * codec.layout(dim).block_bytes
+        sink = min(scheme.sink, tokens)
+        assert parts.get(f"{role}.sink", 0) == 4 * sink * dim * 2
+        assert parts.get(f"{role}.window", 0) == 4 * (tokens - sink - encoded) * dim * 2
+    page = scheme.page_layout(dim)
+    pages = -(-max(scheme.encoded_tokens("key", tokens), scheme.encoded_tokens("value", tokens)) // page.page_tokens)
+    held = sum(size for part, size in parts.items() if part.split(".")[-1] not in ("sink", "window", "table"))
+    assert held == 2 * 2 * pages * page.page_bytes, "pages for the encoded tokens and not one more"
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_page_planes_are_aligned_in_order_and_apart(spec, dim):
+    scheme = kvcodec.get(spec)
+    if any(dim not in supported_dims(codec) for _, codec in sides(scheme)):
+        pytest.skip(f"{spec} refuses head_dim {dim}; its message is tested above")
+    page = scheme.page_layout(dim)
+    assert page.page_tokens % 64 == 0 or page.page_tokens >= 64
+    names = [(p.role, p.field.name) for p in page.planes]
+    assert names == [("key", f.name) for f in page.key.fields] + [("value", f.name) for f in page.value.fields]
+    end = 0
+    for plane in page.planes:
+        assert plane.offset % PLANE_ALIGN == 0
+        assert 0 <= plane.offset - end < PLANE_ALIGN, "no gap beyond the padding, no overlap"
+        end = plane.offset + plane.nbytes
+    assert 0 <= page.page_bytes - end < PLANE_ALIGN
+
+
+def test_pages_give_back_the_payload_bit_for_bit(spec):
+    scheme = kvcodec.get(spec)
+    dim = dim_of(scheme)
+    page = scheme.page_layout(dim)
+    store = PageStore(page, 2, 2, torch.device("cpu"))
+    for role, codec in sides(scheme):
+        g = codec.block_tokens
+        params = fit(codec, Site(0, role, 2, dim))
+        tokens = page.page_tokens + 2 * g
+        payload = codec.encode(codec.to_code(gaussian(2, 2, tokens, dim, seed=3).float(), params), params)
+        store.ensure(tokens)
+        store.write(role, 0, payload)
+        assert payload_equal(store.read(role, 0, tokens), payload)
+        assert payload_equal(store.read(role, g, 2 * g), {n: t[:, :, 1:2] for n, t in payload.items()})
+        # and the bytes lie where docs/format.md says: plane after plane, blocks in order
+        for plane in page.planes:
+            if plane.role == role:
+                first = store.pages[store.table[1, 0].long(), 0, plane.offset : plane.offset + plane.nbytes]
+                assert torch.equal(first, raw(payload[plane.field.name][1, 0, : plane.blocks]).flatten())

@@ -1,0 +1,102 @@
+"""Specs: every preset parses to itself, survives JSON and repr, and explains its options."""
+
+import pytest
+
+import kvcodec
+from kvcodec.registry import codec_classes, method_of, options_of
+
+
+def text_of(value: object) -> str:
+    """An option's value as a spec writes it."""
+    return {True: "true", False: "false", None: "none"}.get(value, str(value)) if value in (None, True, False) and not (
+        isinstance(value, int) and not isinstance(value, bool)
+    ) else str(value)
+
+
+def with_option(spec: str, option: str) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}{option}"
+
+
+def test_dense_leads_and_no_preset_is_listed_twice():
+    presets = kvcodec.presets()
+    assert presets[0] == "dense"
+    assert len(presets) == len(set(presets))
+    assert {method_of(p).name for p in presets} == set(kvcodec.names())
+
+
+def test_spec_parses_to_itself(spec):
+    scheme = kvcodec.get(spec)
+    assert str(scheme) == spec
+    assert kvcodec.get(str(scheme)) == scheme
+    assert kvcodec.get(scheme) is scheme
+
+
+def test_json_round_trip(spec):
+    scheme = kvcodec.get(spec)
+    back = kvcodec.from_json(scheme.to_json())
+    assert back == scheme
+    assert (back.spec, hash(back)) == (spec, hash(scheme))
+
+
+def test_repr_evaluates_to_an_equal_object(spec):
+    scheme = kvcodec.get(spec)
+    names = {"KVScheme": kvcodec.KVScheme, **codec_classes()}
+    assert eval(repr(scheme), names) == scheme
+    for codec in (scheme.key, scheme.value):
+        assert eval(repr(codec), names) == codec
+
+
+def test_every_option_given_as_it_is_changes_nothing(spec):
+    scheme = kvcodec.get(spec)
+    for name, value in options_of(spec).items():
+        same = kvcodec.get(with_option(spec, f"{name}={text_of(value)}")) if ":" not in spec else scheme
+        assert same == scheme, name
+        assert str(same) == spec, f"{name}: an option at its default does not belong in the canonical spec"
+
+
+def test_describe_shows_every_option_with_a_text(spec):
+    described = kvcodec.describe(spec)
+    shown = {o["name"]: o for o in described["options"]}
+    assert set(shown) == set(options_of(spec))
+    for name, option in shown.items():
+        assert option["doc"], f"{spec}: option {name} has no text in the recipe's Parameters section"
+        assert option["type"]
+        if option["choices"]:
+            assert option["value"] in option["choices"]
+    assert described["source"]
+    assert described["summary"]
+    assert described["spec"] == spec
+
+
+def test_unknown_option_names_the_valid_ones(spec):
+    with pytest.raises(kvcodec.SpecError, match="no option 'no_such_option'") as error:
+        kvcodec.get(with_option(spec, "no_such_option=1"))
+    for name in options_of(spec):
+        assert name in str(error.value)
+
+
+def test_an_option_value_that_is_not_allowed_says_what_is(spec):
+    for option in kvcodec.describe(spec)["options"]:
+        if option["type"] == "str":
+            continue
+        with pytest.raises(kvcodec.SpecError, match=r"expected|allowed|use|not a") as error:
+            kvcodec.get(f"{spec.partition(':')[0]}:{option['name']}=no-such-value")
+        assert "no-such-value" in str(error.value)
+
+
+def test_a_typo_in_the_name_finds_the_preset(spec):
+    with pytest.raises(kvcodec.SpecError, match="unknown codec") as error:
+        kvcodec.get(f"{spec.partition(':')[0]}x")
+    assert spec.partition(":")[0] in str(error.value)
+
+
+def test_codec_is_frozen_and_holds_plain_values(spec):
+    scheme = kvcodec.get(spec)
+    for codec in (scheme.key, scheme.value):
+        config = codec.config()
+        assert config.pop("codec") == type(codec).__name__
+        for name, value in config.items():
+            assert isinstance(value, (int, float, str, bool, tuple, list, dict, type(None))), name
+        for name in config:
+            with pytest.raises(AttributeError):
+                setattr(codec, name, None)
