@@ -25,7 +25,7 @@ ASM = not INTERPRETED and torch.version.hip is None
 # Exponent adjustment that turns a masked nibble, read as an fp16 subnormal, back into its code.
 SUBNORMAL = tl.constexpr(16777216.0)  # 2**24
 # 1.5 * 2**23: adding and subtracting it rounds |x| < 2**22 to the nearest even integer in fp32.
-_RNE = tl.constexpr(12582912.0)
+RNE = tl.constexpr(12582912.0)
 
 
 def next_pow2(n: int) -> int:
@@ -36,7 +36,7 @@ def next_pow2(n: int) -> int:
 @triton.jit
 def rne(x):
     """Round fp32 to the nearest integer, ties to even; |x| < 2**22."""
-    return (x + _RNE) - _RNE
+    return (x + RNE) - RNE
 
 
 @triton.jit

@@ -27,6 +27,7 @@ import triton.language as tl
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels._common import (
     ASM,
+    RNE,
     SUBNORMAL,
     butterfly,
     fold8,
@@ -283,14 +284,29 @@ def _rotate(x, hm, KIND: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _divide(y, s, r, ASM: tl.constexpr):
-    """Return y / s rounded as IEEE does; r = 1 / s.  One Newton step, cheaper than a division."""
+def _code(y, s, r, z_bits, ASM: tl.constexpr):
+    """Return clip(rne(y / s) + z, 0, 15) as int32; r = 1 / s.
+
+    One Newton step rounds the quotient as IEEE does, cheaper than a division.  Adding 1.5 * 2**23
+    rounds it to an integer that stands in the low bits; z_bits is z less the bits of that constant.
+    """
     if ASM:
         t = y * r
         t = tl.fma(tl.fma(-t, s, y), r, t)
     else:
         t = tl.div_rn(y, s)
-    return t
+    code = (t + RNE).to(tl.int32, bitcast=True) + z_bits
+    return tl.minimum(tl.maximum(code, 0), 15)
+
+
+@triton.jit
+def _max_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _min_nan(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -313,31 +329,21 @@ def _encode_rows(
         c = sqrt_order(BLOCK)
         x0, x1, x2, x3 = x0 * c, x1 * c, x2 * c, x3 * c
 
-    # as integers the bits of |x| order like floats, and NaN and Inf come out on top
-    b0 = x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    b1 = x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    b2 = x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    b3 = x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    bits = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)), 1)
-    finite = bits < 0x7F800000
-    if bad is not None:
-        if tl.max((~finite).to(tl.int32), 0) > 0:
-            tl.atomic_max(bad, 1)
-    # a row that cannot be encoded becomes zeros; the flag says so
-    x0 = tl.where(finite[:, None], x0, 0.0)
-    x1 = tl.where(finite[:, None], x1, 0.0)
-    x2 = tl.where(finite[:, None], x2, 0.0)
-    x3 = tl.where(finite[:, None], x3, 0.0)
-    bits = tl.where(finite, bits, 0)
-
-    hi = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-    lo = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3))
+    hi = _max_nan(_max_nan(x0, x1), _max_nan(x2, x3))
+    lo = _min_nan(_min_nan(x0, x1), _min_nan(x2, x3))
     if DQ != D // 4:
         hi = tl.where((g < D // 4)[None, :], hi, float("-inf"))
         lo = tl.where((g < D // 4)[None, :], lo, float("inf"))
-    hi = tl.max(hi, 1)
-    lo = tl.min(lo, 1)
-    # floor = 2**(floor(log2 absmax) - 9), at least 2**-24: keeps |z| where fp16 is exact
+    hi = tl.reduce(hi, 1, _max_nan)
+    lo = tl.reduce(lo, 1, _min_nan)
+    biggest = _max_nan(hi, -lo)
+    # false for NaN too; from 2**25 on no fp16 scale keeps the zero point in range
+    good = biggest < 33554432.0
+    if bad is not None:
+        if tl.min(good.to(tl.int32), 0) == 0:
+            tl.atomic_max(bad, 1)
+    # floor = 2**(floor(log2 max|y|) - 9), at least 2**-24: keeps |z| where fp16 is exact
+    bits = biggest.to(tl.int32, bitcast=True)
     floor = (tl.maximum((bits >> 23) - 9, 103) << 23).to(tl.float32, bitcast=True)
     s = tl.maximum(tl.div_rn(hi - lo, 15.0 + tl.zeros_like(hi)), floor)
     s16 = tl.minimum(s, 65504.0).to(tl.float16)
@@ -345,16 +351,14 @@ def _encode_rows(
     z = rne(tl.div_rn(-lo, s))
     r = tl.div_rn(1.0 + tl.zeros_like(s), s)[:, None]
     sc = s[:, None]
-    zc = z[:, None]
-    c0 = tl.minimum(tl.maximum(rne(_divide(x0, sc, r, ASM)) + zc, 0.0), 15.0).to(tl.int32)
-    c1 = tl.minimum(tl.maximum(rne(_divide(x1, sc, r, ASM)) + zc, 0.0), 15.0).to(tl.int32)
-    c2 = tl.minimum(tl.maximum(rne(_divide(x2, sc, r, ASM)) + zc, 0.0), 15.0).to(tl.int32)
-    c3 = tl.minimum(tl.maximum(rne(_divide(x3, sc, r, ASM)) + zc, 0.0), 15.0).to(tl.int32)
-    w = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
+    zc = (z.to(tl.int32) - 0x4B400000)[:, None]
+    w = _code(x0, sc, r, zc, ASM) | (_code(x1, sc, r, zc, ASM) << 4)
+    w = w | (_code(x2, sc, r, zc, ASM) << 8) | (_code(x3, sc, r, zc, ASM) << 12)
     tl.store(at16[:, None] + g[None, :], w.to(tl.int16), ok)
     sb = s16.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     zb = z.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    tl.store(at32, sb | (zb << 16), ok_n)
+    # a row that cannot be encoded reads as zeros; the flag says so
+    tl.store(at32, tl.where(good, sb | (zb << 16), 0), ok_n)
 
 
 @triton.jit
@@ -451,8 +455,8 @@ def encode_to_pages(
         Hadamard orders of the codec at this D; 1 for none.
     page_tokens : int
     bad : Tensor int32 [1], optional
-        Raised to 1 if a row holds NaN or Inf (or overflows when rotated); such a row is stored as
-        zeros.  Never read here, so nothing synchronises.
+        Raised to 1 if a row holds NaN, Inf or (rotated) a magnitude from 2**25 on; such a row
+        reads as zeros.  Never read here, so nothing synchronises.
 
     Raises
     ------
