@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout, page_tokens_for
 from kvcodec.pages import PageStore
@@ -257,7 +257,9 @@ class LayerCache:
         payload = self.store.read(state.role, first, last)
         x = state.codec.from_code(state.codec.decode(payload, state.params), state.params)
         skip = first - first // state.codec.block_tokens * state.codec.block_tokens
-        return x[:, :, skip : skip + last - first].to(self._dtype)
+        x = x[:, :, skip : skip + last - first]
+        # an extreme may decode to beyond fp16's range: saturate, never Inf in the model's dtype
+        return (x.clamp(-FP16_MAX, FP16_MAX) if self._dtype == torch.float16 else x).to(self._dtype)
 
     def attend(
         self,
