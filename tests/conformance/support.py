@@ -188,7 +188,10 @@ class ModelCache:
             unit = role.codec.block_tokens
             while len(role.window) - self.scheme.window >= unit:
                 block = torch.stack(role.window[:unit], 2)
-                role.encoded += roundtrip(role.codec, block, role.params).to(self.dtype).unbind(2)
+                decoded = roundtrip(role.codec, block, role.params)
+                if self.dtype == torch.float16:  # saturates, as a cast to Inf would poison attention
+                    decoded = decoded.clamp(-65504, 65504)
+                role.encoded += decoded.to(self.dtype).unbind(2)
                 del role.window[:unit]
         self.position += keys.shape[2]
 

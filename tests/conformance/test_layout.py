@@ -59,7 +59,7 @@ def test_listed_bits_are_measured_bytes(spec, dim):
     for role in ("key", "value"):
         held = sum(size for part, size in packed.nbytes.items() if part.startswith(f"{role}."))
         assert held * 8 / k.numel() == described[f"{role}_bits"], role
-    assert packed.effective_bits == described["effective_bits"]
+    assert packed.effective_bits == pytest.approx(described["effective_bits"], rel=1e-14)
     assert described["nominal_bits"] <= described["effective_bits"]
 
 
