@@ -1,0 +1,246 @@
+"""The one figure: quality over effective bits; a fixed colour and marker per method, so figures compare at a glance.
+
+matplotlib is imported when a figure is drawn (extra ``plot``); the Agg canvas needs no display.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcodec.errors import KVError, UnsupportedError
+
+Row = Mapping[str, Any]
+
+
+class Style(NamedTuple):
+    """How a method is drawn."""
+
+    color: str
+    marker: str
+
+
+STYLES = {
+    "dense": Style("#4d4d4d", "*"),
+    "fp8": Style("#56b4e9", "s"),
+    "int": Style("#8c8c00", "d"),
+    "saw-int4": Style("#d55e00", "D"),
+    "kivi": Style("#009e73", "^"),
+    "octopus": Style("#0072b2", "o"),
+    "hqmq": Style("#cc79a7", "P"),
+    "innerq": Style("#e69f00", "v"),
+    "ultraquant": Style("#882255", "X"),
+    "turboquant": Style("#44aa99", "<"),
+    "polarquant": Style("#aa4499", ">"),
+}
+# for methods that are not in the table (a codec that is one new file): chosen by name, the same in every figure
+SPARE_COLORS = ("#332288", "#117733", "#aa7744", "#771155", "#225577")
+SPARE_MARKERS = ("h", "p", "8", "H")
+
+METRICS = {
+    "kl": "KL divergence from the uncompressed model (nats per token)",
+    "perplexity": "perplexity above the uncompressed model",
+}
+LABEL_POINTS = 8.0
+
+
+def style_of(spec: str) -> Style:
+    """Colour and marker of the method that ``spec`` belongs to.
+
+    Examples
+    --------
+    >>> style_of("kivi-sink-2") == style_of("kivi-4:window=64") == STYLES["kivi"]
+    True
+    """
+    base = spec.partition(":")[0]
+    known = [name for name in STYLES if base == name or base.startswith(f"{name}-")]
+    if known:
+        return STYLES[max(known, key=len)]
+    family = base.rpartition("-")[0] if base.rpartition("-")[2].isdigit() else base
+    code = zlib.crc32(family.encode())
+    return Style(SPARE_COLORS[code % len(SPARE_COLORS)], SPARE_MARKERS[code // 7 % len(SPARE_MARKERS)])
+
+
+class Point(NamedTuple):
+    """One row in the figure; ``low`` and ``high`` span the windows."""
+
+    spec: str
+    bits: float
+    value: float
+    low: float
+    high: float
+    partial: bool
+
+
+def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
+    """Choose the metric that the rows have, and its points.
+
+    Returns
+    -------
+    (str, list of Point)
+        ``"kl"`` when a compressed row has it, else ``"perplexity"`` as the gap to the row ``dense``. Rows without the
+        metric or without ``effective_bits`` give no point, nor does the reference itself (its gap is 0).
+    """
+    metric = "kl" if any(_number(r, "kl") is not None for r in rows if r.get("spec") != "dense") else "perplexity"
+    reference = next((r for r in rows if r.get("spec") == "dense"), {})
+    zero = 0.0 if metric == "kl" else _number(reference, "perplexity")
+    found: list[Point] = []
+    if zero is None:
+        return metric, found
+    for row in rows:
+        value, bits = _number(row, metric), _number(row, "effective_bits")
+        if value is None or bits is None or row.get("spec") == "dense":
+            continue
+        spread = _gaps(row, reference, metric) or [value - zero]
+        found.append(
+            Point(str(row["spec"]), bits, value - zero, min(spread), max(spread), bool(row.get("partial", False)))
+        )
+    return metric, found
+
+
+def _number(row: Row, key: str) -> float | None:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _gaps(row: Row, reference: Row, metric: str) -> list[float]:
+    """Per window: the metric itself (KL), or its distance to the same window of the reference (perplexity)."""
+    mine = [float(w[metric]) for w in row.get("per_window") or [] if metric in w]
+    if metric == "kl":
+        return mine
+    theirs = [float(w[metric]) for w in reference.get("per_window") or [] if metric in w]
+    return [a - b for a, b in zip(mine, theirs, strict=False)]
+
+
+def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw quality (log scale, lower is better) over effective bits and write a PNG.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Result rows; those without ``effective_bits`` or a metric are left out of the figure.
+    path : Path
+    title : str
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing; names the extra.
+    KVError
+        If the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "figures need matplotlib, which is not installed; run: pip install 'kvcodec[plot]'"
+        ) from error
+
+    metric, points = points_of(rows)
+    figure = Figure(figsize=(9.0, 5.4), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shown = [p for p in points if p.value > 0]  # a log scale has no place for a gap of 0 or below
+    for point in shown:
+        style = style_of(point.spec)
+        low = max(point.low, point.value / 1e3)
+        axes.plot([point.bits] * 2, [low, max(point.high, point.value)], color=style.color, lw=1, alpha=0.6, zorder=2)
+        axes.plot(
+            point.bits, point.value, color=style.color, marker=style.marker, ms=8, ls="none", zorder=3,
+            mfc="white" if point.partial else style.color, mew=1.4,
+        )  # fmt: skip
+    if shown:
+        axes.set_yscale("log")
+        _widen(axes, shown)
+    else:
+        axes.text(0.5, 0.5, "no compressed row with a gap above 0", transform=axes.transAxes, ha="center")
+    axes.set_xlabel("effective bits per element of K and V (all bytes held x 8 / elements; uncompressed: 16)")
+    axes.set_ylabel(METRICS[metric])
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(which="major", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    hidden = [p.spec for p in points if p.value <= 0]
+    figure.supxlabel(_caption(rows, hidden, any(p.partial for p in shown)), fontsize=7.5, x=0.01, ha="left")
+    if shown:
+        canvas.draw()  # text sizes are known only after a drawing
+        _place_labels(axes, shown, canvas.get_renderer())
+    try:
+        figure.savefig(path, metadata={"Software": "kvcodec"})
+    except OSError as error:
+        raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another folder.") from error
+
+
+def _caption(rows: Sequence[Row], hidden: Sequence[str], partial: bool) -> str:
+    counts = sorted({int(r["windows"]) for r in rows if isinstance(r.get("windows"), int)})
+    spread = any(len(r.get("per_window") or []) > 1 for r in rows)
+    n = "n not recorded" if not counts else f"n = {' to '.join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))}"
+    text = f"{n} windows per point; lines span the {'smallest to the largest window' if spread else 'value alone'}"
+    text += "; lower and further left is better"
+    if partial:
+        text += "; hollow: interrupted before the last window"
+    if hidden:
+        text += f"\nnot on the log scale (no gap): {', '.join(hidden)}"
+    return text
+
+
+def _widen(axes: Any, points: Sequence[Point]) -> None:
+    """Leave room for labels around the outermost points."""
+    bits = [p.bits for p in points]
+    pad = max(0.08 * (max(bits) - min(bits)), 0.3)
+    axes.set_xlim(min(bits) - pad, max(bits) + 2 * pad)
+    low, high = axes.get_ylim()
+    factor = (high / low) ** 0.08
+    axes.set_ylim(low / factor, high * factor)
+
+
+def _place_labels(axes: Any, points: Sequence[Point], renderer: Any) -> None:
+    """Write each spec beside its point, where it covers no marker, no label and no edge; a thin line when far."""
+    pixels = renderer.points_to_pixels(1.0)
+    frame = axes.get_window_extent(renderer)
+    places = [axes.transData.transform((p.bits, p.value)) for p in points]
+    taken = [(x - 6 * pixels, y - 6 * pixels, x + 6 * pixels, y + 6 * pixels) for x, y in places]
+    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda item: tuple(item[1])):
+        probe = axes.text(0, 0, point.spec, fontsize=LABEL_POINTS)
+        extent = probe.get_window_extent(renderer).padded(2 * pixels)
+        probe.remove()
+        box = _free_box(x, y, extent.width, extent.height, pixels, frame, taken)
+        taken.append(box)
+        left, bottom = (box[0] - x) / pixels + 2, (box[1] - y) / pixels + 2
+        far = math.hypot(max(left, 0.0, -left - extent.width / pixels), max(bottom, -bottom, 0.0)) > 16
+        color = style_of(point.spec).color
+        axes.annotate(
+            point.spec, (point.bits, point.value), xytext=(left, bottom), textcoords="offset points",
+            fontsize=LABEL_POINTS, color=color, zorder=4,
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.7} if far else None,
+        )  # fmt: skip
+
+
+Box = tuple[float, float, float, float]
+
+
+def _free_box(x: float, y: float, width: float, height: float, pixels: float, frame: Any, taken: Sequence[Box]) -> Box:
+    """First box around ``(x, y)`` that overlaps nothing taken; rings of 16 directions, nearest first."""
+    best: tuple[float, Box] | None = None
+    for ring in range(9, 90, 8):
+        for step in range(16):
+            angle = 2 * math.pi * step / 16
+            cx = x + math.cos(angle) * (ring * pixels + width / 2)
+            cy = y + math.sin(angle) * (ring * pixels + height / 2)
+            box = (cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2)
+            overlap = sum(_overlap(box, other) for other in taken)
+            outside = width * height - _overlap(box, (frame.x0, frame.y0, frame.x1, frame.y1))
+            if overlap + outside < 1e-6:
+                return box
+            if best is None or overlap + outside < best[0]:
+                best = (overlap + outside, box)
+    assert best is not None
+    return best[1]
+
+
+def _overlap(a: Box, b: Box) -> float:
+    """Area that two boxes share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

@@ -1,0 +1,175 @@
+"""The report: every row shown, everything escaped, self-contained, honest about what is missing."""
+
+import ast
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import kvcodec
+from kvcodec.plot import STYLES, points_of, style_of
+from kvcodec.report import COLUMNS, HTML_NAME, PNG_NAME, columns_of, write_report
+
+SOURCES = [Path(kvcodec.__file__).with_name(name) for name in ("report.py", "plot.py")]
+
+
+def row(spec: str, bits: float, kl: float, **more: object) -> dict[str, object]:
+    spread = [{"kl": kl * f, "perplexity": 20 * (1 + kl * f)} for f in (0.5, 1.0, 1.5)]
+    return {
+        "spec": spec, "perplexity": 20 * (1 + kl), "kl": kl, "top1_agreement": 0.912, "key_bits": bits,
+        "value_bits": bits, "effective_bits": bits, "cache_bytes": 1_234_567, "ratio_to_16bit": 16 / bits,
+        "attention_error": 0.0123, "tokens_per_s": 17.25, "continuation": f"the same words, then {spec}", "windows": 3,
+        "prefill": "decoded", "per_window": spread,
+    } | more  # fmt: skip
+
+
+ROWS = [row("dense", 16, 0.0), row("int-4", 4.5, 0.09), row("saw-int4", 4.4, 0.03), row("octopus-2", 3.1, 0.2)]
+META = {"title": "t", "model": "m", "recommendation": "Take saw-int4.", "prompt": "Once", "versions": {"torch": "2.13"}}
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write an empty picture: drawing takes a second, and these tests read the page."""
+    monkeypatch.setattr("kvcodec.report.quality_figure", lambda rows, path, title: path.write_bytes(b""))
+
+
+class Page(HTMLParser):
+    """Collect tags and attributes, refuse unclosed structure."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "br", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_writes_a_png_and_a_page_with_every_row_and_the_recommendation(tmp_path: Path) -> None:
+    png, page = write_report(ROWS, tmp_path / "new" / "folder", META)
+    assert (png.name, page.name) == (PNG_NAME, HTML_NAME)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert Page(text).open == []
+    for r in ROWS:
+        assert f"{r['spec']}</p>" in text.replace("</span>", "")
+        assert re.search(rf"</span>{r['spec']}</td>", text)
+    assert "Take saw-int4." in text
+    assert "torch 2.13" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_page_is_self_contained(tmp_path: Path, no_drawing: None) -> None:
+    page = write_report(ROWS, tmp_path, META)[1].read_text()
+    for tag, attrs in Page(page).tags:
+        assert tag not in ("script", "link")
+        for name in ("src", "href"):
+            assert (attrs.get(name) or "data:").startswith("data:")
+
+
+def test_model_output_and_meta_are_escaped(tmp_path: Path, no_drawing: None) -> None:
+    evil = '<script>alert("x")</script>'
+    rows = [row("dense", 16, 0.0, continuation=evil), row(f"int-4{evil}", 4.5, 0.1, continuation=evil + "y")]
+    page = write_report(rows, tmp_path, dict.fromkeys(("title", "model", "prompt", "recommendation", "note"), evil))[1]
+    text = page.read_text()
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_what_agrees_with_dense_is_grey_up_to_the_first_difference(tmp_path: Path, no_drawing: None) -> None:
+    text = write_report(ROWS, tmp_path, META)[1].read_text()
+    assert '<span class="same">the same words, then </span>int-4' in text
+
+
+@pytest.mark.parametrize(
+    "gone", [c.key for c in COLUMNS if c.key != "spec"] + ["per_window", "windows", "continuation"]
+)
+def test_a_missing_value_is_a_dash_and_an_empty_column_is_left_out(tmp_path: Path, gone: str, no_drawing: None) -> None:
+    one = [ROWS[0], {**ROWS[1], gone: None}, *ROWS[2:]]
+    text = write_report(one, tmp_path, {})[1].read_text()
+    assert ("<td>–</td>" in text) == (gone in [c.key for c in COLUMNS])
+    none = [{k: v for k, v in r.items() if k != gone} for r in ROWS]
+    assert "–" not in write_report(none, tmp_path, {})[1].read_text()
+    assert gone not in [c.key for c in columns_of(none)]
+    points_of(one)
+    points_of(none)
+
+
+def test_interrupted_rows_are_shown_as_such(tmp_path: Path, no_drawing: None) -> None:
+    rows = [*ROWS[:-1], {**ROWS[-1], "partial": True}]
+    text = write_report(rows, tmp_path, META)[1].read_text()
+    assert "interrupted" in text
+    assert "octopus-2 (partial)" in text
+    assert "interrupted" not in write_report(ROWS, tmp_path, META)[1].read_text()
+    assert [p.partial for p in points_of(rows)[1]] == [False, False, True]
+
+
+def test_no_rows_and_only_dense_still_give_a_page(tmp_path: Path) -> None:
+    for rows in ([], ROWS[:1]):
+        assert all(p.stat().st_size > 500 for p in write_report(rows, tmp_path, META))
+
+
+def test_points_are_kl_with_the_spread_of_the_windows() -> None:
+    metric, points = points_of(ROWS)
+    assert metric == "kl"
+    assert [(p.spec, p.bits, p.value) for p in points] == [
+        ("int-4", 4.5, 0.09), ("saw-int4", 4.4, 0.03), ("octopus-2", 3.1, 0.2),
+    ]  # fmt: skip
+    assert (points[0].low, points[0].high) == (0.045, pytest.approx(0.135))
+
+
+def test_without_kl_the_points_are_the_perplexity_gap_to_dense_window_by_window() -> None:
+    rows = json.loads(json.dumps(ROWS))
+    for r in rows:
+        del r["kl"]
+    metric, points = points_of(rows)
+    assert metric == "perplexity"
+    assert points[0].value == pytest.approx(1.8)
+    assert (points[0].low, points[0].high) == (pytest.approx(0.9), pytest.approx(2.7))
+    assert points_of(rows[1:])[1] == []  # no dense row: no gap to draw
+
+
+def test_styles_are_fixed_distinct_and_follow_the_method() -> None:
+    assert len(set(STYLES.values())) == len(STYLES)
+    assert style_of("int-4") == style_of("int-8:group=32") == STYLES["int"]
+    assert style_of("saw-int4:rotate=kv") == STYLES["saw-int4"]
+    assert style_of("mine-4") == style_of("mine-2:x=1")  # a codec that is one new file
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(kvcodec.KVError, match=r"report folder .*file.* cannot be written .*pass another folder"):
+        write_report(ROWS, tmp_path / "file", META)
+
+
+def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(kvcodec.UnsupportedError, match=r"pip install 'kvcodec\[plot\]'"):
+        write_report(ROWS, tmp_path, META)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_the_report_reads_rows_and_never_measures(path: Path) -> None:
+    imported = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
+    assert not [m for m in imported if m.startswith(("kvcodec.eval", "kvcodec.bench", "kvcodec.integrations"))]
+
+
+def test_labels_of_the_figure_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcodec import plot
+
+    boxes: list[tuple[float, float, float, float]] = []
+    found = plot._free_box
+    monkeypatch.setattr(plot, "_free_box", lambda *a: (boxes.append(found(*a)), boxes[-1])[1])
+    crowd = [row(f"octopus-{i}", 4 + 0.01 * (i % 4), 0.03 + 0.001 * i) for i in range(12)]
+    write_report(crowd, tmp_path, META)
+    assert len(boxes) == 12
+    assert all(plot._overlap(a, b) == 0 for i, a in enumerate(boxes) for b in boxes[:i])
