@@ -32,16 +32,18 @@ def site_of(role: Role = "key", *, layer: int = 0, heads: int = 2, dim: int = 64
     return Site(layer, role, heads, dim, seed)
 
 
-def supported_dims(codec: Codec, dims: tuple[int, ...] = HEAD_DIMS) -> list[int]:
-    """The head_dims of ``dims`` that a codec takes."""
-    out = []
-    for dim in dims:
-        try:
-            codec.layout(dim)
-        except kvcodec.ShapeError:
-            continue
-        out.append(dim)
-    return out
+def refusal(codec: Codec, dim: int) -> str:
+    """What a codec says against a head_dim; empty when it takes it."""
+    try:
+        codec.layout(dim)
+    except kvcodec.ShapeError as error:
+        return str(error)
+    return ""
+
+
+def supported_dims(codec: Codec) -> list[int]:
+    """The head_dims of real models that a codec takes."""
+    return [dim for dim in HEAD_DIMS if not refusal(codec, dim)]
 
 
 def dim_of(scheme: KVScheme) -> int:
@@ -90,9 +92,7 @@ def edge_lengths(scheme: KVScheme) -> list[int]:
 
 def payload_equal(a: Payload, b: Payload) -> bool:
     """Bit for bit: NaN patterns count as bits."""
-    return a.keys() == b.keys() and all(
-        a[n].dtype == b[n].dtype and torch.equal(raw(a[n]), raw(b[n])) for n in a
-    )
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(raw(a[n]), raw(b[n])) for n in a)
 
 
 def raw(x: Tensor) -> Tensor:

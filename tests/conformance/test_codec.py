@@ -1,5 +1,7 @@
 """One codec, one site: pure, append-invariant, finite, and no better than information theory allows."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -125,8 +127,10 @@ def test_error_falls_with_more_bits_within_a_method():
         by_method.setdefault(method_of(preset).name, []).append(preset)
     for group in by_method.values():
         for role in ("key", "value"):
-            points = sorted((codec.layout(128).effective_bits, gaussian_error(codec), p) for p, codec in codecs(group, role))
-            for (bits, error, preset), (more, smaller, better) in zip(points, points[1:], strict=False):
+            points = sorted(
+                (codec.layout(128).effective_bits, gaussian_error(codec), p) for p, codec in codecs(group, role)
+            )
+            for (bits, error, preset), (more, smaller, better) in pairwise(points):
                 if more - bits >= 0.5:
                     assert smaller < error, f"{role}: {better} ({more} bits) is not better than {preset} ({bits} bits)"
 

@@ -8,9 +8,11 @@ from kvcodec.registry import codec_classes, method_of, options_of
 
 def text_of(value: object) -> str:
     """An option's value as a spec writes it."""
-    return {True: "true", False: "false", None: "none"}.get(value, str(value)) if value in (None, True, False) and not (
-        isinstance(value, int) and not isinstance(value, bool)
-    ) else str(value)
+    return (
+        {True: "true", False: "false", None: "none"}.get(value, str(value))
+        if value in (None, True, False) and not (isinstance(value, int) and not isinstance(value, bool))
+        else str(value)
+    )
 
 
 def with_option(spec: str, option: str) -> str:

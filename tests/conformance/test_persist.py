@@ -1,0 +1,259 @@
+"""Save and load: the same object comes back, and a file that is not right says what is wrong."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvcodec
+from kvcodec import persist
+from kvcodec.persist import load_layers, save_layers
+
+from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
+
+
+def assert_equal_caches(a: kvcodec.LayerCache, b: kvcodec.LayerCache) -> None:
+    assert (len(a), a.batch, a.start) == (len(b), b.batch, b.start)
+    assert a.scheme == b.scheme
+    for x, y in zip(a.decode(), b.decode(), strict=True):
+        assert same_bits(x.contiguous(), y.contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_saved_caches_come_back_and_go_on_the_same(spec, dtype, tmp_path):
+    scheme = kvcodec.get(spec)
+    dim, n = dim_of(scheme), scheme.sink + scheme.window + 3 * block_of(scheme) + 5
+    layers = [cache_of(scheme.for_layer(i, 4), dim=dim, layer=i, seed=3) for i in range(3)]
+    for i, layer in enumerate(layers):
+        layer.append(*kv(n, dim=dim, seed=i, dtype=dtype))
+    layers[1].evict(2, keep=scheme.sink)
+    layers[1].crop(n - 5)
+    layers[2].select(torch.tensor([1, 0, 1]))
+    path = tmp_path / "cache.safetensors"
+    save_layers(path, layers, {"model": "tiny", "spec": spec})
+    back, meta = load_layers(path)
+    assert meta == {"model": "tiny", "spec": spec}
+    for old, new in zip(layers, back, strict=True):
+        assert_equal_caches(old, new)
+        more = kv(n, batch=old.batch, dim=dim, seed=9, dtype=dtype)
+        for cache in (old, new):
+            cache.append(*more)
+            cache.evict(3)
+        assert_equal_caches(old, new)
+        q = gaussian(old.batch, 4, 1, dim, dtype=dtype)
+        assert same_bits(old.attend(q), new.attend(q))
+
+
+def test_saving_twice_gives_the_same_bytes_and_empty_layers_stay_empty(spec, tmp_path):
+    scheme = kvcodec.get(spec)
+    cache = cache_of(scheme, dim=dim_of(scheme))
+    save_layers(tmp_path / "a", [cache], {})
+    assert [len(c) for c in load_layers(tmp_path / "a")[0]] == [0]
+    cache.append(*kv(40, dim=dim_of(scheme)))
+    save_layers(tmp_path / "b", [cache], {})
+    save_layers(tmp_path / "c", load_layers(tmp_path / "b")[0], {})
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
+
+
+def test_free_pages_are_not_written_and_forgotten_tokens_are_wiped(spec, tmp_path):
+    scheme = kvcodec.get(spec)
+    dim, n = dim_of(scheme), scheme.sink + scheme.window + 2 * block_of(scheme) + 64
+    roomy = cache_of(scheme, dim=dim, capacity=100_000)
+    roomy.append(*kv(n, dim=dim))
+    save_layers(tmp_path / "roomy", [roomy], {})
+    pages = load_file(tmp_path / "roomy")["0.pages"]
+    page = roomy.store.layout
+    slots = max(scheme.encoded_tokens(role, n) for role in ("key", "value"))
+    assert pages.shape == (2 * -(-slots // page.page_tokens), 2, page.page_bytes)
+    assert load_layers(tmp_path / "roomy")[0][0].store.capacity == roomy.store.capacity
+
+    roomy.crop(scheme.sink + block_of(scheme))
+    save_layers(tmp_path / "short", [roomy], {})
+    roomy.reset()
+    roomy.append(*(x[:, :, : scheme.sink + block_of(scheme)] for x in kv(n, dim=dim)))
+    if not scheme.window:
+        save_layers(tmp_path / "fresh", [roomy], {})
+        assert load_file(tmp_path / "short").keys() == load_file(tmp_path / "fresh").keys()
+        assert torch.equal(load_file(tmp_path / "short")["0.pages"], load_file(tmp_path / "fresh")["0.pages"])
+
+
+def test_given_constants_are_saved_once_and_survive_reset(spec, tmp_path):
+    scheme = kvcodec.get(spec)
+    dim = dim_of(scheme)
+    given = {role: {**fit(scheme.codec(role), site_of(role, dim=dim))} for role in ("key", "value")}
+    layers = [kvcodec.LayerCache(scheme, layer=i, params=given) for i in range(3)]
+    for layer in layers:
+        layer.append(*kv(scheme.sink + scheme.window + block_of(scheme), dim=dim))
+    save_layers(tmp_path / "c", layers, {})
+    names = [n for n in load_file(tmp_path / "c") if n.startswith("params.")]
+    assert len(names) <= sum(len(p) for p in given.values()), "constants shared by three layers are written once"
+    back, _ = load_layers(tmp_path / "c")
+    for old, new in zip(layers, back, strict=True):
+        assert_equal_caches(old, new)
+        for role in ("key", "value"):
+            assert all(same_bits(new.fitted[role][n], t) for n, t in given[role].items())
+
+
+# -- files that are not right: one codec is enough, the file is the same for all ---------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A good file of one small layer."""
+    spec = kvcodec.presets()[-1]
+    scheme = kvcodec.get(spec)
+    cache = cache_of(scheme, dim=dim_of(scheme))
+    cache.append(*kv(scheme.sink + scheme.window + block_of(scheme), dim=dim_of(scheme)))
+    path = tmp_path / "cache.safetensors"
+    save_layers(path, [cache], {"note": "good"})
+    return path
+
+
+def header_of(path) -> tuple[dict, dict[str, torch.Tensor]]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][persist.FORMAT]), load_file(path)
+
+
+def resave(path, header, tensors, *, sign: bool = True) -> None:
+    """Write a changed file, with a fitting sha256 unless told not to."""
+    header = {k: v for k, v in header.items() if k != "sha256" or not sign}
+    if sign:
+        header["sha256"] = persist._digest(header, tensors)
+    save_file(tensors, path, metadata={persist.FORMAT: json.dumps(header, sort_keys=True)})
+
+
+@pytest.mark.parametrize("left", [0, 7, 8, 100, 0.5, -1])
+def test_a_cut_file_is_refused(saved, left):
+    raw = saved.read_bytes()
+    saved.write_bytes(raw[: int(len(raw) * left) if isinstance(left, float) else left])
+    with pytest.raises(kvcodec.FormatError, match=r"cut|not a kvcodec cache"):
+        load_layers(saved)
+
+
+def test_every_altered_byte_is_noticed(saved):
+    raw = saved.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    places = {0, 3, 8, 9, 20, length - 2, 8 + length, len(raw) - 1, *range(8, len(raw), max(1, len(raw) // 60))}
+    for at in sorted(places):
+        saved.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.raises(kvcodec.FormatError):
+            load_layers(saved)
+    saved.write_bytes(raw + b"\0")
+    with pytest.raises(kvcodec.FormatError, match="altered"):
+        load_layers(saved)
+    saved.write_bytes(raw)
+    assert load_layers(saved)[1] == {"note": "good"}
+
+
+def test_altered_metadata_is_noticed(saved):
+    header, tensors = header_of(saved)
+    header["meta"]["note"] = "evil"
+    resave(saved, header, tensors, sign=False)
+    with pytest.raises(kvcodec.FormatError, match="sha256 does not match"):
+        load_layers(saved)
+
+
+def test_a_newer_format_says_update(saved):
+    header, tensors = header_of(saved)
+    resave(saved, {**header, "version": 2, "kvcodec": "9.9"}, tensors)
+    with pytest.raises(kvcodec.FormatError, match=r"version 2, written by kvcodec 9\.9.*Update kvcodec"):
+        load_layers(saved)
+
+
+@pytest.mark.parametrize(("change", "cure"), [(1, "update kvcodec"), (-1, "load it with the kvcodec that wrote it")])
+def test_another_layout_version_of_the_codec_is_refused(saved, change, cure):
+    header, tensors = header_of(saved)
+    header["layers"][0]["held"]["roles"]["key"]["layout_version"] += change
+    resave(saved, header, tensors)
+    with pytest.raises(kvcodec.FormatError, match=cure):
+        load_layers(saved)
+
+
+def test_an_unknown_codec_class_is_refused(saved):
+    header, tensors = header_of(saved)
+    header["schemes"][0] = re.sub(r'"codec": "\w+"', '"codec": "NeverWritten"', header["schemes"][0])
+    resave(saved, header, tensors)
+    with pytest.raises(kvcodec.FormatError, match="unknown codec class 'NeverWritten'"):
+        load_layers(saved)
+
+
+def test_state_and_tensors_that_disagree_are_refused(saved):
+    header, tensors = header_of(saved)
+    for change in ({"length": 3}, {"heads": 5}, {"page_bytes": 16}, {"roles": {}}, {"dtype": "nonsense"}):
+        broken = json.loads(json.dumps(header))
+        broken["layers"][0]["held"].update(change)
+        resave(saved, broken, tensors)
+        with pytest.raises(kvcodec.FormatError, match=str(saved)):
+            load_layers(saved)
+
+
+def test_constants_drawn_differently_are_noticed(tmp_path, monkeypatch):
+    """A codec whose draw changed must not decode old bytes with new constants, silently wrong."""
+    for spec in kvcodec.presets():
+        scheme = kvcodec.get(spec)
+        if given_params(scheme) or not fit(scheme.key, site_of(dim=dim_of(scheme))):
+            continue
+        cache = cache_of(scheme, dim=dim_of(scheme))
+        cache.append(*kv(scheme.sink + scheme.window + block_of(scheme), dim=dim_of(scheme)))
+        save_layers(tmp_path / "c", [cache], {})
+        drawn = type(scheme.key).fit
+        monkeypatch.setattr(
+            type(scheme.key), "fit", lambda self, *a, d=drawn: {n: t.flip(-1) * 3 for n, t in d(self, *a).items()}
+        )
+        with pytest.raises(kvcodec.FormatError, match="are not those the file"):
+            load_layers(tmp_path / "c")
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("content", ["tensors", "text", "empty"])
+def test_a_foreign_file_is_refused(tmp_path, content):
+    path = tmp_path / "other.safetensors"
+    if content == "tensors":
+        save_file({"weight": torch.ones(3)}, path, metadata={"format": "pt"})
+    else:
+        path.write_text("hello, this is not a cache\n" * 3 if content == "text" else "")
+    with pytest.raises(kvcodec.FormatError, match="not a kvcodec cache"):
+        load_layers(path)
+
+
+def test_a_failed_write_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half a file")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(persist, "save_file", full)
+    with pytest.raises(OSError, match=r"cannot write .*no space left"):
+        save_layers(saved, load_layers(saved)[0], {})
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name], "the half-written file stays behind"
+
+
+def test_paths_that_cannot_be_written_say_why(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="does not exist; create it"):
+        save_layers(tmp_path / "no" / "c", [], {})
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError, match="is a file, not a folder"):
+        save_layers(tmp_path / "file" / "c", [], {})
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
+        save_layers(tmp_path, [], {})
+    monkeypatch.setattr(persist.os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(PermissionError, match="is not writable"):
+        save_layers(tmp_path / "c", [], {})
+
+
+def test_paths_that_cannot_be_read_say_why(tmp_path):
+    with pytest.raises(FileNotFoundError, match="was not found"):
+        load_layers(tmp_path / "no")
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        load_layers(tmp_path)
+
+
+def test_meta_that_is_not_json_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="pass strings, numbers"):
+        save_layers(tmp_path / "c", [], {"tensor": torch.ones(1)})
+    assert not list(tmp_path.iterdir())
