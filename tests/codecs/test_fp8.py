@@ -1,0 +1,84 @@
+"""Facts of FP8: E4M3's values, saturation, and a scale that is always finite and never zero."""
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codecs.fp8 import Fp8
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def e4m3_values() -> torch.Tensor:
+    """Every finite E4M3 magnitude, from the format's definition."""
+    normal = [2.0 ** (e - 7) * (1 + f / 8) for e in range(1, 16) for f in range(8) if (e, f) != (15, 7)]
+    return torch.tensor([f * 2.0**-9 for f in range(8)] + normal)
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor(values).view(1, 1, 1, -1)
+
+
+def test_every_e4m3_number_is_held_as_it_is():
+    grid = torch.cat([e4m3_values(), -e4m3_values()]).view(1, 1, 1, -1)
+    assert grid.max() == 448
+    codec = Fp8(scaled=False)
+    assert torch.equal(codec.decode(codec.encode(grid, {}), {}), grid)
+
+
+@pytest.mark.parametrize("scale", ["token", "none"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_element_goes_to_the_nearest_e4m3_number(head_dim, scale):
+    x = (torch.randn(1, 2, 16, head_dim, generator=torch.Generator().manual_seed(0)) * 3).half().float()
+    codec = Fp8(scaled=scale == "token")
+    payload = codec.encode(x, {})
+    s = payload["scale"].float() if scale == "token" else torch.ones(1)
+    distance = (x.abs() / s).unsqueeze(-1).sub(e4m3_values()).abs().amin(-1) * s
+    error = (codec.decode(payload, {}) - x).abs()
+    torch.testing.assert_close(error, distance, rtol=1e-4, atol=1e-6)
+
+
+def test_codes_are_the_bytes_of_the_format():
+    # sign, four exponent bits with bias 7, three fraction bits
+    codes = Fp8(scaled=False).encode(row(1.0, -1.0, 448.0, 0.0, 2.0**-9, 1.125), {})["codes"]
+    assert codes.flatten().tolist() == [0x38, 0xB8, 0x7E, 0x00, 0x01, 0x39]
+
+
+@pytest.mark.parametrize("value", [448.0, 449.0, 465.0, 1e4, 65504.0, -65504.0])
+def test_without_a_scale_everything_above_448_saturates(value):
+    codec = Fp8(scaled=False)
+    y = codec.decode(codec.encode(row(value, 1.0), {}), {}).flatten()
+    assert y.tolist() == [448.0 if value > 0 else -448.0, 1.0]
+
+
+@pytest.mark.parametrize("biggest", [0.0, 2.0**-24, 1e-6, 1e-3, 1.0, 447.9, 448.1, 1e4, 65504.0])
+def test_the_scale_is_finite_and_never_zero_and_the_largest_element_survives(biggest):
+    x = row(biggest, -biggest, biggest / 2, 0.0).half().float()
+    codec = Fp8()
+    payload = codec.encode(x, {})
+    assert payload["scale"].isfinite().all()
+    assert (payload["scale"] > 0).all()
+    y = codec.decode(payload, {})
+    assert y.half().isfinite().all()
+    # half an E4M3 step, and what the scale loses where fp16 is subnormal
+    assert ((y - x).abs() <= x.abs() * 2**-4 + 448 * 2.0**-25).all()
+
+
+def test_the_scale_makes_tiny_and_huge_tokens_equally_good():
+    x = torch.randn(1, 1, 64, 128, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for scaled in (True, False):
+        for factor in (2.0**-9, 1.0, 2.0**11):
+            y = Fp8(scaled).decode(Fp8(scaled).encode(x * factor, {}), {})
+            errors[scaled, factor] = float((y / factor - x).square().sum() / x.square().sum())
+    assert max(errors[True, f] for f in (2.0**-9, 1.0, 2.0**11)) < 8e-4
+    assert errors[False, 1.0] < 8e-4
+    assert errors[False, 2.0**-9] > 0.01
+    assert errors[False, 2.0**11] > 0.1
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bits_are_eight_and_one_scale_per_token(head_dim):
+    x = torch.ones(1, 2, 5, head_dim)
+    assert kvcodec.compress("fp8", x, x).effective_bits == pytest.approx(8 + 16 / head_dim)
+    assert kvcodec.compress("fp8:scale=none", x, x).effective_bits == 8

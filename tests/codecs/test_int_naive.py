@@ -1,0 +1,183 @@
+"""Facts of group-wise integers: errors on Gaussian tokens, the grid, fp16's edges, bits."""
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.errors import ShapeError, SpecError
+from kvcodec.ops.bitpack import unpack
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().float()
+
+
+def there_and_back(codec: GroupInt, x: torch.Tensor) -> torch.Tensor:
+    return codec.decode(codec.encode(x, {}), {})
+
+
+def relative_mse(codec: GroupInt, x: torch.Tensor) -> float:
+    y = there_and_back(codec, x)
+    return float((y - x).square().sum() / x.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "expected"),
+    [
+        (2, 0, False, 0.251),
+        (3, 0, False, 0.0457),
+        (4, 0, False, 0.0099),
+        (2, 32, False, 0.154),
+        (3, 32, False, 0.0281),
+        (4, 32, False, 0.00612),
+        (2, 32, True, 0.433),
+        (3, 32, True, 0.0513),
+        (4, 32, True, 0.00941),
+        (4, 0, True, 0.0138),
+    ],
+)
+def test_relative_mse_on_gaussian_tokens(bits, group, symmetric, expected):
+    x = gauss(1, 1, 2048, 128)
+    assert relative_mse(GroupInt(bits, group, "channels", symmetric), x) == pytest.approx(expected, rel=0.015)
+
+
+@pytest.mark.parametrize("along", ["channels", "tokens"])
+def test_groups_along_either_axis_cost_the_same_error_on_gaussian_data(along):
+    assert relative_mse(GroupInt(2, 32, along), gauss(1, 2, 1024, 128)) == pytest.approx(0.1544, rel=0.015)
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
+@pytest.mark.parametrize("along", ["channels", "tokens"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_element_comes_back_within_half_a_step(head_dim, bits, along, symmetric):
+    codec = GroupInt(bits, 32, along, symmetric)
+    x = gauss(2, 2, 64, head_dim)
+    payload = codec.encode(x, {})
+    step = payload["scale"].float()
+    step = step.repeat_interleave(32, 2) if along == "tokens" else step.repeat_interleave(32, -1)[..., :head_dim]
+    # the held step is within 2^-11 of the exact one, and that adds up over the codes
+    slack = 1 + codec.steps * 2**-10
+    assert ((codec.decode(payload, {}) - x).abs() <= step / 2 * slack).all()
+
+
+def test_one_token_by_hand():
+    # min -1, max 2 at 2 bits: step 1, codes (x + 1) rounded to even
+    x = torch.tensor([-1.0, 2.0, 0.0, 1.0, 0.4, 0.6, -0.5, 0.5]).view(1, 1, 1, 8)
+    payload = GroupInt(2, 0).encode(x, {})
+    assert payload["zero"].item() == -1.0
+    assert payload["scale"].item() == 1.0
+    assert unpack(payload["codes"], 2, 8).flatten().tolist() == [0, 3, 1, 2, 1, 2, 0, 2]
+    assert payload["codes"].flatten().tolist() == [0b10_01_11_00, 0b10_00_10_01]
+
+
+def test_symmetric_codes_are_offset_binary_and_never_zero():
+    x = torch.tensor([-3.0, 3.0, 0.0, 1.0, -1.0, 2.0, -2.0, 0.4]).view(1, 1, 1, 8)
+    payload = GroupInt(3, 0, symmetric=True).encode(x, {})
+    assert unpack(payload["codes"], 3, 8).flatten().tolist() == [1, 7, 4, 5, 3, 6, 2, 4]
+    many = GroupInt(3, 32, symmetric=True).encode(gauss(1, 1, 512, 128), {})
+    assert unpack(many["codes"], 3, 128).unique().tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("value", [0.0, 3.140625, -65504.0, 65504.0, 2.0**-24])
+@pytest.mark.parametrize("along", ["channels", "tokens"])
+def test_a_constant_group_comes_back_exactly(along, value):
+    x = torch.full((1, 1, 32, 64), value)
+    assert torch.equal(there_and_back(GroupInt(2, 32, along), x), x)
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_whole_fp16_range_in_one_group_stays_within_fp16(bits, symmetric):
+    # max - min = 131008 is no fp16 number, and 65504 / 3 rounded up would decode to 65520, infinity in fp16
+    x = gauss(1, 1, 64, 128).sign() * 65504
+    y = there_and_back(GroupInt(bits, 32, symmetric=symmetric), x)
+    assert y.half().isfinite().all()
+    assert (y - x).abs().max() <= 65504 * 2**-9
+
+
+@pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_steps_that_fp16_cannot_hold_lose_at_most_what_fp16_loses(bits, magnitude):
+    x = (gauss(1, 1, 64, 128) * magnitude).half().float()
+    payload = GroupInt(bits, 32).encode(x, {})
+    assert (payload["scale"] > 0).all()
+    error = (GroupInt(bits, 32).decode(payload, {}) - x).abs().max()
+    assert error <= payload["scale"].max() / 2 + 2**bits * 2.0**-25
+
+
+def test_a_range_inside_the_spacing_of_fp16_subnormals_is_exact():
+    # multiples of the smallest fp16 number: a step of 2^-24 reaches each of 16 of them
+    x = torch.arange(16.0).repeat(4).view(1, 1, 1, 64) * 2**-24
+    assert torch.equal(there_and_back(GroupInt(4, 32), x), x)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bits_are_the_bytes_of_the_groups_that_are_there(head_dim, bits):
+    keys = gauss(1, 2, 32, head_dim)
+    for group, scales in ((0, 1), (32, -(-head_dim // 32))):
+        held = kvcodec.compress(f"int-{bits}:group={group}" if group else f"int-{bits}", keys, keys)
+        assert held.effective_bits == pytest.approx(bits + 32 * scales / head_dim)
+        assert sum(held.nbytes.values()) == 2 * 2 * 32 * (head_dim * bits // 8 + 4 * scales)
+
+
+def test_bits_at_head_dim_128():
+    scheme = kvcodec.get("int-4")
+    assert (scheme.key_bits(128), scheme.value_bits(128), scheme.nominal_bits(128)) == (4.25, 4.25, 4)
+    assert kvcodec.get("int-4:group=32").key_bits(128) == 5.0
+    assert kvcodec.get("int-4:symmetric=true,group=32").key_bits(128) == 4.5
+
+
+def test_a_short_last_group_has_a_scale_of_its_own():
+    # 80 channels in groups of 32: the last 16 are tiny and must not share the step of their neighbours
+    x = gauss(1, 1, 8, 80)
+    x[..., :64] *= 100
+    x[..., 64:] *= 0.01
+    last = x[..., 64:]
+    step = (last.amax(-1) - last.amin(-1)) / 15
+    error = (there_and_back(GroupInt(4, 32), x)[..., 64:] - last).abs().amax(-1)
+    assert (error <= step * 0.51).all()
+    assert GroupInt(4, 32).layout(80).field("scale").shape == (3,)
+
+
+def test_blocks_of_tokens_are_packed_token_by_token():
+    codec = GroupInt(4, 32, "tokens")
+    field = codec.layout(128).field("codes")
+    assert (codec.block_tokens, field.shape) == (32, (32, 64))
+    ramp = torch.arange(32.0).view(1, 1, 32, 1).expand(1, 1, 32, 128)  # code of token t is round(t * 15 / 31)
+    rows = unpack(codec.encode(ramp, {})["codes"][0, 0, 0], 4, 128)
+    assert (rows == rows[:, :1]).all()
+    assert rows[[0, 31], 0].tolist() == [0, 15]
+
+
+def test_one_outlier_channel_takes_the_resolution_of_its_token_not_of_its_neighbours():
+    x = gauss(1, 1, 64, 128)
+    x[0, 0, 7, 5] = 1e4
+    y = there_and_back(GroupInt(8, 0), x)
+    rest = [t for t in range(64) if t != 7]
+    assert relative_mse(GroupInt(8, 0), x[:, :, rest]) < 1e-4
+    assert torch.equal(y[:, :, rest], there_and_back(GroupInt(8, 0), x[:, :, rest]))
+    assert (y - x)[0, 0, 7].abs().max() <= 1e4 / 255
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 5}, "bits=5 is not allowed; use 2, 3, 4 or 8"),
+        ({"group": -1}, "group=-1 along channels is not allowed; use a positive number, e.g. 32, or 0"),
+        ({"group": 0, "along": "tokens"}, "group=0 along tokens is not allowed; use a positive number"),
+        ({"along": "heads"}, "along='heads' is not allowed; use 'channels' or 'tokens'"),
+    ],
+)
+def test_options_that_make_no_codec_say_what_does(options, message):
+    with pytest.raises(SpecError, match=message):
+        GroupInt(**options)
+
+
+def test_a_head_dim_that_leaves_half_bytes_is_refused():
+    with pytest.raises(ShapeError, match="head_dim=20 is not a multiple of 8; use 64, 80"):
+        GroupInt(3).layout(20)

@@ -1,0 +1,110 @@
+"""Facts of KIVI: what leaves the window when, bits, and why keys are grouped along tokens."""
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache import LayerCache
+from kvcodec.codecs.group_int import GroupInt
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def encoded_counts(spec: str, prefill: int, steps: int) -> list[tuple[int, int]]:
+    """Encoded keys and values after the prefill and after each decode step."""
+    k, v = gauss(2, 1, 1, prefill + steps, 64).half()
+    cache = LayerCache(kvcodec.get(spec))
+    cache.append(k[:, :, :prefill], v[:, :, :prefill])
+    counts = []
+    for step in range(steps + 1):
+        if step:
+            at = prefill + step - 1
+            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        counts.append((cache.roles["key"].encoded, cache.roles["value"].encoded))
+    return counts
+
+
+@pytest.mark.parametrize("spec", ["kivi-2", "kivi-4", "kivi-sink-2"])
+def test_after_a_prefill_of_128_keys_leave_32_at_a_time_and_values_one_by_one(spec):
+    counts = encoded_counts(spec, 128, 100)
+    assert [k for k, _ in counts] == [0] * 32 + [32] * 32 + [64] * 32 + [96] * 5
+    assert [v for _, v in counts] == list(range(101))
+
+
+@pytest.mark.parametrize("spec", ["kivi-2", "kivi-sink-2"])
+@pytest.mark.parametrize("prefill", [0, 1, 127, 128, 159, 160, 161, 300])
+def test_the_window_never_falls_short_whatever_the_prefill(spec, prefill):
+    scheme = kvcodec.get(spec)
+    for step, (keys, values) in enumerate(encoded_counts(spec, prefill, 40)):
+        tokens = prefill + step
+        assert tokens - keys >= min(tokens, 128)
+        assert tokens - keys < 128 + 32
+        assert tokens - values == min(tokens, 128)
+        assert keys == 32 * max(0, (tokens - scheme.sink - scheme.window) // 32)
+
+
+def test_the_sink_variant_keeps_the_first_32_tokens_exactly():
+    k, v = gauss(2, 1, 2, 300, 128).half()
+    keys, values = kvcodec.compress("kivi-sink-2", k, v).decode()
+    for x, y in ((k, keys), (v, values)):
+        assert torch.equal(y[:, :, :32], x[:, :, :32].float())
+        assert torch.equal(y[:, :, -96:], x[:, :, -96:].float())
+        assert not torch.equal(y[:, :, 32:64], x[:, :, 32:64].float())
+
+
+def test_groups_of_keys_start_behind_the_sink():
+    # tokens 32..63 are one group: making token 40 huge in a channel spoils that channel there and nowhere else
+    k = gauss(1, 1, 256, 64).half()
+    loud = k.clone()
+    loud[0, 0, 40, 3] = 1000
+    quiet = kvcodec.compress("kivi-sink-2", k, k).decode()[0]
+    spoiled = kvcodec.compress("kivi-sink-2", loud, k).decode()[0]
+    changed = (quiet != spoiled)[0, 0].nonzero()
+    assert changed[:, 1].unique().tolist() == [3]
+    assert changed[:, 0].min() >= 32
+    assert changed[:, 0].max() <= 63
+
+
+@pytest.mark.parametrize(("spec", "bits"), [("kivi-2", 2), ("kivi-4", 4), ("kivi-sink-2", 2)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bits_count_every_group_that_is_held(head_dim, spec, bits):
+    x = gauss(1, 2, 320, head_dim)
+    held = kvcodec.compress(kvcodec.get(spec).without_windows(), x, x)
+    value_scales = -(-head_dim // 32)
+    assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 1
+    assert sum(b for p, b in held.nbytes.items() if p.startswith("value")) * 8 / x.numel() == pytest.approx(
+        bits + 32 * value_scales / head_dim
+    )
+
+
+def test_two_bits_cost_three_at_head_dim_128():
+    scheme = kvcodec.get("kivi-2")
+    assert (scheme.key_bits(128), scheme.value_bits(128), scheme.nominal_bits(128)) == (3.0, 3.0, 2)
+    assert kvcodec.get("kivi-2").value_bits(80) == pytest.approx(3.2)
+
+
+def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_tokens():
+    k = gauss(1, 1, 1024, 128)
+    k[..., 17] += 30
+    rest = [c for c in range(128) if c != 17]
+
+    def error(codec: GroupInt) -> float:
+        y = codec.decode(codec.encode(k, {}), {})
+        return float((y - k)[..., rest].square().mean())
+
+    along_tokens = error(GroupInt(2, 32, "tokens"))
+    assert along_tokens == pytest.approx(0.1544, rel=0.03)  # as if there were no outlier
+    assert error(GroupInt(2, 0, "channels")) > 5 * along_tokens
+    assert error(GroupInt(2, 32, "channels")) > 2 * along_tokens
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(2, 0.1544), (4, 0.00612)])
+def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
+    k, v = gauss(2, 1, 2, 1024, 128)
+    keys, values = kvcodec.fake_quant(f"kivi-{bits}", k, v)
+    for x, y in ((k, keys), (v, values)):
+        assert float((y - x).square().sum() / x.square().sum()) == pytest.approx(expected, rel=0.015)
