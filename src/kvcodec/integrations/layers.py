@@ -1,0 +1,352 @@
+"""One model layer of a packed cache: what transformers calls, on top of a ``LayerCache``.
+
+``PackedLayer`` serves full attention, ``WindowedLayer`` sliding and chunked attention. Every token is encoded once, on
+arrival; what ``update`` returns depends on the layer's way of attention: decoded K and V, or a handle to itself.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcodec.cache import LayerCache
+from kvcodec.codec import check_tensor
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.attention import PackedKV
+from kvcodec.integrations.plan import Attention
+
+Prefill = Literal["exact", "decoded"]
+
+CHUNK_TOKENS = 1024
+"""Tokens decoded at a time; bounds what a read needs beyond its result."""
+APPEND_TOKENS = 4096
+"""Tokens of a prefill encoded at a time; bounds the float32 copies that encoding needs."""
+DECODE_COPIES = 8
+"""Upper bound of the float32 copies of a chunk that a codec's decode holds at once; a test counts them."""
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Cache of one full-attention layer.
+
+    Parameters
+    ----------
+    cache : LayerCache
+        Where the packed tokens are.
+    index : int
+        Layer of the model.
+    attention : {"decoded", "streamed", "fused"}
+    prefill : {"exact", "decoded"}
+        What the call that fills the empty layer attends: the fresh K and V, or what is stored.
+    on_fill : callable, optional
+        Called with (layer index, cache, fresh keys) after the first append.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        cache: LayerCache,
+        index: int,
+        attention: Attention,
+        prefill: Prefill,
+        on_fill: Callable[[int, LayerCache, Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.cache, self.index, self.attention, self.prefill, self.on_fill = cache, index, attention, prefill, on_fill
+        self.is_compileable = attention == "fused" and cache.reserve > 0
+        self.workspace_bytes = 0
+        self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0}
+        self.compiled = False
+        self.filled = False
+        self.mask_checked = False
+
+    def __repr__(self) -> str:
+        """Return layer, scheme and tokens held."""
+        return f"{type(self).__name__}({self.index}, {self.cache.scheme}, tokens={len(self.cache)})"
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held; absent before the first token, as transformers expects."""
+        if self.cache.store is None:
+            raise AttributeError("batch_size")
+        return self.cache.batch
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the LayerCache allocates at the first append."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store new tokens, encode what leaves the window, and return what attention shall read.
+
+        Parameters
+        ----------
+        key_states, value_states : Tensor ``[B, H, n, D]``
+
+        Returns
+        -------
+        (keys, values)
+            ``[B, H, N, D]`` each, or a handle to this layer twice (``streamed``, ``fused``).
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504 in the new tokens, with the position.
+        """
+        first = not self.filled
+        self._append(key_states.detach(), value_states.detach())
+        self._arrived(key_states, first)
+        if first and self.prefill == "exact":
+            self.calls["exact"] += 1
+            return key_states, value_states
+        return self._stored(key_states.shape[2])
+
+    def _arrived(self, keys: Tensor, first: bool) -> None:
+        self.filled = self.is_initialized = True
+        if first:
+            self.mask_checked = False
+        if first and self.on_fill is not None:
+            self.on_fill(self.index, self.cache, keys.detach())
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        n = keys.shape[2]
+        sampled = any(codec.needs_sample for codec in (self.cache.scheme.key, self.cache.scheme.value))
+        if n <= APPEND_TOKENS or self.attention == "fused" or (sampled and not self.filled):
+            self.cache.append(keys, values)
+            return
+        for name, x in (("keys", keys), ("values", values)):
+            check_tensor(name, x)  # all of it before any of it is stored
+        for at in range(0, n, APPEND_TOKENS):
+            self.cache.append(keys[:, :, at : at + APPEND_TOKENS], values[:, :, at : at + APPEND_TOKENS])
+            if at == 0 and self.cache.store is not None:
+                self.cache.store.ensure(self.cache.length + n - APPEND_TOKENS, exact=True)
+
+    def _stored(self, fresh: int) -> tuple[Any, Any]:
+        """Hand over what is held: a handle, or decoded K and V."""
+        if self.attention == "decoded":
+            return self._decoded(0)
+        handle = PackedKV(self)
+        return handle, handle
+
+    def _decoded(self, first: int) -> tuple[Tensor, Tensor]:
+        """Decode tokens ``[first, length)``, a chunk at a time into tensors of their final size."""
+        cache, last = self.cache, len(self.cache)
+        end = min(first + CHUNK_TOKENS, last)
+        out = cache.decode(first, end)
+        peak = _chunk_bytes(out)
+        if end < last:
+            whole = tuple(x.new_empty(*x.shape[:2], last - first, x.shape[3]) for x in out)
+            for x, part in zip(whole, out, strict=True):
+                x[:, :, : end - first] = part
+            for a in range(end, last, CHUNK_TOKENS):
+                b = min(a + CHUNK_TOKENS, last)
+                for x, part in zip(whole, cache.decode(a, b), strict=True):
+                    x[:, :, a - first : b - first] = part
+            out = whole[0], whole[1]
+        self.calls["decoded"] += 1
+        self.workspace_bytes = max(self.workspace_bytes, sum(x.nbytes for x in out) + peak)
+        return out
+
+    def attended(self, path: str, query: Tensor) -> None:
+        """Note, after attention over the pages, which path ran and what it needed at most."""
+        if torch.compiler.is_compiling():  # counters would be guards: one graph per step
+            self.compiled = True
+            return
+        self.calls[path] += 1
+        batch, heads, n, dim = query.shape
+        if path == "streamed":
+            chunk = min(CHUNK_TOKENS, len(self.cache))
+            rows = [
+                x.new_empty(batch, self.cache.roles["key"].site.num_heads, chunk, dim, device="meta")
+                for x in (query, query)
+            ]
+            scores = 4 * batch * heads * n * chunk * 4
+            need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
+        else:
+            from kvcodec.kernels.decode_attention import workspace_numel
+
+            need = 4 * workspace_numel(batch, heads, dim, 512)
+        self.workspace_bytes = max(self.workspace_bytes, need)
+
+    # -- what transformers asks ------------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> Any:
+        """Tokens seen; a device tensor for a static cache, which must not synchronise."""
+        if self.is_compileable:
+            return self.cache.seq_lens[0] if self.filled else 0  # type: ignore[attr-defined]
+        return self.cache.length
+
+    def get_max_length(self) -> int:
+        """Tokens that fit; -1 for a cache that grows."""
+        return self.cache.reserve if self.is_compileable else -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask that the next call needs."""
+        if self.is_compileable:
+            return self.cache.reserve, 0
+        return self.cache.length + query_length, 0
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.cache.reset()
+        self.filled = self.is_initialized = False
+
+    def offload(self) -> None:
+        """Refuse: packed layers stay where they are."""
+        raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
+
+    def prefetch(self) -> None:
+        """Refuse, as ``offload``."""
+        self.offload()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers)."""
+        held = len(self.cache)
+        keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
+        if keep < held:
+            self.cache.crop(keep)
+            self.filled = keep > 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the sequences, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` (numbers, or a boolean mask)."""
+        if self.filled:
+            indices = torch.as_tensor(indices)
+            self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        if self.filled:
+            self.cache.repeat(repeats)
+
+    # -- accounting ------------------------------------------------------------------------------------------------
+
+    def note(self) -> str:
+        """Return one phrase on what is particular about this layer."""
+        return "full attention"
+
+
+class WindowedLayer(PackedLayer):
+    """Cache of one sliding- or chunked-attention layer: the newest ``window - 1`` tokens, packed.
+
+    The scheme's sink is off here (the first tokens leave like any other). With ``activate_past_recording`` older
+    tokens stay until the next ``crop``, so that a rollback finds them.
+
+    Parameters
+    ----------
+    window : int
+        Tokens a query sees, itself included.
+    kind : str
+        ``sliding_attention`` or ``chunked_attention``.
+    """
+
+    is_sliding = True
+
+    def __init__(
+        self,
+        cache: LayerCache,
+        index: int,
+        attention: Attention,
+        prefill: Prefill,
+        on_fill: Callable[[int, LayerCache, Tensor], None] | None = None,
+        *,
+        window: int,
+        kind: str,
+    ) -> None:
+        super().__init__(cache, index, attention, prefill, on_fill)
+        self.window, self.kind = window, kind
+        self.cumulative_length = 0
+        self.record_past = False
+
+    def activate_past_recording(self) -> None:
+        """Keep older tokens until the next ``crop``."""
+        self.record_past = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As ``PackedLayer.update``; returns the tokens that a query of this call can see."""
+        first, fresh = not self.filled, key_states.shape[2]
+        past = min(self.cumulative_length, self.window - 1)
+        self.cumulative_length += fresh
+        exact = first and self.prefill == "exact"
+        # nobody will see the older tokens of an exact prefill again: they are not even encoded
+        skip = max(fresh - self.window + 1, 0) if exact and not self.record_past else 0
+        self._append(key_states[:, :, skip:].detach(), value_states[:, :, skip:].detach())
+        self._arrived(key_states, first)
+        if exact:
+            self.calls["exact"] += 1
+            return key_states, value_states
+        if self.attention != "decoded":
+            return self._stored(fresh)
+        out = self._decoded(len(self.cache) - past - fresh)
+        self._restrict()
+        return out
+
+    def attended(self, path: str, query: Tensor) -> None:
+        """As ``PackedLayer.attended``; then forget what no later query sees."""
+        super().attended(path, query)
+        self._restrict()
+
+    def _restrict(self) -> None:
+        if not self.record_past:
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        if (old := len(self.cache) - self.window + 1) > 0:
+            self.cache.evict(old)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, evicted ones included."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """Return the window."""
+        return self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask that the next call needs."""
+        past = min(self.cumulative_length, self.window - 1)
+        return past + query_length, self.cumulative_length - past
+
+    def reset(self) -> None:
+        """Forget every token."""
+        super().reset()
+        self.cumulative_length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As ``PackedLayer.crop``; also drops the recorded past. 0 does only that.
+
+        Raises
+        ------
+        RuntimeError
+            If the tokens that would become visible again have been evicted.
+        """
+        seen = self.cumulative_length
+        keep = min(tokens_to_remove, seen) if tokens_to_remove > 0 else max(seen + tokens_to_remove, 0)
+        remove = seen - keep
+        if remove:
+            if len(self.cache) - remove < min(keep, self.window - 1):
+                raise RuntimeError(
+                    f"layer {self.index}: crop by {remove} tokens needs older ones that left the window of "
+                    f"{self.window}; call cache.activate_past_recording() before generating."
+                )
+            self.cache.crop(len(self.cache) - remove)
+            self.cumulative_length = keep
+            self.filled = keep > 0
+        self._drop_old()
+
+    def note(self) -> str:
+        """Return one phrase on what is particular about this layer."""
+        return f"{self.kind}, window {self.window}: the newest {self.window - 1} tokens, no sink"
+
+
+def _chunk_bytes(chunk: tuple[Tensor, Tensor]) -> int:
+    """Bound of what decoding one chunk of K and V takes beyond the result, in bytes."""
+    tokens = [min(x.shape[2], CHUNK_TOKENS) for x in chunk]
+    each = [x.shape[0] * x.shape[1] * t * x.shape[3] * 4 for x, t in zip(chunk, tokens, strict=True)]
+    return max(each) * DECODE_COPIES

@@ -1,0 +1,141 @@
+"""K-outlier probe: does the chosen codec survive this model's keys?
+
+Two numbers per layer, taken once, on the newest tokens of the first prefill:
+
+- ``outlier_ratio``: largest norm of four neighbouring channels of a key, over the median one. A few channels with a
+  large constant offset (the K bias of Qwen2-like models) give hundreds.
+- ``score_error``: what the codec really does to attention scores. With E the error of the keys, and both centred over
+  the tokens (softmax does not see a constant),  ``|E - mean E|^2 / |K - mean K|^2``, worst head. 0: lossless; 1: the
+  differences between keys, all that attention reads, are gone.
+
+A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its score_error is near 1.
+The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcodec.cache import LayerCache
+from kvcodec.codec import Codec, Site, roundtrip, storage_dtype
+from kvcodec.codecs.dense import Dense
+from kvcodec.errors import ShapeError
+from kvcodec.registry import get, presets
+from kvcodec.scheme import KVScheme
+
+LIMIT = 0.5
+"""score_error from which a codec counts as broken: scores keep less than two thirds of what attention reads."""
+SAMPLE_TOKENS = 256
+FEWEST_TOKENS = 16
+CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
+"""Presets tried, in order of size, when the chosen one breaks."""
+
+
+class KVCodecWarning(UserWarning):
+    """Category of every warning that kvcodec gives."""
+
+
+@dataclass(frozen=True)
+class KeyProbe:
+    """What the probe found in one layer.
+
+    Parameters
+    ----------
+    layer : int
+    outlier_ratio : float
+        K_max / K_median of the norms of four-channel chunks.
+    score_error : float
+        Relative error of attention scores, worst head; see the module's text.
+    """
+
+    layer: int
+    outlier_ratio: float
+    score_error: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether the codec fails on these keys."""
+        return self.score_error >= LIMIT
+
+
+def outlier_ratio(keys: Tensor) -> float:
+    """K_max / K_median of four-channel chunk norms of ``keys [B, H, N, D]``."""
+    norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1).flatten()
+    return float(norms.max() / norms.median().clamp_min(1e-12))
+
+
+def score_error(keys: Tensor, decoded: Tensor) -> float:
+    """Relative error of attention scores that ``decoded`` causes, worst head; both ``[B, H, N, D]``."""
+    signal = keys.float() - keys.float().mean(2, keepdim=True)
+    error = decoded.float() - keys.float()
+    error = error - error.mean(2, keepdim=True)
+    ratio = error.pow(2).sum((0, 2, 3)) / signal.pow(2).sum((0, 2, 3)).clamp_min(1e-12)
+    return float(ratio.max())
+
+
+class OutlierProbe:
+    """Watches the first prefill of a cache; warns once.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        The scheme the user chose, for the text of the warning.
+    """
+
+    def __init__(self, scheme: KVScheme) -> None:
+        self.scheme = scheme
+        self.found: dict[int, KeyProbe] = {}
+        self.warned = False
+
+    def __call__(self, layer: int, cache: LayerCache, keys: Tensor) -> None:
+        """Probe one layer's fresh keys ``[B, H, n, D]``; a second call for the layer does nothing."""
+        state = cache.roles["key"]
+        if layer in self.found or isinstance(state.codec, Dense) or keys.shape[-1] % 4:
+            return
+        unit = state.codec.block_tokens
+        tokens = min(keys.shape[2], max(SAMPLE_TOKENS, unit)) // unit * unit
+        if tokens < FEWEST_TOKENS or state.params is None:
+            return
+        sample = keys[:, :, -tokens:].to(storage_dtype(keys.dtype)).float()
+        decoded = roundtrip(state.codec, sample, state.params)
+        found = KeyProbe(layer, outlier_ratio(sample), score_error(sample, decoded))
+        self.found[layer] = found
+        if found.broken and not self.warned:
+            self.warned = True
+            warnings.warn(self._text(found, sample), KVCodecWarning, stacklevel=2)
+
+    def _text(self, found: KeyProbe, sample: Tensor) -> str:
+        text = (
+            f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
+            f"{found.outlier_ratio:.0f} times the median one, and encoding changes attention scores by "
+            f"{found.score_error:.0%} of what they differ."
+        )
+        better = [(name, e) for name in CANDIDATES if (e := self._error_of(name, sample)) is not None and e < LIMIT]
+        if not better:
+            return f"{text} Every preset tried does; use 'dense', or dense_keys where the codec has it."
+        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} on the same keys), or pass probe=False."
+
+    def _error_of(self, name: str, sample: Tensor) -> float | None:
+        if name not in presets() or name == str(self.scheme):
+            return None
+        codec: Codec = get(name).key
+        tokens = sample.shape[2] // codec.block_tokens * codec.block_tokens
+        try:
+            codec.layout(sample.shape[3])
+        except ShapeError:
+            return None
+        if tokens == 0:
+            return None
+        keys = sample[:, :, :tokens]
+        site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
+        params = codec.fit(site, keys if codec.needs_sample else None)
+        return score_error(keys, roundtrip(codec, keys, params))
+
+
+def report(probe: OutlierProbe) -> dict[int, dict[str, float]]:
+    """Return what a probe found, as plain values by layer."""
+    return {
+        layer: {"outlier_ratio": round(found.outlier_ratio, 2), "score_error": round(found.score_error, 4)}
+        for layer, found in probe.found.items()
+    }
