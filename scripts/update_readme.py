@@ -1,0 +1,163 @@
+"""Write README.md's generated blocks from result files and the registry; ``--check`` only compares.
+
+Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
+
+    results   table of benchmarks/results/cpu/smollm2-135m.json
+    columns   what its columns mean
+    speed     the speed sentence, from the rows in benchmarks/results/h200/*.json
+    presets   the registry, as `kvcodec list` prints it
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvcodec
+from kvcodec.report import cell, columns_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
+SPEED = Path("benchmarks/results/h200")
+SHAPES = {
+    "llm64k": "1 sequence of 64k tokens",
+    "b32_8k": "32 of 8k",
+    "b32_32k": "32 of 32k",
+    "video": "a video model's 32k",
+}
+SPEED_SPEC = "saw-int4"
+
+
+class MissingResultError(Exception):
+    """Raised when a result that the README quotes does not exist, or exists twice."""
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Rows of a result file: a list, an object with ``rows``, or one row."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(data, dict):
+        data = data.get("rows", [data])
+    return [row for row in data if isinstance(row, dict)]
+
+
+def results_block(root: Path) -> str:
+    """Markdown table of the demo's rows."""
+    path = root / RESULTS
+    if not path.is_file():
+        raise MissingResultError(f"{RESULTS} does not exist; run the demo and put its result JSON there.")
+    rows = rows_of(path)
+    if not any("spec" in row for row in rows):
+        raise MissingResultError(f"{RESULTS} holds no result rows.")
+    columns = columns_of(rows)
+    lines = [[c.heading for c in columns], ["---"] + ["---:"] * (len(columns) - 1)]
+    lines += [[f"`{cell(r, c)}`" if c.key == "spec" else cell(r, c) for c in columns] for r in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def columns_block(root: Path) -> str:
+    """Each column of that table and its meaning."""
+    path = root / RESULTS
+    rows = rows_of(path) if path.is_file() else []
+    if not rows:
+        raise MissingResultError(f"{RESULTS} does not exist; run the demo and put its result JSON there.")
+    return "\n".join(f"- **{c.heading}**: {c.meaning}" for c in columns_of(rows))
+
+
+def median_of(rows: list[dict[str, Any]], metric: str, shape: str) -> tuple[float, dict[str, Any]]:
+    """p50 of the one row with this metric and shape."""
+    found = [r for r in rows if (r.get("spec"), r.get("metric"), r.get("shape")) == (SPEED_SPEC, metric, shape)]
+    if len(found) != 1:
+        raise MissingResultError(
+            f"{SPEED}: {len(found)} rows have spec {SPEED_SPEC}, metric {metric}, shape {shape}; exactly one must."
+        )
+    return float(found[0]["values"]["p50"]), found[0]
+
+
+def speed_block(root: Path) -> str:
+    """One sentence: microseconds and speed-up of the fused decode at every shape."""
+    rows = [row for path in sorted((root / SPEED).glob("*.json")) for row in rows_of(path)]
+    times, gains = [], []
+    gpus: set[str] = set()
+    for shape, label in SHAPES.items():
+        time, time_row = median_of(rows, "decode_us_cold", shape)
+        gain, gain_row = median_of(rows, "speedup_vs_bf16_cold", shape)
+        gpus |= {str(time_row.get("gpu")), str(gain_row.get("gpu"))}
+        times.append(f"{time:.0f} µs ({label})")
+        gains.append(f"{gain:.1f}")
+    if len(gpus) != 1:
+        raise MissingResultError(
+            f"{SPEED}: the rows name several GPUs: {', '.join(sorted(gpus))}; keep one folder each."
+        )
+    return (
+        f"On one {gpus.pop()}, decode attention read straight from `{SPEED_SPEC}` pages takes {_list(times)} per "
+        f"layer and step, {_list([*gains[:-1], gains[-1] + ' times'])} as fast as the faster bf16 SDPA backend there "
+        f"(cold L2, CUDA graph, medians)."
+    )
+
+
+def _list(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def presets_block(root: Path) -> str:
+    """One line per preset, at head_dim 128."""
+    lines = ["| preset | what it is | K bits | V bits | sink + window | fused kernels | from |"]
+    lines.append("|---|---|---:|---:|---:|---|---|")
+    for preset in kvcodec.presets():
+        d = kvcodec.describe(preset)
+        fused = " and ".join(k for k, there in d["kernels"].items() if there) or "–"
+        summary = d["summary"].rstrip(".").replace("|", "\\|")
+        lines.append(
+            f"| `{preset}` | {summary} | {d['key_bits']:.2f} | {d['value_bits']:.2f} | "
+            f"{d['sink']} + {d['window']} | {fused} | {d['source']} |"
+        )
+    return "\n".join(lines)
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "results": results_block,
+    "columns": columns_block,
+    "speed": speed_block,
+    "presets": presets_block,
+}
+
+
+def block_in(text: str, name: str) -> str:
+    """What stands between a block's markers."""
+    match = re.search(rf"<!-- {name}:start -->\n(.*?)\n?<!-- {name}:end -->", text, re.S)
+    if match is None:
+        raise MissingResultError(f"README.md has no markers for the block {name!r}.")
+    return match[1]
+
+
+def main() -> int:
+    """Update or compare every block; 1 when a result is missing or, with ``--check``, a block differs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    check = parser.parse_args().check
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    failed = False
+    for name, make in BLOCKS.items():
+        try:
+            old, new = block_in(text, name), make(ROOT)
+        except MissingResultError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        if old != new:
+            print(f"{name}: {'differs' if check else 'updated'}")
+            failed |= check
+            markers = f"<!-- {name}:start -->\n", f"\n<!-- {name}:end -->"
+            begin = text.index(markers[0]) + len(markers[0])
+            text = text[:begin] + new + text[text.index(f"<!-- {name}:end -->") - 1 :]
+    if not check:
+        readme.write_text(text, encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
