@@ -162,24 +162,23 @@ class Octopus(Codec):
         Every step is elementwise in float64, sums included, so the codes do not depend on what else is in the call.
         """
         dim = x.shape[-1]
+        triplets = -(-dim // 3)
         rows = x.reshape(-1, dim)
         tables = {name: params[name][0].double() for name in ("xi", "rho", "directions")}
-        triplets = -(-dim // 3)
         codes = torch.empty(len(rows), triplets, dtype=torch.int32, device=x.device)
         gamma = torch.empty(len(rows), 1, dtype=torch.float64, device=x.device)
         step = max(1, CHUNK // triplets)
         for start in range(0, len(rows), step):
-            u = rows[start : start + step].double()
-            gamma[start : start + step] = length = _norm(u)
+            part = slice(start, start + step)
+            u = rows[part].double()
+            gamma[part] = length = _norm(u)
             u = torch.where(length > 0, u / length, 0.0)  # Eq. 1
-            t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).unflatten(-1, (triplets, 3))
-            codes[start : start + step] = self._round(t.flatten(0, 1).T.contiguous(), tables).unflatten(
-                0, (-1, triplets)
-            )
-        dtype = torch.float16 if self.norm == "fp16" else torch.float32
+            t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
+            codes[part] = self._round(t, tables).unflatten(0, (-1, triplets))
+        norm = (gamma / dim**0.5).to(torch.float16 if self.norm == "fp16" else torch.float32)
         return {
-            "codes": pack(codes, self.code_bits).reshape(*x.shape[:-1], -1),
-            "norm": (gamma / dim**0.5).to(dtype).reshape(*x.shape[:-1], 1),
+            "codes": pack(codes.reshape(*x.shape[:-1], triplets), self.code_bits),
+            "norm": norm.reshape(*x.shape[:-1], 1),
         }
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
