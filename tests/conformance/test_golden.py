@@ -1,0 +1,133 @@
+"""Golden bytes: what was written once decodes the same for ever. A golden that is missing fails.
+
+``pytest tests/conformance/test_golden.py --regen-golden`` writes them from the code as it is. Bytes that changed need a
+higher ``Layout.version`` and a line in the changelog; the old golden stays, under the preset's name and version.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvcodec
+from kvcodec.codec import Codec, Params, Role
+
+from .support import dim_of, fit, payload_equal, relative_mse, same_bits, sides, site_of
+
+BUDGET = 300_000
+"""Bytes that all goldens together may take."""
+
+
+def golden_input(role: Role, tokens: int, dim: int) -> torch.Tensor:
+    """Values that excite every branch: normal rows, an outlier channel, a zero row, a one-sided row; fp16."""
+    generator = torch.Generator().manual_seed(2026 + (role == "value"))
+    x = torch.randn(1, 1, tokens, dim, generator=generator)
+    x[..., 5] *= 30
+    x[:, :, 1] = 0
+    x[:, :, -1] += 8
+    return x.half()
+
+
+def tokens_of(codec: Codec) -> int:
+    return max(4, codec.block_tokens)
+
+
+def make(codec: Codec, role: Role, dim: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """Tensors and description of one role's golden."""
+    x = golden_input(role, tokens_of(codec), dim)
+    params = fit(codec, site_of(role, heads=1, dim=dim))
+    payload = codec.encode(codec.to_code(x.float(), params), params)
+    decoded = codec.from_code(codec.decode(payload, params), params)
+    layout = codec.layout(dim)
+    tensors = {f"{role}.input": x, f"{role}.decoded": decoded.half()}
+    tensors |= {f"{role}.payload.{name}": t.contiguous() for name, t in payload.items()}
+    if codec.needs_sample:
+        tensors |= {f"{role}.params.{name}": t for name, t in params.items()}
+    fields = [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in layout.fields]
+    return tensors, {"version": layout.version, "block_tokens": layout.block_tokens, "fields": fields}
+
+
+def write(folder: Path, spec: str) -> None:
+    scheme = kvcodec.get(spec)
+    config: dict[str, object] = {"spec": spec, "scheme": json.loads(scheme.to_json()), "head_dim": dim_of(scheme)}
+    tensors: dict[str, torch.Tensor] = {}
+    for role, codec in sides(scheme):
+        found, config[role] = make(codec, role, dim_of(scheme))
+        tensors |= found
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    save_file(tensors, folder / "data.safetensors")
+
+
+@pytest.fixture(scope="module")
+def golden(spec, golden_root, regen_golden) -> Path:
+    folder = golden_root / spec
+    if regen_golden:
+        write(folder, spec)
+    assert (folder / "config.json").is_file(), (
+        f"no golden for {spec}: run pytest tests/conformance/test_golden.py --regen-golden and commit {folder}"
+    )
+    return folder
+
+
+def roles(folder: Path):
+    """Role, codec as saved, params, tensors and description of each side of a golden."""
+    config = json.loads((folder / "config.json").read_text())
+    scheme = kvcodec.from_json(json.dumps(config["scheme"]))
+    tensors = load_file(folder / "data.safetensors")
+    for role, codec in sides(scheme):
+        params: Params = fit(codec, site_of(role, heads=1, dim=config["head_dim"]))
+        if codec.needs_sample:
+            mark = f"{role}.params."
+            params = {n.removeprefix(mark): t for n, t in tensors.items() if n.startswith(mark)}
+        mark = f"{role}.payload."
+        payload = {n.removeprefix(mark): t for n, t in tensors.items() if n.startswith(mark)}
+        yield role, codec, params, payload, tensors, config
+
+
+def test_golden_bytes_decode_to_the_same_values(golden):
+    for role, codec, params, payload, tensors, config in roles(golden):
+        assert codec.layout(config["head_dim"]).version == config[role]["version"], "keep the old golden, add a new one"
+        decoded = codec.from_code(codec.decode(payload, params), params)
+        expected = tensors[f"{role}.decoded"]
+        # held as fp16 to stay small: the last bit may round either way on another machine
+        torch.testing.assert_close(decoded, expected.float(), rtol=2**-10, atol=1e-6)
+
+
+def test_golden_input_encodes_to_the_same_bytes(golden):
+    for role, codec, params, payload, tensors, config in roles(golden):
+        x = tensors[f"{role}.input"]
+        assert same_bits(x, golden_input(role, tokens_of(codec), config["head_dim"]))
+        again = codec.encode(codec.to_code(x.float(), params), params)
+        for name, field in again.items():
+            assert same_bits(field.contiguous(), payload[name]), f"{role}.{name}: other bytes than the golden's"
+        assert payload_equal(again, payload)
+
+
+def test_golden_describes_the_layout_and_the_preset(golden, spec):
+    config = json.loads((golden / "config.json").read_text())
+    assert config["spec"] == spec
+    assert kvcodec.from_json(json.dumps(config["scheme"])) == kvcodec.get(spec), "the preset means something else now"
+    for role, codec, *_ in roles(golden):
+        fields = [
+            {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in codec.layout(config["head_dim"]).fields
+        ]
+        assert fields == config[role]["fields"], role
+
+
+def test_golden_values_resemble_the_input(golden):
+    """A golden written by a broken codec would pass for ever."""
+    for role, *_, tensors, _ in roles(golden):
+        x, y = tensors[f"{role}.input"].float(), tensors[f"{role}.decoded"].float()
+        assert relative_mse(x, y) < 0.5, role
+
+
+def test_no_golden_is_lost_or_too_large(golden_root):
+    folders = {p.name for p in golden_root.iterdir() if p.is_dir()}
+    assert folders >= set(kvcodec.presets())
+    for folder in folders:  # those of presets that are gone must still load
+        config = json.loads((golden_root / folder / "config.json").read_text())
+        kvcodec.from_json(json.dumps(config["scheme"]))
+    assert sum(p.stat().st_size for p in golden_root.rglob("*") if p.is_file()) < BUDGET
