@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kvcodec
-from kvcodec.report import cell, columns_of
+from kvcodec.report import cell, columns_of, with_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
@@ -48,7 +48,7 @@ def results_block(root: Path) -> str:
     path = root / RESULTS
     if not path.is_file():
         raise MissingResultError(f"{RESULTS} does not exist; run the demo and put its result JSON there.")
-    rows = rows_of(path)
+    rows = with_reference(rows_of(path))
     if not any("spec" in row for row in rows):
         raise MissingResultError(f"{RESULTS} holds no result rows.")
     columns = columns_of(rows)

@@ -1,7 +1,6 @@
 """The report: every row shown, everything escaped, self-contained, honest about what is missing."""
 
 import ast
-import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -17,12 +16,11 @@ SOURCES = [Path(kvcodec.__file__).with_name(name) for name in ("report.py", "plo
 
 
 def row(spec: str, bits: float, kl: float, **more: object) -> dict[str, object]:
-    spread = [{"kl": kl * f, "perplexity": 20 * (1 + kl * f)} for f in (0.5, 1.0, 1.5)]
     return {
         "spec": spec, "perplexity": 20 * (1 + kl), "kl": kl, "top1_agreement": 0.912, "key_bits": bits,
         "value_bits": bits, "effective_bits": bits, "cache_bytes": 1_234_567, "ratio_to_16bit": 16 / bits,
         "attention_error": 0.0123, "tokens_per_s": 17.25, "continuation": f"the same words, then {spec}", "windows": 3,
-        "prefill": "decoded", "per_window": spread,
+        "prefill": "decoded", "kl_se": kl / 10, "nll_rise_se": 0.01,
     } | more  # fmt: skip
 
 
@@ -90,9 +88,7 @@ def test_what_agrees_with_dense_is_grey_up_to_the_first_difference(tmp_path: Pat
     assert '<span class="same">the same words, then </span>int-4' in text
 
 
-@pytest.mark.parametrize(
-    "gone", [c.key for c in COLUMNS if c.key != "spec"] + ["per_window", "windows", "continuation"]
-)
+@pytest.mark.parametrize("gone", [c.key for c in COLUMNS if c.key != "spec"] + ["kl_se", "windows", "continuation"])
 def test_a_missing_value_is_a_dash_and_an_empty_column_is_left_out(tmp_path: Path, gone: str, no_drawing: None) -> None:
     one = [ROWS[0], {**ROWS[1], gone: None}, *ROWS[2:]]
     text = write_report(one, tmp_path, {})[1].read_text()
@@ -118,24 +114,36 @@ def test_no_rows_and_only_dense_still_give_a_page(tmp_path: Path) -> None:
         assert all(p.stat().st_size > 500 for p in write_report(rows, tmp_path, META))
 
 
-def test_points_are_kl_with_the_spread_of_the_windows() -> None:
+def test_points_are_kl_with_its_standard_error() -> None:
     metric, points = points_of(ROWS)
     assert metric == "kl"
-    assert [(p.spec, p.bits, p.value) for p in points] == [
-        ("int-4", 4.5, 0.09), ("saw-int4", 4.4, 0.03), ("octopus-2", 3.1, 0.2),
-    ]  # fmt: skip
-    assert (points[0].low, points[0].high) == (0.045, pytest.approx(0.135))
+    assert [tuple(p) for p in points] == [
+        ("int-4", 4.5, 0.09, 0.009, False),
+        ("saw-int4", 4.4, 0.03, 0.003, False),
+        ("octopus-2", 3.1, 0.2, 0.02, False),
+    ]
 
 
-def test_without_kl_the_points_are_the_perplexity_gap_to_dense_window_by_window() -> None:
-    rows = json.loads(json.dumps(ROWS))
-    for r in rows:
-        del r["kl"]
+def test_without_kl_the_points_are_the_perplexity_gap_to_the_uncompressed_model() -> None:
+    rows = [{k: v for k, v in r.items() if k != "kl"} for r in ROWS]
     metric, points = points_of(rows)
     assert metric == "perplexity"
-    assert points[0].value == pytest.approx(1.8)
-    assert (points[0].low, points[0].high) == (pytest.approx(0.9), pytest.approx(2.7))
-    assert points_of(rows[1:])[1] == []  # no dense row: no gap to draw
+    assert points[0].value == pytest.approx(20 * 1.09 - 20)
+    assert points[0].error == pytest.approx(20 * 1.09 * 0.01)
+    assert points_of(rows[1:])[1] == []  # nothing to measure the gap from
+    told = [{**rows[1], "uncompressed": {"perplexity": 19.0}}]
+    assert points_of(told)[1][0].value == pytest.approx(2.8)
+
+
+def test_the_uncompressed_model_has_a_row_and_is_what_continuations_are_compared_with(
+    tmp_path: Path, no_drawing: None
+) -> None:
+    base = {"perplexity": 19.87, "continuation": "the same words, then nothing"}
+    rows = [{**r, "uncompressed": base} for r in ROWS]
+    text = write_report(rows, tmp_path, META)[1].read_text()
+    assert text.count("(uncompressed)</td>") == 1
+    assert "<td>19.87</td>" in text
+    assert "what agrees with <b>(uncompressed)</b> is grey" in text
 
 
 def test_styles_are_fixed_distinct_and_follow_the_method() -> None:

@@ -63,13 +63,12 @@ def style_of(spec: str) -> Style:
 
 
 class Point(NamedTuple):
-    """One row in the figure; ``low`` and ``high`` span the windows."""
+    """One row in the figure; ``error`` is the standard error of ``value`` over tokens, 0 when the row has none."""
 
     spec: str
     bits: float
     value: float
-    low: float
-    high: float
+    error: float
     partial: bool
 
 
@@ -79,23 +78,24 @@ def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
     Returns
     -------
     (str, list of Point)
-        ``"kl"`` when a compressed row has it, else ``"perplexity"`` as the gap to the row ``dense``. Rows without the
-        metric or without ``effective_bits`` give no point, nor does the reference itself (its gap is 0).
+        ``"kl"`` when a compressed row has it, else ``"perplexity"``: its gap to the uncompressed model (a row's
+        ``uncompressed`` figures, or the row ``dense``). Rows without the metric or without ``effective_bits`` give no
+        point, nor does ``dense``, which is what they are measured against.
     """
-    metric = "kl" if any(_number(r, "kl") is not None for r in rows if r.get("spec") != "dense") else "perplexity"
-    reference = next((r for r in rows if r.get("spec") == "dense"), {})
-    zero = 0.0 if metric == "kl" else _number(reference, "perplexity")
+    packed = [r for r in rows if r.get("spec") != "dense"]
+    metric = "kl" if any(_number(r, "kl") is not None for r in packed) else "perplexity"
+    dense = next((r for r in rows if r.get("spec") == "dense"), {})
     found: list[Point] = []
-    if zero is None:
-        return metric, found
-    for row in rows:
+    for row in packed:
         value, bits = _number(row, metric), _number(row, "effective_bits")
-        if value is None or bits is None or row.get("spec") == "dense":
+        reference = _number(row.get("uncompressed") or dense, "perplexity")
+        if value is None or bits is None or (metric == "perplexity" and reference is None):
             continue
-        spread = _gaps(row, reference, metric) or [value - zero]
-        found.append(
-            Point(str(row["spec"]), bits, value - zero, min(spread), max(spread), bool(row.get("partial", False)))
-        )
+        error = _number(row, "kl_se") or 0.0
+        if metric == "perplexity":
+            error = value * (_number(row, "nll_rise_se") or 0.0)  # of the paired difference, to first order
+            value -= reference or 0.0
+        found.append(Point(str(row["spec"]), bits, value, error, bool(row.get("partial", False))))
     return metric, found
 
 
@@ -104,15 +104,6 @@ def _number(row: Row, key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def _gaps(row: Row, reference: Row, metric: str) -> list[float]:
-    """Per window: the metric itself (KL), or its distance to the same window of the reference (perplexity)."""
-    mine = [float(w[metric]) for w in row.get("per_window") or [] if metric in w]
-    if metric == "kl":
-        return mine
-    theirs = [float(w[metric]) for w in reference.get("per_window") or [] if metric in w]
-    return [a - b for a, b in zip(mine, theirs, strict=False)]
 
 
 def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -147,8 +138,8 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
     shown = [p for p in points if p.value > 0]  # a log scale has no place for a gap of 0 or below
     for point in shown:
         style = style_of(point.spec)
-        low = max(point.low, point.value / 1e3)
-        axes.plot([point.bits] * 2, [low, max(point.high, point.value)], color=style.color, lw=1, alpha=0.6, zorder=2)
+        ends = [max(point.value - 2 * point.error, point.value / 100), point.value + 2 * point.error]
+        axes.plot([point.bits] * 2, ends, color=style.color, lw=1, alpha=0.6, zorder=2)
         axes.plot(
             point.bits, point.value, color=style.color, marker=style.marker, ms=8, ls="none", zorder=3,
             mfc="white" if point.partial else style.color, mew=1.4,
@@ -163,8 +154,7 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.grid(which="major", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    hidden = [p.spec for p in points if p.value <= 0]
-    figure.supxlabel(_caption(rows, hidden, any(p.partial for p in shown)), fontsize=7.5, x=0.01, ha="left")
+    figure.supxlabel(_caption(rows, points), fontsize=7.5, x=0.01, ha="left")
     if shown:
         canvas.draw()  # text sizes are known only after a drawing
         _place_labels(axes, shown, canvas.get_renderer())
@@ -174,16 +164,15 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
         raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another folder.") from error
 
 
-def _caption(rows: Sequence[Row], hidden: Sequence[str], partial: bool) -> str:
+def _caption(rows: Sequence[Row], points: Sequence[Point]) -> str:
     counts = sorted({int(r["windows"]) for r in rows if isinstance(r.get("windows"), int)})
-    spread = any(len(r.get("per_window") or []) > 1 for r in rows)
-    n = "n not recorded" if not counts else f"n = {' to '.join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))}"
-    text = f"{n} windows per point; lines span the {'smallest to the largest window' if spread else 'value alone'}"
+    text = f"n = {' to '.join(str(c) for c in counts[:: len(counts) - 1 or 1])} windows" if counts else "n not recorded"
+    text += " per point; lines: 2 standard errors over tokens to either side" if any(p.error for p in points) else ""
     text += "; lower and further left is better"
-    if partial:
+    if any(p.partial for p in points):
         text += "; hollow: interrupted before the last window"
-    if hidden:
-        text += f"\nnot on the log scale (no gap): {', '.join(hidden)}"
+    if hidden := [p.spec for p in points if p.value <= 0]:
+        text += f"\nno gap to show on a log scale: {', '.join(hidden)}"
     return text
 
 

@@ -14,6 +14,7 @@ from kvcodec.errors import KVError
 from kvcodec.plot import quality_figure, style_of
 
 Row = Mapping[str, Any]
+UNCOMPRESSED = "(uncompressed)"
 PNG_NAME, HTML_NAME = "quality.png", "report.html"
 
 
@@ -122,8 +123,9 @@ def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) ->
     ----------
     rows : sequence of mapping
         One per spec, plain values: ``spec``, and any of the keys of ``COLUMNS``, ``continuation`` (text), ``windows``
-        (int), ``per_window`` (list of ``{"perplexity": ..., "kl": ...}``), ``prefill``, ``partial`` (true when the run
-        was interrupted before this row was complete). A missing or None value is shown as a dash.
+        (int), ``kl_se``, ``prefill``, ``partial`` (true when the run was interrupted before this row was complete), and
+        ``uncompressed`` (the same keys for the model without a packed cache). A missing or None value is shown as a
+        dash.
     out_dir : Path
         Made when it does not exist.
     meta : mapping
@@ -148,12 +150,20 @@ def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) ->
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         quality_figure(rows, png, _figure_title(meta))
-        page.write_text(_page(rows, meta, png.read_bytes()), encoding="utf-8")
+        page.write_text(_page(with_reference(rows), meta, png.read_bytes()), encoding="utf-8")
     except OSError as error:
         raise KVError(
             f"the report folder {str(out_dir)!r} cannot be written ({error.strerror or error}); pass another folder."
         ) from error
     return [png, page]
+
+
+def with_reference(rows: Sequence[Row]) -> list[Row]:
+    """Put the uncompressed model's own figures on top, when the rows carry them."""
+    base = next((r["uncompressed"] for r in rows if r.get("uncompressed")), None)
+    if base is None:
+        return list(rows)
+    return [{"kl": 0.0, "top1_agreement": 1.0, "attention_error": 0.0, **base, "spec": UNCOMPRESSED}, *rows]
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:
@@ -229,18 +239,20 @@ def _continuations(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
     written = [r for r in rows if r.get("continuation")]
     if not written:
         return ""
-    reference = next((str(r["continuation"]) for r in written if r.get("spec") == "dense"), None)
+    first = next((r for name in (UNCOMPRESSED, "dense") for r in written if r.get("spec") == name), None)
+    reference = str(first["continuation"]) if first else None
     parts = ["<h2>One continuation, side by side</h2>"]
     if meta.get("prompt"):
         parts.append(f'<p>Prompt: <span class="same">{html.escape(str(meta["prompt"]))}</span></p>')
-    if reference is not None:
+    if first is not None:
         parts.append(
-            "<p>Greedy decoding; what agrees with <b>dense</b> is grey, from the first difference on it is not.</p>"
+            f"<p>Greedy decoding; what agrees with <b>{html.escape(str(first['spec']))}</b> is grey, "
+            f"from the first difference on it is not.</p>"
         )
     parts.append('<div class="pairs">')
     for row in written:
         text = str(row["continuation"])
-        same = len(text) if row.get("spec") == "dense" else _agreement(text, reference or "")
+        same = 0 if row is first else _agreement(text, reference or "")
         shown = f'<span class="same">{html.escape(text[:same])}</span>{html.escape(text[same:])}'
         parts.append(f'<div class="pair"><b>{html.escape(str(row["spec"]))}</b><p>{shown}</p></div>')
     return "\n".join([*parts, "</div>"])
