@@ -32,12 +32,14 @@ valid; entries outside are never read.  Scores of fully masked sequences give o 
 """
 
 import importlib
+import pkgutil
 from typing import NamedTuple
 
 import torch
 import triton
 
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec import kernels
 from kvcodec.kernels import _decode
 from kvcodec.kernels._common import ASM, next_pow2
 
@@ -92,9 +94,19 @@ def workspace_numel(
     return _workspace_numel(batch * num_q_heads, num_splits + int(dense), head_dim)
 
 
-def _hooks(codec: str):
-    module = importlib.import_module(f"kvcodec.kernels.{codec}")
-    return module.HOOKS, module.supports, module.page_bytes
+def _load_codecs() -> dict:
+    """Import every kernel module of the package that fills the skeleton, by its stem."""
+    found = {}
+    for info in pkgutil.iter_modules(kernels.__path__):
+        if not info.name.startswith("_") and info.name != "decode_attention":
+            module = importlib.import_module(f"kvcodec.kernels.{info.name}")
+            if hasattr(module, "HOOKS"):
+                found[info.name] = module
+    return found
+
+
+# at import, because a compiled graph cannot import
+CODECS = _load_codecs()
 
 
 def _sms(device: torch.device) -> int:
@@ -112,7 +124,8 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
     tiles = -(-group // tile)
     width = next_pow2(dim // 4)
     dense = dense_k is not None
-    hooks, _, page_bytes = _hooks(codec)
+    hooks = CODECS[codec].HOOKS
+    page_bytes = CODECS[codec].page_bytes
     if q.stride(-1) != 1:
         q = q.contiguous()
     if dense:
@@ -191,8 +204,13 @@ def _check(q, pages, table, seq_lens, key_block, value_block, page_tokens, num_k
             "sequence."
         )
     dim = q.shape[-1]
-    _, supports, page_bytes = _hooks(codec)
-    reason = supports(dim, key_block, value_block, page_tokens)
+    if codec not in CODECS:
+        raise UnsupportedError(
+            f"decode_attention: no fused kernel for codec={codec!r}; there is one for "
+            f"{', '.join(sorted(CODECS))}."
+        )
+    page_bytes = CODECS[codec].page_bytes
+    reason = CODECS[codec].supports(dim, key_block, value_block, page_tokens)
     if reason:
         raise UnsupportedError(f"decode_attention: {reason}.")
     if q.shape[1] % num_kv_heads:

@@ -1,0 +1,25 @@
+"""Run every case in Triton's interpreter and print one JSON object: case -> "" or what failed."""
+
+import json
+import os
+import sys
+import time
+import traceback
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+    from kernel_cases import CASES, check_graph_break_free
+
+    torch.set_num_threads(1)
+    cases = CASES | {"compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager")}
+    result = {}
+    for name in sys.argv[1:] or cases:
+        begin = time.perf_counter()
+        try:
+            cases[name]("cpu")
+            result[name] = ""
+        except Exception:
+            result[name] = traceback.format_exc()
+        print(f"{time.perf_counter() - begin:6.2f} s  {name}", file=sys.stderr)
+    print(json.dumps(result))
