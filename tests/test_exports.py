@@ -1,0 +1,77 @@
+"""The public names: `__all__` says what exists, nothing else is public, and each is explained."""
+
+import importlib
+import inspect
+import typing
+from pathlib import Path
+
+import pytest
+
+import kvcodec
+
+FIXED = {
+    *("presets", "get", "names", "describe", "register", "load_file", "from_json", "compress", "fake_quant"),
+    *("Compressed", "LayerCache", "cache_for", "load_cache", "Codec", "KVScheme", "Layout", "Field", "Site"),
+    *("Params", "Payload", "KVError", "SpecError", "ShapeError", "FitError", "FormatError", "ModelError"),
+    "UnsupportedError",
+}
+"""Names that everything outside relies on: add, do not rename."""
+
+
+def test_fixed_names_are_exported():
+    assert set(kvcodec.__all__) >= FIXED
+    assert len(kvcodec.__all__) == len(set(kvcodec.__all__))
+
+
+@pytest.mark.parametrize("name", kvcodec.__all__)
+def test_every_exported_name_exists_and_is_explained(name):
+    value = getattr(kvcodec, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert inspect.getdoc(value), f"kvcodec.{name} has no docstring"
+        assert value.__module__.startswith("kvcodec"), name
+
+
+def test_nothing_else_is_public():
+    """Submodules aside, a name without underscore is either exported or a leak."""
+    submodules = {p.stem for p in Path(kvcodec.__file__).parent.iterdir()}
+    leaks = {n for n in vars(kvcodec) if not n.startswith("_")} - set(kvcodec.__all__) - submodules
+    assert leaks <= {"Any", "TYPE_CHECKING"}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'compres'"):
+        kvcodec.compres  # noqa: B018
+    assert not hasattr(kvcodec, "quantize")
+
+
+def test_the_error_tree_is_as_drawn():
+    tree = {
+        "SpecError": ValueError,
+        "ShapeError": ValueError,
+        "FitError": RuntimeError,
+        "FormatError": ValueError,
+        "ModelError": RuntimeError,
+        "UnsupportedError": NotImplementedError,
+    }
+    drawn = inspect.getdoc(importlib.import_module("kvcodec.errors"))
+    for name, builtin in tree.items():
+        error = getattr(kvcodec, name)
+        assert issubclass(error, kvcodec.KVError)
+        assert issubclass(error, builtin)
+        assert f"{name} ({builtin.__name__})" in drawn
+
+
+@pytest.mark.parametrize("name", ["compress", "fake_quant", "get", "describe", "load_file", "from_json", "register"])
+def test_public_functions_are_typed(name):
+    function = getattr(kvcodec, name)
+    hints = typing.get_type_hints(function)
+    assert set(inspect.signature(function).parameters) | {"return"} == set(hints)
+
+
+def test_signatures_that_users_call():
+    compress = inspect.signature(kvcodec.compress).parameters
+    assert list(compress) == ["spec", "keys", "values", "layer", "num_layers", "seed", "params"]
+    assert compress["layer"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(inspect.signature(kvcodec.fake_quant).parameters) == list(compress)
+    for method in ("append", "attend", "crop", "evict", "select", "repeat", "reset", "nbytes", "decode"):
+        assert inspect.getdoc(getattr(kvcodec.LayerCache, method)), method
