@@ -186,6 +186,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schemes: list[str]) -> dict[str, Any]:
+    layer.nbytes()  # a static cache keeps its lengths on the device: any host operation brings them here
     scheme = layer.scheme.to_json()
     if scheme not in schemes:
         schemes.append(scheme)
