@@ -130,11 +130,11 @@ class GroupInt(Codec):
             low, high = groups.amin(-1), groups.amax(-1)  # [B, H, N, D / G]
         if self.symmetric:
             scale = fp16_scale(torch.maximum(high, -low), self.steps)
-            codes = torch.round(x / self._spread(scale, dim)).clamp_(-self.steps, self.steps) + 2 ** (self.bits - 1)
+            codes = (x / self._spread(scale, dim)).round_().clamp_(-self.steps, self.steps).add_(2 ** (self.bits - 1))
             return {"codes": pack(codes.to(torch.uint8), self.bits), "scale": scale}
         zero = low.clamp(-FP16_MAX, FP16_MAX).half()
         scale = fp16_scale(high - zero.float(), self.steps, zero.float())
-        codes = torch.round((x - self._spread(zero, dim)) / self._spread(scale, dim)).clamp_(0, self.steps)
+        codes = (x - self._spread(zero, dim)).div_(self._spread(scale, dim)).round_().clamp_(0, self.steps)
         return {"codes": pack(codes.to(torch.uint8), self.bits), "scale": scale, "zero": zero}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
@@ -143,13 +143,14 @@ class GroupInt(Codec):
         codes = unpack(payload["codes"], self.bits, dim).float()
         scale = self._spread(payload["scale"], dim)
         if self.symmetric:
-            x = (codes - 2 ** (self.bits - 1)) * scale
+            x = codes.sub_(2 ** (self.bits - 1)).mul_(scale)
         else:
-            x = codes * scale + self._spread(payload["zero"], dim)
+            x = codes.mul_(scale).add_(self._spread(payload["zero"], dim))
         return x.flatten(2, 3) if self.along == "tokens" else x
 
     def _spread(self, held: Tensor, head_dim: int) -> Tensor:
-        """Give every element of a block its group's number, in float32."""
+        """Give every element of a block its group's number in float32, ready to broadcast."""
         if self.along == "tokens":
             return held.float().unsqueeze(-2)
-        return spread_channels(held.float(), self.group, head_dim)
+        # one group per token broadcasts as it is
+        return spread_channels(held.float(), self.group, head_dim) if self.group else held.float()
