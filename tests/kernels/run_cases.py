@@ -1,4 +1,7 @@
-"""Run every case in Triton's interpreter and print one JSON object: case -> "" or what failed."""
+"""Run cases of `kernel_cases` in this process and print one JSON object: case -> "" or what failed.
+
+    python run_cases.py [--device cuda] [case ...]        default: all cases, Triton's interpreter
+"""
 
 import json
 import os
@@ -7,17 +10,22 @@ import time
 import traceback
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+    names = sys.argv[1:]
+    device = "cpu"
+    if names[:1] == ["--device"]:
+        device, names = names[1], names[2:]
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     import torch
     from kernel_cases import CASES, check_graph_break_free
 
     torch.set_num_threads(1)
     cases = CASES | {"compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager")}
     result = {}
-    for name in sys.argv[1:] or cases:
+    for name in names or cases:
         begin = time.perf_counter()
         try:
-            cases[name]("cpu")
+            cases[name](device)
             result[name] = ""
         except Exception:
             result[name] = traceback.format_exc()

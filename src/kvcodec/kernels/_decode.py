@@ -104,7 +104,7 @@ def _dense_part(
     return m, l, o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "group", "num_splits"])
 def _split_kernel(
     q_ptr, pages16, pages32, table, seq_lens, start, part_o, part_m, part_l,
     dense_k, dense_v, dense_lens, dense_start,
@@ -143,15 +143,15 @@ def _split_kernel(
             dhi = tl.minimum(tl.load(dense_lens + b), W)
         if dense_start is not None:
             dlo = tl.load(dense_start + b)
-        m, l, o = _dense_part(
+        dm, dl, do = _dense_part(
             q_ptr, qrow, rows_ok, dense_k, dense_v, dlo, dhi, b, h, skb, skh, skn, svb, svh, svn,
             scale2, D, DP, BND, NH, ASM,
         )  # fmt: skip
         d = tl.arange(0, DP)
         at = o_at[:, None] + ((d % 4) * DQ + d // 4)[None, :]
-        tl.store(at, o, rows_ok[:, None] & (d < D)[None, :])
-        tl.store(part_m + out, m, rows_ok)
-        tl.store(part_l + out, l, rows_ok)
+        tl.store(at, do, rows_ok[:, None] & (d < D)[None, :])
+        tl.store(part_m + out, dm, rows_ok)
+        tl.store(part_l + out, dl, rows_ok)
     else:
         n_hi = tl.load(seq_lens + b)
         n_lo = 0

@@ -42,6 +42,8 @@ from kvcodec.kernels._decode import Hooks
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BF16, _FP16, _FP32 = range(3)
+# rows and warps of an encoding program, measured on one H200
+ENCODE_CONFIG = (32, 2)
 
 
 def page_bytes(head_dim: int, page_tokens: int) -> int:
@@ -402,15 +404,20 @@ def _op(
     batch, heads, n, dim = k.shape
     if n == 0 or batch == 0:
         return
+    rows, warps = (16, 1) if n <= 16 else ENCODE_CONFIG
+    _launch(k, v, pages, table, start, bad, key_block, value_block, page_tokens, rows, warps)
+
+
+def _launch(k, v, pages, table, start, bad, key_block, value_block, page_tokens, rows, warps):
+    batch, heads, n, dim = k.shape
     kind = DTYPES.index(k.dtype)
     k, v = _granular(k, kind), _granular(v, kind)
     kp, vp = (k, v) if kind == _FP32 else (k.view(torch.int64), v.view(torch.int64))
-    rows = 16 if n <= 16 else 32
     _encode_kernel[(triton.cdiv(n, rows), batch * heads, 2)](
         kp, vp, pages.view(torch.int16), pages.view(torch.int32), table, start, bad, n, heads,
         *k.stride()[:3], *v.stride()[:3], table.stride(0),
         D=dim, DQ=next_pow2(dim // 4), P=page_tokens, BT=rows, KBLOCK=key_block,
-        VBLOCK=value_block, KIND=kind, ASM=ASM, num_warps=1 if n <= 16 else 2, num_stages=1,
+        VBLOCK=value_block, KIND=kind, ASM=ASM, num_warps=warps, num_stages=1,
     )  # fmt: skip
 
 

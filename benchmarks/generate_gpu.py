@@ -1,0 +1,188 @@
+"""Time per token and peak memory through ``generate`` on a Qwen3-8B-shaped random model, against DynamicCache.
+
+Weights are random: speed and memory only, no quality. Two ways of stepping are timed:
+
+- ``generate``: the call a user makes, eager; (time for 1 + n tokens - time for 1 token) / n.
+- ``graph``: one decode step of the same model captured in a CUDA graph and replayed (greedy token fed back on the
+  device), which takes the host out of the picture. DynamicCache cannot be captured (its tensors grow), so the 16-bit
+  side is transformers' StaticCache there.
+
+Usage: ``python benchmarks/generate_gpu.py --out FILE [--prompt 32768] [--batch 1] [--layers 36]``
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import transformers
+import triton
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.qwen3 import Qwen3Config
+
+import kvcodec
+
+
+def qwen3_8b(layers: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+    )
+
+
+def cleanup() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def timed_generate(model, ids, make_cache, new_tokens: int) -> dict:
+    """Run generate twice (1 token, 1 + n tokens) and take the difference per token."""
+    seconds = {}
+    for n in (1, 1 + new_tokens):
+        cleanup()
+        before = torch.cuda.memory_allocated()
+        cache = make_cache()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0
+        )
+        torch.cuda.synchronize()
+        seconds[n] = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() - before
+    bits = cache.report()["effective_bits"] if hasattr(cache, "report") else 16.0
+    path = cache.report() if hasattr(cache, "report") else {}
+    return {
+        "ms_per_token": (seconds[1 + new_tokens] - seconds[1]) / new_tokens * 1e3,
+        "prefill_and_first_token_s": seconds[1],
+        "peak_bytes": peak,
+        "held_bytes": held,
+        "effective_bits": bits,
+        "attention_path": path.get("attention", "sdpa"),
+        "tokens": out[0, -4:].tolist(),
+    }
+
+
+@torch.no_grad()
+def timed_graph(model, ids, make_cache, replays: int = 20) -> dict:
+    """Prefill eagerly, capture one decode step, replay it; median of the replays."""
+    cleanup()
+    before = torch.cuda.memory_allocated()
+    cache = make_cache()
+    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    token = logits[:, -1].argmax(-1, keepdim=True).clone()
+    position = torch.full((ids.shape[0], 1), ids.shape[1], device="cuda")
+
+    def step() -> None:
+        out = model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+        token.copy_(out[:, -1].argmax(-1, keepdim=True))
+        position.add_(1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(replays):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b))
+    times.sort()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {
+        "ms_per_token": statistics.median(times),
+        "p20": times[len(times) // 5],
+        "p80": times[len(times) * 4 // 5],
+        "peak_bytes": peak,
+        "tokens": token[0].tolist(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--spec", default="saw-int4")
+    parser.add_argument("--prompt", type=int, default=32768)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--skip", nargs="*", default=[])
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    config = qwen3_8b(args.layers)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.disable_compile = True
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    common = {
+        "unit": "ms",
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "transformers": transformers.__version__,
+            "kvcodec": kvcodec.__version__,
+        },
+        "commit": commit.strip(),
+        "seed": 0,
+        "model": f"Qwen3-8B-shaped, {args.layers} layers, random bf16 weights",
+    }
+    rows: list[dict] = []
+    for batch in args.batch:
+        ids = torch.randint(10, 150000, (batch, args.prompt), device="cuda")
+        max_len = args.prompt + args.new_tokens + 32
+        shape = {"batch": batch, "prompt_tokens": args.prompt, "new_tokens": args.new_tokens}
+
+        def fused(max_len: int = max_len):
+            return kvcodec.cache_for(model, args.spec, attention="fused", max_len=max_len, probe=False)
+
+        jobs = {
+            ("dense", "generate", "DynamicCache"): lambda: timed_generate(
+                model, ids, lambda: DynamicCache(config=config), args.new_tokens
+            ),
+            (args.spec, "generate", "kvcodec fused"): lambda: timed_generate(
+                model, ids, fused, args.new_tokens
+            ),
+            ("dense", "graph", "StaticCache"): lambda: timed_graph(
+                model, ids, lambda: StaticCache(config=config, max_cache_len=max_len)
+            ),
+            (args.spec, "graph", "kvcodec fused"): lambda: timed_graph(model, ids, fused),
+        }
+        for (spec, way, cache), job in jobs.items():
+            if way in args.skip:
+                continue
+            model.set_attn_implementation("kvcodec" if "kvcodec" in cache else "sdpa")
+            job()  # warm-up: compiles kernels, fills the allocator
+            result = job()
+            row = {"spec": spec, "metric": f"ms_per_token_{way}", "cache": cache, **shape, **result, **common}
+            rows.append(row)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            print(f"{way:9} {cache:14} batch {batch}: {result['ms_per_token']:.2f} ms/token, "
+                  f"peak {result['peak_bytes'] / 1e9:.2f} GB", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
