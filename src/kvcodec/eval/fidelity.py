@@ -1,0 +1,159 @@
+"""Attention-output error: what a scheme does to each layer's attention, on the model's own q, k, v.
+
+The uncompressed model runs once; every attention layer's k and v, and its newest queries, are recorded after RoPE, as
+the attention function receives them. A scheme then compresses each layer's exact k and v (so errors of earlier layers
+do not pile up). The error of a layer is ``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads, with o
+the attention output on exact and o^ on decoded K and V, float32.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.compressed import compress
+from kvcodec.errors import UnsupportedError
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme
+
+QUERIES = 256
+RECORDER = "kvcodec_recorder"
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer's attention inputs.
+
+    Parameters
+    ----------
+    layer : int
+    q : Tensor ``[B, HQ, n, D]``
+        The newest n queries.
+    k, v : Tensor ``[B, H, N, D]``
+    mask : Tensor or None
+        Additive or boolean ``[B, 1 or HQ, n, N]``; None: causal.
+    scale, softcap : float
+        Of the scores; softcap 0 for none.
+    sinks : Tensor or None
+        Learned sink logits ``[HQ]``.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+
+    def output(self, k: Tensor, v: Tensor) -> Tensor:
+        """Attention output ``[B, HQ, n, D]`` on other keys and values; float32."""
+        b, hq, n, d = self.q.shape
+        h, total = k.shape[1], k.shape[2]
+        scores = self.q.float().reshape(b, h, hq // h * n, d) @ k.float().transpose(2, 3) * self.scale
+        scores = scores.reshape(b, hq, n, total)
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.mask is None:
+            rows = torch.arange(total - n, total, device=k.device)[:, None]
+            scores = scores.masked_fill(torch.arange(total, device=k.device) > rows, -torch.inf)
+        elif self.mask.dtype == torch.bool:
+            scores = scores.masked_fill(~self.mask, -torch.inf)
+        else:
+            scores = scores + self.mask.float()
+        if self.sinks is not None:
+            extra = self.sinks.float().reshape(1, hq, 1, 1).expand(b, hq, n, 1)
+            scores = torch.cat([scores, extra], -1)
+        weights = scores.softmax(-1)[..., :total]
+        return (weights.reshape(b, h, hq // h * n, total) @ v.float()).reshape(b, hq, n, v.shape[-1])
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Relative attention-output errors: mean over layers, the worst one, and all by layer."""
+
+    mean: float
+    worst: float
+    worst_layer: int
+    by_layer: dict[int, float]
+
+
+@contextmanager
+def record(model: Any, queries: int = QUERIES) -> Iterator[list[LayerRecord]]:
+    """Record every attention layer's inputs while the block runs the model.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model's attention cannot be intercepted (it does not use transformers' attention interface).
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    records: list[LayerRecord] = []
+    config = model.config
+    own = config._attn_implementation
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        n = min(queries, query.shape[2])
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[..., -n:, : key.shape[2]].clone()
+        sinks = options.get("s_aux")
+        records.append(
+            LayerRecord(
+                layer=getattr(module, "layer_idx", len(records)),
+                q=query[:, :, -n:].clone(),
+                k=key.clone(),
+                v=value.clone(),
+                mask=mask,
+                scale=options.get("scaling") or query.shape[-1] ** -0.5,
+                softcap=options.get("softcap") or 0.0,
+                sinks=None if sinks is None else sinks.detach(),
+            )
+        )
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return AttentionInterface().get_interface(own, eager)(module, query, key, value, attention_mask, **options)
+
+    # the mask must be built as for the model's own implementation
+    AttentionMaskInterface.register(RECORDER, AttentionMaskInterface()[own])
+    AttentionInterface.register(RECORDER, attention)
+    model.set_attn_implementation(RECORDER)
+    try:
+        yield records
+    finally:
+        model.set_attn_implementation(own)
+    if not records:
+        raise UnsupportedError(
+            f"{type(model).__name__}: no attention layer was seen; its attention does not go through transformers' "
+            f"attention interface, so attention errors cannot be measured."
+        )
+
+
+def attention_error(
+    records: list[LayerRecord], exact: list[Tensor], spec: str | KVScheme, *, seed: int = 0
+) -> Fidelity:
+    """Errors of one scheme on recorded layers.
+
+    Parameters
+    ----------
+    records : list of LayerRecord
+    exact : list of Tensor
+        ``record.output(record.k, record.v)`` of each, computed once for all schemes.
+    spec : str or KVScheme
+        Boundary layers stay dense where it says so, counted among the recorded layers.
+    seed : int
+    """
+    scheme = get(spec)
+    errors: dict[int, float] = {}
+    for i, (r, o) in enumerate(zip(records, exact, strict=True)):
+        k, v = compress(scheme.for_layer(i, len(records)), r.k, r.v, layer=r.layer, seed=seed).decode()
+        errors[r.layer] = ((r.output(k, v) - o).norm() / o.norm().clamp_min(1e-30)).item()
+    worst = max(errors, key=lambda layer: errors[layer])
+    return Fidelity(sum(errors.values()) / len(errors), errors[worst], worst, errors)
