@@ -203,8 +203,12 @@ def load_file(path: str | Path) -> list[str]:
         raise SpecError(f"codec file {str(path)!r} was not found; pass the path of a .py file.")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up
-    module_spec.loader.exec_module(module)
-    added = [p for p in presets() if p not in before]
+    try:
+        module_spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise SpecError(f"codec file {path} is not Python: {error}.") from error
+    # a file loaded again, after an edit, registers what is known already
+    added = [p for p in presets() if p not in before or inspect.getfile(method_of(p).recipe) == module_spec.origin]
     if not added:
         raise SpecError(f"{path} registers no new preset; decorate its recipe with @kvcodec.register.")
     return added
