@@ -1,0 +1,50 @@
+"""A codec of your own in 30 lines: one bit per element (the sign) and one fp16 scale per token.
+
+Run: python examples/04_my_codec.py. The whole story, with options, random constants and proofs: docs/add-a-codec.md.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import kvcodec
+from kvcodec.ops.bitpack import pack, unpack
+
+
+@dataclass(frozen=True)
+class Sign(kvcodec.Codec):
+    """``y^ = mean|y| * sign(y)``: what one bit can keep of a value."""
+
+    def layout(self, head_dim):
+        """Bytes of one token of one head; the bits are computed from them."""
+        if head_dim % 8:
+            raise kvcodec.ShapeError(f"sign: head_dim={head_dim} is not a multiple of 8; use 64, 96 or 128.")
+        fields = (kvcodec.Field("codes", "uint8", (head_dim // 8,)), kvcodec.Field("scale", "float16", (1,), "scales"))
+        return kvcodec.Layout(head_dim, 1, fields, nominal_bits=1)
+
+    def encode(self, x, params):
+        """Pack ``x [B, H, N, D]`` into exactly those fields."""
+        return {"codes": pack(x > 0, 1), "scale": x.abs().double().mean(-1, keepdim=True).half()}
+
+    def decode(self, payload, params):
+        """Back to float32 ``[B, H, N, D]``."""
+        signs = unpack(payload["codes"], 1, payload["codes"].shape[-1] * 8).float() * 2 - 1
+        return signs * payload["scale"].float()
+
+
+@kvcodec.register("sign", source="examples/04_my_codec.py")
+def sign(window: int = 16) -> kvcodec.KVScheme:
+    """One bit per element, the newest tokens dense."""
+    return kvcodec.KVScheme(key=Sign(), value=Sign(), window=window)
+
+
+if __name__ == "__main__":
+    keys, values = torch.randn(2, 1, 4, 1000, 128, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(1, 8, 1, 128, generator=torch.Generator().manual_seed(1))
+    exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    for spec in ("sign:window=0", "sign", "saw-int4", "dense"):
+        cache = kvcodec.LayerCache(kvcodec.get(spec))
+        cache.append(keys, values)
+        error = (cache.attend(query) - exact).norm() / exact.norm()
+        held = sum(cache.nbytes().values())
+        print(f"{spec:14} {held * 8 / cache.elements():6.3f} bits held per element, attention error {error:.4f}")

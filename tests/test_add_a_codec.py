@@ -1,0 +1,184 @@
+"""A codec is one file: the code block of docs/add-a-codec.md goes in by every road, and everything else follows.
+
+Each road runs in a process and a folder of its own, so that this process's registry and the checkout stay as they are.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TUTORIAL = ROOT / "docs" / "add-a-codec.md"
+PRESETS = ["spin-4", "spin-3"]
+
+
+def code_block() -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.S | re.M)
+    assert len(blocks) == 1, "the tutorial has one Python block: the whole file"
+    return blocks[0]
+
+
+def run(*command: str, source: Path = ROOT / "src", extra: Path | None = None, cwd: Path | None = None, fails=False):
+    """Run Python with ``source`` (and ``extra``) before everything installed; return its standard output."""
+    paths = [str(p) for p in (source, extra) if p is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cwd or source.parent,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def codec_file(tmp_path) -> Path:
+    path = tmp_path / "outside" / "spin.py"
+    path.parent.mkdir()
+    path.write_text(code_block())
+    return path
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the checkout with one file more."""
+    target = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__", "*.gguf", "results")
+    for name in ("src", "scripts", "docs", "tests/conformance", "tests/golden"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "tests/__init__.py", "tests/conftest.py"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, target / name)
+    (target / "src/kvcodec/codecs/spin.py").write_text(code_block())
+    return target
+
+
+def only_preset(listed: str) -> list[dict]:
+    return [row for row in json.loads(listed) if row["spec"].startswith("spin-")]
+
+
+def check_row(row: dict) -> None:
+    assert (row["method"], row["source"]) == ("spin", "docs/add-a-codec.md")
+    bits = int(row["spec"][-1])
+    assert row["key_bits"] == row["value_bits"] == bits + 16 / 128
+    assert row["nominal_bits"] == bits
+    assert row["kernels"] == {"encode": False, "decode": False}
+
+
+# -- the roads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_loaded_in_python(codec_file):
+    program = f"""
+import kvcodec, torch
+assert not [p for p in kvcodec.presets() if p.startswith("spin")]
+assert kvcodec.load_file({str(codec_file)!r}) == {PRESETS}
+assert set({PRESETS}) <= set(kvcodec.presets())
+assert kvcodec.load_file({str(codec_file)!r}) == {PRESETS}, "loading it again after an edit"
+x = torch.randn(1, 2, 40, 80)
+assert kvcodec.compress("spin-4:window=8", x, x).effective_bits > 4.2
+assert str(kvcodec.get("spin:bits=3")) == "spin:bits=3" and kvcodec.get("spin:bits=3") == kvcodec.get("spin-3")
+assert kvcodec.from_json(kvcodec.get("spin-3").to_json()) == kvcodec.get("spin-3")
+"""
+    run("-c", program)
+
+
+def test_a_module_named_by_an_entry_point(codec_file, tmp_path):
+    """As pip leaves it: a module and a dist-info folder beside it."""
+    site = tmp_path / "site"
+    info = site / "my_codecs-1.0.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(codec_file, site / "my_spin.py")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-codecs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvcodec.codecs]\nspin = my_spin\n")
+    out = run("-c", "import kvcodec, json; print(json.dumps(kvcodec.presets()))", extra=site)
+    assert set(PRESETS) <= set(json.loads(out))
+
+
+def test_a_file_named_on_the_command_line(codec_file):
+    rows = only_preset(run("-m", "kvcodec.cli", "list", "--json", "-", "--codec-file", str(codec_file)))
+    assert [row["spec"] for row in rows] == PRESETS
+    for row in rows:
+        check_row(row)
+
+
+def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
+    source = copy / "src"
+    rows = only_preset(run("-m", "kvcodec.cli", "list", "--json", "-", source=source))
+    assert [row["spec"] for row in rows] == PRESETS
+    for row in rows:
+        check_row(row)
+    described = json.loads(run("-m", "kvcodec.cli", "describe", "spin-4:window=32", "--json", "-", source=source))
+    described = described[0] if isinstance(described, list) else described
+    options = {o["name"]: o for o in described["options"]}
+    assert options["window"]["value"] == 32
+    assert options["bits"]["doc"] == "Bits of a code."
+
+
+def test_the_command_line_compares_it(copy, tmp_path):
+    """The specs of ``compare`` are read before the model: a model that is not there is the only complaint."""
+    command = ("-m", "kvcodec.cli", "compare", str(tmp_path / "no-model"), "--specs", "dense,spin-4:window=8,spin-3")
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode != 0
+    assert "no-model" in done.stderr
+    assert "spin" not in done.stderr.replace(str(tmp_path), "")
+
+
+def test_the_tables_of_the_docs_have_a_row_for_it(copy):
+    program = f"""
+import sys; sys.path.insert(0, {str(copy / "scripts")!r})
+import update_readme
+from pathlib import Path
+print(update_readme.presets_block(Path({str(copy)!r})))
+"""
+    table = run("-c", program, source=copy / "src")
+    for preset in PRESETS:
+        assert f"| `{preset}` | Randomly signed Hadamard rotation" in table
+
+
+@pytest.mark.slow
+def test_the_conformance_suite_takes_it_up_and_passes(copy):
+    """Without a golden it fails; with one made on purpose everything passes, and goes on passing."""
+    pytest_ = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "spin-4")
+    golden = "tests/conformance/test_golden.py"
+    out = run(*pytest_, golden, source=copy / "src", cwd=copy, fails=True)
+    assert "no golden for spin-4: run pytest" in out
+    out = run(*pytest_, "tests/conformance", "--regen-golden", source=copy / "src", cwd=copy)
+    assert int(re.search(r"(\d+) passed", out)[1]) > 60
+    assert (copy / "tests/golden/spin-4/data.safetensors").is_file()
+    run(*pytest_, golden, source=copy / "src", cwd=copy)
+
+
+# -- the tutorial itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_tutorials_file_is_a_codec_file_by_the_houses_rules():
+    code = code_block()
+    assert len(code.splitlines()) <= 300
+    tree = ast.parse(code)
+    assert ast.get_docstring(tree)
+    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert all(m.split(".")[0] in ("dataclasses", "typing", "torch", "kvcodec") for m in modules)
+
+
+def test_the_tutorial_names_tests_that_exist():
+    suite = "\n".join(p.read_text() for p in (ROOT / "tests" / "conformance").glob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", TUTORIAL.read_text()):
+        assert f"def {name}(" in suite, name
+
+
+def test_the_checkout_was_not_touched():
+    assert not (ROOT / "src/kvcodec/codecs/spin.py").exists()
+    assert not list((ROOT / "tests/golden").glob("spin*"))
