@@ -1,0 +1,120 @@
+"""The README says what the files say: its blocks are derived again, its snippet runs, its tree is the tree."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "scripts/update_readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load_script()
+
+
+@pytest.mark.parametrize("name", list(script.BLOCKS))
+def test_block_is_what_the_result_files_and_the_registry_say(name: str) -> None:
+    derived = script.BLOCKS[name](ROOT)  # a missing result file is an error, not a skip
+    assert script.block_in(README, name) == derived, "run scripts/update_readme.py"
+
+
+def write_speed(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / script.SPEED).mkdir(parents=True, exist_ok=True)
+    (folder / script.SPEED / "kernels.json").write_text(json.dumps(rows))
+
+
+def speed_rows() -> list[dict[str, Any]]:
+    return [
+        {"spec": spec, "metric": metric, "shape": shape, "values": {"p20": 0, "p50": value + i, "p80": 99}, "gpu": "G"}
+        for spec in ("saw-int4", "other")
+        for metric, value in (("decode_us_cold", 30.0), ("speedup_vs_bf16_cold", 1.5))
+        for i, shape in enumerate(script.SHAPES)
+    ]
+
+
+def test_speed_sentence_quotes_the_medians(tmp_path: Path) -> None:
+    write_speed(tmp_path, speed_rows())
+    sentence = script.speed_block(tmp_path)
+    assert "On one G, " in sentence
+    assert [m[1] for m in re.finditer(r"(\d+) µs", sentence)] == ["30", "31", "32", "33"]
+    assert "1.5, 2.5, 3.5 and 4.5 times as fast" in sentence
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: rows[1:], "0 rows have spec saw-int4, metric decode_us_cold, shape llm64k"),
+        (lambda rows: [*rows, rows[0]], "2 rows have spec saw-int4, metric decode_us_cold, shape llm64k"),
+        (lambda rows: [{**rows[0], "gpu": "other"}, *rows[1:]], "several GPUs: G, other"),
+    ],
+    ids=["missing", "twice", "two machines"],
+)
+def test_speed_sentence_refuses_rows_that_do_not_carry_it(tmp_path: Path, spoil: Any, message: str) -> None:
+    write_speed(tmp_path, spoil(speed_rows()))
+    with pytest.raises(script.MissingResultError, match=message):
+        script.speed_block(tmp_path)
+
+
+@pytest.mark.parametrize("block", ["results", "columns", "speed"])
+def test_missing_result_files_are_errors(tmp_path: Path, block: str) -> None:
+    with pytest.raises(script.MissingResultError):
+        script.BLOCKS[block](tmp_path)
+
+
+def test_results_table_shows_each_row(tmp_path: Path) -> None:
+    path = tmp_path / script.RESULTS
+    path.parent.mkdir(parents=True)
+    rows = [{"spec": "a-4", "kl": 0.25, "perplexity": 12.345}, {"spec": "b", "kl": None, "perplexity": 11}]
+    path.write_text(json.dumps({"rows": rows}))
+    assert script.results_block(tmp_path).splitlines() == [
+        "| spec | perplexity | KL |",
+        "| --- | ---: | ---: |",
+        "| `a-4` | 12.35 | 0.2500 |",
+        "| `b` | 11.00 | – |",
+    ]
+
+
+def test_picture_is_there() -> None:
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
+    assert pictures
+    assert all((ROOT / p).read_bytes().startswith(b"\x89PNG") for p in pictures)
+
+
+def test_both_commands_stand_at_the_top() -> None:
+    top = "\n".join(README.splitlines()[:20])
+    assert "make demo" in top
+    assert "make test" in top
+
+
+@pytest.mark.slow
+def test_snippet_runs_and_is_short() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(code.splitlines()) <= 10
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "The Hanseatic League was" in done.stdout
+    assert "'effective_bits'" in done.stdout
+
+
+def test_file_tree_names_every_room_and_no_other() -> None:
+    tree = re.search(r"```\nsrc/kvcodec/\n(.*?)```", README, re.S)[1]
+    named = set(re.findall(r"^  (\S+)", tree, re.M))
+    rooms = {p.name + "/" * p.is_dir() for p in (ROOT / "src/kvcodec").iterdir()}
+    assert named == rooms - {"__init__.py", "py.typed", "__pycache__/"}
+    for path in re.findall(r"^(\S+/) ", tree, re.M):
+        assert (ROOT / path).is_dir()
