@@ -19,7 +19,7 @@ Deviations: the scale is held in fp16, not float32, and never below 2^-24; codes
 Pitfalls
 1. Without a scale everything above 448 saturates, and what is below 2^-10 becomes zero. Engines' ``fp8`` without
    calibration is this variant.
-2. The cast itself does not saturate (449..464 round to 448, above is NaN), so the clip comes first.
+2. The clip is not idle: PyTorch before 2.12 casts 464 and below to 448 and what is above to NaN; later ones saturate.
 3. Where max |x| < 0.027 the fp16 scale is subnormal: the largest elements of the token may lose up to 448 x 2^-25.
 """
 
