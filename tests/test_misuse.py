@@ -174,3 +174,6 @@ def test_codec_files_that_add_nothing(tmp_path):
     (tmp_path / "empty_codec.py").write_text("x = 1\n")
     with pytest.raises(kvcodec.SpecError, match=r"registers no new preset; decorate its recipe with @kvcodec.register"):
         kvcodec.load_file(tmp_path / "empty_codec.py")
+    (tmp_path / "broken_codec.py").write_text("def (\n")
+    with pytest.raises(kvcodec.SpecError, match=r"broken_codec\.py is not Python: .*line 1"):
+        kvcodec.load_file(tmp_path / "broken_codec.py")
