@@ -11,7 +11,8 @@ from kvcodec.models import load
 
 text = (files("kvcodec") / "data/wikitext2_test_head.txt").read_text(encoding="utf-8")
 lm = load("smollm2-135m")
-inputs = lm.tokenizer(text[:1500], return_tensors="pt")
+prompt = text[:1500].rpartition(" . ")[0] + " ."  # whole sentences
+inputs = lm.tokenizer(prompt, return_tensors="pt")
 print(f"{inputs['input_ids'].shape[1]} tokens of a text, and how it goes on:")
 for spec in sys.argv[1:] or ["dense", "int-4", "saw-int4", "octopus-4"]:
     cache = kvcodec.cache_for(lm.model, spec)
