@@ -8,13 +8,15 @@
   of that model are taken only if the package cannot be had; ``LoadedModel.origin`` says which it was;
 - any other hub id, first from the hub's cache, then over the network.
 
-Everything is loaded in float32 on the CPU unless told otherwise.
+Everything is loaded in float32 on the CPU unless told otherwise. ``load_text`` reads the text that a model is measured
+on; without a path, the head of WikiText-2's test split, which comes with this package.
 """
 
 import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import io
 import os
@@ -79,6 +81,7 @@ SMOLLM2 = Packaged(
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 PACKAGED = {SMOLLM2.name: SMOLLM2}
+PACKAGED_TEXT = "wikitext2_test_head.txt"
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,43 @@ def load(
         )
     model, tokenizer = _from_hub(name, name, device, dtype, shown)
     return LoadedModel(model, tokenizer, name, f"hub: {name}")
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """A text, what it is called, and its sha256 (of its UTF-8 bytes)."""
+
+    text: str
+    name: str
+    sha256: str
+
+
+def load_text(path: str | Path | None = None) -> SampleText:
+    """Read a UTF-8 text file; None: the packaged head of WikiText-2's raw test split.
+
+    Raises
+    ------
+    ModelError
+        If the file is missing, empty or not UTF-8.
+    """
+    if path is None:
+        source = importlib.resources.files("kvcodec") / "data" / PACKAGED_TEXT
+        raw, name = source.read_bytes(), "WikiText-2 raw test, head"
+    else:
+        try:
+            raw, name = Path(path).expanduser().read_bytes(), Path(path).name
+        except OSError as error:
+            raise ModelError(
+                f"the text {str(path)!r} cannot be read ({error.strerror or error}); pass a UTF-8 text file, or leave "
+                f"--text out for the packaged sample."
+            ) from error
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"the text {str(path)!r} is not UTF-8 ({error.reason} at byte {error.start}).") from error
+    if not text.strip():
+        raise ModelError(f"the text {str(path)!r} is empty; pass real text of at least one window.")
+    return SampleText(text, name, hashlib.sha256(raw).hexdigest())
 
 
 def cache_dir() -> Path:

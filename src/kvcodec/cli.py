@@ -1,0 +1,389 @@
+"""The command line: ``kvcodec demo | list | describe | compare | eval | bench | reproduce | report``.
+
+Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
+nothing else. Exit status: 0 done, 2 a mistake that one line explains, 130 interrupted (what was finished is written).
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import kvcodec
+from kvcodec.errors import KVError, ShapeError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status."""
+    args = _parser().parse_args(argv)
+    _short_warnings()
+    try:
+        for path in args.codec_file:
+            kvcodec.load_file(path)
+        if args.json not in (None, "-"):
+            from kvcodec.eval.rows import check_writable
+
+            check_writable(Path(args.json).parent)
+            if Path(args.json).is_dir():
+                raise KVError(f"--json {args.json} is a folder; name a file in it, or - for standard output.")
+        status = args.run(args)
+        assert isinstance(status, int)
+        return status
+    except KVError as error:
+        print(f"kvcodec: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvcodec: interrupted before anything was finished.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from kvcodec.demo import BUDGET, MODEL, SPECS, run_demo, show
+    from kvcodec.eval.compare import Settings
+    from kvcodec.models import load_text
+    from kvcodec.progress import Progress
+
+    rows, meta, paths = run_demo(
+        args.model or MODEL,
+        args.specs or SPECS,
+        text=load_text(args.text),
+        windows=args.windows,
+        budget=BUDGET if args.budget is None else args.budget,
+        out=Path(args.out),
+        progress=Progress(),
+        settings=Settings(window_tokens=args.window_tokens),
+    )
+    return _finish(args, rows, lambda: show(rows, meta, paths))
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from kvcodec.demo import status_line
+    from kvcodec.eval.rows import plain, table
+
+    rows = _measure(args, args.specs)
+    return _finish(args, rows, lambda: f"{table(plain(rows))}\n\n{status_line(rows)}")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from kvcodec.demo import status_line
+    from kvcodec.eval.rows import plain
+
+    rows = _measure(args, [args.spec])
+    row = plain(rows[0])
+    width = max(map(len, row))
+    lines = [f"{key:<{width}}  {_scalar(value)}" for key, value in row.items() if not isinstance(value, dict | list)]
+    lines += [f"note: {note}" for note in row["notes"]]
+    return _finish(args, rows, lambda: "\n".join([*lines, "", status_line(rows)]))
+
+
+def _measure(args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, Any]]:
+    """Load text and model, and compare; everything that can be refused is refused before the model loads."""
+    from kvcodec.eval.compare import Settings, compare
+    from kvcodec.models import load, load_text
+    from kvcodec.progress import Progress
+
+    for spec in specs:
+        kvcodec.get(spec)
+    text = load_text(args.text)
+    progress = Progress()
+    settings = Settings(
+        windows=args.windows,
+        window_tokens=args.window_tokens,
+        prefill=args.prefill,
+        seed=args.seed,
+        budget=args.budget,
+        new_tokens=args.new_tokens,
+        text_name=text.name,
+        text_sha256=text.sha256,
+    )
+    model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
+    return compare(model, specs, text.text, settings, progress=progress)
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [_list_row(preset, args.head_dim) for preset in kvcodec.presets()]
+
+    def text() -> str:
+        heads = ("preset", "K bits", "V bits", "block", "sink", "window", "kernels", "what it is")
+        lines = [heads, *(_list_cells(row) for row in rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(heads) - 1)]
+        out = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
+        out.insert(1, "  ".join("-" * w for w in [*widths, len(heads[-1])]))
+        bits = f"bits: all bytes of an encoded block x 8 / elements, at head_dim {args.head_dim}; windows not counted"
+        return "\n".join([*out, "", bits, "Options of one of them: kvcodec describe PRESET"])
+
+    return _finish(args, rows, text)
+
+
+def _list_row(preset: str, head_dim: int) -> dict[str, Any]:
+    keys = ("spec", "method", "source", "key_bits", "value_bits", "effective_bits", "nominal_bits", "block_tokens",
+            "sink", "window", "kernels", "summary")  # fmt: skip
+    try:
+        found = kvcodec.describe(preset, head_dim)
+    except ShapeError as error:  # listed all the same: the reader sees why it cannot be used at this head_dim
+        found = kvcodec.describe(preset)
+        found |= {"key_bits": None, "value_bits": None, "effective_bits": None, "nominal_bits": None}
+        return {key: found[key] for key in keys} | {"head_dim": head_dim, "refused": str(error)}
+    return {key: found[key] for key in keys} | {"head_dim": head_dim}
+
+
+def _list_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    bits = ["-" if row[k] is None else f"{row[k]:.3f}" for k in ("key_bits", "value_bits")]
+    kernels = "+".join(k for k, there in row["kernels"].items() if there) or "-"
+    counts = [str(row[k]) for k in ("block_tokens", "sink", "window")]
+    return row["spec"], *bits, *counts, kernels, row.get("refused", row["summary"])
+
+
+def _describe(args: argparse.Namespace) -> int:
+    found = kvcodec.describe(args.spec, args.head_dim)
+
+    def text() -> str:
+        lines = [f"{found['spec']}: {found['summary']}", f"source: {found['source']}", ""]
+        plain_keys = [k for k, v in found.items() if not isinstance(v, dict | list)]
+        for key in plain_keys:
+            if key not in ("spec", "summary", "source"):
+                lines.append(f"  {key:<20} {_scalar(found[key])}")
+        lines.append(f"  {'kernels':<20} {', '.join(k for k, there in found['kernels'].items() if there) or 'none'}")
+        lines += ["", "options" if found["options"] else "no options"]
+        for o in found["options"]:
+            lines.append(
+                f"  {o['name']}={_scalar(o['value'])}  ({o['type']}, default {_scalar(o['default'])})  {o['doc']}"
+            )
+        lines += ["", f"bytes of a page of {found['page_tokens']} tokens of one head, in this order"]
+        for f in found["layout"]:
+            shape = " x ".join(map(str, f["shape"]))
+            per = "token" if f["block_tokens"] == 1 else f"{f['block_tokens']} tokens"
+            lines.append(f"  {f['page_offset']:>6}  {f['role']}.{f['field']:<12} {f['dtype']} [{shape}] per {per}")
+        return "\n".join(lines)
+
+    return _finish(args, found, text)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from kvcodec.bench.codec_bench import bench_rows
+    from kvcodec.progress import Progress
+
+    rows = bench_rows(
+        args.specs,
+        batch=args.batch,
+        kv_heads=args.kv_heads,
+        query_heads=args.query_heads,
+        head_dim=args.head_dim,
+        tokens=args.tokens,
+        device=args.device,
+        dtype=args.dtype,
+        repeats=args.repeats,
+        seed=args.seed,
+        progress=Progress().say,
+    )
+    return _stream(args, rows, _bench_text)
+
+
+def _bench_text(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'spec':<20} {'bits':>6}  {'metric':<18} {'p20':>12} {'p50':>12} {'p80':>12}  unit"]
+    for r in rows:
+        values = " ".join(f"{r['values'][p]:>12.1f}" for p in ("p20", "p50", "p80"))
+        bits = r.get("effective_bits")
+        held = "-" if bits is None else f"{bits:.2f}"
+        lines.append(f"{r['spec']:<20} {held:>6}  {r['metric']:<18} {values}  {r['unit']}")
+    return "\n".join(lines)
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    from kvcodec.eval.reproduce import reproduce_rows
+    from kvcodec.progress import Progress
+
+    rows = reproduce_rows(args.papers or None, quick=args.quick, progress=Progress())
+    return _stream(args, rows, _reproduce_text)
+
+
+def _reproduce_text(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for r in rows:
+        verdict = "holds" if r["holds"] else "DIFFERS"
+        where = f"{r['paper']} {r['table']}: {r['item']}, {r['metric']}"
+        lines.append(
+            f"{verdict:<8} {where}: printed {_scalar(r['printed'])}, ours {_scalar(r['ours'])}  {r['note'] or ''}"
+        )
+    holding = sum(bool(r["holds"]) for r in rows)
+    return "\n".join(line.rstrip() for line in [*lines, f"{holding} of {len(rows)} printed figures hold."])
+
+
+def _report(args: argparse.Namespace) -> int:
+    from kvcodec.eval.rows import check_writable, read_rows
+    from kvcodec.report import write_report
+
+    rows = read_rows(args.files)
+    out = check_writable(args.out)
+    meta: dict[str, Any] = {"title": args.title, "files": ", ".join(map(str, args.files))}
+    meta |= {key: rows[0][key] for key in ("model", "text", "versions") if key in rows[0]}
+    paths = write_report(rows, out, meta)
+    return _finish(args, [str(path) for path in paths], lambda: "\n".join(f"written: {path}" for path in paths))
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _finish(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> int:
+    """Write JSON where it was asked for, and the text for people unless standard output is the JSON's."""
+    from kvcodec.eval.rows import write_json
+
+    if args.json is not None:
+        write_json(args.json, data)
+    if args.json != "-":
+        print(text())
+    interrupted = isinstance(data, list) and any(isinstance(r, dict) and r.get("partial") for r in data)
+    return INTERRUPTED if interrupted else 0
+
+
+def _stream(
+    args: argparse.Namespace, source: Iterable[dict[str, Any]], text: Callable[[list[dict[str, Any]]], str]
+) -> int:
+    """Collect rows as they come; an interrupt keeps those that came."""
+    rows: list[dict[str, Any]] = []
+    try:
+        rows.extend(source)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        print("kvcodec: interrupted: the rows hold what was finished.", file=sys.stderr)
+        rows = [row | {"partial": True} for row in rows]
+    return _finish(args, rows, lambda: text(rows))
+
+
+def _scalar(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _short_warnings() -> None:
+    """One line per warning, without the place in the source that the default form points at."""
+
+    def line(message: Warning | str, *_: Any) -> str:
+        return f"kvcodec: warning: {message}\n"
+
+    warnings.formatwarning = line
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _specs(text: str) -> list[str]:
+    """Split ``a,b:x=1,y=2,c`` into specs: an item with ``=`` and no ``:`` belongs to the spec before it."""
+    specs: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        if specs and "=" in item and ":" not in item:
+            specs[-1] += f",{item}"
+        else:
+            specs.append(item)
+    return specs
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvcodec", description="KV caches 3-5x smaller, at their true bits.")
+    parser.add_argument("--version", action="version", version=f"kvcodec {kvcodec.__version__}")
+    _codec_file(parser, [])
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    p = _command(commands, "demo", _demo, "a real model, a real text, nine presets: table, picture, page")
+    p.add_argument("--model", help="path, hub id or smollm2-135m (default)")
+    p.add_argument("--specs", type=_specs, metavar="A,B", help="presets, instead of the nine")
+    _text_options(p)
+    p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="where the report goes (%(default)s)")
+
+    p = _command(commands, "list", _list, "all presets with their bits")
+    _head_dim(p)
+
+    p = _command(commands, "describe", _describe, "everything about one preset: options, layout, bits")
+    p.add_argument("spec", metavar="SPEC")
+    _head_dim(p)
+
+    p = _command(commands, "compare", _compare, "presets on your model and text")
+    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
+    p.add_argument("--specs", type=_specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64")
+    _measure_options(p)
+
+    p = _command(commands, "eval", _eval, "one preset on your model and text: perplexity and fidelity")
+    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
+    p.add_argument("--spec", required=True, metavar="SPEC")
+    _measure_options(p)
+
+    p = _command(commands, "bench", _bench, "times of encode, decode and attention on this machine")
+    p.add_argument("--specs", type=_specs, default=["dense", "saw-int4"], metavar="A,B")
+    for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
+        p.add_argument(f"--{name}", type=_positive, default=default, help="(%(default)s)")
+    _head_dim(p)
+    p.add_argument("--seed", type=int, default=0)
+    _device(p)
+
+    p = _command(commands, "reproduce", _reproduce, "recompute what the papers print")
+    p.add_argument("papers", nargs="*", metavar="PAPER", help="default: all")
+    p.add_argument("--quick", action="store_true", help="smaller samples")
+
+    p = _command(commands, "report", _report, "picture and page from result files")
+    p.add_argument("files", nargs="+", metavar="FILE.json")
+    p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="(%(default)s)")
+    p.add_argument("--title", default="kvcodec report")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    p = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    assert isinstance(p, argparse.ArgumentParser)
+    p.add_argument("--json", metavar="FILE", help="write the result as JSON; - is standard output")
+    _codec_file(p, argparse.SUPPRESS)  # allowed before the command and after it
+    p.set_defaults(run=run)
+    return p
+
+
+def _codec_file(p: argparse.ArgumentParser, default: Any) -> None:
+    p.add_argument(
+        "--codec-file", metavar="FILE", action="append", default=default, help="a .py file with codecs of your own"
+    )
+
+
+def _text_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: the packaged head of WikiText-2's test split)")
+    p.add_argument("--windows", type=_positive, default=3, metavar="N", help="windows of text (%(default)s)")
+    p.add_argument("--window-tokens", type=_positive, default=2048, metavar="N", help="(%(default)s, the protocol's)")
+    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no window that would end later than this")
+
+
+def _measure_options(p: argparse.ArgumentParser) -> None:
+    _text_options(p)
+    p.add_argument(
+        "--prefill",
+        choices=("decoded", "exact"),
+        default="decoded",
+        help="what attention reads; see the docs (%(default)s)",
+    )
+    p.add_argument("--new-tokens", type=int, default=32, metavar="N", help="generated tokens; 0 for none (%(default)s)")
+    p.add_argument("--seed", type=int, default=0)
+    _device(p)
+
+
+def _device(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", default="cpu", help="torch device (%(default)s)")
+    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(%(default)s)")
+
+
+def _head_dim(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="(%(default)s)")
