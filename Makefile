@@ -17,7 +17,7 @@ check:  ## lint, format, types
 docs:  ## write the generated pages of docs/
 	@scripts/docs
 
-bench:  ## timings on this machine's GPU (ARGS="--help")
+bench:  ## times of encode, decode and attention on this machine (ARGS="--help")
 	@scripts/bench $(ARGS)
 
 dist:  ## build the wheel and check what is in it

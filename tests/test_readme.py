@@ -115,6 +115,6 @@ def test_file_tree_names_every_room_and_no_other() -> None:
     tree = re.search(r"```\nsrc/kvcodec/\n(.*?)```", README, re.S)[1]
     named = set(re.findall(r"^  (\S+)", tree, re.M))
     rooms = {p.name + "/" * p.is_dir() for p in (ROOT / "src/kvcodec").iterdir()}
-    assert named == rooms - {"__init__.py", "py.typed", "__pycache__/"}
+    assert named == rooms - {"__init__.py", "__main__.py", "py.typed", "__pycache__/"}
     for path in re.findall(r"^(\S+/) ", tree, re.M):
         assert (ROOT / path).is_dir()
