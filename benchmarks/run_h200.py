@@ -98,11 +98,14 @@ class Problem:
         got = call()
         for bi, hi in {(0, 0), (b - 1, h - 1), (b // 2, h // 2)}:
             (k, key_bytes, codec), (v, _, _) = self.decoded(bi, hi)
-            x = self.k[bi, hi, :4096].float()
+            # on the CPU, because torch on CUDA divides by a constant through its reciprocal
+            x = self.k[bi, hi, :8192].float().cpu()
             want = codec.encode(codec.to_code(x, {}), {})["codes"]
-            equal = (want == key_bytes["codes"][:4096]).float().mean().item()
-            if equal < 0.9998:
-                return f"{self.name}: bytes equal to the reference in {equal:.6f} (head {bi},{hi})"
+            other = want ^ key_bytes["codes"][:8192].cpu()
+            differ = (((other & 15) != 0).sum() + ((other >> 4) != 0).sum()).item()
+            print(f"check {self.name}: {differ} of {x.numel()} codes differ from the reference", flush=True)
+            if differ > 1e-4 * x.numel():
+                return f"{self.name}: {differ} of {x.numel()} codes differ (head {bi},{hi})"
             q = self.q[bi, hi * (hq // h) : (hi + 1) * (hq // h), 0].float()
             exact = torch.softmax((q.double() @ k.double().T) * d**-0.5, -1) @ v.double()
             low = torch.nn.functional.scaled_dot_product_attention(
@@ -110,6 +113,7 @@ class Problem:
             )[0, 0]
             error = ((got[bi, hi * (hq // h) : (hi + 1) * (hq // h), 0].double() - exact).norm() / exact.norm()).item()
             limit = 2 * ((low.double() - exact).norm() / exact.norm()).item()
+            print(f"check {self.name}: attention error {error:.2e}, bf16 SDPA {limit / 2:.2e}", flush=True)
             if not error <= limit:
                 return f"{self.name}: error {error:.2e} above {limit:.2e} (head {bi},{hi})"
         return ""
@@ -198,14 +202,12 @@ def measure(problem, timer, commit):
 
 
 SWEEPS = {
-    "llm64k": [(64, 1, s, n) for s in (3, 4) for n in (66, 99, 132, 198, 264)]
-    + [(128, 2, 3, n) for n in (66, 99, 128, 132)] + [(32, 1, 4, 264), (64, 1, 5, 132)],
-    "video": [(64, 1, s, n) for s in (3, 4) for n in (16, 24, 32, 48, 64, 80)]
-    + [(128, 2, 3, n) for n in (16, 24, 32)] + [(128, 1, 3, n) for n in (16, 32)],
-    "b32_8k": [(64, 1, s, n) for s in (3, 4) for n in (1, 2, 4, 5, 8)] + [(128, 2, 3, n) for n in (1, 2, 4)]
-    + [(32, 1, 4, 5)],
-    "b32_32k": [(64, 1, s, n) for s in (3, 4) for n in (4, 5, 10, 20)] + [(128, 2, 3, n) for n in (2, 4)],
-}  # fmt: skip
+    "llm64k": [(64, 1, 3, n, r) for r in (0, 168) for n in (114, 132, 152, 198)] + [(32, 1, 4, 132, 0)],
+    "video": [(64, 1, s, n, 0) for s in (3, 4) for n in (24, 33, 44, 66)] + [(128, 2, 3, n, 0) for n in (16, 33)]
+    + [(64, 1, 3, n, 128) for n in (33, 66)],
+    "b32_8k": [(64, 1, s, n, 0) for s in (3, 4) for n in (2, 3, 4)] + [(64, 1, 3, n, 168) for n in (3, 4, 6)],
+    "b32_32k": [(64, 1, s, n, 0) for s in (3, 4) for n in (2, 3, 4)] + [(64, 1, 3, n, 168) for n in (3, 4, 6)],
+}
 
 
 def main():
@@ -228,13 +230,13 @@ def main():
         if args.sweep:
             reps = 20 if problem.shape[0] == 1 else 8
             rows = sweep(problem, timer, SWEEPS[name], reps)
-            default = decode.config_for(problem.shape[0] * problem.shape[2], problem.shape[3], PAGE,
+            default = decode.config_for(problem.shape[0] * problem.shape[2], 8, problem.shape[3], PAGE,
                                         problem.table.shape[1] * PAGE, decode._sms(problem.q.device))  # fmt: skip
             for pdl in (True, False):
                 row = timer.cold(lambda c=default, p=pdl: problem.attend_with(c, p), reps)
                 print("pdl", pdl, name, tuple(default), row)
                 rows.append({"shape": name, "pdl": pdl, **default._asdict(), **row})
-            for cfg in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
+            for cfg in ((16, 1), (32, 2)):
                 if name == "b32_32k":
                     break
                 p = problem

@@ -18,6 +18,7 @@ from kvcodec.kernels._common import (
 class Hooks(NamedTuple):
     """The jit functions with which a codec fills the skeleton; see the module's docstring."""
 
+    load_q: object
     prepare: object
     load_k: object
     score: object
@@ -35,6 +36,18 @@ def _page_of(table_row, i, BN: tl.constexpr, P: tl.constexpr):
     else:
         page = tl.load(table_row + i * (BN // P) + tl.arange(0, BN) // P)
     return page
+
+
+@triton.jit
+def _prefetch(pages32, page, heads, head, PAGE_BYTES: tl.constexpr):
+    """Ask the L2 for a page, so that its way from memory runs beside the rotation of the query."""
+    at = pages32 + (page.to(tl.int64) * heads + head) * (PAGE_BYTES // 4)
+    lines = tl.arange(0, 128)
+    for i in tl.static_range((PAGE_BYTES + 16383) // 16384):
+        line = tl.minimum(i * 128 + lines, (PAGE_BYTES - 1) // 128)
+        tl.inline_asm_elementwise(
+            "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [at + line * 32], tl.int32, False, 1
+        )
 
 
 @triton.jit
@@ -112,7 +125,7 @@ def _split_kernel(
     heads, group, scale2, num_splits,
     D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, NH: tl.constexpr,
     MT: tl.constexpr, W: tl.constexpr, BND: tl.constexpr, KBLOCK: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr, PAGE_BYTES: tl.constexpr, PREPARE: tl.constexpr, LOAD_K: tl.constexpr,
+    PDL: tl.constexpr, PAGE_BYTES: tl.constexpr, LOAD_Q: tl.constexpr, PREPARE: tl.constexpr, LOAD_K: tl.constexpr,
     SCORE: tl.constexpr, LOAD_V: tl.constexpr, INIT: tl.constexpr, ACCUMULATE: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
@@ -153,10 +166,13 @@ def _split_kernel(
         tl.store(part_m + out, dm, rows_ok)
         tl.store(part_l + out, dl, rows_ok)
     else:
+        # four memory latencies follow one another here (length, page id, tile, and the query beside
+        # them), so each is started as early as it can be
         n_hi = tl.load(seq_lens + b)
         n_lo = 0
         if start is not None:
             n_lo = tl.load(start + b)
+        x = LOAD_Q(q_ptr, qrow, rows_ok, D, DQ)
         first = n_lo // BN
         count = tl.maximum(tl.cdiv(n_hi, BN) - first, 0)
         lo = first + (split * count) // num_splits
@@ -168,10 +184,14 @@ def _split_kernel(
             head_edge = (n_lo > lo * BN).to(tl.int32)
             tail_edge = ((n_hi < hi * BN) & (hi - lo > head_edge)).to(tl.int32)
             table_row = table + b.to(tl.int64) * stride_table
-            q = PREPARE(q_ptr, qrow, rows_ok, scale2, D, DQ, KBLOCK, ASM)
-            acc = INIT(NH, DQ)
             last = hi - tail_edge
             page = _page_of(table_row, tl.minimum(lo + head_edge, hi - 1), BN, P)
+            if ASM and BN <= P:
+                second = _page_of(table_row, tl.minimum(lo + head_edge + 1, hi - 1), BN, P)
+                _prefetch(pages32, page, heads, h, PAGE_BYTES)
+                _prefetch(pages32, second, heads, h, PAGE_BYTES)
+            q = PREPARE(x, scale2, DQ, KBLOCK, ASM)
+            acc = INIT(NH, DQ)
             for i in tl.range(lo + head_edge, last):
                 # read one block ahead: the id is there when its tile is asked for
                 ahead = _page_of(table_row, tl.minimum(i + 1, hi - 1), BN, P)
@@ -199,10 +219,11 @@ def _split_kernel(
 @triton.jit
 def _combine_plane(part_o, row, j, w, s, live, g, D: tl.constexpr, DQ: tl.constexpr,
                    SLOTS: tl.constexpr):  # fmt: skip
-    """Return sum_s w[s] * o[s, plane j, :]; slots that were not written are not read."""
+    """Return sum_s w[s] * o[s, plane j, :]; slots that were not written count as zero."""
     at = part_o + (row * SLOTS + s[:, None]) * (4 * DQ) + j * DQ + g[None, :]
-    o = tl.load(at, live[:, None] & (g < D // 4)[None, :], other=0.0)
-    return tl.sum(o * w[:, None], 0)
+    # loaded before the weights are known, hence the selection afterwards
+    o = tl.load(at, (s < SLOTS)[:, None] & (g < D // 4)[None, :], other=0.0)
+    return tl.sum(tl.where(live[:, None], o * w[:, None], 0.0), 0)
 
 
 @triton.jit

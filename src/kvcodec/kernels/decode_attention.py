@@ -49,21 +49,26 @@ _SM_FALLBACK = 132
 
 
 class Config(NamedTuple):
-    """Launch constants: tokens per block, warps, pipeline stages, splits per sequence and head."""
+    """Launch constants: tokens per block, warps, stages, splits per sequence and head, registers."""
 
     block_n: int
     num_warps: int
     num_stages: int
     num_splits: int
+    max_regs: int = 0
 
 
-def config_for(units: int, head_dim: int, page_tokens: int, capacity: int, sms: int) -> Config:
+def config_for(
+    units: int, tile: int, head_dim: int, page_tokens: int, capacity: int, sms: int
+) -> Config:
     """Choose launch constants from a table measured on one H200; nothing is tuned at run time.
 
     Parameters
     ----------
     units : int
         Sequences x KV heads x head tiles: programs without any split.
+    tile : int
+        Query heads per program, 8 or 16.
     head_dim, page_tokens : int
     capacity : int
         Tokens that the block table can hold per sequence.
@@ -71,11 +76,21 @@ def config_for(units: int, head_dim: int, page_tokens: int, capacity: int, sms: 
         Multiprocessors of the device.
     """
     block = 64 if page_tokens % 64 == 0 else min(page_tokens & -page_tokens, 64)
+    wide = head_dim > 128
+    if tile == 16 and 64 < head_dim <= 128:
+        block = min(block, 32)  # or the accumulators of sixteen heads spill
     blocks = max(1, -(-capacity // block))
-    # one warp per program keeps the whole softmax inside the warp; eight programs fill an SM
-    waves = 8 if head_dim <= 128 else 4
-    splits = max(1, min(sms * waves // max(units, 1), blocks, 512))
-    return Config(block, 1, 3 if head_dim <= 128 else 2, splits)
+    # one warp per program keeps the softmax inside the warp; an SM holds eight (its registers)
+    full = 8 * sms
+    if units <= full:
+        # half full is best: more programs leave more partials to merge
+        splits = max(1, round(full / 2 / max(units, 1)))
+    else:
+        # at least four waves, so that the last one weighs little
+        splits = max(1, round(4 * full / units))
+    splits = min(splits, blocks, 512)
+    warps = (4 if tile == 16 else 2) if wide else 1
+    return Config(block, warps, 2 if wide else 3, splits)
 
 
 def tile_heads(group: int) -> int:
@@ -154,9 +169,10 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
         num_kv_heads, group, scale * _LOG2E, config.num_splits,
         D=dim, DQ=width, P=page_tokens, BN=config.block_n, NH=tile, MT=tiles,
         W=dense_k.shape[2] if dense else 0, BND=32, KBLOCK=key_block, ASM=ASM, PDL=pdl,
-        PAGE_BYTES=page_bytes(dim, page_tokens), PREPARE=hooks.prepare, LOAD_K=hooks.load_k,
-        SCORE=hooks.score, LOAD_V=hooks.load_v, INIT=hooks.init, ACCUMULATE=hooks.accumulate,
+        PAGE_BYTES=page_bytes(dim, page_tokens), LOAD_Q=hooks.load_q, PREPARE=hooks.prepare,
+        LOAD_K=hooks.load_k, SCORE=hooks.score, LOAD_V=hooks.load_v, INIT=hooks.init, ACCUMULATE=hooks.accumulate,
         FINISH=hooks.finish, num_warps=config.num_warps, num_stages=config.num_stages,
+        **({"maxnreg": config.max_regs} if ASM and config.max_regs else {}),
     )  # fmt: skip
     _decode._combine_kernel[(rows, 4 if value_block == 1 else 1)](
         part_o, part_m, part_l, sinks, o, lse, o.stride(0), o.stride(1), num_q_heads,
@@ -178,8 +194,9 @@ def _op(
     group = num_q_heads // num_kv_heads
     tiles = -(-group // tile_heads(group))
     config = config_for(
-        batch * num_kv_heads * tiles, dim, page_tokens, table.shape[1] * page_tokens, _sms(q.device)
-    )
+        batch * num_kv_heads * tiles, tile_heads(group), dim, page_tokens,
+        table.shape[1] * page_tokens, _sms(q.device),
+    )  # fmt: skip
     if num_splits:
         config = config._replace(num_splits=num_splits)
     return _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_tokens,

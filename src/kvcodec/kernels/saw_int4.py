@@ -97,17 +97,8 @@ def _largest(x0, x1, x2, x3):
 
 
 @triton.jit
-def prepare(
-    q_ptr, qrow, rows_ok, scale2, D: tl.constexpr, DQ: tl.constexpr, BLOCK: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Rotate, scale and round the query heads.
-
-    Returns
-    -------
-    four fp16 planes [DQ, N] (odd ones divided by 16), 2**-24 x the sum of the rounded query [N],
-    and 2**24 / c
-    """
+def load_q(q_ptr, qrow, rows_ok, D: tl.constexpr, DQ: tl.constexpr):
+    """Load the query heads as four fp32 planes [DQ, N]."""
     g = tl.arange(0, DQ)
     at = q_ptr + qrow[None, :] + 4 * g[:, None]
     ok = rows_ok[None, :] & (g < D // 4)[:, None]
@@ -115,6 +106,19 @@ def prepare(
     x1 = tl.load(at + 1, ok, other=0.0).to(tl.float32)
     x2 = tl.load(at + 2, ok, other=0.0).to(tl.float32)
     x3 = tl.load(at + 3, ok, other=0.0).to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def prepare(x, scale2, DQ: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """Rotate, scale and round the query heads.
+
+    Returns
+    -------
+    four fp16 planes [DQ, N] (odd ones divided by 16), 2**-24 x the sum of the rounded query [N],
+    and 2**24 / c
+    """
+    x0, x1, x2, x3 = x
     if BLOCK >= 8:
         # 16-bit inputs survive the cast exactly: only their exponent moves
         c, undo = _exponent_scale(_largest(x0, x1, x2, x3), 8)
@@ -239,7 +243,7 @@ def finish(acc):
     return a0 * even - b, a1 * odd - b, a2 * even - b, a3 * odd - b
 
 
-HOOKS = Hooks(prepare, load_k, score, load_v, init, accumulate, finish)
+HOOKS = Hooks(load_q, prepare, load_k, score, load_v, init, accumulate, finish)
 
 
 # ------------------------------------------------------------------ encode
