@@ -21,7 +21,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     args = _parser().parse_args(argv)
-    _short_warnings()
+    form, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         for path in args.codec_file:
             kvcodec.load_file(path)
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        warnings.formatwarning = form
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -68,23 +70,22 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from kvcodec.demo import status_line
+    from kvcodec.demo import about
     from kvcodec.eval.rows import plain, table
 
     rows = _measure(args, args.specs)
-    return _finish(args, rows, lambda: f"{table(plain(rows))}\n\n{status_line(rows)}")
+    return _finish(args, rows, lambda: f"{table(plain(rows))}\n\n{about(rows)}")
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from kvcodec.demo import status_line
+    from kvcodec.demo import about
     from kvcodec.eval.rows import plain
 
     rows = _measure(args, [args.spec])
     row = plain(rows[0])
     width = max(map(len, row))
     lines = [f"{key:<{width}}  {_scalar(value)}" for key, value in row.items() if not isinstance(value, dict | list)]
-    lines += [f"note: {note}" for note in row["notes"]]
-    return _finish(args, rows, lambda: "\n".join([*lines, "", status_line(rows)]))
+    return _finish(args, rows, lambda: "\n".join([*lines, "", about(rows)]))
 
 
 def _measure(args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, Any]]:
@@ -266,13 +267,11 @@ def _scalar(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _short_warnings() -> None:
-    """One line per warning, without the place in the source that the default form points at."""
-
-    def line(message: Warning | str, *_: Any) -> str:
-        return f"kvcodec: warning: {message}\n"
-
-    warnings.formatwarning = line
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """One line, without the place in the source that the default form points at."""
+    return f"kvcodec: warning: {message}\n"
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -387,3 +386,7 @@ def _device(p: argparse.ArgumentParser) -> None:
 
 def _head_dim(p: argparse.ArgumentParser) -> None:
     p.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="(%(default)s)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -128,26 +128,27 @@ def run_demo(
 
 def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) -> str:
     """What the demo prints: table, continuation, files, recommendation."""
-    parts = ["", table(plain(rows)), "", status_line(rows)]
+    parts = ["", table(plain(rows)), "", about(rows)]
     parts += ["", *continuations(rows, str(meta.get("prompt", "")))]
     parts += ["", *(f"written: {path}" for path in paths), "", str(meta["recommendation"])]
     return "\n".join(parts)
 
 
-def status_line(rows: Sequence[Row]) -> str:
-    """One line under a table: over how much text, and whether anything is missing."""
+def about(rows: Sequence[Row]) -> str:
+    """What stands under a table: over how much text, whether anything is missing, warnings met on the way."""
     row = rows[0]
     text = (
         f"{row['windows']} window{'s' * (row['windows'] > 1)} of {row['window_tokens']} tokens of {row['text']}, "
-        f"prefill={row['prefill']}, {row['dtype']} on {row['device']}; perplexity +- {row['perplexity_se']:.2f} "
-        f"(standard error over tokens, shared by all rows)."
+        f"prefill={row['prefill']}, {row['dtype']} on {row['device']}; standard error of the perplexity "
+        f"{row['perplexity_se']:.2f} (over tokens; the windows are the same for all rows)."
     )
-    return text + {
+    text += {
         "complete": "",
         "budget": " Fewer windows than asked for: the time budget was spent (--budget).",
         "short-text": " Fewer windows than asked for: the text is too short.",
         "interrupted": " INTERRUPTED: these are the windows finished so far.",
-    }.get(str(row["status"]), "")
+    }[row["status"]]
+    return "\n".join([text, *(f"{r['spec']}: {note}" for r in rows for note in r["notes"])])
 
 
 def continuations(rows: Sequence[Row], prompt: str) -> list[str]:
