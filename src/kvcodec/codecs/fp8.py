@@ -58,7 +58,7 @@ class Fp8(Codec):
         fields = [Field("codes", "uint8", (head_dim,))]
         if self.scaled:
             fields.append(Field("scale", "float16", (1,), "scales"))
-        return Layout(head_dim, 1, tuple(fields), nominal_bits=8)
+        return Layout(head_dim, 1, tuple(fields), nominal_bits=8.0)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Scale, saturate, cast."""

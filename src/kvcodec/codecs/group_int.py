@@ -117,7 +117,7 @@ class GroupInt(Codec):
         fields.append(Field("scale", "float16", (scales,), "scales"))
         if not self.symmetric:
             fields.append(Field("zero", "float16", (scales,), "scales"))
-        return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=self.bits)
+        return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=float(self.bits))
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Quantize each group to the grid of its held scale."""
