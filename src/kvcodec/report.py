@@ -195,7 +195,9 @@ def _page(rows: Sequence[Row], meta: Mapping[str, Any], png: bytes) -> str:
         f"<h1>{title}</h1>",
     ]
     if meta.get("partial") or any(r.get("partial") for r in rows):
-        parts.append('<p class="lead">The run was interrupted: rows in italics are incomplete, others are missing.</p>')
+        parts.append(
+            '<p class="lead">The run was interrupted: rows in italics cover only the windows finished by then.</p>'
+        )
     if meta.get("recommendation"):
         parts.append(f'<p class="lead">{html.escape(str(meta["recommendation"]))}</p>')
     parts += [
@@ -225,7 +227,7 @@ def _table(rows: Sequence[Row]) -> str:
     head = "".join(f'<th title="{html.escape(c.meaning)}">{html.escape(c.heading)}</th>' for c in columns)
     lines = []
     for row in rows:
-        mark = f'<span class="dot" style="background:{style_of(str(row.get("spec"))).color}"></span>'
+        mark = f'<span class="dot" style="background:{_color(str(row.get("spec")))}"></span>'
         cells = [html.escape(cell(row, c)) for c in columns]
         if row.get("partial"):
             cells[0] += " (partial)"
@@ -233,6 +235,10 @@ def _table(rows: Sequence[Row]) -> str:
         lines.append(f"<tr{' class=partial' if row.get('partial') else ''}>{body}</tr>")
     body = "\n".join(lines)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def _color(spec: str) -> str:
+    return style_of("dense" if spec == UNCOMPRESSED else spec).color
 
 
 def _continuations(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
