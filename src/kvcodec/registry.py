@@ -264,6 +264,7 @@ def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
                 f"unknown codec {base!r}.{nearest(base, [*by_preset, *methods])} "
                 f"Known: {', '.join(by_preset)}. Run `kvcodec list` for what each one is."
             )
+        method.options["bits"].parse(match[2], spec)  # type: ignore[index]  # refuses int-7 by name
     given: dict[str, Any] = {}
     for item in filter(None, tail.split(",")):
         key, equals, text = item.partition("=")
@@ -287,11 +288,7 @@ def _suffix(name: str, base: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "none"}.get(value, str(value))
-        if (value is None or isinstance(value, bool))
-        else str(value)
-    )
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _origin(recipe: Recipe) -> tuple[str, str]:
