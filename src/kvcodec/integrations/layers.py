@@ -23,7 +23,7 @@ CHUNK_TOKENS = 1024
 """Tokens decoded at a time; bounds what a read needs beyond its result."""
 APPEND_TOKENS = 4096
 """Tokens of a prefill encoded at a time; bounds the float32 copies that encoding needs."""
-DECODE_COPIES = 8
+DECODE_COPIES = 10
 """Upper bound of the float32 copies of a chunk that a codec's decode holds at once; a test counts them."""
 
 
@@ -139,12 +139,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         peak = _chunk_bytes(out)
         if end < last:
             whole = tuple(x.new_empty(*x.shape[:2], last - first, x.shape[3]) for x in out)
-            for x, part in zip(whole, out, strict=True):
-                x[:, :, : end - first] = part
+            _fill(whole, 0, out)
+            del out  # one decoded chunk at a time
             for a in range(end, last, CHUNK_TOKENS):
-                b = min(a + CHUNK_TOKENS, last)
-                for x, part in zip(whole, cache.decode(a, b), strict=True):
-                    x[:, :, a - first : b - first] = part
+                _fill(whole, a - first, cache.decode(a, min(a + CHUNK_TOKENS, last)))
             out = whole[0], whole[1]
         self.calls["decoded"] += 1
         self.workspace_bytes = max(self.workspace_bytes, sum(x.nbytes for x in out) + peak)
@@ -343,6 +341,11 @@ class WindowedLayer(PackedLayer):
     def note(self) -> str:
         """Return one phrase on what is particular about this layer."""
         return f"{self.kind}, window {self.window}: the newest {self.window - 1} tokens, no sink"
+
+
+def _fill(whole: tuple[Tensor, ...], at: int, parts: tuple[Tensor, Tensor]) -> None:
+    for x, part in zip(whole, parts, strict=True):
+        x[:, :, at : at + part.shape[2]] = part
 
 
 def _chunk_bytes(chunk: tuple[Tensor, Tensor]) -> int:

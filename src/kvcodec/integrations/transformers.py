@@ -274,7 +274,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     """
     from kvcodec.persist import load_layers
 
-    held, meta = load_layers(path)
+    held, meta = load_layers(path, device=getattr(model_or_config, "device", "cpu"))
     if meta.get("integration") != "transformers":
         raise FormatError(f"{path}: holds no transformers cache; load_cache reads what KVCache.save wrote.")
     try:

@@ -1,0 +1,362 @@
+"""What the cache does by itself: crop, select, windows, accounting, memory, saving."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvcodec
+from kvcodec.codec import Codec
+from kvcodec.errors import FormatError, ShapeError
+from kvcodec.integrations import layers
+from kvcodec.integrations.transformers import KVCache, cache_for, load_cache
+from tests.conftest import tiny_config
+from tests.integrations.oracle import oracle_for
+from tests.integrations.test_generate import SPECS, assert_same, prompt, run
+
+BLOCKED = "kivi-2:window=4"
+
+
+def filled(model: Any, cache: Any, batch: int = 2, tokens: int = 45) -> Any:
+    with torch.no_grad():
+        model(prompt(batch, tokens), past_key_values=cache)
+    return cache
+
+
+def step_logits(model: Any, cache: Any, batch: int) -> Tensor:
+    with torch.no_grad():
+        return model(prompt(batch, 7, seed=9), past_key_values=cache).logits
+
+
+def assert_same_step(model: Any, ours: Any, theirs: Any, batch: int) -> None:
+    a, b = step_logits(model, ours, batch), step_logits(model, theirs, batch)
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("amount", [-1, -10, -40, -45, 30, 60, 0])
+def test_crop_touches_packed_tokens(tiny: Any, spec: str, amount: int) -> None:
+    model = tiny("llama-gqa")
+    ours, theirs = (filled(model, make(model, spec)) for make in (_cache, oracle_for))
+    held = ours.report()["total_bytes"]
+    ours.crop(amount)
+    theirs.crop(amount)
+    left = {-1: 44, -10: 35, -40: 5, -45: 0, 30: 30, 60: 45, 0: 45}[amount]
+    assert ours.get_seq_length() == left
+    assert [len(c) for c in ours.layer_caches] == [left] * 2
+    assert ours.report()["total_bytes"] <= held
+    assert_same_step(model, ours, theirs, 2)
+
+
+def test_trim_does_not_skip_packed_layers(tiny: Any) -> None:
+    """Cropping to far fewer tokens frees pages in every layer."""
+    model = tiny("llama-gqa")
+    cache = filled(model, _cache(model, "saw-int4"), 2, 300)
+    before = [c.nbytes()["key.codes"] for c in cache.layer_caches]
+    pages = [c.store.pages.shape[0] for c in cache.layer_caches]
+    cache.crop(-250)
+    assert [c.nbytes()["key.codes"] for c in cache.layer_caches] == [b * 50 // 300 for b in before]
+    assert all(c.store.pages.shape[0] < p for c, p in zip(cache.layer_caches, pages, strict=True))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_select_and_repeat_move_every_part(tiny: Any, name: str, spec: str) -> None:
+    model = tiny(name)
+    for change in (
+        lambda c: c.batch_select_indices(torch.tensor([2, 0])),
+        lambda c: c.batch_repeat_interleave(2),
+        lambda c: c.reorder_cache(torch.tensor([1, 1, 2])),
+    ):
+        ours, theirs = (filled(model, make(model, spec), 3) for make in (_cache, oracle_for))
+        change(ours)
+        change(theirs)
+        assert_same_step(model, ours, theirs, ours.batch_size)
+
+
+def test_select_takes_a_boolean_mask(tiny: Any) -> None:
+    model = tiny("llama-gqa")
+    ours, theirs = (filled(model, _cache(model, "saw-int4"), 3) for _ in range(2))
+    ours.batch_select_indices(torch.tensor([True, False, True]))
+    theirs.batch_select_indices(torch.tensor([0, 2]))
+    assert torch.equal(step_logits(model, ours, 2), step_logits(model, theirs, 2))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_reset_forgets_everything(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    cache = _cache(model, BLOCKED)
+    first = run(model, cache, prompt(2))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.report()["total_bytes"] == 0
+    assert_same(run(model, cache, prompt(2)), first)
+    cache.reset()
+    run(model, cache, prompt(3, 11))  # another batch and length
+
+
+# -- sliding windows ------------------------------------------------------------
+
+
+def test_sliding_layers_not_silently_off(tiny: Any) -> None:
+    """Every sliding layer is packed, and holds its window instead of the history."""
+    model = tiny("gemma3")
+    cache = filled(model, _cache(model, "saw-int4"), 1, 100)
+    for layer, kind in zip(cache.report()["layers"], model.config.layer_types, strict=True):
+        sliding = kind == "sliding_attention"
+        assert layer["tokens"] == (model.config.sliding_window - 1 if sliding else 100)
+        assert "key.codes" in layer["bytes"]
+        assert ("sliding" in layer["note"]) == sliding
+    assert cache.is_sliding == [True, False, True]
+
+
+def test_window_stays_at_its_width(tiny: Any) -> None:
+    """Neither the sliding window nor the scheme's dense window shrinks or grows over steps."""
+    model = tiny("gemma3")
+    cache = filled(model, _cache(model, BLOCKED), 1, 100)
+    for _ in range(80):
+        with torch.no_grad():
+            model(prompt(1, 1), past_key_values=cache)
+        slide, full, _ = cache.layer_caches
+        assert len(slide) == model.config.sliding_window - 1
+        widths = [s.window.shape[2] for s in full.roles.values()]
+        assert 4 <= widths[0] < 4 + 32
+        assert widths[1] == 4
+    assert slide.store.pages.shape[0] <= 2  # dead pages are freed
+
+
+def test_sliding_layers_hold_no_sink(tiny: Any) -> None:
+    model = tiny("gemma3")
+    cache = filled(model, _cache(model, "kivi-sink-2:window=4,sink=4"), 1, 100)
+    sinks = [c.roles["key"].sink.shape[2] for c in cache.layer_caches]
+    assert sinks == [0, 4, 0]
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", BLOCKED])
+def test_sliding_crop_brings_recorded_tokens_back(tiny: Any, spec: str) -> None:
+    model = tiny("mistral")
+    ours, theirs = _cache(model, spec), oracle_for(model, spec)
+    for cache in (ours, theirs):
+        filled(model, cache, 1, 30)
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(prompt(1, 6, seed=2), past_key_values=cache)
+        cache.crop(-4)
+    assert [len(c) for c in ours.layer_caches] == [model.config.sliding_window - 1] * 2
+    assert ours.get_seq_length() == 32
+    assert_same_step(model, ours, theirs, 1)
+
+
+def test_sliding_crop_without_recording_is_refused(tiny: Any) -> None:
+    model = tiny("mistral")
+    cache = filled(model, _cache(model, "saw-int4"), 1, 30)
+    with pytest.raises(RuntimeError, match=r"layer 0: crop by 2 tokens .*activate_past_recording"):
+        cache.crop(-2)
+
+
+def test_sliding_steps_without_crop_match_the_mask(tiny: Any) -> None:
+    """With recording on and no crop between steps, only the window is handed to attention."""
+    model = tiny("mistral")
+    for attention in ("sdpa", "kvcodec"):
+        model.set_attn_implementation(attention)
+        way = "decoded" if attention == "sdpa" else "streamed"
+        logits = []
+        for record in (False, True):
+            cache = filled(model, cache_for(model, "saw-int4", attention=way), 1, 30)
+            if record:
+                cache.activate_past_recording()
+            with torch.no_grad():
+                for _ in range(5):
+                    out = model(prompt(1, 1), past_key_values=cache).logits
+            logits.append(out)
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+# -- bytes and memory ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["decoded", "streamed"])
+def test_no_16_bit_copy_of_the_history_survives_a_step(tiny: Any, attention: str) -> None:
+    model = tiny("llama-gqa")
+    model.set_attn_implementation("kvcodec" if attention == "streamed" else "sdpa")
+    gc.collect()
+    before = {id(x) for x in gc.get_objects() if issubclass(type(x), Tensor)}
+    cache = filled(model, _cache(model, "saw-int4", attention=attention), 1, 500)
+    with torch.no_grad():
+        model(prompt(1, 1), past_key_values=cache)
+    gc.collect()
+    new = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in before]
+    floats = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in new if x.is_floating_point()}
+    one_role = 500 * 2 * 64 * 2
+    assert max(floats.values(), default=0) < one_role / 4, "a dense copy of K or V is alive after the step"
+    held = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for c in cache.layer_caches for x in c.tensors()
+    }
+    assert sum(held.values()) == cache.report()["total_bytes"]
+
+
+def test_every_token_is_encoded_once(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama-gqa")
+    cache = _cache(model, BLOCKED)
+    encoded: dict[tuple[int, str], int] = {}
+    for held in cache.layer_caches:
+        codec_class = type(held.scheme.key)
+    original = codec_class.encode
+
+    def counting(self: Codec, x: Tensor, params: Any) -> Any:
+        encoded[self] = encoded.get(self, 0) + x.shape[2]
+        return original(self, x, params)
+
+    monkeypatch.setattr(codec_class, "encode", counting)
+    run(model, cache, prompt(1, 45), max_new_tokens=40)
+    scheme, tokens = kvcodec.get(BLOCKED), 45 + 39
+    for role in ("key", "value"):
+        assert encoded[scheme.codec(role)] == 2 * scheme.encoded_tokens(role, tokens)
+
+
+def test_report_adds_up(tiny: Any) -> None:
+    model = tiny("gemma3")
+    cache = _cache(model, "saw-int4")
+    run(model, cache, prompt(2))
+    seen = cache.report()
+    assert seen["total_bytes"] == sum(seen["bytes"].values()) == sum(x["total_bytes"] for x in seen["layers"])
+    elements = sum(2 * 2 * x["tokens"] * 2 * 256 for x in seen["layers"])
+    assert seen["effective_bits"] == pytest.approx(seen["total_bytes"] * 8 / elements)
+    assert seen["ratio_to_16bit"] == pytest.approx(16 / seen["effective_bits"])
+    assert seen["key_bits"] == seen["value_bits"] == 4 + 32 / 256
+    assert (seen["tokens"], seen["batch"], seen["prefill"], seen["attention"]) == (68, 2, "exact", "decoded")
+    assert seen["paths"] == {"exact": 3, "decoded": 3 * 23}
+    assert seen["workspace_bytes"] > 0
+    assert repr(cache).startswith("KVCache('saw-int4', 3 layers, 2 x 68 tokens, ")
+
+
+def test_long_cache_costs_its_layout(tiny: Any) -> None:
+    cache = filled(tiny("llama-gqa"), _cache(tiny("llama-gqa"), "saw-int4"), 1, 2048)
+    assert cache.report()["effective_bits"] == pytest.approx(4.5, rel=2e-3)  # 4 + 32/64; the rest is the block table
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every tensor that an operation makes; ``peak`` is the most bytes alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor):
+                self.alive.append(weakref.ref(x))
+        self.alive = [ref for ref in self.alive if ref() is not None]
+        sizes = {}
+        for ref in self.alive:
+            if (x := ref()) is not None and x.dtype != torch.int64:
+                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(sizes.values()))
+        return out
+
+
+@pytest.mark.parametrize("spec", [s for s in kvcodec.presets() if "octopus" not in s] + ["octopus-3", "octopus-2"])
+@pytest.mark.parametrize("attention", ["decoded", "streamed"])
+def test_workspace_of_a_step_is_within_the_reported_bound(spec: str, attention: str) -> None:
+    config = tiny_config("llama-gqa", num_hidden_layers=3, num_attention_heads=8)
+    config._attn_implementation = "kvcodec"
+    cache = cache_for(config, spec, attention=attention, probe=False)
+    k, v = torch.randn(2, 1, 2, 2600, 64, dtype=torch.bfloat16)
+    from kvcodec.integrations.attention import kvcodec_attention
+
+    cache.update(k, v, 1)
+    q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), LiveBytes() as live:
+        keys, values = cache.update(k[:, :, :1], v[:, :, :1], 1)
+        if attention == "streamed":
+            kvcodec_attention(torch.nn.Module(), q, keys, values, None)
+    bound = cache.report()["workspace_bytes"]
+    assert live.peak <= bound
+    if attention == "streamed":  # bounded by the chunk, not by the length
+        assert bound <= (2 * 4 * 1024 * 64 * 4) * 2 * layers.DECODE_COPIES
+    else:
+        assert bound <= 2 * 2 * 2601 * 64 * 2 + 2 * 1024 * 64 * 4 * layers.DECODE_COPIES
+
+
+def test_long_prefill_is_encoded_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("llama-gqa")
+    k, v = torch.randn(2, 1, 2, 130, 64)
+    for spec in SPECS:
+        whole = cache_for(config, spec)
+        whole.update(k, v, 0)
+        monkeypatch.setattr(layers, "APPEND_TOKENS", 50)
+        parts = cache_for(config, spec)
+        parts.update(k, v, 0)
+        monkeypatch.undo()
+        for x, y in zip(whole.layer_caches[0].decode(), parts.layer_caches[0].decode(), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_nan_in_a_long_prefill_leaves_the_cache_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "APPEND_TOKENS", 50)
+    cache = cache_for(tiny_config("llama-gqa"), "saw-int4")
+    k = torch.randn(1, 2, 130, 64)
+    k[0, 1, 120, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"keys\[batch=0, head=1, token=120, channel=3\] = nan"):
+        cache.update(k, k, 0)
+    assert len(cache.layer_caches[0]) == 0
+
+
+def test_keys_and_values_of_different_width() -> None:
+    cache = cache_for(tiny_config("llama-gqa"), "saw-int4", prefill="decoded")
+    keys, values = cache.update(torch.randn(1, 2, 20, 64), torch.randn(1, 2, 20, 32), 0)
+    assert (keys.shape[-1], values.shape[-1]) == (64, 32)
+
+
+# -- saving ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_saved_cache_goes_on_as_the_original(tiny: Any, tmp_path: Path, name: str, spec: str) -> None:
+    model = tiny(name)
+    cache = filled(model, _cache(model, spec), 1)
+    cache.save(tmp_path / "chat.safetensors")
+    loaded = load_cache(tmp_path / "chat.safetensors", model)
+    assert isinstance(loaded, KVCache)
+    assert loaded.report()["bytes"] == cache.report()["bytes"]
+    ids = torch.cat([prompt(1), prompt(1, 8, seed=3)], 1)
+    assert_same(run(model, loaded, ids), run(model, cache, ids))
+
+
+def test_saved_cache_of_another_model_is_refused(tiny: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    filled(tiny("llama-gqa"), _cache(tiny("llama-gqa"), "saw-int4")).save(path)
+    for changed, text in (
+        ({"num_hidden_layers": 3}, "the file holds 2 layers, LlamaConfig caches 3"),
+        ({"num_key_value_heads": 4}, "layer 0 of the file has 2 KV heads, LlamaConfig has 4"),
+        ({"head_dim": 128}, "layer 0 of the file has 64 head_dim, LlamaConfig has 128"),
+    ):
+        with pytest.raises(FormatError, match=text):
+            load_cache(path, tiny_config("llama-gqa", **changed))
+    with pytest.raises(FormatError, match="its layer types differ"):
+        load_cache(path, tiny_config("mistral"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(FormatError):
+        load_cache(path, tiny("llama-gqa"))
+
+
+def test_empty_cache_is_not_saved(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(kvcodec.UnsupportedError, match="the cache is empty"):
+        _cache(tiny("llama-gqa"), "saw-int4").save(tmp_path / "x.safetensors")
+
+
+def test_head_dim_is_refused_before_any_token() -> None:
+    with pytest.raises(ShapeError, match=r"LlamaConfig, layer 0: saw-int4: head_dim=20"):
+        cache_for(tiny_config("llama-gqa", head_dim=20), "saw-int4")
+
+
+def _cache(model: Any, spec: str, **options: Any) -> KVCache:
+    return cache_for(model, spec, probe=False, **options)

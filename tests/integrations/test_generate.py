@@ -1,0 +1,229 @@
+"""The packed cache inside ``generate``: every operation equals the same operation on decoded K and V."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codecs.dense import Dense
+from tests.conftest import MODELS
+from tests.integrations.oracle import oracle_for
+
+SPECS = ("dense", "saw-int4", "int-4", "kivi-2:window=8", "kivi-sink-2:window=4,sink=4", "octopus-3:window=8")
+PROMPT, NEW = 45, 24
+
+
+def prompt(batch: int = 1, tokens: int = PROMPT, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 128, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
+    torch.manual_seed(7)
+    given = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, **options}
+    return model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **given)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3, msg=lambda m, step=step: f"step {step}: {m}")
+
+
+def cache_for(model: Any, spec: str, **options: Any) -> Any:
+    return kvcodec.cache_for(model, spec, probe=False, **options)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_equals_the_oracle(tiny: Any, name: str, spec: str) -> None:
+    model = tiny(name)
+    cache = cache_for(model, spec)
+    assert_same(run(model, cache, prompt(2)), run(model, oracle_for(model, spec), prompt(2)))
+    assert cache.get_seq_length() == PROMPT + NEW - 1
+    assert cache.report()["paths"]["decoded"] == len(cache.packed_layers) * (NEW - 1)
+
+
+@pytest.mark.parametrize("name", ["llama4", "gemma3n", "lfm2"])
+def test_chunked_shared_and_convolution_layers_equal_the_oracle(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    cache = cache_for(model, "saw-int4")
+    assert_same(run(model, cache, prompt(2)), run(model, oracle_for(model, "saw-int4"), prompt(2)))
+    notes = [layer["note"] for layer in cache.report()["layers"] + cache.report()["unpacked_layers"]]
+    expected = {"llama4": "chunked_attention", "gemma3n": "sliding_attention", "lfm2": "conv"}
+    assert any(expected[name] in note for note in notes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_streamed_equals_decoded(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    decoded = run(model, cache_for(model, "saw-int4"), prompt(2))
+    model.set_attn_implementation("kvcodec")
+    cache = cache_for(model, "saw-int4", attention="streamed")
+    assert_same(run(model, cache, prompt(2)), decoded)
+    assert set(cache.report()["paths"]) == {"exact", "streamed"}
+
+
+@pytest.mark.parametrize("spec", ["kivi-2:window=8", "octopus-3:window=8"])
+def test_streamed_equals_decoded_with_windows_and_blocks(tiny: Any, spec: str) -> None:
+    model = tiny("gemma3")
+    decoded = run(model, cache_for(model, spec), prompt(2))
+    model.set_attn_implementation("kvcodec")
+    assert_same(run(model, cache_for(model, spec, attention="streamed"), prompt(2)), decoded)
+
+
+def test_two_streamed_caches_share_a_model(tiny: Any) -> None:
+    model = tiny("llama-gqa")
+    model.set_attn_implementation("kvcodec")
+    alone = [run(model, cache_for(model, "saw-int4", attention="streamed"), prompt(seed=s)).sequences for s in (1, 2)]
+    caches = [cache_for(model, spec, attention="streamed") for spec in ("saw-int4", "saw-int4")]
+    ids = [prompt(seed=1), prompt(seed=2)]
+    with torch.no_grad():
+        logits = [model(i, past_key_values=c).logits[:, -1:] for i, c in zip(ids, caches, strict=True)]
+        for _ in range(NEW):  # one step of each in turn
+            for s in (0, 1):
+                step = logits[s].argmax(-1)
+                ids[s] = torch.cat([ids[s], step], 1)
+                logits[s] = model(step, past_key_values=caches[s]).logits[:, -1:]
+    assert torch.equal(ids[0], alone[0])
+    assert torch.equal(ids[1], alone[1])
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "kivi-2:window=8"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_prefill_decoded_attends_what_is_stored(tiny: Any, name: str, spec: str) -> None:
+    model = tiny(name)
+    cache = cache_for(model, spec, prefill="decoded")
+    assert_same(run(model, cache, prompt(2)), run(model, oracle_for(model, spec, prefill="decoded"), prompt(2)))
+    with torch.no_grad():
+        exact = model(prompt(2), past_key_values=cache_for(model, spec)).logits
+        stored = model(prompt(2), past_key_values=cache_for(model, spec, prefill="decoded")).logits
+        plain = model(prompt(2)).logits
+    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)
+    assert (stored - plain).abs().max() > 1e-3
+    assert "exact" not in cache.report()["paths"]
+
+
+def test_chunked_prefill_equals_the_oracle(tiny: Any) -> None:
+    model = tiny("gemma3")
+    ours = run(model, cache_for(model, "kivi-2:window=8"), prompt(2), prefill_chunk_size=16)
+    assert_same(ours, run(model, oracle_for(model, "kivi-2:window=8"), prompt(2), prefill_chunk_size=16))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_sampling_equals_the_oracle(tiny: Any, spec: str) -> None:
+    model = tiny("qwen3")
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+    ours = run(model, cache_for(model, spec), prompt(2), **options)
+    assert_same(ours, run(model, oracle_for(model, spec), prompt(2), **options))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_beam_reorder_moves_packed_part(tiny: Any, name: str, spec: str) -> None:
+    model = tiny(name)
+    options = {"num_beams": 4, "num_return_sequences": 2, "output_logits": False}
+    ours = run(model, cache_for(model, spec), prompt(2), **options)
+    theirs = run(model, oracle_for(model, spec), prompt(2), **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=1e-3, atol=1e-3)
+
+
+def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(lengths)
+    ids = prompt(len(lengths), width)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : width - length] = 0
+        ids[row, : width - length] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("attention", ["decoded", "streamed"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gpt-oss"])
+def test_left_padding_does_not_overwrite_live_tokens(tiny: Any, name: str, attention: str) -> None:
+    model = tiny(name)
+    ids, mask = padded(PROMPT, 21, 5)
+    batch = run(model, oracle_for(model, "saw-int4"), ids, attention_mask=mask)
+    if attention == "streamed":
+        model.set_attn_implementation("kvcodec")
+    ours = run(model, cache_for(model, "saw-int4", attention=attention), ids, attention_mask=mask)
+    assert_same(ours, batch)
+    alone = run(model, cache_for(model, "saw-int4", attention=attention), ids[1:2, -21:])
+    torch.testing.assert_close(ours.logits[-1][1], alone.logits[-1][0], rtol=1e-2, atol=1e-2)
+
+
+def test_no_scale_shared_across_sequences(tiny: Any) -> None:
+    model = tiny("llama-gqa")
+    for spec in SPECS:
+        both, alone = cache_for(model, spec), cache_for(model, spec)
+        with torch.no_grad():
+            model(prompt(2), past_key_values=both)
+            model(prompt(2)[:1], past_key_values=alone)
+        for a, b in zip(both.layer_caches, alone.layer_caches, strict=True):
+            for x, y in zip(a.decode(), b.decode(), strict=True):
+                torch.testing.assert_close(x[:1], y, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_prompt_lookup_equals_the_oracle(tiny: Any, name: str, spec: str) -> None:
+    model = tiny(name)
+    ids = prompt(1, 16).repeat(1, 3)  # repeats, so that candidates are proposed and rejected
+    ours = run(model, cache_for(model, spec), ids, prompt_lookup_num_tokens=5)
+    assert_same(ours, run(model, oracle_for(model, spec), ids, prompt_lookup_num_tokens=5))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3"])
+def test_assisted_equals_greedy_token_for_token(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    ids = prompt(1, 16).repeat(1, 3)
+    greedy = run(model, cache_for(model, "saw-int4"), ids)
+    cache = cache_for(model, "saw-int4")
+    assert cache.is_croppable
+    looked_up = run(model, cache, ids, prompt_lookup_num_tokens=5)
+    assert torch.equal(looked_up.sequences, greedy.sequences)
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "kivi-2:window=8", "octopus-3:window=8"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_assistant_model_equals_the_oracle(tiny: Any, name: str, spec: str) -> None:
+    model, assistant = tiny(name), copy.deepcopy(tiny("llama-mha"))
+    ours = run(model, cache_for(model, spec), prompt(), assistant_model=assistant)
+    theirs = run(model, oracle_for(model, spec), prompt(), assistant_model=assistant)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_second_turn_continues_on_the_same_cache(tiny: Any, name: str, spec: str) -> None:
+    model = tiny(name)
+    caches = cache_for(model, spec), oracle_for(model, spec)
+    turns = [run(model, cache, prompt(2)) for cache in caches]
+    more = torch.cat([turns[0].sequences, prompt(2, 9, seed=5)], 1)
+    assert_same(run(model, caches[0], more), run(model, caches[1], more))
+    assert caches[0].get_seq_length() == PROMPT + 2 * NEW + 8
+
+
+def test_copied_prefix_goes_its_own_way(tiny: Any) -> None:
+    model = tiny("gemma3")
+    prefix = cache_for(model, "kivi-2:window=8")
+    with torch.no_grad():
+        model(prompt(), past_key_values=prefix)
+    twin = copy.deepcopy(prefix)
+    before = prefix.report()["total_bytes"]
+    ids = torch.cat([prompt(), prompt(1, 8, seed=3)], 1)
+    first = run(model, twin, ids)
+    assert prefix.report()["total_bytes"] == before
+    assert_same(run(model, prefix, ids), first)
+
+
+def test_default_settings_change_little(tiny: Any) -> None:
+    """The dense cache in float16 gives the tokens of transformers' own cache."""
+    model = tiny("llama-gqa")
+    torch.manual_seed(7)
+    plain = model.generate(prompt(2), max_new_tokens=NEW, do_sample=False)
+    cache = cache_for(model, "dense")
+    assert torch.equal(run(model, cache, prompt(2)).sequences, plain)
+    assert all(isinstance(state.codec, Dense) for c in cache.layer_caches for state in c.roles.values())

@@ -1,0 +1,83 @@
+"""The K-outlier probe: warns where the codec breaks, and only there."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcodec.integrations.transformers import cache_for
+from kvcodec.probe import KVCodecWarning, outlier_ratio, score_error
+from tests.conftest import tiny_config
+from tests.integrations.test_generate import prompt
+
+
+def keys(bias: float, tokens: int = 200, dim: int = 128) -> Tensor:
+    """Ordinary keys; with ``bias``, a constant on a few channels, as Qwen2's K bias puts there."""
+    k = torch.randn(1, 2, tokens, dim)
+    k[..., 5::64] += bias
+    return k
+
+
+def prefill(spec: str, k: Tensor, **options: Any) -> Any:
+    cache = cache_for(tiny_config("llama-gqa", head_dim=k.shape[-1]), spec, **options)
+    for layer in range(2):
+        cache.update(k, torch.randn_like(k), layer)
+    return cache
+
+
+@pytest.mark.parametrize("spec", ["int-4", "int-2", "int-3"])
+def test_naive_int_on_biased_keys_warns_once_and_names_a_preset_that_holds(spec: str) -> None:
+    with pytest.warns(
+        KVCodecWarning, match=rf"{spec} breaks on this model's keys: in layer 0 .* Use '.+' instead"
+    ) as seen:
+        cache = prefill(spec, keys(60.0))
+    assert len(seen) == 1
+    named = str(seen[0].message).split("Use '")[1].split("'")[0]
+    found = cache.report()["keys"][0]
+    assert found["score_error"] > 0.5
+    assert found["outlier_ratio"] > 20
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        better = prefill(named, keys(60.0))
+    assert better.report()["keys"][0]["score_error"] < found["score_error"] / 3
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "kivi-2", "kivi-4", "octopus-4", "int-8", "fp8", "dense"])
+def test_codecs_that_hold_on_biased_keys_do_not_warn(spec: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prefill(spec, keys(60.0))
+
+
+@pytest.mark.parametrize("spec", ["int-4", "int-3", "saw-int4", "kivi-2", "octopus-3", "octopus-2"])
+def test_ordinary_keys_do_not_warn(spec: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = prefill(spec, keys(0.0))
+    assert all(found["score_error"] < 0.5 and found["outlier_ratio"] < 5 for found in cache.report()["keys"].values())
+
+
+def test_biased_model_warns_for_naive_int_and_not_for_saw(tiny: Any) -> None:
+    """A Qwen2 whose K bias is large on a few channels."""
+    model = tiny("qwen2")
+    with torch.no_grad():
+        with pytest.warns(KVCodecWarning, match="int-4 breaks"):
+            model(prompt(2), past_key_values=cache_for(model, "int-4"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(prompt(2), past_key_values=cache_for(model, "saw-int4"))
+            model(prompt(2), past_key_values=cache_for(model, "int-4", probe=False))
+
+
+def test_too_few_tokens_are_not_judged() -> None:
+    assert prefill("int-2", keys(60.0, tokens=8)).report()["keys"] == {}
+
+
+def test_a_constant_shift_of_the_keys_is_no_error() -> None:
+    """Softmax does not see what is the same for every token."""
+    k = keys(0.0)
+    assert score_error(k, k + 3.0) == pytest.approx(0.0, abs=1e-9)
+    assert score_error(k, k.mean(2, keepdim=True).expand_as(k)) == pytest.approx(1.0)
+    assert outlier_ratio(torch.ones(1, 1, 4, 8)) == pytest.approx(1.0)

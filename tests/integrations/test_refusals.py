@@ -1,0 +1,135 @@
+"""Models, layers and options that are refused: by name, with the reason, before anything runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import BertConfig, Gemma2Config, JambaConfig, MambaConfig, T5Config, ViTConfig
+
+import kvcodec
+from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.integrations.attention import kvcodec_attention, left_padding
+from kvcodec.integrations.transformers import cache_for
+from tests.conftest import tiny_config
+from tests.integrations.test_generate import prompt
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (lambda: tiny_config("deepseek-v3"), r"layers 0\.\.1 use multi-head latent attention \(kv_lora_rank=16\)"),
+        (lambda: tiny_config("falcon-h1"), r"layer 0 is 'hybrid': it holds attention and recurrent state"),
+        (lambda: T5Config(), "an encoder-decoder model; its cross-attention"),
+        (lambda: BertConfig(), "a model without an attention cache"),
+        (lambda: ViTConfig(), "a model without an attention cache"),
+        (lambda: MambaConfig(num_hidden_layers=2), "a model without an attention cache"),
+        (lambda: object(), "got object; expected a transformers model or its config"),
+        (
+            lambda: tiny_config("llama-gqa", layer_types=["window_attention"] * 2),
+            "layer 0 is 'window_attention': .* unknown",
+        ),
+    ],
+    ids=["mla", "hybrid", "encoder-decoder", "encoder", "vision", "ssm", "no-model", "unknown-layer"],
+)
+def test_model_that_cannot_be_served_is_refused(config: Any, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        cache_for(config(), "saw-int4")
+
+
+def test_state_layers_keep_their_state_and_attention_is_packed() -> None:
+    cache = cache_for(JambaConfig(num_hidden_layers=8, attn_layer_offset=4, attn_layer_period=8), "saw-int4")
+    assert [layer.index for layer in cache.packed_layers] == [4]
+    with pytest.raises(UnsupportedError, match="linear_attention layers hold a state that is not packed"):
+        cache.save("never-written")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"prefill": "exakt"}, "prefill='exakt': expected one of exact, decoded. Did you mean 'exact'"),
+        (
+            {"attention": "stream"},
+            "attention='stream': expected one of decoded, streamed, fused. Did you mean 'streamed'",
+        ),
+        ({"max_len": 0}, "max_len=0: expected at least 1 token"),
+    ],
+)
+def test_option_that_does_not_exist_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        cache_for(tiny_config("llama-gqa"), "saw-int4", **options)
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(SpecError, match="Did you mean 'saw-int4'"):
+        cache_for(tiny_config("llama-gqa"), "saw-int5")
+
+
+def test_streamed_needs_its_attention_function(tiny: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"runs 'sdpa'; call model.set_attn_implementation\('kvcodec'\)"):
+        cache_for(tiny("llama-gqa"), "saw-int4", attention="streamed")
+
+
+def test_packed_layer_is_never_taken_for_a_tensor(tiny: Any) -> None:
+    model = tiny("llama-gqa")
+    model.set_attn_implementation("kvcodec")
+    cache = cache_for(model, "saw-int4", attention="streamed")
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedError, match="keys or values that are still packed"):
+            model(prompt(1, 1), past_key_values=cache)
+
+
+def test_streamed_refuses_what_it_does_not_compute() -> None:
+    soft_capped = Gemma2Config(num_hidden_layers=2, attn_logit_softcapping=50.0)
+    with pytest.raises(UnsupportedError, match=r"attn_logit_softcapping=50.0 is not computed"):
+        cache_for(soft_capped, "saw-int4", attention="streamed")
+    with pytest.raises(UnsupportedError, match="the last 2 layers borrow K and V"):
+        cache_for(tiny_config("gemma3n"), "saw-int4", attention="streamed")
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    for option, value in (("softcap", 30.0), ("position_bias", torch.zeros(1)), ("dropout", 0.1)):
+        with pytest.raises(UnsupportedError, match=option):
+            kvcodec_attention(torch.nn.Module(), q, k, v, None, **{option: value})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_tensors_with_learned_sinks(masked: bool) -> None:
+    """The exact prefill of a model with sinks: the same as one more key with a fixed score and a zero value."""
+    q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
+    sinks = torch.randn(4)
+    causal = torch.ones(300, 300, dtype=torch.bool).tril()
+    mask = causal & (torch.arange(300) != 3) if masked else causal
+    scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4).masked_fill(~mask, -torch.inf)
+    with_sink = torch.cat([scores, sinks.reshape(1, 4, 1, 1).expand(1, 4, 300, 1)], -1).softmax(-1)[..., :-1]
+    expected = (with_sink @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    given = mask[None, None] if masked else None
+    out, _ = kvcodec_attention(torch.nn.Module(), q, k, v, given, scaling=0.25, s_aux=sinks)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_plain_tensors_are_ordinary_attention() -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    out, _ = kvcodec_attention(torch.nn.Module(), q, k, v, None, scaling=0.25)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_left_padding_is_read_from_the_mask(additive: bool) -> None:
+    seen = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()[:, None, None]
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if additive else seen
+    assert left_padding(mask).tolist() == [2, 0, 1]
+
+
+def test_fused_on_a_cpu_is_refused(tiny: Any) -> None:
+    model = tiny("llama-gqa")
+    model.set_attn_implementation("kvcodec")
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM, layer 0: .* Use attention='decoded' or 'streamed'"):
+        cache_for(model, "saw-int4", attention="fused")
+    with pytest.raises(UnsupportedError, match="fused kernels exist for saw-int4 only"):
+        cache_for(model, "octopus-3", attention="fused")
+
+
+def test_public_names() -> None:
+    assert kvcodec.cache_for is cache_for
