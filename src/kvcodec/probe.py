@@ -4,11 +4,12 @@ Two numbers per layer, taken once, on the newest tokens of the first prefill:
 
 - ``outlier_ratio``: largest norm of four neighbouring channels of a key, over the median one. A few channels with a
   large constant offset (the K bias of Qwen2-like models) give hundreds.
-- ``score_error``: what the codec really does to attention scores. With E the error of the keys, and both centred over
-  the tokens (softmax does not see a constant),  ``|E - mean E|^2 / |K - mean K|^2``, worst head. 0: lossless; 1: the
-  differences between keys, all that attention reads, are gone.
+- ``channel_error``: what the codec really does to these keys. With E the error of the keys, and both centred over the
+  tokens (softmax does not see a constant),  ``|E - mean E|^2 / |K - mean K|^2``  per channel; the median channel of the
+  worst head. 0: lossless; 1: what told keys apart there is gone. The median, because the outlier channels themselves
+  survive, and after RoPE they swing more than all the others together.
 
-A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its score_error is near 1.
+A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
 The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys.
 """
 
@@ -25,7 +26,7 @@ from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
 LIMIT = 0.5
-"""score_error from which a codec counts as broken: scores keep less than two thirds of what attention reads."""
+"""channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""
 SAMPLE_TOKENS = 256
 FEWEST_TOKENS = 16
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
@@ -45,18 +46,18 @@ class KeyProbe:
     layer : int
     outlier_ratio : float
         K_max / K_median of the norms of four-channel chunks.
-    score_error : float
-        Relative error of attention scores, worst head; see the module's text.
+    channel_error : float
+        Relative error of the median channel, worst head; see the module's text.
     """
 
     layer: int
     outlier_ratio: float
-    score_error: float
+    channel_error: float
 
     @property
     def broken(self) -> bool:
         """Whether the codec fails on these keys."""
-        return self.score_error >= LIMIT
+        return self.channel_error >= LIMIT
 
 
 def outlier_ratio(keys: Tensor) -> float:
@@ -65,13 +66,13 @@ def outlier_ratio(keys: Tensor) -> float:
     return float(norms.max() / norms.median().clamp_min(1e-12))
 
 
-def score_error(keys: Tensor, decoded: Tensor) -> float:
-    """Relative error of attention scores that ``decoded`` causes, worst head; both ``[B, H, N, D]``."""
+def channel_error(keys: Tensor, decoded: Tensor) -> float:
+    """Relative error of the median channel, worst head; see the module's text. Both ``[B, H, N, D]``."""
     signal = keys.float() - keys.float().mean(2, keepdim=True)
     error = decoded.float() - keys.float()
     error = error - error.mean(2, keepdim=True)
-    ratio = error.pow(2).sum((0, 2, 3)) / signal.pow(2).sum((0, 2, 3)).clamp_min(1e-12)
-    return float(ratio.max())
+    ratio = error.pow(2).sum((0, 2)) / signal.pow(2).sum((0, 2)).clamp_min(1e-12)
+    return float(ratio.median(-1).values.max())
 
 
 class OutlierProbe:
@@ -99,7 +100,7 @@ class OutlierProbe:
             return
         sample = keys[:, :, -tokens:].to(storage_dtype(keys.dtype)).float()
         decoded = roundtrip(state.codec, sample, state.params)
-        found = KeyProbe(layer, outlier_ratio(sample), score_error(sample, decoded))
+        found = KeyProbe(layer, outlier_ratio(sample), channel_error(sample, decoded))
         self.found[layer] = found
         if found.broken and not self.warned:
             self.warned = True
@@ -108,13 +109,13 @@ class OutlierProbe:
     def _text(self, found: KeyProbe, sample: Tensor) -> str:
         text = (
             f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
-            f"{found.outlier_ratio:.0f} times the median one, and encoding changes attention scores by "
-            f"{found.score_error:.0%} of what they differ."
+            f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of what "
+            f"tells keys apart in the median channel."
         )
         better = [(name, e) for name in CANDIDATES if (e := self._error_of(name, sample)) is not None and e < LIMIT]
         if not better:
             return f"{text} Every preset tried does; use 'dense', or dense_keys where the codec has it."
-        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} on the same keys), or pass probe=False."
+        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} there), or pass probe=False."
 
     def _error_of(self, name: str, sample: Tensor) -> float | None:
         if name not in presets() or name == str(self.scheme):
@@ -130,12 +131,12 @@ class OutlierProbe:
         keys = sample[:, :, :tokens]
         site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
         params = codec.fit(site, keys if codec.needs_sample else None)
-        return score_error(keys, roundtrip(codec, keys, params))
+        return channel_error(keys, roundtrip(codec, keys, params))
 
 
 def report(probe: OutlierProbe) -> dict[int, dict[str, float]]:
     """Return what a probe found, as plain values by layer."""
     return {
-        layer: {"outlier_ratio": round(found.outlier_ratio, 2), "score_error": round(found.score_error, 4)}
+        layer: {"outlier_ratio": round(found.outlier_ratio, 2), "channel_error": round(found.channel_error, 4)}
         for layer, found in probe.found.items()
     }

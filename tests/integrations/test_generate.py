@@ -25,10 +25,10 @@ def run(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
     return model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **given)
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours: Any, theirs: Any, atol: float = 2e-3) -> None:
     assert torch.equal(ours.sequences, theirs.sequences)
     for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3, msg=lambda m, step=step: f"step {step}: {m}")
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=atol, msg=lambda m, step=step: f"step {step}: {m}")
 
 
 def cache_for(model: Any, spec: str, **options: Any) -> Any:
@@ -61,7 +61,8 @@ def test_streamed_equals_decoded(tiny: Any, name: str) -> None:
     decoded = run(model, cache_for(model, "saw-int4"), prompt(2))
     model.set_attn_implementation("kvcodec")
     cache = cache_for(model, "saw-int4", attention="streamed")
-    assert_same(run(model, cache, prompt(2)), decoded)
+    # another order of summation moves a key by an ulp, and with luck its code by one
+    assert_same(run(model, cache, prompt(2)), decoded, atol=2e-2)
     assert set(cache.report()["paths"]) == {"exact", "streamed"}
 
 
@@ -70,7 +71,7 @@ def test_streamed_equals_decoded_with_windows_and_blocks(tiny: Any, spec: str) -
     model = tiny("gemma3")
     decoded = run(model, cache_for(model, spec), prompt(2))
     model.set_attn_implementation("kvcodec")
-    assert_same(run(model, cache_for(model, spec, attention="streamed"), prompt(2)), decoded)
+    assert_same(run(model, cache_for(model, spec, attention="streamed"), prompt(2)), decoded, atol=2e-2)
 
 
 def test_two_streamed_caches_share_a_model(tiny: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.integrations.transformers import cache_for
-from kvcodec.probe import KVCodecWarning, outlier_ratio, score_error
+from kvcodec.probe import KVCodecWarning, outlier_ratio, channel_error
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
 
@@ -36,12 +36,12 @@ def test_naive_int_on_biased_keys_warns_once_and_names_a_preset_that_holds(spec:
     assert len(seen) == 1
     named = str(seen[0].message).split("Use '")[1].split("'")[0]
     found = cache.report()["keys"][0]
-    assert found["score_error"] > 0.5
+    assert found["channel_error"] > 0.5
     assert found["outlier_ratio"] > 20
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         better = prefill(named, keys(60.0))
-    assert better.report()["keys"][0]["score_error"] < found["score_error"] / 3
+    assert better.report()["keys"][0]["channel_error"] < found["channel_error"] / 3
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "kivi-2", "kivi-4", "octopus-4", "int-8", "fp8", "dense"])
@@ -56,7 +56,7 @@ def test_ordinary_keys_do_not_warn(spec: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache = prefill(spec, keys(0.0))
-    assert all(found["score_error"] < 0.5 and found["outlier_ratio"] < 5 for found in cache.report()["keys"].values())
+    assert all(found["channel_error"] < 0.5 and found["outlier_ratio"] < 5 for found in cache.report()["keys"].values())
 
 
 def test_biased_model_warns_for_naive_int_and_not_for_saw(tiny: Any) -> None:
@@ -78,6 +78,6 @@ def test_too_few_tokens_are_not_judged() -> None:
 def test_a_constant_shift_of_the_keys_is_no_error() -> None:
     """Softmax does not see what is the same for every token."""
     k = keys(0.0)
-    assert score_error(k, k + 3.0) == pytest.approx(0.0, abs=1e-9)
-    assert score_error(k, k.mean(2, keepdim=True).expand_as(k)) == pytest.approx(1.0)
+    assert channel_error(k, k + 3.0) == pytest.approx(0.0, abs=1e-9)
+    assert channel_error(k, k.mean(2, keepdim=True).expand_as(k)) == pytest.approx(1.0)
     assert outlier_ratio(torch.ones(1, 1, 4, 8)) == pytest.approx(1.0)
