@@ -202,11 +202,10 @@ def measure(problem, timer, commit):
 
 
 SWEEPS = {
-    "llm64k": [(64, 1, 3, n, r) for r in (0, 168) for n in (114, 132, 152, 198)] + [(32, 1, 4, 132, 0)],
-    "video": [(64, 1, s, n, 0) for s in (3, 4) for n in (24, 33, 44, 66)] + [(128, 2, 3, n, 0) for n in (16, 33)]
-    + [(64, 1, 3, n, 128) for n in (33, 66)],
-    "b32_8k": [(64, 1, s, n, 0) for s in (3, 4) for n in (2, 3, 4)] + [(64, 1, 3, n, 168) for n in (3, 4, 6)],
-    "b32_32k": [(64, 1, s, n, 0) for s in (3, 4) for n in (2, 3, 4)] + [(64, 1, 3, n, 168) for n in (3, 4, 6)],
+    "llm64k": [(64, 1, s, n) for s in (3, 4) for n in (66, 99, 114, 132, 198, 264)] + [(128, 2, 3, n) for n in (66, 132)],
+    "video": [(64, 1, s, n) for s in (3, 4) for n in (33, 44, 60, 66)] + [(128, 2, 3, n) for n in (16, 33)],
+    "b32_8k": [(64, 1, s, n) for s in (3, 4) for n in (1, 2, 3, 4, 8)] + [(128, 2, 3, n) for n in (1, 2)],
+    "b32_32k": [(64, 1, s, n) for s in (3, 4) for n in (2, 3, 4, 8)] + [(128, 2, 3, n) for n in (1, 2)],
 }
 
 

@@ -313,6 +313,85 @@ def check_graph_break_free(device, backend):
     assert relative(got, want * 2) <= 1e-6, relative(got, want * 2)
 
 
+def check_cuda_graph(device):
+    """One captured decode step (append, then attend) replayed at growing lengths equals eager."""
+    from kvcodec.kernels import saw_int4
+    from kvcodec.kernels.decode_attention import decode_attention, workspace_numel
+
+    make = {"batch": 2, "tokens": 300, "dim": 128, "dtype": torch.bfloat16, "value_block": 128}
+    pool, eager = Pool(device, **make).encode(0, 60), Pool(device, **make).encode()
+    q = torch.randn(2, 14, 1, 128, device=device, dtype=torch.bfloat16)
+    k, v = pool.k[:, :, :1].clone(), pool.v[:, :, :1].clone()
+    at = torch.full((2,), 60, dtype=torch.int32, device=device)
+    lens, bad = at + 1, torch.zeros(1, dtype=torch.int32, device=device)
+    space = torch.empty(workspace_numel(2, 14, 128, 3), device=device)
+
+    def step():
+        saw_int4.encode_to_pages(k, v, pool.pages, pool.table, at, bad=bad, **pool.sizes)
+        out = decode_attention(
+            q, pool.pages, pool.table, lens, scale=0.09, num_kv_heads=2, workspace=space, num_splits=3, **pool.sizes
+        )
+        at.add_(1)
+        lens.add_(1)
+        return out
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    at.fill_(60)
+    lens.fill_(61)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for t in range(60, 300):
+        k.copy_(pool.k[:, :, t : t + 1])
+        v.copy_(pool.v[:, :, t : t + 1])
+        graph.replay()
+        if t in (60, 63, 64, 127, 128, 200, 299):
+            want, _ = eager.attend(q, [t + 1, t + 1], scale=0.09, num_splits=3)
+            assert torch.equal(out, want), f"token {t}: {relative(out, want)}"
+    for role in ("key", "value"):
+        a, b = pool.payload(role), eager.payload(role)
+        assert all(torch.equal(a[n], b[n]) for n in a), f"{role}: appended bytes differ from one prefill"
+    assert bad.item() == 0
+
+
+def check_deterministic(device):
+    """The same call twice gives the same bits (a race would move them)."""
+    pool = Pool(device, batch=3, heads=4, tokens=4000, dim=128).encode()
+    q = torch.randn(3, 28, 1, 128, device=device, dtype=torch.bfloat16)
+    first, lse = pool.attend(q, [4000, 1, 2047])
+    for _ in range(20):
+        again, lse_again = pool.attend(q, [4000, 1, 2047])
+        assert torch.equal(first, again)
+        assert torch.equal(lse, lse_again)
+
+
+GPU_ONLY = {
+    "cuda-graph": check_cuda_graph,
+    "deterministic": check_deterministic,
+    "compile-inductor": lambda d: check_graph_break_free(d, "inductor"),
+    "attention-bf16-4096": lambda d: check_attention(d, group=7, lens=(4096, 1000), dtype=torch.bfloat16, heads=2),
+    "attention-bf16-dense": lambda d: check_attention(
+        d, group=4, lens=(1000, 64), dtype=torch.bfloat16, heads=2, dense=(100, (0, 3), (100, 70)), value_block=128
+    ),
+    "attention-bf16-group-16": lambda d: check_attention(d, group=16, lens=(700, 64), dtype=torch.bfloat16),
+    "attention-bf16-256-group-16": lambda d: check_attention(
+        d, dim=256, group=16, lens=(700, 64), dtype=torch.bfloat16, dense=(100, (0, 3), (100, 70))
+    ),
+    "attention-bf16-256-group-8": lambda d: check_attention(d, dim=256, group=8, lens=(700, 64), dtype=torch.bfloat16),
+    "attention-bf16-64-group-16": lambda d: check_attention(d, dim=64, group=16, lens=(700, 64), dtype=torch.bfloat16),
+    # one split of 16384 tokens: sums that are truncated at every step would show here
+    "attention-bf16-one-long-split": lambda d: check_attention(
+        d, group=4, lens=(16384, 16384), dtype=torch.bfloat16, splits=1
+    ),
+    "attention-fp32-one-long-split-64": lambda d: check_attention(d, dim=64, group=4, lens=(30000, 8192), splits=1),
+    "bytes-128-bf16-long": lambda d: check_bytes(d, 128, torch.bfloat16, 64, tokens=8000),
+    "bytes-64-bf16-long": lambda d: check_bytes(d, 64, torch.bfloat16, 64, tokens=8000, value_block=64),
+    "bytes-128-fp32-long": lambda d: check_bytes(d, 128, torch.float32, 64, tokens=8000),
+}
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 CASES = {

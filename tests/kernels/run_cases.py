@@ -17,10 +17,12 @@ if __name__ == "__main__":
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
-    from kernel_cases import CASES, check_graph_break_free
+    from kernel_cases import CASES, GPU_ONLY, check_graph_break_free
 
     torch.set_num_threads(1)
     cases = CASES | {"compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager")}
+    if device != "cpu":
+        cases |= GPU_ONLY
     result = {}
     for name in names or cases:
         begin = time.perf_counter()

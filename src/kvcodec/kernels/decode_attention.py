@@ -49,13 +49,12 @@ _SM_FALLBACK = 132
 
 
 class Config(NamedTuple):
-    """Launch constants: tokens per block, warps, stages, splits per sequence and head, registers."""
+    """Launch constants: tokens per block, warps, stages, splits per sequence and head."""
 
     block_n: int
     num_warps: int
     num_stages: int
     num_splits: int
-    max_regs: int = 0
 
 
 def config_for(
@@ -77,20 +76,22 @@ def config_for(
     """
     block = 64 if page_tokens % 64 == 0 else min(page_tokens & -page_tokens, 64)
     wide = head_dim > 128
-    if tile == 16 and 64 < head_dim <= 128:
+    if tile == 16 and head_dim > 64:
         block = min(block, 32)  # or the accumulators of sixteen heads spill
     blocks = max(1, -(-capacity // block))
     # one warp per program keeps the softmax inside the warp; an SM holds eight (its registers)
     full = 8 * sms
     if units <= full:
-        # half full is best: more programs leave more partials to merge
-        splits = max(1, round(full / 2 / max(units, 1)))
+        # half full is best for large tiles: more programs leave more partials to merge
+        share = full if head_dim <= 64 else full / 2
+        splits = max(1, round(share / max(units, 1)))
     else:
         # at least four waves, so that the last one weighs little
         splits = max(1, round(4 * full / units))
     splits = min(splits, blocks, 512)
-    warps = (4 if tile == 16 else 2) if wide else 1
-    return Config(block, warps, 2 if wide else 3, splits)
+    # never four warps: with 64 tokens the compiler would choose wgmma, whose operands the masked
+    # registers must not be
+    return Config(block, 2 if wide else 1, 2 if wide else 3, splits)
 
 
 def tile_heads(group: int) -> int:
@@ -172,7 +173,6 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
         PAGE_BYTES=page_bytes(dim, page_tokens), LOAD_Q=hooks.load_q, PREPARE=hooks.prepare,
         LOAD_K=hooks.load_k, SCORE=hooks.score, LOAD_V=hooks.load_v, INIT=hooks.init, ACCUMULATE=hooks.accumulate,
         FINISH=hooks.finish, num_warps=config.num_warps, num_stages=config.num_stages,
-        **({"maxnreg": config.max_regs} if ASM and config.max_regs else {}),
     )  # fmt: skip
     _decode._combine_kernel[(rows, 4 if value_block == 1 else 1)](
         part_o, part_m, part_l, sinks, o, lse, o.stride(0), o.stride(1), num_q_heads,
