@@ -109,7 +109,7 @@ def relative_mse(x: Tensor, y: Tensor) -> float:
 
 
 SMALLEST = 2.0**-24
-KINDS = ("normal", "zero", "constant", "outlier", "extreme", "subnormal", "one-sided", "alternating")
+KINDS = ("normal", "zero", "constant", "outlier", "extreme", "largest", "subnormal", "one-sided", "alternating")
 
 
 def row_block(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -123,6 +123,8 @@ def row_block(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
         x[..., 3] = 1e4
     elif kind == "extreme":
         x = torch.where(x > 0, 65504.0, -65504.0)
+    elif kind == "largest":  # a rotation gathers the whole row in one channel
+        x = torch.full(shape, 65504.0)
     elif kind == "subnormal":
         x = (x * 3).round() * SMALLEST
     elif kind == "one-sided":

@@ -11,6 +11,7 @@ import kvcodec
 
 from .support import (
     DTYPES,
+    HEAD_DIMS,
     ModelCache,
     block_of,
     cache_of,
@@ -21,6 +22,7 @@ from .support import (
     mixtures,
     quick,
     same_bits,
+    supported_dims,
 )
 
 
@@ -86,6 +88,17 @@ def test_decoded_tokens_have_the_dtype_that_came(scheme, total, dtype):
     k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme), dtype=dtype)
     cache = filled(scheme, k, v)
     assert {x.dtype for x in cache.decode()} == {dtype}
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_every_head_dim_equals_the_oracle(scheme, total, dim):
+    if dim not in supported_dims(scheme.key) or dim not in supported_dims(scheme.value):
+        pytest.skip(f"{scheme} refuses head_dim {dim}; its message is tested in test_layout")
+    k, v = kv(total, batch=1, heads=1, dim=dim, dtype=torch.bfloat16)
+    cache, model = filled(scheme, k, v, total // 2), ModelCache(scheme, torch.bfloat16, 1, dim)
+    model.append(k, v)
+    for a, b in zip(cache.decode(), model.decode(), strict=True):
+        assert same_bits(a.contiguous(), b)
 
 
 def test_page_size_and_reserve_change_nothing(scheme, total):
@@ -230,6 +243,25 @@ def test_appends_of_any_values_in_any_pieces_equal_the_oracle(scheme, data):
     if len(model):
         for name, a, b in zip(("keys", "values"), cache.decode(), model.decode(), strict=True):
             assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("cut", ["crop", "evict", "evict-keep"])
+def test_going_on_after_a_cut_inside_a_block(scheme, cut):
+    """The living half of a block is not written over by the next one, and is not encoded again."""
+    scheme, dim, g = replace(scheme, sink=3, window=5), dim_of(scheme), block_of(scheme)
+    for inside in {1, g // 2, g - 1}:
+        cache, model = cache_of(scheme, heads=1, dim=dim), ModelCache(scheme, torch.float16, 1, dim)
+        step("append", 3 + 2 * g + 5, 0, cache, model, 1, dim)
+        before = cache.decode()[0]
+        arguments = {"crop": (3 + g + inside,), "evict": (3 + inside, 0), "evict-keep": (g, 3 + inside)}[cut]
+        for target in (cache, model):
+            getattr(target, cut.partition("-")[0])(*arguments)
+        for i in range(3):
+            step("append", g + 1, i + 1, cache, model, 1, dim)
+            for a, b in zip(cache.decode(), model.decode(), strict=True):
+                assert torch.equal(a, b), (inside, i)
+        lived = before[:, :, 3 + inside :] if cut == "evict" else before[:, :, : 3 + inside]
+        assert torch.equal(cache.decode()[0][:, :, : min(g, lived.shape[2])], lived[:, :, :g])
 
 
 def test_sinks_are_the_first_positions_not_the_first_that_are_left(scheme):
