@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from kvcodec.demo import BUDGET, MODEL, SPECS, run_demo, show
+    from kvcodec.demo import BUDGET, MODEL, NEW_TOKENS, SPECS, run_demo, show
     from kvcodec.eval.compare import Settings
     from kvcodec.models import load_text
     from kvcodec.progress import Progress
@@ -64,7 +64,7 @@ def _demo(args: argparse.Namespace) -> int:
         budget=BUDGET if args.budget is None else args.budget,
         out=Path(args.out),
         progress=Progress(),
-        settings=Settings(window_tokens=args.window_tokens),
+        settings=Settings(window_tokens=args.window_tokens, new_tokens=NEW_TOKENS),
     )
     return _finish(args, rows, lambda: show(rows, meta, paths))
 

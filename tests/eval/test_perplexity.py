@@ -64,7 +64,7 @@ def test_the_first_token_is_not_scored_and_perplexity_is_the_models_own_loss(mod
 def test_kl_agreement_and_errors_follow_their_definitions():
     p, q = torch.randn(700, 11), torch.randn(700, 11)
     targets = torch.randint(0, 11, (700,))
-    score = perplexity.summarize([Reference(targets, p).score(q)])
+    score = perplexity.summarize([Reference(targets, p.log_softmax(-1)).score(q)])
     ln_p, ln_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
     kl = (ln_p.exp() * (ln_p - ln_q)).sum(-1)
     nll = -ln_q.gather(1, targets[:, None])[:, 0]
@@ -79,8 +79,8 @@ def test_kl_agreement_and_errors_follow_their_definitions():
 
 def test_two_windows_are_averaged_over_tokens():
     p, q, targets = torch.randn(90, 7), torch.randn(90, 7), torch.randint(0, 7, (90,))
-    whole = perplexity.summarize([Reference(targets, p).score(q)])
-    parts = [Reference(targets[s], p[s]).score(q[s]) for s in (slice(0, 30), slice(30, 90))]
+    whole = perplexity.summarize([Reference(targets, p.log_softmax(-1)).score(q)])
+    parts = [Reference(targets[s], p[s].log_softmax(-1)).score(q[s]) for s in (slice(0, 30), slice(30, 90))]
     halves = perplexity.summarize(parts)
     assert halves.windows == 2
     assert halves.kl == pytest.approx(whole.kl)
@@ -99,9 +99,10 @@ def test_decoded_prefill_reads_the_codes_in_one_call(model):
 
 def test_exact_prefill_leaves_only_the_first_call_exact(model):
     ids = perplexity.tokenize(tiny_tokenizer(), TEXT, 320)
-    reference = perplexity.uncompressed(model, ids).logits
+    reference = perplexity.uncompressed(model, ids).log_p
     logits, _ = perplexity.compressed_logits(model, "int-4", ids, prefill="exact")
     n = perplexity.EXACT_CALL_TOKENS
+    logits = logits.log_softmax(-1)
     torch.testing.assert_close(logits[:n], reference[:n], atol=1e-4, rtol=1e-4)
     assert (logits[n:] - reference[n:]).abs().max() > 1e-2
 
