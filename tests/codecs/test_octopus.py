@@ -8,7 +8,7 @@ import torch
 import kvcodec
 from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.octopus import Octopus, octopus
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
@@ -261,7 +261,7 @@ def test_recipe_is_the_papers():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("octopus-5", "bits=5 is not allowed; use 1, 2, 3 or 4"),
+        ("octopus-5", "bits='5' is not allowed; expected 1|2|3|4"),
         ("octopus-4:split=even", "split='even' is not allowed; expected paper|plus"),
         ("octopus-4:rounding=3x3", "expected scalar|local_2x2|local_3x3|full"),
         ("octopus-4:norm=bf16", "expected fp16|fp32"),
@@ -270,6 +270,17 @@ def test_recipe_is_the_papers():
 def test_unknown_options(spec, message):
     with pytest.raises(SpecError, match=message.replace("|", r"\|")):
         kvcodec.get(spec)
+
+
+def test_recipe_called_directly_checks_its_arguments():
+    with pytest.raises(SpecError, match="bits=5 is not allowed; use 1, 2, 3 or 4"):
+        octopus(bits=5)
+    with pytest.raises(SpecError, match=r"split='even' is not allowed; use paper, \(b\+1, b-1\), or plus"):
+        octopus(split="even")
+    with pytest.raises(SpecError, match="rounding='3x3' is not allowed; use scalar, local_2x2, local_3x3 or full"):
+        octopus(rounding="3x3")
+    with pytest.raises(SpecError, match="norm='bf16' is not allowed; use fp16 or fp32"):
+        octopus(norm="bf16")
 
 
 @pytest.mark.parametrize("split", [(0, 2), (3, 0), (7, 3)], ids=str)
