@@ -132,6 +132,15 @@ def test_codes_minimise_the_triplet_error_over_all_codes(split):
     torch.testing.assert_close(ours, best, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 6 * 16 + 6)])
+def test_ties_take_the_lowest_candidate(rounding, lowest):
+    """Every direction fits a triplet of zeros equally well; its seed is (7, 7) of 16 levels."""
+    codec, x = Octopus(4, 2, rounding), torch.zeros(1, 1, 1, 128)
+    x[..., 127] = 1
+    codes = unpack(codec.encode(x, fitted(codec))["codes"], 10, 43)
+    assert codes[0, 0, 0, :42].tolist() == [lowest << 2] * 42
+
+
 def test_rounding_changes_the_encoder_only():
     layouts = {Octopus(4, 2, rounding).layout(128) for rounding in ("scalar", "local_2x2", "local_3x3", "full")}
     assert len(layouts) == 1
