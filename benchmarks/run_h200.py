@@ -13,6 +13,7 @@ import pathlib
 import sys
 
 import torch
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvcodec.kernels.decode_attention as decode
@@ -48,12 +49,21 @@ class Problem:
         order = torch.randperm(b * columns, device=DEVICE, generator=gen)
         self.table = order.view(b, columns).int().contiguous()
         self.lens = torch.full((b,), t, dtype=torch.int32, device=DEVICE)
+        self.last = self.lens - 1
         self.start = torch.zeros(b, dtype=torch.int32, device=DEVICE)
         self.sizes = {"key_block": d & -d, "value_block": 1, "page_tokens": PAGE}
         self.encode()
 
     def encode(self):
         saw_int4.encode_to_pages(self.k, self.v, self.pages, self.table, self.start, **self.sizes)
+
+    def append(self):
+        """Encode one token per sequence, the last one again."""
+        saw_int4.encode_to_pages(self.k[:, :, -1:], self.v[:, :, -1:], self.pages, self.table, self.last, **self.sizes)
+
+    def encode_with(self, rows, warps):
+        saw_int4._launch(self.k, self.v, self.pages, self.table, self.start, None, self.sizes["key_block"], 1, PAGE,
+                         rows, warps)  # fmt: skip
 
     def attend(self):
         return decode.decode_attention(
@@ -62,7 +72,7 @@ class Problem:
         )  # fmt: skip
 
     def attend_with(self, config, pdl=True):
-        b, hq, h, d, _ = self.shape
+        _, _, h, d, _ = self.shape
         return decode._launch(self.q, self.pages, self.table, self.lens, d**-0.5, d & -d, 1, PAGE, h, None, None,
                               None, None, None, None, None, config, "saw_int4", pdl)[0]  # fmt: skip
 
@@ -94,7 +104,7 @@ class Problem:
 
     def check(self, call):
         """Return "" or what is wrong: bytes against the reference, attention against fp32."""
-        b, hq, h, d, t = self.shape
+        b, hq, h, d, _ = self.shape
         got = call()
         for bi, hi in {(0, 0), (b - 1, h - 1), (b // 2, h // 2)}:
             (k, key_bytes, codec), (v, _, _) = self.decoded(bi, hi)
@@ -130,6 +140,16 @@ def sweep(problem, timer, configs, reps):
             row = {"p50": float("nan"), "error": str(error)[:200]}
         rows.append({"shape": problem.name, **config._asdict(), **row})
         print("sweep", problem.name, tuple(config), row, flush=True)
+    b, _, h, d, _ = problem.shape
+    default = decode.config_for(b * h, 8, d, PAGE, problem.table.shape[1] * PAGE, decode._sms(problem.q.device))
+    for pdl in (True, False):
+        row = timer.cold(lambda p=pdl: problem.attend_with(default, p), reps)
+        print("sweep", problem.name, tuple(default), "pdl", pdl, row, flush=True)
+        rows.append({"shape": problem.name, "pdl": pdl, **default._asdict(), **row})
+    for cfg in ((16, 1), (32, 2)):
+        row = timer.cold(lambda c=cfg: problem.encode_with(*c), 8)
+        print("sweep encode", problem.name, cfg, row, flush=True)
+        rows.append({"shape": problem.name, "encode": cfg, **row})
     return rows
 
 
@@ -166,7 +186,7 @@ def measure(problem, timer, commit):
         "shape": problem.name,
         "sizes": {"batch": b, "query_heads": hq, "kv_heads": h, "head_dim": d, "tokens": t, "page_tokens": PAGE},
         "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": decode.triton.__version__, "cuda": torch.version.cuda,
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
                      "python": sys.version.split()[0]},
         "commit": commit,
         "seed": SEED,
@@ -184,10 +204,12 @@ def measure(problem, timer, commit):
     # ours once more, after the rivals: the spread between the two is the noise of the run
     again = timer.cold(problem.attend, reps)
     encode = timer.cold(problem.encode, reps)
+    append = timer.cold(problem.append, reps)
     for state, values in ours.items():
         add("saw-int4", bits, f"decode_us_{state}", "us", values)
     add("saw-int4", bits, "decode_us_cold_again", "us", again)
     add("saw-int4", bits, "encode_us", "us", encode)
+    add("saw-int4", bits, "append_us", "us", append)
     for row in bars:
         for state in ("cold", "clean", "warm"):
             add("dense", 16.0, f"decode_us_{state}", "us", row[state], backend=row["backend"], form=row["form"])
@@ -197,12 +219,13 @@ def measure(problem, timer, commit):
         ratio = {"p20": ratio["p80"], "p50": ratio["p50"], "p80": ratio["p20"]}
         add("saw-int4", bits, f"speedup_vs_bf16_{state}", "x", ratio, backend=best["backend"], form=best["form"])
         print(f"RESULT {problem.name} {state}: {ours[state]} against {best['backend']} {best[state]}: {ratio['p50']}x")
-    print(f"RESULT {problem.name} cold again {again}, encode {encode}", flush=True)
+    print(f"RESULT {problem.name} cold again {again}, encode {encode}, append {append}", flush=True)
     return rows
 
 
 SWEEPS = {
-    "llm64k": [(64, 1, s, n) for s in (3, 4) for n in (66, 99, 114, 132, 198, 264)] + [(128, 2, 3, n) for n in (66, 132)],
+    "llm64k": [(64, 1, s, n) for s in (3, 4) for n in (66, 99, 114, 132, 198, 264)]
+    + [(128, 2, 3, n) for n in (66, 132)],
     "video": [(64, 1, s, n) for s in (3, 4) for n in (33, 44, 60, 66)] + [(128, 2, 3, n) for n in (16, 33)],
     "b32_8k": [(64, 1, s, n) for s in (3, 4) for n in (1, 2, 3, 4, 8)] + [(128, 2, 3, n) for n in (1, 2)],
     "b32_32k": [(64, 1, s, n) for s in (3, 4) for n in (2, 3, 4, 8)] + [(128, 2, 3, n) for n in (1, 2)],
@@ -229,20 +252,6 @@ def main():
         if args.sweep:
             reps = 20 if problem.shape[0] == 1 else 8
             rows = sweep(problem, timer, SWEEPS[name], reps)
-            default = decode.config_for(problem.shape[0] * problem.shape[2], 8, problem.shape[3], PAGE,
-                                        problem.table.shape[1] * PAGE, decode._sms(problem.q.device))  # fmt: skip
-            for pdl in (True, False):
-                row = timer.cold(lambda c=default, p=pdl: problem.attend_with(c, p), reps)
-                print("pdl", pdl, name, tuple(default), row)
-                rows.append({"shape": name, "pdl": pdl, **default._asdict(), **row})
-            for cfg in ((16, 1), (32, 2)):
-                if name == "b32_32k":
-                    break
-                p = problem
-                row = timer.cold(lambda c=cfg, p=p: saw_int4._launch(p.k, p.v, p.pages, p.table, p.start, None,
-                                 p.sizes["key_block"], 1, PAGE, *c), 8)  # fmt: skip
-                print("encode", name, cfg, row, flush=True)
-                rows.append({"shape": name, "encode": cfg, **row})
         else:
             rows = measure(problem, timer, args.commit)
         path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -144,7 +144,14 @@ def relative(got, want):
 def check_bytes(device, dim, dtype, page, value_block=1, tokens=100, key_block=None, batch=1):
     """Codes equal in >= 99.99 %, each other one a tie; (s, z) equal but for rounding ties of s."""
     pool = Pool(
-        device, batch=batch, dim=dim, dtype=dtype, page=page, value_block=value_block, tokens=tokens, key_block=key_block
+        device,
+        batch=batch,
+        dim=dim,
+        dtype=dtype,
+        page=page,
+        value_block=value_block,
+        tokens=tokens,
+        key_block=key_block,
     ).encode()
     for role, x, block in (("key", pool.k, pool.key_block), ("value", pool.v, value_block)):
         want, _ = reference(x, block)
@@ -305,9 +312,7 @@ def check_graph_break_free(device, backend):
     q = torch.randn(1, 2, 1, 64, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
     lens = torch.tensor([18], dtype=torch.int32, device=device)
-    got = torch.compile(step, backend=backend, fullgraph=True)(
-        q, pool.k, pool.v, pool.pages, pool.table, start, lens
-    )
+    got = torch.compile(step, backend=backend, fullgraph=True)(q, pool.k, pool.v, pool.pages, pool.table, start, lens)
     want, _ = eager.attend(q, [18], scale=0.125)
     assert torch.equal(pool.payload("key")["codes"], eager.payload("key")["codes"]), "bytes differ"
     assert relative(got, want * 2) <= 1e-6, relative(got, want * 2)
@@ -426,6 +431,9 @@ CASES = {
     ),
     "attention-dense-80": lambda d: check_attention(
         d, dim=80, lens=(20, 9), page=16, dense=(8, (0, 0), (8, 5)), splits=1
+    ),
+    "attention-dense-none": lambda d: check_attention(
+        d, dim=64, lens=(20, 9), page=16, dense=(0, (0, 0), (0, 0)), splits=1
     ),
     "attention-sinks": lambda d: check_attention(
         d, dim=64, lens=(20, 9), page=16, dense=(8, (0, 0), (8, 0)), sinks=True, splits=1

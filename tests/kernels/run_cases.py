@@ -1,6 +1,6 @@
 """Run cases of `kernel_cases` in this process and print one JSON object: case -> "" or what failed.
 
-    python run_cases.py [--device cuda] [case ...]        default: all cases, Triton's interpreter
+Usage: run_cases.py [--device cuda] [case ...]        default: all cases, Triton's interpreter
 """
 
 import json

@@ -52,7 +52,7 @@ def test_decode_refuses_tensors():
         attend(q.expand(1, 2, 3, 64), pages, table, lens)
     with pytest.raises(ShapeError, match=r"a contiguous uint8 \[num_pages, 2, 1152\] is needed"):
         attend(q, pages[..., :-16], table, lens)
-    with pytest.raises(ShapeError, match="table is torch.int64; contiguous int32 is needed"):
+    with pytest.raises(ShapeError, match=r"table is torch\.int64; contiguous int32 is needed"):
         attend(q, pages, table.long(), lens)
 
 
@@ -61,9 +61,9 @@ def test_encode_refuses():
     x = torch.zeros(1, 2, 3, 64)
     with pytest.raises(ShapeError, match="of one dtype"):
         saw_int4.encode_to_pages(x, x.half(), pages, table, start, **SIZES)
-    with pytest.raises(UnsupportedError, match="torch.float64; use one of"):
+    with pytest.raises(UnsupportedError, match=r"torch\.float64; use one of"):
         saw_int4.encode_to_pages(x.double(), x.double(), pages, table, start, **SIZES)
-    with pytest.raises(ShapeError, match="start is torch.int64"):
+    with pytest.raises(ShapeError, match=r"start is torch\.int64"):
         saw_int4.encode_to_pages(x, x, pages, table, start.long(), **SIZES)
 
 

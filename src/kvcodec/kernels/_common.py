@@ -51,13 +51,9 @@ def mask_granule(w, SHIFT: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
         if SHIFT == 8:
             w = tl.inline_asm_elementwise("shr.b32 $0, $1, 8;", "=r,r", [w], tl.int16, True, 2)
         if MASK == 0x000F:
-            m = tl.inline_asm_elementwise(
-                "and.b32 $0, $1, 0x000f000f;", "=r,r", [w], tl.float16, True, 2
-            )
+            m = tl.inline_asm_elementwise("and.b32 $0, $1, 0x000f000f;", "=r,r", [w], tl.float16, True, 2)
         else:
-            m = tl.inline_asm_elementwise(
-                "and.b32 $0, $1, 0x00f000f0;", "=r,r", [w], tl.float16, True, 2
-            )
+            m = tl.inline_asm_elementwise("and.b32 $0, $1, 0x00f000f0;", "=r,r", [w], tl.float16, True, 2)
     else:
         m = ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
     return m

@@ -1,5 +1,7 @@
 """Device code of the decode-attention skeleton; see `kvcodec.kernels.decode_attention`."""
 
+# ruff: noqa: SIM108 -- a statement on a constexpr is resolved when compiling, an expression is not
+
 from typing import NamedTuple
 
 import triton
@@ -117,19 +119,19 @@ def _dense_part(
     return m, l, o
 
 
-@triton.jit(do_not_specialize=["heads", "group", "num_splits"])
+@triton.jit(do_not_specialize=["heads", "group", "num_splits", "stride_table", "width"])
 def _split_kernel(
     q_ptr, pages16, pages32, table, seq_lens, start, part_o, part_m, part_l,
     dense_k, dense_v, dense_lens, dense_start,
     stride_qb, stride_qh, stride_table, skb, skh, skn, svb, svh, svn,
-    heads, group, scale2, num_splits,
+    heads, group, scale2, num_splits, width,
     D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, NH: tl.constexpr,
-    MT: tl.constexpr, W: tl.constexpr, BND: tl.constexpr, KBLOCK: tl.constexpr, ASM: tl.constexpr,
+    MT: tl.constexpr, DENSE: tl.constexpr, BND: tl.constexpr, KBLOCK: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, PAGE_BYTES: tl.constexpr, LOAD_Q: tl.constexpr, PREPARE: tl.constexpr, LOAD_K: tl.constexpr,
     SCORE: tl.constexpr, LOAD_V: tl.constexpr, INIT: tl.constexpr, ACCUMULATE: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial (m, l, o) of one split; the last split index is the dense part if W > 0."""
+    """Write the partial (m, l, o) of one split; the last split index is the dense part if DENSE."""
     split = tl.program_id(0)
     unit = tl.program_id(1)
     mt = unit % MT
@@ -148,12 +150,12 @@ def _split_kernel(
     o_at = part_o + out * (4 * DQ)
     ok = rows_ok[None, :] & (g < D // 4)[:, None]
 
-    if W > 0 and split == num_splits:
+    if DENSE and split == num_splits:
         DP: tl.constexpr = 4 * DQ
         dlo = 0
-        dhi = W
+        dhi = width
         if dense_lens is not None:
-            dhi = tl.minimum(tl.load(dense_lens + b), W)
+            dhi = tl.minimum(tl.load(dense_lens + b), width)
         if dense_start is not None:
             dlo = tl.load(dense_start + b)
         dm, dl, do = _dense_part(
@@ -217,19 +219,18 @@ def _split_kernel(
 
 
 @triton.jit
-def _combine_plane(part_o, row, j, w, s, live, g, D: tl.constexpr, DQ: tl.constexpr,
-                   SLOTS: tl.constexpr):  # fmt: skip
+def _combine_plane(part_o, row, j, w, s, live, g, slots, D: tl.constexpr, DQ: tl.constexpr):
     """Return sum_s w[s] * o[s, plane j, :]; slots that were not written count as zero."""
-    at = part_o + (row * SLOTS + s[:, None]) * (4 * DQ) + j * DQ + g[None, :]
+    at = part_o + (row * slots + s[:, None]) * (4 * DQ) + j * DQ + g[None, :]
     # loaded before the weights are known, hence the selection afterwards
-    o = tl.load(at, (s < SLOTS)[:, None] & (g < D // 4)[None, :], other=0.0)
+    o = tl.load(at, (s < slots)[:, None] & (g < D // 4)[None, :], other=0.0)
     return tl.sum(tl.where(live[:, None], o * w[:, None], 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_q_heads", "slots"])
 def _combine_kernel(
-    part_o, part_m, part_l, sinks, o_ptr, lse_ptr, stride_ob, stride_oh, num_q_heads,
-    D: tl.constexpr, DQ: tl.constexpr, SLOTS: tl.constexpr, SB: tl.constexpr,
+    part_o, part_m, part_l, sinks, o_ptr, lse_ptr, stride_ob, stride_oh, num_q_heads, slots,
+    D: tl.constexpr, DQ: tl.constexpr, SB: tl.constexpr,
     DENSE: tl.constexpr, VBLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partials of one (sequence, query head); four programs, or one that un-rotates."""
@@ -238,8 +239,8 @@ def _combine_kernel(
     if PDL:
         gdc_wait()
     s = tl.arange(0, SB)
-    m = tl.load(part_m + row * SLOTS + s, s < SLOTS, other=float("-inf"))
-    l = tl.load(part_l + row * SLOTS + s, s < SLOTS, other=0.0)
+    m = tl.load(part_m + row * slots + s, s < slots, other=float("-inf"))
+    l = tl.load(part_l + row * slots + s, s < slots, other=0.0)
     top = tl.max(m, 0)
     if sinks is not None:
         # a learned sink is one more logit with no value
@@ -256,14 +257,14 @@ def _combine_kernel(
     o_at = o_ptr + (row // num_q_heads) * stride_ob + hq * stride_oh
     if VBLOCK == 1:
         j = tl.program_id(1)
-        x = _combine_plane(part_o, row, j, w, s, live, g, D, DQ, SLOTS)
+        x = _combine_plane(part_o, row, j, w, s, live, g, slots, D, DQ)
         tl.store(o_at + 4 * g + j, x.to(o_ptr.dtype.element_ty), g < D // 4)
     else:
-        codes = live & (s < SLOTS - DENSE)
-        x0 = _combine_plane(part_o, row, 0, w, s, codes, g, D, DQ, SLOTS)
-        x1 = _combine_plane(part_o, row, 1, w, s, codes, g, D, DQ, SLOTS)
-        x2 = _combine_plane(part_o, row, 2, w, s, codes, g, D, DQ, SLOTS)
-        x3 = _combine_plane(part_o, row, 3, w, s, codes, g, D, DQ, SLOTS)
+        codes = live & (s < slots - DENSE)
+        x0 = _combine_plane(part_o, row, 0, w, s, codes, g, slots, D, DQ)
+        x1 = _combine_plane(part_o, row, 1, w, s, codes, g, slots, D, DQ)
+        x2 = _combine_plane(part_o, row, 2, w, s, codes, g, slots, D, DQ)
+        x3 = _combine_plane(part_o, row, 3, w, s, codes, g, slots, D, DQ)
         x0, x1, x2, x3 = butterfly(x0, x1, x2, x3, VBLOCK)
         if VBLOCK >= 8:
             hm = hadamard(DQ, VBLOCK // 4)
@@ -275,11 +276,11 @@ def _combine_kernel(
         x0, x1, x2, x3 = x0 * c, x1 * c, x2 * c, x3 * c
         if DENSE:
             # dense values were never rotated
-            rest = live & (s == SLOTS - 1)
-            x0 += _combine_plane(part_o, row, 0, w, s, rest, g, D, DQ, SLOTS)
-            x1 += _combine_plane(part_o, row, 1, w, s, rest, g, D, DQ, SLOTS)
-            x2 += _combine_plane(part_o, row, 2, w, s, rest, g, D, DQ, SLOTS)
-            x3 += _combine_plane(part_o, row, 3, w, s, rest, g, D, DQ, SLOTS)
+            rest = live & (s == slots - 1)
+            x0 += _combine_plane(part_o, row, 0, w, s, rest, g, slots, D, DQ)
+            x1 += _combine_plane(part_o, row, 1, w, s, rest, g, slots, D, DQ)
+            x2 += _combine_plane(part_o, row, 2, w, s, rest, g, slots, D, DQ)
+            x3 += _combine_plane(part_o, row, 3, w, s, rest, g, slots, D, DQ)
         ty: tl.constexpr = o_ptr.dtype.element_ty
         tl.store(o_at + 4 * g, x0.to(ty), g < D // 4)
         tl.store(o_at + 4 * g + 1, x1.to(ty), g < D // 4)

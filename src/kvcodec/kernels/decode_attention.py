@@ -36,10 +36,9 @@ import pkgutil
 from typing import NamedTuple
 
 import torch
-import triton
 
-from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec import kernels
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import _decode
 from kvcodec.kernels._common import ASM, next_pow2
 
@@ -57,9 +56,7 @@ class Config(NamedTuple):
     num_splits: int
 
 
-def config_for(
-    units: int, tile: int, head_dim: int, page_tokens: int, capacity: int, sms: int
-) -> Config:
+def config_for(units: int, tile: int, head_dim: int, page_tokens: int, capacity: int, sms: int) -> Config:
     """Choose launch constants from a table measured on one H200; nothing is tuned at run time.
 
     Parameters
@@ -76,11 +73,13 @@ def config_for(
     """
     block = 64 if page_tokens % 64 == 0 else min(page_tokens & -page_tokens, 64)
     wide = head_dim > 128
-    if tile == 16 and head_dim > 64:
-        block = min(block, 32)  # or the accumulators of sixteen heads spill
+    # one warp per program keeps the softmax inside the warp; two where its registers run out. Never
+    # four: with 64 tokens the compiler would choose wgmma, and gave wrong sums
+    warps = 2 if wide or (tile == 16 and head_dim > 64) else 1
+    if wide and tile == 16:
+        block = min(block, 32)
     blocks = max(1, -(-capacity // block))
-    # one warp per program keeps the softmax inside the warp; an SM holds eight (its registers)
-    full = 8 * sms
+    full = 8 * sms // warps  # what registers let an SM hold
     if units <= full:
         # half full is best for large tiles: more programs leave more partials to merge
         share = full if head_dim <= 64 else full / 2
@@ -88,10 +87,7 @@ def config_for(
     else:
         # at least four waves, so that the last one weighs little
         splits = max(1, round(4 * full / units))
-    splits = min(splits, blocks, 512)
-    # never four warps: with 64 tokens the compiler would choose wgmma, whose operands the masked
-    # registers must not be
-    return Config(block, 2 if wide else 1, 2 if wide else 3, splits)
+    return Config(block, warps, 2 if wide else 3, min(splits, blocks, 512))
 
 
 def tile_heads(group: int) -> int:
@@ -103,9 +99,7 @@ def _workspace_numel(rows: int, slots: int, head_dim: int) -> int:
     return rows * slots * (4 * next_pow2(head_dim // 4) + 2)
 
 
-def workspace_numel(
-    batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False
-) -> int:
+def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False) -> int:
     """Return how many fp32 numbers a `workspace` for these sizes must hold."""
     return _workspace_numel(batch * num_q_heads, num_splits + int(dense), head_dim)
 
@@ -139,7 +133,7 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
     tile = tile_heads(group)
     tiles = -(-group // tile)
     width = next_pow2(dim // 4)
-    dense = dense_k is not None
+    dense = dense_k is not None and dense_k.shape[2] > 0
     hooks = CODECS[codec].HOOKS
     page_bytes = CODECS[codec].page_bytes
     if q.stride(-1) != 1:
@@ -168,15 +162,16 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
         part_o, part_m, part_l, dense_k, dense_v, dense_lens, dense_start,
         q.stride(0), q.stride(1), table.stride(0), *dense_strides,
         num_kv_heads, group, scale * _LOG2E, config.num_splits,
+        dense_k.shape[2] if dense else 0,
         D=dim, DQ=width, P=page_tokens, BN=config.block_n, NH=tile, MT=tiles,
-        W=dense_k.shape[2] if dense else 0, BND=32, KBLOCK=key_block, ASM=ASM, PDL=pdl,
+        DENSE=dense, BND=32, KBLOCK=key_block, ASM=ASM, PDL=pdl,
         PAGE_BYTES=page_bytes(dim, page_tokens), LOAD_Q=hooks.load_q, PREPARE=hooks.prepare,
         LOAD_K=hooks.load_k, SCORE=hooks.score, LOAD_V=hooks.load_v, INIT=hooks.init, ACCUMULATE=hooks.accumulate,
         FINISH=hooks.finish, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     _decode._combine_kernel[(rows, 4 if value_block == 1 else 1)](
-        part_o, part_m, part_l, sinks, o, lse, o.stride(0), o.stride(1), num_q_heads,
-        D=dim, DQ=width, SLOTS=slots, SB=max(next_pow2(slots), 2), DENSE=dense, VBLOCK=value_block,
+        part_o, part_m, part_l, sinks, o, lse, o.stride(0), o.stride(1), num_q_heads, slots,
+        D=dim, DQ=width, SB=max(next_pow2(slots), 2), DENSE=dense, VBLOCK=value_block,
         PDL=pdl, num_warps=4, **extra,
     )  # fmt: skip
     return o, lse
@@ -208,33 +203,26 @@ def _op(
 def _(q, pages, table, seq_lens, scale, key_block, value_block, page_tokens, num_kv_heads,
       dense_k, dense_v, dense_lens, dense_start, sinks, start, workspace, num_splits,
       codec):  # fmt: skip
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        q.shape[:2], dtype=torch.float32
-    )
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _check(q, pages, table, seq_lens, key_block, value_block, page_tokens, num_kv_heads, dense_k,
            dense_v, sinks, codec):  # fmt: skip
     if q.dim() != 4 or q.shape[2] != 1:
         raise ShapeError(
-            f"decode_attention: q is {list(q.shape)}; it takes [B, HQ, 1, D], one query token per "
-            "sequence."
+            f"decode_attention: q is {list(q.shape)}; it takes [B, HQ, 1, D], one query token per sequence."
         )
     dim = q.shape[-1]
     if codec not in CODECS:
         raise UnsupportedError(
-            f"decode_attention: no fused kernel for codec={codec!r}; there is one for "
-            f"{', '.join(sorted(CODECS))}."
+            f"decode_attention: no fused kernel for codec={codec!r}; there is one for {', '.join(sorted(CODECS))}."
         )
     page_bytes = CODECS[codec].page_bytes
     reason = CODECS[codec].supports(dim, key_block, value_block, page_tokens)
     if reason:
         raise UnsupportedError(f"decode_attention: {reason}.")
     if q.shape[1] % num_kv_heads:
-        raise ShapeError(
-            f"decode_attention: {q.shape[1]} query heads are no multiple of num_kv_heads="
-            f"{num_kv_heads}."
-        )
+        raise ShapeError(f"decode_attention: {q.shape[1]} query heads are no multiple of num_kv_heads={num_kv_heads}.")
     want = [num_kv_heads, page_bytes(dim, page_tokens)]
     if pages.dtype != torch.uint8 or list(pages.shape[1:]) != want or not pages.is_contiguous():
         raise ShapeError(
@@ -247,13 +235,10 @@ def _check(q, pages, table, seq_lens, key_block, value_block, page_tokens, num_k
     if (dense_k is None) != (dense_v is None):
         raise ShapeError("decode_attention: dense_k and dense_v come together or not at all.")
     if dense_k is not None and dense_k.dtype != dense_v.dtype:
-        raise ShapeError(
-            f"decode_attention: dense_k is {dense_k.dtype}, dense_v {dense_v.dtype}; use one dtype."
-        )
+        raise ShapeError(f"decode_attention: dense_k is {dense_k.dtype}, dense_v {dense_v.dtype}; use one dtype.")
     if sinks is not None and sinks.numel() != q.shape[1]:
         raise ShapeError(
-            f"decode_attention: sinks has {sinks.numel()} logits; one per query head, "
-            f"{q.shape[1]}, is needed."
+            f"decode_attention: sinks has {sinks.numel()} logits; one per query head, {q.shape[1]}, is needed."
         )
 
 
