@@ -28,8 +28,7 @@ class OracleRole:
     def append(self, x: Tensor) -> None:
         if self.read is None:
             self.read = x[:, :, :0]
-            if hasattr(self.codec, "resolved"):
-                self.codec = self.codec.resolved(x.dtype)
+            self.codec = self.codec.for_dtype(x.dtype)
         rounded = x.to(storage_dtype(x.dtype))
         if self.params is None:
             site = Site(self.layer, self.role, x.shape[1], x.shape[3], self.seed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.integrations.transformers import cache_for
-from kvcodec.probe import KVCodecWarning, outlier_ratio, channel_error
+from kvcodec.probe import KVCodecWarning, channel_error, outlier_ratio
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
 

@@ -28,12 +28,12 @@ QUERY_CHUNK = 256
 class PackedKV:
     """Stands for the K and V of a packed layer; any use of it as a tensor is refused with a sentence."""
 
-    __slots__ = ("layer",)
-
     def __init__(self, layer: "PackedLayer") -> None:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and tracing ask for what is not there
+            raise AttributeError(name)
         raise UnsupportedError(
             f"the model used {name!r} of keys or values that are still packed: its attention is not "
             f"{ATTENTION_NAME!r}, or it changes K and V behind the cache. Call "
@@ -87,6 +87,8 @@ def kvcodec_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not isinstance(key, PackedKV) and attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
     if isinstance(key, PackedKV):
         out = _packed(query, key.layer, attention_mask, scale, causal, s_aux)
     elif s_aux is None:

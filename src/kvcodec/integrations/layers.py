@@ -59,6 +59,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.cache, self.index, self.attention, self.prefill, self.on_fill = cache, index, attention, prefill, on_fill
         self.is_compileable = attention == "fused" and cache.reserve > 0
+        self.handle = PackedKV(self)
         self.workspace_bytes = 0
         self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0}
         self.compiled = False
@@ -128,8 +129,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Hand over what is held: a handle, or decoded K and V."""
         if self.attention == "decoded":
             return self._decoded(0)
-        handle = PackedKV(self)
-        return handle, handle
+        return self.handle, self.handle
 
     def _decoded(self, first: int) -> tuple[Tensor, Tensor]:
         """Decode tokens ``[first, length)``, a chunk at a time into tensors of their final size."""

@@ -1,0 +1,194 @@
+"""Cases of attention="fused", run as ``python -m tests.integrations.fused_cases cpu|cuda [case ...]``.
+
+A process of its own, because Triton's interpreter (``cpu``) must be chosen before Triton is imported.
+"""
+
+import os
+import sys
+from typing import Any
+
+if __name__ == "__main__" and sys.argv[1] == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers import cache_for
+from tests.conftest import tiny_model
+from tests.integrations.test_generate import padded, prompt
+
+NEW = 3
+WIDE = ("llama-gqa", "llama-mha", "llama-mqa", "phi3", "mistral", "gemma3", "gpt-oss")
+NARROW = ("gpt-oss",)
+"""The interpreter takes seconds per step: fewer models there, with every feature of the others."""
+
+
+def model_on(device: str, name: str) -> Any:
+    model = tiny_model(name).to(device)
+    model.set_attn_implementation("kvcodec")
+    model.generation_config.disable_compile = True
+    return model
+
+
+def run(model: Any, attention: str, ids: torch.Tensor, *, max_len: int | None = None, **options: Any) -> Any:
+    cache = cache_for(model, "saw-int4", attention=attention, max_len=max_len, probe=False)
+    return go_on(model, cache, ids, **options), cache
+
+
+def go_on(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
+    mask = options.pop("attention_mask", None)
+    if mask is not None:
+        options["attention_mask"] = mask.to(model.device)
+    given = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, **options}
+    return model.generate(ids.to(model.device), past_key_values=cache, return_dict_in_generate=True, **given)
+
+
+def assert_close(fused: Any, streamed: Any) -> None:
+    # the kernels round queries and probabilities to 16 bit: tokens are compared through their logits
+    for a, b in zip(fused.logits, streamed.logits, strict=True):
+        spread = b.std()
+        assert (a - b).abs().max() < 0.05 * spread, f"{(a - b).abs().max()} against a spread of {spread}"
+        if not torch.equal(a.argmax(-1), b.argmax(-1)):
+            top = b.topk(2, -1).values
+            assert (top[:, 0] - top[:, 1]).min() < 0.1 * spread
+            return  # another token from here on
+
+
+def case_greedy(device: str) -> None:
+    for name in WIDE if device == "cuda" else NARROW:
+        model = model_on(device, name)
+        fused, cache = run(model, "fused", prompt(1, 14))
+        assert_close(fused, run(model, "streamed", prompt(1, 14))[0])
+        layers = len(cache.layers)
+        assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
+
+
+def case_static(device: str) -> None:
+    model = model_on(device, "llama-gqa")
+    fused, cache = run(model, "fused", prompt(2, 10), max_len=64)
+    assert cache.is_compileable
+    assert isinstance(cache.get_seq_length(), torch.Tensor)
+    assert_close(fused, run(model, "streamed", prompt(2, 10))[0])
+    assert cache.report()["tokens"] == 10 + NEW - 1
+    cache.reset()
+    assert_close(go_on(model, cache, prompt(2, 10)), fused)
+
+
+def case_left_padding(device: str) -> None:
+    ids, mask = padded(10, 3)
+    for max_len in (None, 64) if device == "cuda" else (64,):
+        model = model_on(device, "llama-gqa")
+        fused, _ = run(model, "fused", ids, max_len=max_len, attention_mask=mask)
+        assert_close(fused, run(model, "streamed", ids, attention_mask=mask)[0])
+
+
+def case_holes_are_refused(device: str) -> None:
+    model = model_on(device, "llama-gqa")
+    mask = torch.ones(1, 10, dtype=torch.long)
+    mask[0, 5] = 0
+    with pytest.raises(UnsupportedError, match="hides tokens in the middle"):
+        run(model, "fused", prompt(1, 10), attention_mask=mask)
+
+
+def case_static_sliding_is_refused(device: str) -> None:
+    with pytest.raises(UnsupportedError, match="sliding layers free their oldest tokens"):
+        cache_for(model_on(device, "mistral"), "saw-int4", attention="fused", max_len=64)
+
+
+def case_second_turn_crop_and_select(device: str) -> None:
+    for max_len in (None, 96) if device == "cuda" else (96,):
+        model = model_on(device, "llama-gqa" if device == "cuda" else "llama-mqa")
+        caches = [
+            run(model, "fused", prompt(2, 10), max_len=max_len)[1],
+            run(model, "streamed", prompt(2, 10))[1],
+        ]
+        outs = []
+        for cache in caches:
+            cache.crop(-4)
+            outs.append(go_on(model, cache, prompt(2, 14, seed=4)))
+            assert cache.get_seq_length() == 14 + NEW - 1
+        assert_close(*outs)
+    for cache in caches:
+        cache.batch_select_indices(torch.tensor([1]))
+    assert_close(*(go_on(model, cache, prompt(1, 22, seed=5)) for cache in caches))
+
+
+def case_assisted(device: str) -> None:
+    model = model_on(device, "llama-gqa")
+    ids = prompt(1, 8).repeat(1, 3)
+    fused, cache = run(model, "fused", ids, prompt_lookup_num_tokens=3)
+    assert_close(fused, run(model, "streamed", ids, prompt_lookup_num_tokens=3)[0])
+    assert set(cache.report()["paths"]) >= {"exact", "streamed"}
+
+
+def case_beams(device: str) -> None:
+    model = model_on(device, "llama-gqa")
+    options = {"num_beams": 3, "output_logits": False}
+    fused, streamed = (run(model, way, prompt(1, 10), **options)[0] for way in ("fused", "streamed"))
+    torch.testing.assert_close(fused.sequences_scores, streamed.sequences_scores, rtol=0.02, atol=0.02)
+
+
+def case_compiled(device: str) -> None:
+    """A decode step of a static cache is one graph without breaks, and generate compiles it by itself."""
+    if device == "cpu":
+        return  # the interpreter is not traced
+    model = model_on(device, "llama-gqa")
+    model.generation_config.disable_compile = False
+    streamed = run(model, "streamed", prompt(2, 10), max_new_tokens=24)[0]
+    fused, cache = run(model, "fused", prompt(2, 10), max_len=128, max_new_tokens=24)
+    assert cache.report()["compiled"]
+    assert_close(fused, streamed)
+
+
+def case_cuda_graph(device: str) -> None:
+    """One captured step, replayed, equals the steps run one by one."""
+    if device == "cpu":
+        return
+    model = model_on(device, "llama-gqa")
+    with torch.no_grad():
+        logits = []
+        for captured in (False, True):
+            cache = cache_for(model, "saw-int4", attention="fused", max_len=128, probe=False)
+            model(prompt(2, 10).to(device), past_key_values=cache)
+            token = prompt(2, 1, seed=3).to(device)
+            mask = torch.ones(2, 1, 1, 128, dtype=torch.bool, device=device)  # the length is the device's
+            at = torch.full((2, 1), 10, device=device)
+
+            def step(cache: Any = cache, token: Any = token, mask: Any = mask, at: Any = at) -> torch.Tensor:
+                out = model(token, past_key_values=cache, attention_mask=mask, position_ids=at).logits
+                token.copy_(out.argmax(-1))
+                at.add_(1)
+                return out
+
+            if not captured:
+                logits.append([step().clone() for _ in range(8)])
+                continue
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                first = [step().clone() for _ in range(3)]
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+            for _ in range(5):
+                graph.replay()
+                first.append(out.clone())
+            logits.append(first)
+            assert cache.report()["tokens"] == 10 + 8
+    for a, b in zip(*logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+CASES = {name[5:]: value for name, value in list(globals().items()) if name.startswith("case_")}
+
+
+def main(device: str, names: list[str]) -> None:
+    for name in names or CASES:
+        CASES[name](device)
+        print("ok", name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

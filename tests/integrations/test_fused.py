@@ -1,0 +1,30 @@
+"""attention="fused" inside generate: in Triton's interpreter on the CPU, and on a GPU where there is one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = ("greedy", "left_padding", "holes_are_refused", "second_turn_crop_and_select")
+CASES = (*INTERPRETED, "static", "static_sliding_is_refused", "assisted", "beams", "compiled", "cuda_graph")
+ROOT = Path(__file__).parents[2]
+
+
+def run_cases(device: str, *cases: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.fused_cases", device, *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_fused_cases_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    out = run_cases("cpu", *INTERPRETED)
+    assert out.count("ok ") == len(INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_fused_case_on_the_gpu(case: str) -> None:
+    assert f"ok {case}" in run_cases("cuda", case)
