@@ -8,8 +8,8 @@ Cropping or evicting inside a block of a token-grouped codec leaves dead slots b
 again. ``runs`` lists the live slot ranges of a role.
 """
 
+import bisect
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -137,11 +137,8 @@ class LayerCache:
         batch, heads = keys.shape[:2]
         self._dtype = keys.dtype
         held = storage_dtype(keys.dtype)
-        scheme = self.scheme
         for role, x in zip(ROLES, (keys, values), strict=True):
-            codec = scheme.codec(role)
-            if hasattr(codec, "resolved"):
-                codec = codec.resolved(keys.dtype)
+            codec = self.scheme.codec(role).for_dtype(keys.dtype)
             site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device)
             state = RoleState(role, codec, site)
             empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
@@ -155,7 +152,6 @@ class LayerCache:
         tokens = self.page_tokens or page_tokens_for(*layouts)
         page = PageLayout(layouts[0], layouts[1], tokens)
         self.store = PageStore(page, batch, heads, keys.device, self.reserve)
-        self.scheme = replace(scheme, key=self.roles["key"].codec, value=self.roles["value"].codec)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add tokens; whole blocks that leave the window are encoded, once.
@@ -210,6 +206,11 @@ class LayerCache:
             raise ShapeError(
                 f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
                 f"pass both as [batch, kv_heads, tokens, head_dim]."
+            )
+        if keys.dtype != values.dtype or (self.store is not None and keys.dtype != self._dtype):
+            held_dtype = "" if self.store is None else f"; the cache was filled with {self._dtype}"
+            raise ShapeError(
+                f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout."
             )
         if self.store is None:
             return
@@ -314,21 +315,22 @@ class LayerCache:
         self._free_dead_pages()
 
     def _free_dead_pages(self) -> None:
+        """Give back the pages in which no token lives and into which no role will write."""
         assert self.store is not None
-        tokens = self.store.layout.page_tokens
-        runs = [s.runs for s in self.roles.values()]
-        ends = [r[-1][1] for r in runs if r]
-        if not ends:
-            self.store.trim(0 if not self.reserve else self.store.capacity)
+        if self.reserve:  # a fixed capacity keeps its allocation
             return
-        # with only one role in the pages the other hands out slots from 0 and holds every page back
-        dead = min((r[0][0] for r in runs if r), default=0) // tokens
-        if dead and all(runs) and not self.reserve:  # a fixed capacity keeps its allocation
-            self.store.drop_front(dead)
-            for state in self.roles.values():
-                state.runs = [(a - dead * tokens, b - dead * tokens) for a, b in state.runs]
-        if not self.reserve:
-            self.store.trim(max(s.next_slot for s in self.roles.values()))
+        tokens = self.store.layout.page_tokens
+        states = self.roles.values()
+        self.store.trim(max(s.next_slot for s in states))
+        written = min(s.next_slot for s in states) // tokens  # a role that lags behind still writes into later pages
+        live = {page for s in states for a, b in s.runs for page in range(a // tokens, -(-b // tokens))}
+        dead = sorted(set(range(written)) - live)
+        if not dead:
+            return
+        self.store.keep([page for page in range(self.store.table.shape[1]) if page not in set(dead)])
+        for state in states:
+            shifts = [tokens * bisect.bisect_left(dead, a // tokens) for a, _ in state.runs]
+            state.runs = [(a - shift, b - shift) for (a, b), shift in zip(state.runs, shifts, strict=True)]
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` of the batch, in that order, repeats allowed (beam search, batch split)."""

@@ -18,7 +18,7 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -83,6 +83,10 @@ class Codec(ABC):
         """Whether ``fit`` must see data (a calibration file, or the prefill)."""
         return False
 
+    def for_dtype(self, dtype: torch.dtype) -> "Codec":
+        """Return the codec for input of ``dtype``; itself, unless what it holds depends on that (``Dense``)."""
+        return self
+
     @abstractmethod
     def layout(self, head_dim: int) -> Layout:
         """Fields of ONE block of ONE head; bytes and bits follow from it.
@@ -123,7 +127,9 @@ class Codec(ABC):
 
     def config(self) -> dict[str, Any]:
         """Plain values of this codec, for JSON: ``{"codec": class name, **options}``."""
-        return {"codec": type(self).__name__, **asdict(self)}
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        inner = {k: v.config() if isinstance(v, Codec) else v for k, v in own.items()}
+        return {"codec": type(self).__name__, **inner}
 
 
 def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:

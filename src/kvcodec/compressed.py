@@ -147,9 +147,7 @@ def fake_quant(
 def _compress_role(
     scheme: KVScheme, role: Role, x: Tensor, layer: int, seed: int, params: Params | None
 ) -> CompressedRole:
-    codec = scheme.codec(role)
-    if hasattr(codec, "resolved"):
-        codec = codec.resolved(x.dtype)
+    codec = scheme.codec(role).for_dtype(x.dtype)
     site = Site(layer, role, x.shape[1], x.shape[3], seed, x.device)
     codec.layout(site.head_dim)  # refuses a head_dim it cannot take, before any work
     if params is None:

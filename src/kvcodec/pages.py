@@ -87,18 +87,16 @@ class PageStore:
         fresh = torch.arange(batch * columns, device=self.table.device, dtype=torch.int32)
         self.table = fresh.view(batch, columns)
 
-    def drop_front(self, columns: int) -> None:
-        """Free the first ``columns`` pages of every sequence."""
-        if columns:
-            self.table = self.table[:, columns:]
-            self.select(torch.arange(self.table.shape[0]))
+    def keep(self, columns: list[int]) -> None:
+        """Keep these pages of every sequence, in this order; free the others."""
+        self.table = self.table[:, columns]
+        self.select(torch.arange(self.table.shape[0]))
 
     def trim(self, slots: int) -> None:
         """Free the pages behind the first ``slots`` slots."""
         columns = -(-slots // self.layout.page_tokens)
         if columns < self.table.shape[1]:
-            self.table = self.table[:, :columns]
-            self.select(torch.arange(self.table.shape[0]))
+            self.keep(list(range(columns)))
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""

@@ -330,7 +330,7 @@ def _rebuild_role(
 ) -> RoleState:
     entry = held["roles"][role]
     site = Site(layer.layer, role, held["heads"], entry["head_dim"], layer.seed, device)
-    state = RoleState(role, layer.scheme.codec(role), site)
+    state = RoleState(role, layer.scheme.codec(role).for_dtype(getattr(torch, held["dtype"])), site)
     state.sink, state.window = (tensors[f"{name}.{part}"].to(device) for part in ("sink", "window"))
     state.runs = [(int(first), int(last)) for first, last in entry["runs"]]
     if "params" in entry:

@@ -109,8 +109,8 @@ class OutlierProbe:
     def _text(self, found: KeyProbe, sample: Tensor) -> str:
         text = (
             f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
-            f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of what "
-            f"tells keys apart in the median channel."
+            f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
+            f"what tells keys apart in the median channel."
         )
         better = [(name, e) for name in CANDIDATES if (e := self._error_of(name, sample)) is not None and e < LIMIT]
         if not better:

@@ -278,16 +278,17 @@ def test_sinks_are_the_first_positions_not_the_first_that_are_left(scheme):
 
 
 @pytest.mark.parametrize("rounds", [40])
-def test_a_stream_of_fixed_length_stays_bounded(scheme, rounds):
-    """Append a chunk, evict a chunk, for ever: the bytes held do not creep."""
+@pytest.mark.parametrize("first", [0, 4, 100], ids="keep{}".format)
+def test_a_stream_of_fixed_length_stays_bounded(scheme, rounds, first):
+    """Append a chunk, evict a chunk, for ever: the bytes held do not creep, first tokens kept or not."""
     dim, chunk = dim_of(scheme), 8
     cache = cache_of(scheme, heads=1, dim=dim)
-    held = scheme.sink + scheme.window + block_of(scheme) + 64
+    held = scheme.sink + scheme.window + block_of(scheme) + 64 + first
     cache.append(*kv(held, batch=1, heads=1, dim=dim))
     sizes = []
     for i in range(rounds):
         cache.append(*kv(chunk, batch=1, heads=1, dim=dim, seed=i))
-        cache.evict(chunk, keep=min(4, scheme.sink))
+        cache.evict(chunk, keep=first)
         sizes.append(sum(cache.nbytes().values()))
     assert len(cache) == held
     assert max(sizes[rounds // 2 :]) <= max(sizes[: rounds // 2]), sizes

@@ -30,8 +30,8 @@ class Dense(Codec):
 
     dtype: DenseDtype | None = None
 
-    def resolved(self, dtype: torch.dtype) -> "Dense":
-        """Fix the dtype for input of ``dtype``."""
+    def for_dtype(self, dtype: torch.dtype) -> "Dense":
+        """Fix what is held for input of ``dtype``."""
         name: DenseDtype = "bfloat16" if dtype == torch.bfloat16 else "float16"
         return self if self.dtype else replace(self, dtype=name)
 
