@@ -166,7 +166,11 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
 
 def _caption(rows: Sequence[Row], points: Sequence[Point]) -> str:
     counts = sorted({int(r["windows"]) for r in rows if isinstance(r.get("windows"), int)})
-    text = f"n = {' to '.join(str(c) for c in counts[:: len(counts) - 1 or 1])} windows" if counts else "n not recorded"
+    text = (
+        f"n = {' to '.join(str(c) for c in counts[:: len(counts) - 1 or 1])} window{'s' * (counts != [1])}"
+        if counts
+        else "n not recorded"
+    )
     text += " per point; lines: 2 standard errors over tokens to either side" if any(p.error for p in points) else ""
     text += "; lower and further left is better"
     if any(p.partial for p in points):
