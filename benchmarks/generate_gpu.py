@@ -3,12 +3,12 @@
 Weights are random: speed and memory only, no quality. Two ways of stepping are timed:
 
 - ``generate``: the call a user makes, eager; (time for 1 + n tokens - time for 1 token) / n.
-- ``compiled``: the same call with generate's own torch.compile (``--compiled``); warmed up first.
+- ``compiled``: the same call with generate's own torch.compile; warmed up first.
 - ``graph``: one decode step of the same model captured in a CUDA graph and replayed (greedy token fed back on the
   device), which takes the host out of the picture. DynamicCache cannot be captured (its tensors grow), so the 16-bit
   side is transformers' StaticCache there.
 
-Usage: ``python benchmarks/generate_gpu.py --out FILE [--prompt 32768] [--batch 1] [--layers 36]``
+Usage: ``python benchmarks/generate_gpu.py --out FILE [--prompt 32768] [--batch 1] [--layers 36] [--ways generate graph compiled]``
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import statistics
 import subprocess
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -121,72 +122,85 @@ def timed_graph(model, ids, make_cache, replays: int = 20) -> dict:
     }
 
 
+def jobs_for(model, args: argparse.Namespace, batch: int) -> dict:
+    """(spec, way, cache) -> what to time, for one batch size."""
+    config = model.config
+    ids = torch.randint(10, 150000, (batch, args.prompt), device="cuda")
+    max_len = args.prompt + args.new_tokens + 32
+
+    def dynamic() -> DynamicCache:
+        return DynamicCache(config=config)
+
+    def static() -> StaticCache:
+        return StaticCache(config=config, max_cache_len=max_len)
+
+    def fused():
+        return kvcodec.cache_for(model, args.spec, attention="fused", max_len=max_len, probe=False)
+
+    def generate(make_cache):
+        return lambda: timed_generate(model, ids, make_cache, args.new_tokens)
+
+    def graph(make_cache):
+        return lambda: timed_graph(model, ids, make_cache)
+
+    jobs = {
+        ("dense", "generate", "DynamicCache"): generate(dynamic),
+        (args.spec, "generate", "kvcodec fused"): generate(fused),
+        ("dense", "graph", "StaticCache"): graph(static),
+        (args.spec, "graph", "kvcodec fused"): graph(fused),
+        (args.spec, "compiled", "kvcodec fused"): generate(fused),
+        ("dense", "compiled", "StaticCache"): generate(static),
+    }
+    return {key: job for key, job in jobs.items() if key[1] in args.ways}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--spec", default="saw-int4")
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--skip", nargs="*", default=[])
-    parser.add_argument("--compiled", action="store_true", help="also time generate with torch.compile (minutes)")
+    parser.add_argument("--ways", nargs="+", default=["generate", "graph"], help="of generate, graph, compiled")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    config = qwen3_8b(args.layers)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+        model = AutoModelForCausalLM.from_config(qwen3_8b(args.layers), dtype=torch.bfloat16).eval()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     common = {
         "unit": "ms",
         "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "transformers": transformers.__version__,
-            "kvcodec": kvcodec.__version__,
-        },
-        "commit": commit.strip(),
+        "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers, kvcodec)},
+        "commit": commit.stdout.strip(),
         "seed": 0,
         "model": f"Qwen3-8B-shaped, {args.layers} layers, random bf16 weights",
+        "prompt_tokens": args.prompt,
+        "new_tokens": args.new_tokens,
     }
     rows: list[dict] = []
     for batch in args.batch:
-        ids = torch.randint(10, 150000, (batch, args.prompt), device="cuda")
-        max_len = args.prompt + args.new_tokens + 32
-        shape = {"batch": batch, "prompt_tokens": args.prompt, "new_tokens": args.new_tokens}
-
-        def fused(max_len: int = max_len):
-            return kvcodec.cache_for(model, args.spec, attention="fused", max_len=max_len, probe=False)
-
-        jobs = {
-            ("dense", "generate", "DynamicCache"): lambda: timed_generate(
-                model, ids, lambda: DynamicCache(config=config), args.new_tokens
-            ),
-            (args.spec, "generate", "kvcodec fused"): lambda: timed_generate(model, ids, fused, args.new_tokens),
-            ("dense", "graph", "StaticCache"): lambda: timed_graph(
-                model, ids, lambda: StaticCache(config=config, max_cache_len=max_len)
-            ),
-            (args.spec, "graph", "kvcodec fused"): lambda: timed_graph(model, ids, fused),
-        }
-        if args.compiled:
-            jobs[args.spec, "compiled", "kvcodec fused"] = lambda: timed_generate(model, ids, fused, args.new_tokens)
-            jobs["dense", "compiled", "StaticCache"] = lambda: timed_generate(
-                model, ids, lambda: StaticCache(config=config, max_cache_len=max_len), args.new_tokens
-            )
-        for (spec, way, cache), job in jobs.items():
-            if way in args.skip:
-                continue
+        for (spec, way, cache), job in jobs_for(model, args, batch).items():
             model.set_attn_implementation("kvcodec" if "kvcodec" in cache else "sdpa")
             model.generation_config.disable_compile = way != "compiled"
-            job()  # warm-up: compiles kernels, fills the allocator
-            result = job()
-            row = {"spec": spec, "metric": f"ms_per_token_{way}", "cache": cache, **shape, **result, **common}
-            rows.append(row)
+            start = time.perf_counter()
+            try:
+                job()  # warm-up: compiles kernels, fills the allocator
+                result = job()
+            except Exception as error:  # one way that fails must not lose the others' figures
+                print(f"{way:9} {cache:14} batch {batch}: FAILED {type(error).__name__}: {error}", flush=True)
+                traceback.print_exc()
+                continue
+            rows.append(
+                {"spec": spec, "metric": f"ms_per_token_{way}", "cache": cache, "batch": batch, **result, **common}
+            )
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
-            print(f"{way:9} {cache:14} batch {batch}: {result['ms_per_token']:.2f} ms/token, "
-                  f"peak {result['peak_bytes'] / 1e9:.2f} GB", flush=True)  # fmt: skip
+            print(
+                f"{way:9} {cache:14} batch {batch}: {result['ms_per_token']:.2f} ms/token, peak "
+                f"{result['peak_bytes'] / 1e9:.2f} GB ({time.perf_counter() - start:.0f} s)",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
