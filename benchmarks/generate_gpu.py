@@ -8,7 +8,7 @@ Weights are random: speed and memory only, no quality. Two ways of stepping are 
   device), which takes the host out of the picture. DynamicCache cannot be captured (its tensors grow), so the 16-bit
   side is transformers' StaticCache there.
 
-Usage: ``python benchmarks/generate_gpu.py --out FILE [--prompt 32768] [--batch 1] [--layers 36] [--ways generate graph compiled]``
+Usage: ``python benchmarks/generate_gpu.py --out FILE [--prompt 32768] [--batch 1] [--ways generate graph compiled]``
 """
 
 import argparse
