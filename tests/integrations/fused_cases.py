@@ -13,7 +13,7 @@ if __name__ == "__main__" and sys.argv[1] == "cpu":
 import pytest
 import torch
 
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -75,6 +75,12 @@ def case_static(device: str) -> None:
     assert_close(go_on(model, cache, prompt(2, 10)), fused)
 
 
+def case_static_overflow_is_refused(device: str) -> None:
+    model = model_on(device, "llama-mqa")
+    with pytest.raises(ShapeError, match="token 13 does not fit the static cache of max_len=12"):
+        run(model, "fused", prompt(1, 10), max_len=12, max_new_tokens=8)
+
+
 def case_left_padding(device: str) -> None:
     ids, mask = padded(10, 3)
     for max_len in (None, 64) if device == "cuda" else (64,):
@@ -117,8 +123,8 @@ def case_second_turn_crop_and_select(device: str) -> None:
 def case_assisted(device: str) -> None:
     model = model_on(device, "llama-gqa")
     ids = prompt(1, 8).repeat(1, 3)
-    fused, cache = run(model, "fused", ids, prompt_lookup_num_tokens=3)
-    assert_close(fused, run(model, "streamed", ids, prompt_lookup_num_tokens=3)[0])
+    fused, cache = run(model, "fused", ids, prompt_lookup_num_tokens=3, max_new_tokens=12)
+    assert_close(fused, run(model, "streamed", ids, prompt_lookup_num_tokens=3, max_new_tokens=12)[0])
     assert set(cache.report()["paths"]) >= {"exact", "streamed"}
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-INTERPRETED = ("greedy", "left_padding", "holes_are_refused", "second_turn_crop_and_select")
+INTERPRETED = (
+    "greedy",
+    "left_padding",
+    "holes_are_refused",
+    "static_overflow_is_refused",
+    "second_turn_crop_and_select",
+)
 CASES = (*INTERPRETED, "static", "static_sliding_is_refused", "assisted", "beams", "compiled", "cuda_graph")
 ROOT = Path(__file__).parents[2]
 

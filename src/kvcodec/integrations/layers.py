@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcodec.cache import LayerCache
 from kvcodec.codec import check_tensor
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.attention import PackedKV
 from kvcodec.integrations.plan import Attention
 
@@ -63,6 +63,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.workspace_bytes = 0
         self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0}
         self.compiled = False
+        self.counted = 0
         self.filled = False
         self.mask_checked = False
 
@@ -98,12 +99,25 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             NaN, Inf or |x| > 65504 in the new tokens, with the position.
         """
         first = not self.filled
+        if self.is_compileable and not torch.compiler.is_compiling():
+            self._count(key_states.shape[2], first)
         self._append(key_states.detach(), value_states.detach())
         self._arrived(key_states, first)
         if first and self.prefill == "exact":
             self.calls["exact"] += 1
             return key_states, value_states
         return self._stored(key_states.shape[2])
+
+    def _count(self, fresh: int, first: bool) -> None:
+        """Refuse tokens beyond a static cache's pages; counted on the host, so a captured or compiled step is not."""
+        if first or fresh > 1:
+            self.counted = 0 if first else len(self.cache)
+        self.counted += fresh
+        if self.counted > self.cache.reserve:
+            raise ShapeError(
+                f"layer {self.index}: token {self.counted} does not fit the static cache of max_len="
+                f"{self.cache.reserve}; make it with a larger max_len, or crop it."
+            )
 
     def _arrived(self, keys: Tensor, first: bool) -> None:
         self.filled = self.is_initialized = True
@@ -206,6 +220,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
         if keep < held:
             self.cache.crop(keep)
+            self.counted = keep
             self.filled = keep > 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
