@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels import _common, saw_int4
 from kvcodec.kernels import decode_attention as decode
-from kvcodec.kernels import saw_int4
 
 SIZES = {"key_block": 64, "value_block": 1, "page_tokens": 16}
 
@@ -65,6 +65,16 @@ def test_encode_refuses():
         saw_int4.encode_to_pages(x.double(), x.double(), pages, table, start, **SIZES)
     with pytest.raises(ShapeError, match=r"start is torch\.int64"):
         saw_int4.encode_to_pages(x, x, pages, table, start.long(), **SIZES)
+
+
+@pytest.mark.skipif(_common.INTERPRETED, reason="the interpreter takes CPU tensors")
+def test_cpu_tensors_are_refused():
+    q, pages, table, lens = tensors()
+    x = torch.zeros(1, 2, 3, 64)
+    with pytest.raises(UnsupportedError, match="decode_attention: the tensors are on the CPU"):
+        attend(q, pages, table, lens)
+    with pytest.raises(UnsupportedError, match="encode_to_pages: the tensors are on the CPU"):
+        saw_int4.encode_to_pages(x, x, pages, table, lens, **SIZES)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcodec.errors import UnsupportedError
+
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # a build of triton without the CUDA backend
@@ -31,6 +33,15 @@ RNE = tl.constexpr(12582912.0)
 def next_pow2(n: int) -> int:
     """Return the smallest power of two that is not below `n`."""
     return 1 << (n - 1).bit_length()
+
+
+def refuse_cpu(name: str, x: torch.Tensor) -> None:
+    """Raise if Triton's compiler would be asked to run on a CPU tensor."""
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise UnsupportedError(
+            f"{name}: the tensors are on the CPU, the kernels run on CUDA and ROCm devices; use the reference "
+            "codec, or set TRITON_INTERPRET=1 to run them (slowly) in Triton's interpreter."
+        )
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 One query token per sequence attends to the codes of a page pool, without a decoded copy of them.
 
 Work split.  Program (split, sequence x KV head x head tile) owns a run of whole blocks of tokens
-and up to 16 query heads of one KV head, the rows of the M=16 tensor-core tile.  It keeps an online
+and up to 16 query heads of one KV head. Tokens (for V: channels) are the rows of the tensor-core
+tile and the heads its narrow side of 8 or 16, so up to 8 heads waste nothing.  It keeps an online
 softmax in base 2 and writes unnormalised fp32 partials (m, l, o).  A second kernel merges the
 partials, the dense part and the learned sinks by log-sum-exp, and undoes a value rotation once.
 The second launch may overlap the first (programmatic dependent launch).
@@ -11,20 +12,24 @@ The second launch may overlap the first (programmatic dependent launch).
 What a codec supplies (`Hooks`, jit functions handed over as ``constexpr``):
 
 =============  ====================================================================================
+``load_q``     the query heads as planes, fp32; only started, so that it runs beside other loads
 ``prepare``    rotated, scaled query planes, in the number format that its ``score`` wants
 ``load_k/v``   the packed tile of a block and its per-token words; nothing is unpacked here
-``score``      scores in log2 units: code planes masked in place into ``dot``, then the hooks of
-               scale (one factor per column) and zero (rank one: sum of the rounded query x zero)
+``score``      scores [BN, N] in log2 units: code planes masked in place into ``dot``, then the
+               hooks of scale (one factor per token) and zero (rank one: sum of the rounded q)
 ``init``       the accumulators of an empty run
-``accumulate`` rescales them and adds P V: the scale goes on the columns of P, the zero on a rank-1
+``accumulate`` rescales them and adds V^T P: the scale goes on the tokens of P, the zero on a rank-1
                sum
 ``finish``     four fp32 planes of the unnormalised output in code basis
 =============  ====================================================================================
 
+A codec joins by a module of its own in this package that holds ``HOOKS``, ``supports`` and
+``page_bytes``.
+
 Shapes and the grid depend only on the capacity of the block table, lengths live on the device, and
 nothing synchronises, so the operator is safe in a CUDA graph and in ``torch.compile``.
 
-Sources: split-K decoding (Flash-Decoding), grouped heads as tile rows (Hydragen, FlashInfer),
+Sources: split-K decoding (Flash-Decoding), grouped heads in one tile (FlashInfer),
 online softmax (arXiv:1805.02867); SAW-INT4's scheme of scale and zero per token and head.
 
 Pitfalls: a page id is read for every block in ``[start, seq_len)``, so those table entries must be
@@ -40,10 +45,9 @@ import torch
 from kvcodec import kernels
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import _decode
-from kvcodec.kernels._common import ASM, next_pow2
+from kvcodec.kernels._common import ASM, next_pow2, refuse_cpu
 
 _LOG2E = 1.4426950408889634
-# programs that one SM holds at once: the grid is sized in these units, see `config_for`
 _SM_FALLBACK = 132
 
 
@@ -155,6 +159,8 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
     part_l = workspace[size * (4 * width + 1) : need]
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
+    if rows == 0:
+        return o, lse
     pdl = pdl and ASM and torch.cuda.get_device_capability(q.device) >= (9, 0)
     extra = {"launch_pdl": True} if pdl else {}
     _decode._split_kernel[(slots, batch * num_kv_heads * tiles)](
@@ -292,6 +298,7 @@ def decode_attention(
     """
     _check(q, pages, table, seq_lens, key_block, value_block, page_tokens, num_kv_heads, dense_k,
            dense_v, sinks, codec)  # fmt: skip
+    refuse_cpu("decode_attention", q)
     o, lse = _op(q, pages, table, seq_lens, float(scale), key_block, value_block, page_tokens,
                  num_kv_heads, dense_k, dense_v, dense_lens, dense_start, sinks, start, workspace,
                  num_splits or 0, codec)  # fmt: skip

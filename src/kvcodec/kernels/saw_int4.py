@@ -26,6 +26,7 @@ from kvcodec.kernels._common import (
     butterfly,
     hadamard,
     next_pow2,
+    refuse_cpu,
     rne,
     sqrt_order,
 )
@@ -295,4 +296,5 @@ def encode_to_pages(
     for name, x in (("table", table), ("start", start)):
         if x.dtype != torch.int32 or x.stride(-1) != 1:
             raise ShapeError(f"encode_to_pages: {name} is {x.dtype}; contiguous int32 is needed.")
+    refuse_cpu("encode_to_pages", k)
     _op(k, v, pages, table, start, bad, key_block, value_block, page_tokens)
