@@ -78,7 +78,8 @@ def config_for(units: int, tile: int, head_dim: int, page_tokens: int, capacity:
     block = 64 if page_tokens % 64 == 0 else min(page_tokens & -page_tokens, 64)
     wide = head_dim > 128
     # one warp per program keeps the softmax inside the warp; two where its registers run out. Never
-    # four: with 64 tokens the compiler would choose wgmma, and gave wrong sums
+    # four: the one such form tried (D=256, 16 heads, 64 tokens) gave wrong sums on an H200; why was
+    # not established, wgmma on operands masked in registers is the suspect
     warps = 2 if wide or (tile == 16 and head_dim > 64) else 1
     if wide and tile == 16:
         block = min(block, 32)
