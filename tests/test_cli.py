@@ -235,11 +235,12 @@ def no_model(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_model")
-def test_a_wrong_preset_or_option_names_the_nearest_before_the_model_is_loaded(capsys):
+def test_a_wrong_preset_or_option_names_the_nearest_before_the_model_is_loaded(capsys, tmp_path):
     assert "Did you mean 'octopus-4'" in refused(capsys, "compare", "m", "--specs", "dense,octopus4")
     assert "Did you mean 'window'?" in refused(capsys, "eval", "m", "--spec", "kivi-2:windw=3")
     assert "Did you mean 'saw-int4'" in refused(capsys, "describe", "saw-int")
-    assert "unknown codec 'nix'" in refused(capsys, "demo", "--specs", "nix", "--out", "kvcodec-report-of-a-test")
+    assert "unknown codec 'nix'" in refused(capsys, "demo", "--specs", "nix", "--out", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.usefixtures("no_model")

@@ -96,9 +96,9 @@ def run_demo(
     KVError
         Before anything long: an unwritable folder, an unknown spec, a model that cannot be had.
     """
-    check_writable(out)
     for spec in specs:
         get(spec)
+    check_writable(out)
     loaded = load(model, progress=progress)
     chosen = replace(
         settings or Settings(new_tokens=NEW_TOKENS),
