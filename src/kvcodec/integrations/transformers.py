@@ -9,6 +9,10 @@
 Three ways of attention. ``decoded``: each layer's packed K and V are decoded for the time of its attention; works with
 every attention implementation. ``streamed``: the registered attention function ``kvcodec`` reads the pages a chunk at
 a time, so no decoded copy of a layer exists. ``fused``: the same road with the fused GPU kernels for one-token steps.
+The last two need the attention function, which importing this module registers::
+
+    from kvcodec.integrations.transformers import cache_for
+    model.set_attn_implementation("kvcodec")
 """
 
 from collections.abc import Mapping
@@ -190,7 +194,8 @@ def cache_for(
         ``exact``: the call that fills the empty cache attends the fresh K and V; every later call attends what is
         stored. ``decoded``: every call attends what is stored, as papers evaluate.
     attention : {"decoded", "streamed", "fused"}
-        See the module's text. The last two need ``model.set_attn_implementation("kvcodec")``.
+        See the module's text. The last two need ``model.set_attn_implementation("kvcodec")``, called after this module
+        is imported.
     seed : int
         Random constants derive from it, the layer, the role and the head.
     params : mapping, optional
