@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.qwen3 import Qwen3Config
 
 import kvcodec
+import kvcodec.integrations.transformers  # registers the attention function
 
 
 def qwen3_8b(layers: int) -> Qwen3Config:
