@@ -209,9 +209,7 @@ class LayerCache:
             )
         if keys.dtype != values.dtype or (self.store is not None and keys.dtype != self._dtype):
             held_dtype = "" if self.store is None else f"; the cache was filled with {self._dtype}"
-            raise ShapeError(
-                f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout."
-            )
+            raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout.")
         if self.store is None:
             return
         for role, x in zip(ROLES, (keys, values), strict=True):

@@ -204,8 +204,23 @@ class FusedLayerCache(LayerCache):
         return out
 
     def check(self) -> None:
-        """Raise ValueError if any token appended so far was NaN or Inf (one host sync)."""
-        if self.seq_lens is not None and bool(self.bad.item()):
+        """Raise if a decode step met what it could not stop for (one host sync).
+
+        Raises
+        ------
+        ValueError
+            A token was NaN or Inf; it was stored as a zero row.
+        ShapeError
+            A captured or compiled step went on when the static cache was full; its tokens were dropped.
+        """
+        flag = int(self.bad.item()) if self.seq_lens is not None else 0
+        if flag == 2:
+            assert self.store is not None
+            raise ShapeError(
+                f"layer {self.layer}: the static cache of {self.store.capacity} tokens per sequence is full; later "
+                f"tokens were dropped. Make it larger (max_len)."
+            )
+        if flag:
             raise ValueError(
                 f"layer {self.layer}: a key or value appended in a decode step is not finite; it was stored as a "
                 f"zero row. Check the model's dtype (fp16 overflow?)."

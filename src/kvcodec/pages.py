@@ -22,7 +22,7 @@ class PageStore:
     batch, heads : int
     device : torch.device
     capacity : int
-        Slots to allocate at once; 0 grows on demand, by an eighth (at least one page).
+        Slots to allocate at once; 0 grows on demand, by 1/32 (at least one page).
     """
 
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
@@ -30,6 +30,7 @@ class PageStore:
         self.heads = heads
         self.pages = torch.zeros(0, heads, layout.page_bytes, dtype=torch.uint8, device=device)
         self.table = torch.zeros(batch, 0, dtype=torch.int32, device=device)
+        self.growth_bytes = 0  # largest pool that was held twice for a moment, to grow it
         if capacity:
             self._grow(-(-capacity // layout.page_tokens))
 
@@ -42,12 +43,14 @@ class PageStore:
         """Grow so that ``slots`` slots per sequence fit; ``exact`` skips the reserve (a prefill)."""
         missing = -(-(slots - self.capacity) // self.layout.page_tokens)
         if missing > 0:
-            self._grow(missing if exact else max(missing, self.table.shape[1] // 8))
+            self._grow(missing if exact else max(missing, self.table.shape[1] // 32))
 
     def _grow(self, columns: int) -> None:
         batch, first = self.table.shape[0], self.pages.shape[0]
         # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
         fresh = self.pages.new_zeros(batch * columns, *self.pages.shape[1:])
+        if first:
+            self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
         self.pages = torch.cat([self.pages, fresh]) if first else fresh
         ids = torch.arange(first, first + batch * columns, device=self.table.device)
         self.table = torch.cat([self.table, ids.view(batch, columns).to(torch.int32)], 1)

@@ -62,6 +62,7 @@ def decode(tmp_path, dim, tile=8, block=64, warps=1, stages=3, dense=0):
         "q_ptr": "*bf16", "pages16": "*i16", "pages32": "*i32", "table": "*i32", "seq_lens": "*i32",
         "part_o": "*fp32", "part_m": "*fp32", "part_l": "*fp32", "stride_qb": INT, "stride_qh": INT,
         "stride_table": INT, "heads": INT, "group": INT, "scale2": "fp32", "num_splits": INT, "width": INT,
+        "capacity": INT,
     }  # fmt: skip
     if dense:
         types |= {"dense_k": "*bf16", "dense_v": "*bf16", "dense_lens": "*i32"}
@@ -81,6 +82,7 @@ def encode(tmp_path, dim, pointer="*i64", kind=0):
     types = dict.fromkeys(("k_ptr", "v_ptr"), pointer) | {
         "pages16": "*i16", "pages32": "*i32", "table": "*i32", "start": "*i32", "bad": "*i32", "n": INT,
         "heads": INT, "skb": INT, "skh": INT, "skn": INT, "svb": INT, "svh": INT, "svn": INT, "stride_table": INT,
+        "slots": INT,
     }  # fmt: skip
     constants = {"D": dim, "DQ": next_pow2(dim // 4), "P": 64, "BT": rows, "KBLOCK": dim & -dim, "VBLOCK": 1,
                  "KIND": kind, "ASM": True}  # fmt: skip

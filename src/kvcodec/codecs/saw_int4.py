@@ -1,4 +1,4 @@
-"""SAW-INT4: token-wise INT4 of keys rotated by a block-diagonal Hadamard. arXiv seed 003, Sec. 3-4.
+"""SAW-INT4: token-wise INT4 of keys rotated by a block-diagonal Hadamard. arXiv:2604.19157, Sec. 3-4.
 
     y = x diag(H_h, ..., H_h)                      Eq. 16, H orthonormal Sylvester; h = 1 is no rotation
     s = (max y - min y) / 15                       one (s, z) per token and head, over all D channels
@@ -94,7 +94,8 @@ class SawInt4(Codec):
         exponent = torch.frexp(biggest).exponent - 1  # 2^e <= max|y| < 2^(e+1)
         floor = torch.ldexp(torch.ones_like(biggest), exponent + SCALE_FLOOR_EXPONENT)
         floor = torch.where(biggest > 0, floor, 0.0).clamp_min(SMALLEST_SCALE)
-        scale = torch.maximum((high - low) / 15, floor).clamp_max(FP16_MAX).half()
+        # a tensor, not a number: CUDA divides by a constant through its reciprocal, one ulp off the CPU's bits
+        scale = torch.maximum((high - low) / torch.full_like(low, 15), floor).clamp_max(FP16_MAX).half()
         s = scale.float()
         z = torch.round(-low / s)
         codes = (torch.round(x / s) + z).clamp_(0, 15)
@@ -110,7 +111,7 @@ class SawInt4(Codec):
         return (codes - z[..., None]) * s[..., None]
 
 
-@register("saw-int4", source="SAW-INT4 (2026), Sec. 3-4, App. A.4", presets={"saw-int4": {}})
+@register("saw-int4", source="SAW-INT4, arXiv:2604.19157, Sec. 3-4, App. A.4", presets={"saw-int4": {}})
 def saw_int4(block: int | None = None, rotate: Literal["k", "kv", "none"] = "k") -> KVScheme:
     """Token-wise INT4 with block-diagonal Hadamard rotation, the paper's deployed recipe (keys rotated).
 

@@ -21,6 +21,8 @@ from kvcodec.integrations.plan import ATTENTION_NAME
 if TYPE_CHECKING:
     from kvcodec.integrations.layers import PackedLayer
 
+START = "kvcodec_start"
+"""Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks)."""
 
@@ -117,7 +119,9 @@ def _packed(
 
 def _visible_from(mask: Tensor, layer: "PackedLayer") -> Tensor:
     """Turn the mask of one query token into the first visible token of each sequence, int32 ``[B]``."""
-    start = left_padding(mask)
+    start = getattr(mask, START, None)
+    if start is None:
+        start = left_padding(mask)
     # tokens that only a sliding layer's recorded past holds; a static cache is masked to its full capacity
     older = 0 if layer.is_compileable else len(layer.cache) - mask.shape[-1]
     tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -188,5 +192,16 @@ def _dense_with_sinks(
     return torch.cat(outs, 2)
 
 
+def kvcodec_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' SDPA mask; that of one query token also carries where each sequence starts.
+
+    The fused kernel needs only the start, and one reduction over the mask here replaces one in every layer.
+    """
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is not None and mask.shape[-2] == 1 and not torch.compiler.is_compiling():
+        setattr(mask, START, left_padding(mask))
+    return mask
+
+
 AttentionInterface.register(ATTENTION_NAME, kvcodec_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, kvcodec_mask)

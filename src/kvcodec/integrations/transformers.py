@@ -87,7 +87,8 @@ class KVCache(Cache):  # type: ignore[misc]
             ``effective_bits``: total_bytes x 8 / elements held; ``key_bits, value_bits``: of the codecs, from the
             layout (None while head_dim is unknown); ``ratio_to_16bit``: bytes of the same tokens in 16 bit /
             total_bytes;
-            ``workspace_bytes``: upper bound of what the largest reading call so far needed beside the cache;
+            ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
+            a layer or made its pages grow;
             ``prefill, attention``: as chosen; ``paths``: calls by path that really ran; ``keys``: the outlier probe.
         """
         layers = [_layer_report(layer) for layer in self.packed_layers]
@@ -114,7 +115,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "key_bits": self.scheme.key_bits(dim) if dim else None,
             "value_bits": self.scheme.value_bits(dim) if dim else None,
             "ratio_to_16bit": elements * 2 / total if elements else 0.0,
-            "workspace_bytes": max((layer.workspace_bytes for layer in self.packed_layers), default=0),
+            "workspace_bytes": max((_workspace_bytes(layer) for layer in self.packed_layers), default=0),
             "prefill": self.options["prefill"],
             "attention": self.options["attention"],
             "paths": {path: count for path, count in paths.items() if count},
@@ -333,6 +334,11 @@ def _builder(
             f"not; leave max_len out."
         )
     return FusedLayerCache
+
+
+def _workspace_bytes(layer: PackedLayer) -> int:
+    store = layer.cache.store
+    return max(layer.workspace_bytes, store.growth_bytes if store else 0)
 
 
 def _layer_report(layer: PackedLayer) -> dict[str, Any]:

@@ -119,12 +119,12 @@ def _dense_part(
     return m, l, o
 
 
-@triton.jit(do_not_specialize=["heads", "group", "num_splits", "stride_table", "width"])
+@triton.jit(do_not_specialize=["heads", "group", "num_splits", "stride_table", "width", "capacity"])
 def _split_kernel(
     q_ptr, pages16, pages32, table, seq_lens, start, part_o, part_m, part_l,
     dense_k, dense_v, dense_lens, dense_start,
     stride_qb, stride_qh, stride_table, skb, skh, skn, svb, svh, svn,
-    heads, group, scale2, num_splits, width,
+    heads, group, scale2, num_splits, width, capacity,
     D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, NH: tl.constexpr,
     MT: tl.constexpr, DENSE: tl.constexpr, BND: tl.constexpr, KBLOCK: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, PAGE_BYTES: tl.constexpr, LOAD_Q: tl.constexpr, PREPARE: tl.constexpr, LOAD_K: tl.constexpr,
@@ -170,7 +170,8 @@ def _split_kernel(
     else:
         # four memory latencies follow one another here (length, page id, tile, and the query beside
         # them), so each is started as early as it can be
-        n_hi = tl.load(seq_lens + b)
+        # a length beyond the table (a captured step of a full cache) must not be followed
+        n_hi = tl.minimum(tl.load(seq_lens + b), capacity)
         n_lo = 0
         if start is not None:
             n_lo = tl.load(start + b)

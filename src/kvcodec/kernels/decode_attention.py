@@ -38,6 +38,7 @@ valid; entries outside are never read.  Scores of fully masked sequences give o 
 
 import importlib
 import pkgutil
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -124,6 +125,12 @@ def _load_codecs() -> dict:
 CODECS = _load_codecs()
 
 
+@lru_cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache
 def _sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _SM_FALLBACK
@@ -162,14 +169,14 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return o, lse
-    pdl = pdl and ASM and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    pdl = pdl and ASM and _has_pdl(q.device)
     extra = {"launch_pdl": True} if pdl else {}
     _decode._split_kernel[(slots, batch * num_kv_heads * tiles)](
         q, pages.view(torch.int16), pages.view(torch.int32), table, seq_lens, start,
         part_o, part_m, part_l, dense_k, dense_v, dense_lens, dense_start,
         q.stride(0), q.stride(1), table.stride(0), *dense_strides,
         num_kv_heads, group, scale * _LOG2E, config.num_splits,
-        dense_k.shape[2] if dense else 0,
+        dense_k.shape[2] if dense else 0, table.shape[1] * page_tokens,
         D=dim, DQ=width, P=page_tokens, BN=config.block_n, NH=tile, MT=tiles,
         DENSE=dense, BND=32, KBLOCK=key_block, ASM=ASM, PDL=pdl,
         PAGE_BYTES=page_bytes(dim, page_tokens), LOAD_Q=hooks.load_q, PREPARE=hooks.prepare,
@@ -184,8 +191,7 @@ def _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_token
     return o, lse
 
 
-@torch.library.custom_op("kvcodec::decode_attention", mutates_args=("workspace",))
-def _op(
+def _attend(
     q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, seq_lens: torch.Tensor,
     scale: float, key_block: int, value_block: int, page_tokens: int, num_kv_heads: int,
     dense_k: torch.Tensor | None, dense_v: torch.Tensor | None, dense_lens: torch.Tensor | None,
@@ -204,6 +210,10 @@ def _op(
     return _launch(q, pages, table, seq_lens, scale, key_block, value_block, page_tokens,
                    num_kv_heads, dense_k, dense_v, dense_lens, dense_start, sinks, start,
                    workspace, config, codec, True)  # fmt: skip
+
+
+# see `kvcodec.kernels.saw_int4`: compiled graphs trace the operator, eager calls skip the dispatcher
+_op = torch.library.custom_op("kvcodec::decode_attention", _attend, mutates_args=("workspace",))
 
 
 @_op.register_fake
@@ -300,7 +310,8 @@ def decode_attention(
     _check(q, pages, table, seq_lens, key_block, value_block, page_tokens, num_kv_heads, dense_k,
            dense_v, sinks, codec)  # fmt: skip
     refuse_cpu("decode_attention", q)
-    o, lse = _op(q, pages, table, seq_lens, float(scale), key_block, value_block, page_tokens,
+    run = _op if torch.compiler.is_compiling() else _attend
+    o, lse = run(q, pages, table, seq_lens, float(scale), key_block, value_block, page_tokens,
                  num_kv_heads, dense_k, dense_v, dense_lens, dense_start, sinks, start, workspace,
                  num_splits or 0, codec)  # fmt: skip
     return (o, lse) if return_lse else o

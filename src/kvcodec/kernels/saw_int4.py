@@ -176,10 +176,10 @@ def _encode_rows(
     tl.store(at32, tl.where(good, sb | (zb << 16), 0), ok_n)
 
 
-@triton.jit(do_not_specialize=["n", "heads", "stride_table"])
+@triton.jit(do_not_specialize=["n", "heads", "stride_table", "slots"])
 def _encode_kernel(
     k_ptr, v_ptr, pages16, pages32, table, start, bad, n, heads,
-    skb, skh, skn, svb, svh, svn, stride_table,
+    skb, skh, skn, svb, svh, svn, stride_table, slots,
     D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, KBLOCK: tl.constexpr,
     VBLOCK: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -189,6 +189,11 @@ def _encode_kernel(
     h = tl.program_id(1) % heads
     ok = i < n
     t = tl.load(start + b) + i
+    # a captured step cannot be stopped by the host: what does not fit is dropped, and the flag says so
+    if bad is not None:
+        if tl.max((ok & (t >= slots)).to(tl.int32), 0) == 1:
+            tl.atomic_max(bad, 2)
+    ok = ok & (t < slots)
     page = tl.load(table + b.to(tl.int64) * stride_table + t // P, ok, other=0)
     slot = t % P
     unit = page.to(tl.int64) * heads + h
@@ -204,8 +209,7 @@ def _encode_kernel(
         _encode_rows(v_ptr, b64 * svb + h * svh, svn, i, ok, at16, at32, bad, D, DQ, VBLOCK, KIND, ASM)
 
 
-@torch.library.custom_op("kvcodec::saw_int4_encode", mutates_args=("pages", "bad"))
-def _op(
+def _encode(
     k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
     start: torch.Tensor, bad: torch.Tensor | None, key_block: int, value_block: int,
     page_tokens: int,
@@ -224,10 +228,15 @@ def _launch(k, v, pages, table, start, bad, key_block, value_block, page_tokens,
     kp, vp = (k, v) if kind == _FP32 else (k.view(torch.int64), v.view(torch.int64))
     _encode_kernel[(triton.cdiv(n, rows), batch * heads, 2)](
         kp, vp, pages.view(torch.int16), pages.view(torch.int32), table, start, bad, n, heads,
-        *k.stride()[:3], *v.stride()[:3], table.stride(0),
+        *k.stride()[:3], *v.stride()[:3], table.stride(0), table.shape[1] * page_tokens,
         D=dim, DQ=next_pow2(dim // 4), P=page_tokens, BT=rows, KBLOCK=key_block,
         VBLOCK=value_block, KIND=kind, ASM=ASM, num_warps=warps, num_stages=1,
     )  # fmt: skip
+
+
+# the registered operator is what torch.compile traces; an eager call goes straight to the launch, because the
+# dispatcher's checks of a mutating operator cost more host time than the launch itself
+_op = torch.library.custom_op("kvcodec::saw_int4_encode", _encode, mutates_args=("pages", "bad"))
 
 
 @_op.register_fake
@@ -271,7 +280,8 @@ def encode_to_pages(
     page_tokens : int
     bad : Tensor int32 [1], optional
         Raised to 1 if a row holds NaN, Inf or (rotated) a magnitude from 2**25 on; such a row
-        reads as zeros.  Never read here, so nothing synchronises.
+        reads as zeros.  Raised to 2 if tokens lie beyond the table; they are not written.  Never
+        read here, so nothing synchronises.
 
     Raises
     ------
@@ -297,4 +307,5 @@ def encode_to_pages(
         if x.dtype != torch.int32 or x.stride(-1) != 1:
             raise ShapeError(f"encode_to_pages: {name} is {x.dtype}; contiguous int32 is needed.")
     refuse_cpu("encode_to_pages", k)
-    _op(k, v, pages, table, start, bad, key_block, value_block, page_tokens)
+    run = _op if torch.compiler.is_compiling() else _encode
+    run(k, v, pages, table, start, bad, key_block, value_block, page_tokens)

@@ -80,6 +80,7 @@ def fp16_scale(span: Tensor, steps: int, zero: Tensor | float = 0.0) -> Tensor:
     >>> fp16_scale(torch.tensor([3.0, 0.0, 65504.0]), 3).tolist()
     [1.0, 5.960464477539063e-08, 21824.0]
     """
-    scale = (span / steps).clamp(SMALLEST_SCALE, FP16_MAX).half()
+    # a tensor, not a number: CUDA divides by a constant through its reciprocal, one ulp off the CPU's bits
+    scale = (span / torch.full_like(span, steps)).clamp(SMALLEST_SCALE, FP16_MAX).half()
     below = (scale.view(torch.int16) - 1).view(torch.float16)
     return torch.where(zero + steps * scale.float() > FP16_MAX, below, scale)
