@@ -69,7 +69,7 @@ def timed_generate(model, ids, make_cache, new_tokens: int) -> dict:
     held = torch.cuda.memory_allocated() - before
     seen = cache.report() if hasattr(cache, "report") else {"effective_bits": 16.0, "paths": {"sdpa": "all"}}
     return {
-        "ms_per_token": (seconds[1 + new_tokens] - seconds[1]) / new_tokens * 1e3,
+        "values": {"p50": (seconds[1 + new_tokens] - seconds[1]) / new_tokens * 1e3},
         "prefill_and_first_token_s": seconds[1],
         "peak_bytes": peak,
         "held_bytes": held,
@@ -115,9 +115,11 @@ def timed_graph(model, ids, make_cache, replays: int = 20) -> dict:
     times.sort()
     peak = torch.cuda.max_memory_allocated() - before
     return {
-        "ms_per_token": statistics.median(times),
-        "p20": times[len(times) // 5],
-        "p80": times[len(times) * 4 // 5],
+        "values": {
+            "p20": times[len(times) // 5],
+            "p50": statistics.median(times),
+            "p80": times[len(times) * 4 // 5],
+        },
         "peak_bytes": peak,
         "tokens": token[0].tolist(),
     }
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--commit", default="", help="stamped on the rows; default: what git says here")
     parser.add_argument("--ways", nargs="+", default=["generate", "graph"], help="of generate, graph, compiled")
     args = parser.parse_args()
 
@@ -174,7 +177,7 @@ def main() -> None:
         "unit": "ms",
         "gpu": torch.cuda.get_device_name(),
         "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers, kvcodec)},
-        "commit": commit.stdout.strip(),
+        "commit": args.commit or commit.stdout.strip(),
         "seed": 0,
         "model": f"Qwen3-8B-shaped, {args.layers} layers, random bf16 weights",
         "prompt_tokens": args.prompt,
@@ -194,11 +197,18 @@ def main() -> None:
                 traceback.print_exc()
                 continue
             rows.append(
-                {"spec": spec, "metric": f"ms_per_token_{way}", "cache": cache, "batch": batch, **result, **common}
+                {
+                    "spec": spec,
+                    "metric": f"ms_per_token_{way}",
+                    "shape": f"qwen3_8b_b{batch}_{args.prompt // 1024}k",
+                    "cache": cache,
+                    **result,
+                    **common,
+                }
             )
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(
-                f"{way:9} {cache:14} batch {batch}: {result['ms_per_token']:.2f} ms/token, peak "
+                f"{way:9} {cache:14} batch {batch}: {result['values']['p50']:.2f} ms/token, peak "
                 f"{result['peak_bytes'] / 1e9:.2f} GB ({time.perf_counter() - start:.0f} s)",
                 flush=True,
             )
