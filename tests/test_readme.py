@@ -70,7 +70,7 @@ def test_speed_sentence_refuses_rows_that_do_not_carry_it(tmp_path: Path, spoil:
         script.speed_block(tmp_path)
 
 
-@pytest.mark.parametrize("block", ["results", "columns", "speed"])
+@pytest.mark.parametrize("block", ["results", "columns", "speed", "generate"])
 def test_missing_result_files_are_errors(tmp_path: Path, block: str) -> None:
     with pytest.raises(script.MissingResultError):
         script.BLOCKS[block](tmp_path)
@@ -103,12 +103,32 @@ def test_both_commands_stand_at_the_top() -> None:
 
 @pytest.mark.slow
 def test_snippet_runs_and_is_short() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    code = re.findall(r"```python\n(.*?)```", README, re.S)[0]
     assert len(code.splitlines()) <= 10
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "The Hanseatic League was" in done.stdout
     assert "'effective_bits'" in done.stdout
+
+
+TINY_MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=64, max_position_embeddings=256)
+model = LlamaForCausalLM(config).eval()
+inputs = {"input_ids": torch.arange(10)[None], "max_new_tokens": 3, "do_sample": False}
+"""
+
+
+def test_gpu_snippet_runs_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = re.findall(r"```python\n(.*?)```", README, re.S)[1]
+    run = "import os; os.environ['TRITON_INTERPRET'] = '1'" + TINY_MODEL + code + "print(cache.report()['paths'])"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "'fused': 4" in done.stdout, "two steps of two layers attend in the kernel"
 
 
 def test_file_tree_names_every_room_and_no_other() -> None:
