@@ -145,7 +145,7 @@ class _Comparison:
         self.base = _Run(None)
         self.runs = [_Run(scheme) for scheme in schemes]
         self.start = time.monotonic()
-        self.jobs_done, self.slowest_window = 0, 0.0
+        self.jobs_done, self.latest_window = 0, 0.0
         generating = 1 if settings.new_tokens else 0
         self.jobs = (len(schemes) + 1) * (len(windows) + generating)
 
@@ -159,7 +159,7 @@ class _Comparison:
                     self._generate(run)
             for window in self.windows[1:]:
                 spent = time.monotonic() - self.start
-                if s.budget is not None and spent + self.slowest_window > s.budget:
+                if s.budget is not None and spent + self.latest_window > s.budget:
                     self.progress.say(f"{spent:.0f} s of {s.budget:.0f} s are spent: no further window.")
                     return "budget"
                 self._window(window, first=False)
@@ -200,7 +200,7 @@ class _Comparison:
             run.scores.append(score)
             del logits, cache
             self._done(run, at)
-        self.slowest_window = max(self.slowest_window, time.monotonic() - begun)
+        self.latest_window = time.monotonic() - begun
 
     def _generate(self, run: _Run) -> None:
         at = time.monotonic()
