@@ -180,6 +180,18 @@ class LayerCache:
 
     def _append_role(self, state: RoleState, x: Tensor) -> None:
         assert self.store is not None
+        leaving = self._pass_window(state, x)
+        count = leaving.shape[2]
+        if count:
+            assert state.params is not None
+            payload = state.codec.encode(state.codec.to_code(leaving.float(), state.params), state.params)
+            first = state.next_slot
+            self.store.ensure(first + count, exact=count > 1 and not state.runs)
+            self.store.write(state.role, first, payload)
+            state.extend(count)
+
+    def _pass_window(self, state: RoleState, x: Tensor) -> Tensor:
+        """Put new tokens into sink and window; return those that leave the window, in whole blocks."""
         to_sink = min(max(self.scheme.sink - self.start - self.length, 0), x.shape[2])
         if to_sink:
             state.sink = torch.cat([state.dense("sink"), x[:, :, :to_sink]], 2)
@@ -188,18 +200,13 @@ class LayerCache:
         unit = state.codec.block_tokens
         if state.params is None:  # fitted on the prefill: everything seen so far is the sample
             if pending.shape[2] + state.dense("sink").shape[2] == 0:
-                return
+                return pending
             sample = torch.cat([state.dense("sink"), pending], 2)
             state.params = state.codec.fit(state.site, sample)
         count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
-        if count:
-            payload = state.codec.encode(state.codec.to_code(pending[:, :, :count].float(), state.params), state.params)
-            first = state.next_slot
-            self.store.ensure(first + count, exact=count > 1 and not state.runs)
-            self.store.write(state.role, first, payload)
-            state.extend(count)
         # a clone, so that no view keeps the prefill's 16-bit tensor alive
         state.window = pending[:, :, count:].clone()
+        return pending[:, :, :count]
 
     def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape[:3] != values.shape[:3]:

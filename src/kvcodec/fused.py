@@ -9,31 +9,33 @@ There is no fall-back: a scheme, head_dim or device that the kernels cannot take
 """
 
 import importlib
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache import LayerCache
-from kvcodec.codec import Params, Role, check_tensor
+from kvcodec.codec import ROLES, check_tensor
+from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
 
 
-def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device) -> str:
-    """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can."""
-    if type(scheme.key).__name__ != "SawInt4" or type(scheme.value).__name__ != "SawInt4":
+def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0) -> str:
+    """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
+
+    ``capacity`` as in ``FusedLayerCache``: a static cache has no place for tokens held dense.
+    """
+    if not isinstance(scheme.key, SawInt4) or not isinstance(scheme.value, SawInt4):
         return f"fused kernels exist for saw-int4 only, not for {scheme}"
-    if scheme.sink or scheme.window:
-        return f"{scheme}: sink={scheme.sink}, window={scheme.window}; the fused path takes sink=0, window=0"
+    if capacity and (scheme.sink or scheme.window):
+        return f"sink={scheme.sink}, window={scheme.window} need a cache that grows; leave max_len out"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install kvcodec[triton]"
     knobs = importlib.import_module("triton").knobs
     if device.type != "cuda" and not knobs.runtime.interpret:
         return f"device {device} is not a GPU"
     kernels = importlib.import_module("kvcodec.kernels.saw_int4")
-    blocks = [codec.block_for(head_dim) for codec in (scheme.key, scheme.value)]  # type: ignore[attr-defined]
-    return str(kernels.supports(head_dim, *blocks))
+    return str(kernels.supports(head_dim, scheme.key.block_for(head_dim), scheme.value.block_for(head_dim)))
 
 
 class FusedLayerCache(LayerCache):
@@ -53,18 +55,8 @@ class FusedLayerCache(LayerCache):
         At the first append, if the kernels cannot take the scheme, head_dim or device; the text says why.
     """
 
-    def __init__(
-        self,
-        scheme: KVScheme,
-        *,
-        layer: int = 0,
-        seed: int = 0,
-        params: Mapping[Role, Params] | None = None,
-        page_tokens: int | None = None,
-        capacity: int = 0,
-    ) -> None:
-        self.seq_lens: Tensor | None = None
-        super().__init__(scheme, layer=layer, seed=seed, params=params, page_tokens=page_tokens, capacity=capacity)
+    seq_lens: Tensor | None = None
+    """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
 
     def reset(self) -> None:
         """Forget every token; a static cache keeps its pages, because captured graphs hold their addresses."""
@@ -89,7 +81,7 @@ class FusedLayerCache(LayerCache):
         self._host_length = value
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        if reason := fused_refusal(self.scheme, keys.shape[-1], keys.device):
+        if reason := fused_refusal(self.scheme, keys.shape[-1], keys.device, self.reserve):
             raise UnsupportedError(f"fused attention: {reason}. Use attention='decoded' or 'streamed'.")
         super()._allocate(keys, values)
         assert self.store is not None
@@ -98,8 +90,9 @@ class FusedLayerCache(LayerCache):
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # first live slot
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
         dim = keys.shape[-1]
-        self.key_block = self.scheme.key.block_for(dim)  # type: ignore[attr-defined]
-        self.value_block = self.scheme.value.block_for(dim)  # type: ignore[attr-defined]
+        assert isinstance(self.scheme.key, SawInt4)
+        assert isinstance(self.scheme.value, SawInt4)
+        self.key_block, self.value_block = self.scheme.key.block_for(dim), self.scheme.value.block_for(dim)
         if self.reserve:
             for tensor in (self.store.pages, self.store.table, self.seq_lens, self.first, self.bad):
                 torch._dynamo.mark_static_address(tensor)
@@ -121,20 +114,25 @@ class FusedLayerCache(LayerCache):
             self._allocate(keys, values)
         assert self.store is not None
         assert self.seq_lens is not None
+        held = self.roles["key"].dense("sink").dtype
+        keys, values = keys.to(held), values.to(held)
+        if self.scheme.sink or self.scheme.window:
+            both = zip(ROLES, (keys, values), strict=True)
+            keys, values = (self._pass_window(self.roles[role], x) for role, x in both)
+        if not self.reserve:
+            self._host_length += n
+            self.store.ensure(self._host_slots() + keys.shape[2], exact=n > 1)
+        n = keys.shape[2]
         if n == 0:
             return
-        if not self.reserve:
-            slots = self._host_slots() + n
-            self.store.ensure(slots, exact=n > 1)
-        elif n > 1 and self.length + n > self.store.capacity:
+        if self.reserve and n > 1 and self.length + n > self.store.capacity:
             raise ShapeError(
                 f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
                 f"fit. Make it larger (max_len) or crop it."
             )
-        held = self.roles["key"].dense("sink").dtype
         encode_to_pages(
-            keys.to(held),
-            values.to(held),
+            keys,
+            values,
             self.store.pages,
             self.store.table,
             self.seq_lens,
@@ -147,7 +145,6 @@ class FusedLayerCache(LayerCache):
         if not self.reserve:
             for state in self.roles.values():
                 state.extend(n)
-            self._host_length += n
 
     def attend(
         self,
@@ -187,6 +184,13 @@ class FusedLayerCache(LayerCache):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         assert self.seq_lens is not None
         first = self.first if start is None else self.first + start
+        dense_k = dense_v = None
+        if self.scheme.sink or self.scheme.window:
+            if start is not None:
+                raise UnsupportedError(
+                    "fused attention takes no left padding together with a sink or window. Use attention='streamed'."
+                )
+            dense_k, dense_v = (torch.cat([s.dense("sink"), s.dense("window")], 2) for s in self.roles.values())
         out = decode_attention(
             q,
             self.store.pages,
@@ -197,6 +201,8 @@ class FusedLayerCache(LayerCache):
             value_block=self.value_block,
             page_tokens=self.store.layout.page_tokens,
             num_kv_heads=self.store.heads,
+            dense_k=dense_k,
+            dense_v=dense_v,
             sinks=sinks,
             start=first,
         )

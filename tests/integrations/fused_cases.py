@@ -13,7 +13,10 @@ if __name__ == "__main__" and sys.argv[1] == "cpu":
 import pytest
 import torch
 
+import kvcodec
+from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.fused import FusedLayerCache
 from kvcodec.integrations.transformers import cache_for
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -133,6 +136,41 @@ def case_beams(device: str) -> None:
     options = {"num_beams": 3, "output_logits": False}
     fused, streamed = (run(model, way, prompt(1, 10), **options)[0] for way in ("fused", "streamed"))
     torch.testing.assert_close(fused.sequences_scores, streamed.sequences_scores, rtol=0.02, atol=0.02)
+
+
+def case_sink_and_window(device: str) -> None:
+    """Tokens held dense join the packed ones by log-sum-exp, with learned sinks, after crops and evictions."""
+    scheme = kvcodec.KVScheme(key=SawInt4(), value=SawInt4(1), sink=3, window=5)
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 2, 90, 64, generator=generator).to(device) for _ in range(2))
+    q, logits = torch.randn(2, 4, 1, 64, generator=generator).to(device), torch.tensor([0.5, -1.0, 2.0, 0.0]).to(device)
+    caches = [cls(scheme) for cls in (kvcodec.LayerCache, FusedLayerCache)]
+    for at, end in ((0, 2), (2, 7), (7, 75), *((t, t + 1) for t in range(75, 80))):
+        for cache in caches:
+            cache.append(k[:, :, at:end], v[:, :, at:end])
+        reference, fused = (cache.attend(q, sinks=logits) for cache in caches)
+        torch.testing.assert_close(fused, reference, rtol=0, atol=2e-3)
+    for change in (lambda c: c.crop(70), lambda c: c.evict(20), lambda c: c.append(k[:, :, 80:], v[:, :, 80:])):
+        for cache in caches:
+            change(cache)
+        reference, fused = (cache.attend(q) for cache in caches)
+        torch.testing.assert_close(fused, reference, rtol=0, atol=2e-3)
+    assert len(caches[0]) == len(caches[1]) == 60
+    with pytest.raises(UnsupportedError, match="leave max_len out"):
+        FusedLayerCache(scheme, capacity=64).append(k, v)
+
+
+def case_full_static_cache_is_flagged(device: str) -> None:
+    """What a captured step writes beyond the capacity is dropped, not written elsewhere, and said by check."""
+    k = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    cache = FusedLayerCache(kvcodec.get("saw-int4"), capacity=64)
+    cache.append(k, k)
+    before = cache.store.pages.clone()
+    cache.append(k[:, :, :1], k[:, :, :1])
+    assert torch.equal(cache.store.pages, before)
+    assert cache.attend(k[:, :, :1]).isfinite().all()
+    with pytest.raises(ShapeError, match="is full"):
+        cache.check()
 
 
 def case_compiled(device: str) -> None:

@@ -12,6 +12,8 @@ INTERPRETED = (
     "holes_are_refused",
     "static_overflow_is_refused",
     "second_turn_crop_and_select",
+    "sink_and_window",
+    "full_static_cache_is_flagged",
 )
 CASES = (*INTERPRETED, "static", "static_sliding_is_refused", "assisted", "beams", "compiled", "cuda_graph")
 ROOT = Path(__file__).parents[2]
