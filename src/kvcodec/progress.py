@@ -30,6 +30,7 @@ class Progress:
         self.interval = 0.1 if self.terminal else interval
         self._last = float("-inf")
         self._drawn = False
+        self._label = ""
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -51,6 +52,8 @@ class Progress:
 
     def bar(self, label: str, done: float, total: float, note: str = "") -> None:
         """Pass on how far a countable job is."""
+        if label != self._label:  # a job's first message is never dropped, however soon it comes
+            self._label, self._last = label, float("-inf")
         share = min(done / total, 1.0) if total else 0.0
         filled = "#" * round(share * 24)
         self.update(f"{label} [{filled:<24}] {share:4.0%} {note}")
