@@ -120,7 +120,7 @@ def run_demo(
         "status": rows[0]["status"],
         "partial": rows[0]["partial"],
         "recommendation": recommend(rows),
-        "prompt": loaded.tokenizer.decode(prompt, skip_special_tokens=True),
+        "prompt": loaded.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         "versions": rows[0]["versions"],
         "seconds": sum(r["seconds"] for r in rows),
     }
