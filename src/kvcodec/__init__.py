@@ -11,6 +11,7 @@ from kvcodec.compressed import Compressed, compress, fake_quant
 from kvcodec.errors import (
     FitError,
     FormatError,
+    KVCodecWarning,
     KVError,
     ModelError,
     ShapeError,
@@ -30,6 +31,7 @@ __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
     "compress", "fake_quant", "Compressed", "LayerCache", "cache_for", "load_cache",
     "Codec", "KVScheme", "Layout", "Field", "Site", "Params", "Payload",
     "KVError", "SpecError", "ShapeError", "FitError", "FormatError", "ModelError", "UnsupportedError",
+    "KVCodecWarning",
 ]  # fmt: skip
 
 

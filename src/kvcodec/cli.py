@@ -194,7 +194,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _bench_text(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'spec':<20} {'bits':>6}  {'metric':<18} {'p20':>12} {'p50':>12} {'p80':>12}  unit"]
     for r in rows:
-        values = " ".join(f"{r['values'][p]:>12.1f}" for p in ("p20", "p50", "p80"))
+        values = " ".join(f"{r['values'][p]:>12.4g}" for p in ("p20", "p50", "p80"))
         bits = r.get("effective_bits")
         held = "-" if bits is None else f"{bits:.2f}"
         lines.append(f"{r['spec']:<20} {held:>6}  {r['metric']:<18} {values}  {r['unit']}")

@@ -9,6 +9,7 @@
     ├── FormatError (ValueError)                a saved file is cut, altered, foreign or too new
     ├── ModelError (RuntimeError)               a model or text could not be found or loaded
     └── UnsupportedError (NotImplementedError)  a model, layer or device this library says no to
+    KVCodecWarning (UserWarning)                a codec that breaks on this model's keys
 
 Each message says what came, what is allowed, and what to do.
 """
@@ -43,6 +44,10 @@ class ModelError(KVError, RuntimeError):
 
 class UnsupportedError(KVError, NotImplementedError):
     """Raised for a model, layer or device that this library refuses."""
+
+
+class KVCodecWarning(UserWarning):
+    """Given when a chosen codec is about to do badly on what it sees, with what to use instead."""
 
 
 def nearest(word: str, known: Iterable[str], n: int = 3) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcodec.cache import LayerCache
 from kvcodec.codec import Codec, Site, roundtrip, storage_dtype
 from kvcodec.codecs.dense import Dense
-from kvcodec.errors import ShapeError
+from kvcodec.errors import KVCodecWarning, ShapeError
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
@@ -31,10 +31,6 @@ SAMPLE_TOKENS = 256
 FEWEST_TOKENS = 16
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
 """Presets tried, in order of size, when the chosen one breaks."""
-
-
-class KVCodecWarning(UserWarning):
-    """Category of every warning that kvcodec gives."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import cache_for
-from kvcodec.probe import KVCodecWarning, channel_error, outlier_ratio
+from kvcodec.probe import channel_error, outlier_ratio
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
 

@@ -288,7 +288,9 @@ class _Comparison:
             return {}
         row: Row = {
             "tokens_per_s": made.tokens_per_s,
-            "continuation": self.model.tokenizer.decode(made.tokens, skip_special_tokens=True),
+            "continuation": self.model.tokenizer.decode(
+                made.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
             "prompt_tokens": self.prompt.numel(),
             "new_tokens": len(made.tokens),
         }
