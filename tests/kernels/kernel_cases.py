@@ -229,6 +229,27 @@ def check_bad(device):
             assert (row[1].abs().max() == 0) == bool(expect), f"{which}={value}: row {row[1].abs().max()}"
 
 
+def check_far_pages(device):
+    """Pages beyond 2 GiB of a pool are written and read at their place: offsets are 64-bit."""
+    from kvcodec.kernels.decode_attention import decode_attention
+    from kvcodec.kernels.saw_int4 import encode_to_pages, page_bytes
+
+    size = page_bytes(64, 64)
+    sizes = {"key_block": 64, "value_block": 1, "page_tokens": 64}
+    pages = torch.zeros(2**31 // size + 3, 1, size, dtype=torch.uint8, device=device)  # untouched: costs no memory
+    g = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(1, 1, n, 64, generator=g).to(device) for n in (5, 5, 1))
+    lens = torch.zeros(1, dtype=torch.int32, device=device)
+    results = []
+    for place in (len(pages) - 1, 0):
+        table = torch.tensor([[place]], dtype=torch.int32, device=device)
+        encode_to_pages(k, v, pages, table, lens, **sizes)
+        results.append(decode_attention(q, pages, table, lens + 5, scale=0.125, num_kv_heads=1, **sizes))
+    assert torch.equal(pages[-1], pages[0])
+    assert pages[0].count_nonzero() > 300
+    assert torch.equal(*results)
+
+
 def check_same_bits(device, dim):
     """One live token: o is its decoded value, lse its score; both from the same bits to 1e-6."""
     pool = Pool(device, batch=1, heads=1, tokens=18, dim=dim, page=16, key_block=1, value_scale=3.0).fill()
@@ -412,6 +433,7 @@ CASES = {
     "formulas": check_formulas,
     "append": check_append,
     "bad-input": check_bad,
+    "pages-beyond-2-gib": check_far_pages,
     "same-bits-64": lambda d: check_same_bits(d, 64),
     "same-bits-80": lambda d: check_same_bits(d, 80),
     "attention-128-group-7": lambda d: check_attention(d, group=7, splits=2, lens=(200, 129)),
