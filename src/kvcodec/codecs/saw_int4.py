@@ -108,7 +108,7 @@ class SawInt4(Codec):
         """``s (q - z)``."""
         s, z = payload["scale_zero"].float().unbind(-1)
         codes = unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2).float()
-        return (codes - z[..., None]) * s[..., None]
+        return codes.sub_(z[..., None]).mul_(s[..., None])
 
 
 @register("saw-int4", source="SAW-INT4, arXiv:2604.19157, Sec. 3-4, App. A.4", presets={"saw-int4": {}})
