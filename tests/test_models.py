@@ -198,3 +198,12 @@ def test_texts(tmp_path):
     (tmp_path / "d.txt").write_text(" \n")
     with pytest.raises(ModelError, match=r"is empty; pass real text"):
         load_text(tmp_path / "d.txt")
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda"])
+def test_device_is_checked_before_anything_is_loaded(device, monkeypatch):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    monkeypatch.setattr(models, "_from_pretrained", None)
+    with pytest.raises(ModelError, match=f"device '{device}' cannot be used here"):
+        models.load("smollm2-135m", progress=False, device=device)

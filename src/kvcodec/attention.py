@@ -93,6 +93,14 @@ def attend(
             f"kv_heads={state.site.num_heads}, head_dim={state.site.head_dim}; query heads must be a multiple "
             f"of the KV heads."
         )
+    if chunk < 1 or (causal and mask is None and n > total):
+        raise ShapeError(
+            f"attend: chunk={chunk}, {n} queries over {total} tokens; chunk >= 1, queries are tokens held."
+        )
+    if mask is not None:
+        if mask.shape[-1] not in (1, total):
+            raise ShapeError(f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must.")
+        mask = mask.expand(*mask.shape[:-1], total)
     scale = d**-0.5 if scale is None else scale
     out: Partial | None = None
     for first in range(0, total, chunk):

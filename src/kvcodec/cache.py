@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
-from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensor
+from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.layout import PageLayout, page_tokens_for
 from kvcodec.pages import PageStore
 from kvcodec.scheme import KVScheme
@@ -105,6 +105,10 @@ class LayerCache:
         page_tokens: int | None = None,
         capacity: int = 0,
     ) -> None:
+        if not isinstance(scheme, KVScheme):
+            raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass kvcodec.get({str(scheme)!r}).")
+        if capacity < 0 or (page_tokens is not None and page_tokens < 1):
+            raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
         self.scheme, self.layer, self.seed = scheme, layer, seed
         self.fitted = params or {}
         self.page_tokens, self.reserve = page_tokens, capacity
@@ -136,11 +140,11 @@ class LayerCache:
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         batch, heads = keys.shape[:2]
         self._dtype = keys.dtype
-        held = storage_dtype(keys.dtype)
         for role, x in zip(ROLES, (keys, values), strict=True):
             codec = self.scheme.codec(role).for_dtype(keys.dtype)
             site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device)
             state = RoleState(role, codec, site)
+            held = codec.held_dtype(keys.dtype)
             empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
             state.sink, state.window = empty, empty
             if role in self.fitted:
@@ -174,8 +178,14 @@ class LayerCache:
         if self.store is None:
             self._allocate(keys, values)
         n = keys.shape[2]
-        for role, x in zip(ROLES, (keys, values), strict=True):
-            self._append_role(self.roles[role], x.to(self.roles[role].dense("sink").dtype))
+        before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
+        try:
+            for role, x in zip(ROLES, (keys, values), strict=True):
+                self._append_role(self.roles[role], x.to(self.roles[role].dense("sink").dtype))
+        except BaseException:  # out of memory, an interrupt: keys and values stay in step
+            for state, sink, window, runs, params in before:
+                state.sink, state.window, state.runs, state.params = sink, window, runs, params
+            raise
         self.length += n
 
     def _append_role(self, state: RoleState, x: Tensor) -> None:
@@ -239,6 +249,8 @@ class LayerCache:
         if self.store is None:
             raise UnsupportedError("the cache is empty: append keys and values before decoding.")
         last = self.length if last is None else last
+        if not 0 <= first <= last <= self.length:
+            raise ShapeError(f"decode({first}, {last}): the cache holds tokens 0..{self.length}; pass a range of them.")
         return self._decode_role("key", first, last), self._decode_role("value", first, last)
 
     def _decode_role(self, role: Role, first: int, last: int) -> Tensor:
@@ -322,11 +334,9 @@ class LayerCache:
     def _free_dead_pages(self) -> None:
         """Give back the pages in which no token lives and into which no role will write."""
         assert self.store is not None
-        if self.reserve:  # a fixed capacity keeps its allocation
-            return
         tokens = self.store.layout.page_tokens
         states = self.roles.values()
-        self.store.trim(max(s.next_slot for s in states))
+        self.store.trim(max(self.reserve, *(s.next_slot for s in states)))
         written = min(s.next_slot for s in states) // tokens  # a role that lags behind still writes into later pages
         live = {page for s in states for a, b in s.runs for page in range(a // tokens, -(-b // tokens))}
         dead = sorted(set(range(written)) - live)
@@ -343,6 +353,10 @@ class LayerCache:
             return
         index = torch.as_tensor(indices, device=self.store.table.device)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch:
+            raise ShapeError(
+                f"select: {index.tolist()} does not fit a batch of {self.batch}; pass 0..{self.batch - 1}."
+            )
         batch = self.batch
         for state in self.roles.values():
             state.sink = state.dense("sink").index_select(0, index)

@@ -87,6 +87,10 @@ class Codec(ABC):
         """Return the codec for input of ``dtype``; itself, unless what it holds depends on that (``Dense``)."""
         return self
 
+    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype to which input of ``dtype`` is rounded before ``encode``; sink and window hold it as well."""
+        return storage_dtype(dtype)
+
     @abstractmethod
     def layout(self, head_dim: int) -> Layout:
         """Fields of ONE block of ONE head; bytes and bits follow from it.
@@ -154,9 +158,9 @@ def check_tensor(name: str, x: Tensor) -> None:
     if x.numel() == 0:
         return
     # one reduction and one host sync; NaN fails the comparison, so it lands in the slow branch as well
-    if bool(x.abs().amax() <= FP16_MAX):
+    if bool(x.abs().amax().float() <= FP16_MAX):  # float: bf16 would round the limit up to 65536
         return
-    bad = (~(x.abs() <= FP16_MAX)).nonzero()[0].tolist()
+    bad = (~(x.abs().float() <= FP16_MAX)).nonzero()[0].tolist()
     value = x[tuple(bad)].item()
     what = "is not finite" if value != value or abs(value) == float("inf") else "is above 65504"
     raise ValueError(

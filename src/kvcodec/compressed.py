@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor, storage_dtype
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor
 from kvcodec.errors import ShapeError
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -150,9 +150,9 @@ def _compress_role(
     codec = scheme.codec(role).for_dtype(x.dtype)
     site = Site(layer, role, x.shape[1], x.shape[3], seed, x.device)
     codec.layout(site.head_dim)  # refuses a head_dim it cannot take, before any work
+    held = x.to(codec.held_dtype(x.dtype))
     if params is None:
-        params = codec.fit(site, x.float() if codec.needs_sample else None)
-    held = x.to(storage_dtype(x.dtype))
+        params = codec.fit(site, held if codec.needs_sample else None)
     sink = min(scheme.sink, x.shape[2])
     end = sink + scheme.encoded_tokens(role, x.shape[2])
     # encoded from what the cache would hold: float32 rounds to fp16 in the window first, so append == one call

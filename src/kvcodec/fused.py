@@ -63,8 +63,11 @@ class FusedLayerCache(LayerCache):
         if self.seq_lens is not None and self.reserve:
             self.seq_lens.zero_()
             self.first.zero_()
+            self.bad.zero_()
             self.start = 0
+            self.emptied = True
             return
+        self.emptied = False
         self.seq_lens = None
         self._host_length = 0
         super().reset()
@@ -109,6 +112,12 @@ class FusedLayerCache(LayerCache):
         if n != 1:
             check_tensor("keys", keys)
             check_tensor("values", values)
+        if self.emptied:  # other sequences than before the reset get pages of their own
+            self.emptied = False
+            held = self.roles["key"].dense("sink").shape
+            if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (held[0], held[1], held[3], self._dtype):
+                self.seq_lens = None
+                super().reset()
         self._check_shapes(keys, values)
         if self.store is None:
             self._allocate(keys, values)
@@ -125,7 +134,7 @@ class FusedLayerCache(LayerCache):
         n = keys.shape[2]
         if n == 0:
             return
-        if self.reserve and n > 1 and self.length + n > self.store.capacity:
+        if self.reserve and n > 1 and int(self.seq_lens[0]) + n > self.store.capacity:  # evicted slots stay used
             raise ShapeError(
                 f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
                 f"fit. Make it larger (max_len) or crop it."
@@ -180,8 +189,14 @@ class FusedLayerCache(LayerCache):
                 f"{' with a mask' if mask is not None else ''}. Pass start= for left padding, or use "
                 f"kvcodec.attention.attend."
             )
-        if self.store is None:
+        if self.store is None or (not self.reserve and self._host_length == 0):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
+        site = self.roles["key"].site
+        if q.shape[0] != self.batch or q.shape[1] % site.num_heads or q.shape[3] != site.head_dim:
+            raise ShapeError(
+                f"attend: q {tuple(q.shape)} does not fit a cache of batch={self.batch}, "
+                f"kv_heads={site.num_heads}, head_dim={site.head_dim}; query heads must be a multiple of the KV heads."
+            )
         assert self.seq_lens is not None
         first = self.first if start is None else self.first + start
         dense_k = dense_v = None
@@ -255,6 +270,8 @@ class FusedLayerCache(LayerCache):
                 "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
             )
         first, last = runs[0] if runs else (0, 0)
+        if last <= self.store.capacity:  # what did not fit has been cropped away
+            self.bad.masked_fill_(self.bad == 2, 0)
         if self.seq_lens.shape[0] == self.batch:  # in place: captured graphs hold the addresses
             self.seq_lens.fill_(last)
             self.first.fill_(first)
@@ -266,6 +283,7 @@ class FusedLayerCache(LayerCache):
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Decoded keys and values, as ``LayerCache.decode`` (PyTorch reference path)."""
         self._pull()
+        self.check()  # a full static cache has no slots for its last tokens
         return super().decode(first, last)
 
     def select(self, indices: Tensor) -> None:
@@ -280,8 +298,14 @@ class FusedLayerCache(LayerCache):
             raise UnsupportedError(
                 "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
             )
+        if self.reserve and first < last < self.length:
+            raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
         super()._remove(first, last)
         self._push()
+
+    def _free_dead_pages(self) -> None:
+        if not self.reserve:  # captured graphs hold the pages' addresses
+            super()._free_dead_pages()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes really held, as ``LayerCache.nbytes``; also raises what ``check`` raises."""

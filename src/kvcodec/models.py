@@ -108,6 +108,17 @@ class LoadedModel:
     sha256: str | None = None
 
 
+def _check_device(device: str) -> None:
+    """Refuse, before anything is loaded, a device that torch does not know or does not see."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"device {device!r} cannot be used here ({reason}); pass cpu, or a GPU that torch sees."
+        ) from error
+
+
 def load(
     name: str, *, progress: bool | Progress = True, device: str = "cpu", dtype: ModelDtype = "float32"
 ) -> LoadedModel:
@@ -129,6 +140,7 @@ def load(
     """
     shown = progress if isinstance(progress, Progress) else Progress(progress)
     _require_transformers()
+    _check_device(device)
     path = Path(name).expanduser()
     if path.exists():
         folder, gguf = _local(path)

@@ -221,7 +221,9 @@ def codec_classes() -> dict[str, type[Codec]]:
     todo: list[Any] = [Codec]
     while todo:
         for cls in todo.pop().__subclasses__():
-            found[cls.__name__] = cls
+            # a class of the package is never replaced by one of the same name from elsewhere
+            if cls.__name__ not in found or not found[cls.__name__].__module__.startswith("kvcodec."):
+                found[cls.__name__] = cls
             todo.append(cls)
     return found
 

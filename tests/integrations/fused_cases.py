@@ -169,8 +169,25 @@ def case_full_static_cache_is_flagged(device: str) -> None:
     cache.append(k[:, :, :1], k[:, :, :1])
     assert torch.equal(cache.store.pages, before)
     assert cache.attend(k[:, :, :1]).isfinite().all()
-    with pytest.raises(ShapeError, match="is full"):
+    for look in (cache.check, cache.decode, cache.nbytes):
+        with pytest.raises(ShapeError, match="is full"):
+            look()
+    cache.crop(20)  # what did not fit is gone, and the flag with it
+    assert len(cache.decode()[0][0, 0]) == 20
+    with pytest.raises(ShapeError, match="does not fit a cache of batch=1"):
+        cache.attend(torch.randn(2, 1, 1, 64, device=k.device))
+    with pytest.raises(UnsupportedError, match="does not use evicted slots again"):
+        cache.evict(10)
+    cache.append(torch.full_like(k[:, :, :1], torch.nan), k[:, :, :1])
+    with pytest.raises(ValueError, match="not finite"):
         cache.check()
+    cache.reset()
+    cache.append(k[:, :, :5], k[:, :, :5])
+    cache.check()
+    cache.reset()
+    two = k[:, :, :5].repeat(2, 1, 1, 1)  # another batch size after a reset
+    cache.append(two, two)
+    assert cache.attend(two[:, :, :1]).shape[0] == 2
 
 
 def case_compiled(device: str) -> None:

@@ -35,6 +35,12 @@ class Dense(Codec):
         name: DenseDtype = "bfloat16" if dtype == torch.bfloat16 else "float16"
         return self if self.dtype else replace(self, dtype=name)
 
+    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What ``data`` is held in: nothing is rounded on the way there."""
+        held = getattr(torch, self.for_dtype(dtype).dtype or "float16")
+        assert isinstance(held, torch.dtype)
+        return held
+
     def layout(self, head_dim: int) -> Layout:
         """One field, ``data [D]``."""
         field = Field("data", self.dtype or "float16", (head_dim,), "dense")

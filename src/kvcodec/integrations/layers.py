@@ -134,10 +134,15 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         for name, x in (("keys", keys), ("values", values)):
             check_tensor(name, x)  # all of it before any of it is stored
-        for at in range(0, n, APPEND_TOKENS):
-            self.cache.append(keys[:, :, at : at + APPEND_TOKENS], values[:, :, at : at + APPEND_TOKENS])
-            if at == 0 and self.cache.store is not None:
-                self.cache.store.ensure(self.cache.length + n - APPEND_TOKENS, exact=True)
+        try:
+            for at in range(0, n, APPEND_TOKENS):
+                self.cache.append(keys[:, :, at : at + APPEND_TOKENS], values[:, :, at : at + APPEND_TOKENS])
+                if at == 0 and self.cache.store is not None:
+                    self.cache.store.ensure(self.cache.length + n - APPEND_TOKENS, exact=True)
+        except BaseException:
+            if not self.filled:  # half a prefill is no prefill
+                self.cache.reset()
+            raise
 
     def _stored(self, fresh: int) -> tuple[Any, Any]:
         """Hand over what is held: a handle, or decoded K and V."""
@@ -249,7 +254,8 @@ class WindowedLayer(PackedLayer):
     """Cache of one sliding- or chunked-attention layer: the newest ``window - 1`` tokens, packed.
 
     The scheme's sink is off here (the first tokens leave like any other). With ``activate_past_recording`` older
-    tokens stay until the next ``crop``, so that a rollback finds them.
+    tokens stay until the next ``crop``, so that a rollback finds them. An exact prefill longer than the window skips
+    what no later query sees, so the group edges of a codec that groups tokens follow the prefill's end there.
 
     Parameters
     ----------
@@ -285,11 +291,11 @@ class WindowedLayer(PackedLayer):
         """As ``PackedLayer.update``; returns the tokens that a query of this call can see."""
         first, fresh = not self.filled, key_states.shape[2]
         past = min(self.cumulative_length, self.window - 1)
-        self.cumulative_length += fresh
         exact = first and self.prefill == "exact"
         # nobody will see the older tokens of an exact prefill again: they are not even encoded
         skip = max(fresh - self.window + 1, 0) if exact and not self.record_past else 0
         self._append(key_states[:, :, skip:].detach(), value_states[:, :, skip:].detach())
+        self.cumulative_length += fresh  # not before: a refused token was not seen
         self._arrived(key_states, first)
         if exact:
             self.calls["exact"] += 1

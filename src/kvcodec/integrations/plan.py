@@ -187,8 +187,8 @@ def check_fits(plan: ModelPlan, layers: list[Any]) -> str:
     return ""
 
 
-def check_layouts(plan: ModelPlan, schemes: list[Any]) -> None:
-    """Refuse a head_dim that a codec cannot take before any token is seen.
+def check_layouts(plan: ModelPlan, schemes: list[Any], page_tokens: int | None = None) -> None:
+    """Refuse a head_dim that a codec cannot take, or a page that blocks do not fill, before any token is seen.
 
     Raises
     ------
@@ -198,6 +198,6 @@ def check_layouts(plan: ModelPlan, schemes: list[Any]) -> None:
         return
     for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
         try:
-            scheme.page_layout(plan.head_dim)
+            scheme.page_layout(plan.head_dim, page_tokens)
         except ShapeError as error:
             raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error

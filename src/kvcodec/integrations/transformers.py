@@ -88,7 +88,7 @@ class KVCache(Cache):  # type: ignore[misc]
             layout (None while head_dim is unknown); ``ratio_to_16bit``: bytes of the same tokens in 16 bit /
             total_bytes;
             ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
-            a layer or made its pages grow;
+            a layer or made its pages grow (the copies that encoding a prefill needs are not in it);
             ``prefill, attention``: as chosen; ``paths``: calls by path that really ran; ``keys``: the outlier probe.
         """
         layers = [_layer_report(layer) for layer in self.packed_layers]
@@ -227,13 +227,13 @@ attention='decoded')
     """
     _check_option("prefill", prefill, get_args(Prefill))
     _check_option("attention", attention, get_args(Attention))
-    if max_len is not None and max_len < 1:
-        raise SpecError(f"max_len={max_len}: expected at least 1 token, or None.")
+    if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
+        raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
     scheme = get(spec)
     plan = plan_for(model_or_config, attention)
     kv_layers = plan.kv_layers
     schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
-    check_layouts(plan, schemes)
+    check_layouts(plan, schemes, page_tokens)
     watch = OutlierProbe(scheme) if probe else None
     build = _builder(attention, plan, schemes, model_or_config, max_len)
     packed = iter(zip(kv_layers, schemes, strict=True))

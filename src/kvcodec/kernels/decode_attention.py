@@ -249,6 +249,11 @@ def _check(q, pages, table, seq_lens, key_block, value_block, page_tokens, num_k
     for name, x in (("table", table), ("seq_lens", seq_lens)):
         if x.dtype != torch.int32 or x.stride(-1) != 1:
             raise ShapeError(f"decode_attention: {name} is {x.dtype}; contiguous int32 is needed.")
+    if not table.shape[0] == seq_lens.shape[0] == q.shape[0]:
+        raise ShapeError(
+            f"decode_attention: q has {q.shape[0]} sequences, table {table.shape[0]}, seq_lens {seq_lens.shape[0]}; "
+            f"they must agree."
+        )
     if (dense_k is None) != (dense_v is None):
         raise ShapeError("decode_attention: dense_k and dense_v come together or not at all.")
     if dense_k is not None and dense_k.dtype != dense_v.dtype:
