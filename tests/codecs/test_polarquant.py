@@ -181,7 +181,7 @@ def test_recipe():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 1}, "polarquant: bits=1 is not allowed; use 2, 3, 4, 5, 6"),
+        ({"bits": 1}, "polarquant: bits=1 is not allowed; use 2, 3, 4, 5 or 6"),
         ({"norm": "bf16"}, "polarquant: norm='bf16' is not allowed; use fp16 or fp32"),
     ],
     ids=["bits", "norm"],

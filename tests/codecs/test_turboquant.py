@@ -210,9 +210,9 @@ def test_recipes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: turboquant(bits=7), "turboquant: bits=7 is not allowed; use 1, 2, 3, 4, 5, 6"),
+        (lambda: turboquant(bits=7), "turboquant: bits=7 is not allowed; use 1, 2, 3, 4, 5 or 6"),
         (lambda: turboquant(norm="bf16"), "turboquant: norm='bf16' is not allowed; use fp16 or fp32"),
-        (lambda: turboquant_qjl(bits=1), "turboquant-qjl: bits=1 is not allowed; use 2, 3, 4"),
+        (lambda: turboquant_qjl(bits=1), "turboquant-qjl: bits=1 is not allowed; use 2, 3 or 4"),
         (lambda: turboquant_qjl(variant="old"), "variant='old' is not allowed; use correct or printed"),
     ],
     ids=["bits", "norm", "qjl-bits", "variant"],

@@ -26,16 +26,15 @@ Bits: b + 16/D, QJL keys b + 32/D; with fp32 norms + 16/D. D = 128::
     bits, fp16 norm      2.125    3.125    4.125               2.25    3.25    4.25
     bits, fp32 norm       2.25     3.25     4.25              2.375   3.375   4.375
 
-Relative MSE at D = 128: .1160 .03397 .00932 at b = 2, 3, 4. QJL multiplies the error ENERGY of its stage by pi/2 - 1 =
-.57 and unshrinks the scores, but its bit is worth a factor of 3 to 4: at equal b, MSE has the smaller error.
+Relative MSE at D = 128: .1160 .03397 .00932 at b = 2, 3, 4. QJL has pi/2 - 1 = .57 of its stage's error energy and
+unshrinks the scores, but its bit is worth a factor of 3 to 4: at equal b, MSE has the smaller error.
 
 Deviations from the papers
 1. The rotation is a signed Hadamard, not a dense orthogonal matrix: OCTOPUS' baselines (arXiv:2605.21226, Sec. 4) are
    built so. D that is no power of two: block-diagonal of the largest power of two that divides D (80: 16, 96: 32);
    small blocks spread an outlier channel less. R' likewise.
 2. The sketch is orthonormal. A Gaussian one (coefficient sqrt(pi/2) / D) multiplies the error energy by 1.56, not .57.
-3. The norm is held as the root mean square, in fp16 by default; ``norm=fp32`` is the paper's.
-   A row with |x| < 2^-25 sqrt(D) decodes to zero.
+3. The norm is held as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
 4. R' r is taken of r in units of 2^-30, where its sums are exact, so that a sign never hangs on the order of additions.
 
 ``variant=printed`` is for reproducing Table 1 of OCTOPUS only. The TurboQuant-QJL scores printed there carry nothing of
@@ -81,9 +80,7 @@ def coordinate_centroids(head_dim: int, bits: int) -> Tensor:
 
 def random_signs(site: Site, stream: int = 0) -> Tensor:
     """Signs of a randomised Hadamard: float32 ``[1, H, D]`` of +-1, one draw per head."""
-    draws = [
-        torch.randint(0, 2, (site.head_dim,), generator=site.generator(head, stream)) for head in range(site.num_heads)
-    ]
+    draws = [torch.randint(0, 2, (site.head_dim,), generator=site.generator(h, stream)) for h in range(site.num_heads)]
     return (torch.stack(draws)[None] * 2 - 1).float().to(site.device)
 
 
@@ -107,22 +104,7 @@ def row_norm(x: Tensor) -> Tensor:
 
 def token_chunks(x: Tensor) -> tuple[Tensor, ...]:
     """Cut ``x [B, H, N, D]`` along N into pieces of about ``CHUNK`` elements; one, empty, when N is 0."""
-    rows = max(1, x.shape[0] * x.shape[1] * x.shape[3])
-    return x.split(max(1, CHUNK // rows), 2)
-
-
-def check_options(name: str, bits: int, allowed: range, norm: str) -> None:
-    """Refuse bits and norms that do not exist."""
-    if bits not in allowed:
-        raise SpecError(f"{name}: bits={bits} is not allowed; use {', '.join(map(str, allowed))}.")
-    if norm not in NORM_DTYPES:
-        raise SpecError(f"{name}: norm={norm!r} is not allowed; use fp16 or fp32.")
-
-
-def check_head_dim(name: str, head_dim: int) -> None:
-    """Refuse a head_dim that does not fill bytes or has no bounded coordinate law."""
-    if head_dim < 8 or head_dim % 8:
-        raise ShapeError(f"{name}: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+    return x.split(max(1, CHUNK // max(1, x.shape[0] * x.shape[1] * x.shape[3])), 2)
 
 
 @dataclass(frozen=True)
@@ -147,11 +129,17 @@ class TurboQuant(Codec):
 
     def __post_init__(self) -> None:
         """Refuse options that do not exist."""
-        check_options("turboquant", self.bits, range(1, 7), self.norm)
+        if self.bits not in range(1, 7):
+            raise SpecError(f"turboquant: bits={self.bits} is not allowed; use 1, 2, 3, 4, 5 or 6.")
+        if self.norm not in NORM_DTYPES:
+            raise SpecError(f"turboquant: norm={self.norm!r} is not allowed; use fp16 or fp32.")
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and the norm of one token."""
-        check_head_dim("turboquant", head_dim)
+        if head_dim < 8 or head_dim % 8:
+            raise ShapeError(
+                f"turboquant: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256."
+            )
         fields = (
             Field("codes", "uint8", (packed_bytes(head_dim, self.bits),)),
             Field("norm", NORM_DTYPES[self.norm], (1,), "norms"),
@@ -209,7 +197,7 @@ class TurboQuantQJL(TurboQuant):
     norm : {"fp16", "fp32"}
         How gamma / sqrt(D) is held.
     variant : {"correct", "printed"}
-        printed reads the signs through a sketch that is not the encoder's, which fits OCTOPUS' printed table.
+        printed reads the signs through a sketch that is not the encoder's.
     """
 
     bits: int = 3
@@ -217,7 +205,9 @@ class TurboQuantQJL(TurboQuant):
 
     def __post_init__(self) -> None:
         """Refuse options that do not exist."""
-        check_options("turboquant-qjl", self.bits, range(2, 5), self.norm)
+        if self.bits not in (2, 3, 4):
+            raise SpecError(f"turboquant-qjl: bits={self.bits} is not allowed; use 2, 3 or 4.")
+        super().__post_init__()
         if self.variant not in ("correct", "printed"):
             raise SpecError(f"turboquant-qjl: variant={self.variant!r} is not allowed; use correct or printed.")
 
@@ -228,7 +218,6 @@ class TurboQuantQJL(TurboQuant):
 
     def layout(self, head_dim: int) -> Layout:
         """The stage's fields, then the residual's signs and length."""
-        check_head_dim("turboquant-qjl", head_dim)
         fields = (
             *self.stage.layout(head_dim).fields,
             Field("signs", "uint8", (head_dim // 8,)),
