@@ -137,11 +137,12 @@ def test_codes_are_the_nearest_levels_and_signs_those_of_the_sketch(dim):
 
 
 def test_ties_take_the_lower_level_and_the_positive_sign():
-    """Zero lies between the two inner levels; a residual of zeros has sign +1."""
+    """Zero lies between the two inner levels; under plain H, the constant residual of zeros projects to zeros."""
     codec, x = TurboQuantQJL(3), torch.zeros(1, 1, 2, 64)
     x[0, 0, 0, 9] = 1
-    params = fitted(codec, 64)
+    params = fitted(codec, 64) | {"sketch": torch.ones(1, 1, 64)}
     payload = codec.encode(x, params)
+    assert payload["signs"][0, 0, 1].tolist() == [255] * 8
     codes = unpack(payload["codes"], 2, 64)[0, 0]
     assert codes[0].tolist() == [1] * 9 + [3] + [1] * 54
     assert codes[1].tolist() == [1] * 64
