@@ -1,0 +1,229 @@
+"""Facts of TurboQuant: exact distortions, Table 1 of OCTOPUS, unbiased QJL scores, and what the printed QJL did."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codec import Site, roundtrip
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, turboquant, turboquant_qjl
+from kvcodec.errors import ShapeError, SpecError
+from kvcodec.ops.bitpack import unpack
+from kvcodec.ops.lloyd_max import block_norm_density, distortion
+
+EXACT = {
+    64: {1: 0.358387, 2: 0.114526, 3: 0.033391, 4: 0.009132},
+    128: {1: 0.360889, 2: 0.116000, 3: 0.033966, 4: 0.009315},
+    256: {1: 0.362136, 2: 0.116740, 3: 0.034256, 4: 0.009408},
+}
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unit_keys(n, dim=128, seed=0, heads=1):
+    """|k|^2 = D, so that MSE per coordinate is free of the spread of the norms."""
+    x = normal(1, heads, n, dim, seed=seed)
+    return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+def fitted(codec, dim=128, heads=1):
+    return codec.fit(Site(0, "key", heads, dim))
+
+
+@lru_cache
+def score_errors(codec, heads=16):
+    """Mean |q.k - q.k^| and the slope of q.k^ - q.k over q.k; each head draws its own signs."""
+    k, q = normal(1, heads, 256, 128, seed=1), normal(1, heads, 64, 128, seed=2)
+    back = roundtrip(codec, k, fitted(codec, heads=heads))
+    true = q @ k.transpose(2, 3)
+    error = q @ back.transpose(2, 3) - true
+    return float(error.abs().mean()), float((error * true).sum() / true.square().sum())
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(dim, bits) for dim in EXACT for bits in EXACT[dim]])
+def test_distortion_is_the_exact_one(dim, bits):
+    """Section 2 of the table: by quadrature from the codebook, and on keys."""
+    codec = TurboQuant(bits, "fp32")
+    params = fitted(codec, dim)
+    by_law = dim * distortion(block_norm_density(dim, 1), params["levels"][0].double(), -1.0, 1.0)
+    assert by_law == pytest.approx(EXACT[dim][bits], abs=1.1e-6)
+    x = unit_keys(2048, dim)
+    assert float((roundtrip(codec, x, params) - x).pow(2).mean()) == pytest.approx(EXACT[dim][bits], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dim", "levels"),
+    [
+        (128, [0.011302, 0.034152, 0.057772, 0.082828, 0.110288, 0.141805, 0.180836, 0.237664]),
+        (64, [0.015919, 0.048090, 0.081312, 0.116487, 0.154926, 0.198856, 0.252914, 0.330796]),
+    ],
+)
+def test_levels_are_those_of_the_sphere(dim, levels):
+    found = fitted(TurboQuant(4), dim)["levels"]
+    torch.testing.assert_close(found[0, 8:], torch.tensor(levels), rtol=0, atol=6e-7)
+    assert torch.equal(found, -found.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("bits", "cosine", "mse", "ip"),
+    [(2, 0.9406, 0.11590, 3.057), (3, 0.9831, 0.03391, 1.652), (4, 0.9954, 0.00930, 0.862)],
+)
+def test_table_1_mse(bits, cosine, mse, ip):
+    codec, x = TurboQuant(bits, "fp32"), normal(1, 4, 2048, 128)
+    y = roundtrip(codec, x, fitted(codec, heads=4))
+    assert float(torch.nn.functional.cosine_similarity(x, y, dim=-1).mean()) == pytest.approx(cosine, abs=2e-4)
+    assert float((x - y).pow(2).mean()) == pytest.approx(mse, rel=0.01)
+    assert score_errors(codec)[0] == pytest.approx(ip, rel=0.01)
+
+
+@pytest.mark.parametrize(("bits", "ip"), [(2, 4.056), (3, 2.293), (4, 1.235)])
+def test_score_error_of_a_correct_qjl(bits, ip):
+    assert score_errors(TurboQuantQJL(bits))[0] == pytest.approx(ip, rel=0.01)
+
+
+@pytest.mark.parametrize(("bits", "ip"), [(2, 5.436), (3, 3.075), (4, 1.663)])
+def test_the_printed_qjl_carries_nothing_of_the_residual(bits, ip):
+    printed = score_errors(TurboQuantQJL(bits, variant="printed"))[0]
+    assert printed == pytest.approx(ip, rel=0.01)
+    assert printed == pytest.approx(1.006 * score_errors(TurboQuant(bits - 1))[0], rel=0.005)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_qjl_scores_are_unbiased_and_mse_scores_are_not(bits):
+    assert abs(score_errors(TurboQuantQJL(bits))[1]) < 0.003
+    short = score_errors(TurboQuant(bits))[1]
+    assert short == pytest.approx(-EXACT[128][bits], rel=0.03)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_qjl_lowers_the_energy_of_its_stage_by_pi_over_2_minus_1(bits):
+    x = unit_keys(2048, heads=4)
+    stage, whole = TurboQuant(bits - 1, "fp32"), TurboQuantQJL(bits, "fp32")
+    before, after = (float((roundtrip(codec, x, fitted(codec, heads=4)) - x).pow(2).mean()) for codec in (stage, whole))
+    assert after / before == pytest.approx(0.753**2, rel=0.01)
+
+
+def test_both_variants_write_the_same_bytes():
+    x = normal(1, 2, 8, 128)
+    correct, printed = TurboQuantQJL(3), TurboQuantQJL(3, variant="printed")
+    a, b = (codec.encode(x, fitted(codec, heads=2)) for codec in (correct, printed))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_codes_are_the_nearest_levels_and_signs_those_of_the_sketch(dim):
+    """From the definition, by brute force over levels and with the sketch as a matrix."""
+    codec, x = TurboQuantQJL(3), normal(1, 2, 40, dim)
+    params = fitted(codec, dim, 2)
+    y = codec.to_code(x, params)
+    payload = codec.encode(y, params)
+    u = y.double() / y.double().norm(dim=-1, keepdim=True)
+    levels = params["levels"][0].double()
+    codes = (u[..., None] - levels).abs().argmin(-1)
+    assert torch.equal(unpack(payload["codes"], 2, dim).long(), codes)
+    r = u - levels[codes]
+    h = dim & -dim
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(h)] for i in range(h)], dtype=torch.float64)
+    sketch = torch.block_diag(*[signs / h**0.5] * (dim // h))
+    projected = (r * params["sketch"].unsqueeze(2)) @ sketch
+    clear = projected.abs() > 1e-6
+    assert clear.float().mean() > 0.999
+    assert torch.equal((unpack(payload["signs"], 1, dim) == 1)[clear], (projected > 0)[clear])
+    torch.testing.assert_close(payload["residual"].double(), r.norm(dim=-1, keepdim=True), rtol=2**-10, atol=0)
+
+
+def test_ties_take_the_lower_level_and_the_positive_sign():
+    """Zero lies between the two inner levels; under plain H, the constant residual of zeros projects to zeros."""
+    codec, x = TurboQuantQJL(3), torch.zeros(1, 1, 2, 64)
+    x[0, 0, 0, 9] = 1
+    params = fitted(codec, 64) | {"sketch": torch.ones(1, 1, 64)}
+    payload = codec.encode(x, params)
+    assert payload["signs"][0, 0, 1].tolist() == [255] * 8
+    codes = unpack(payload["codes"], 2, 64)[0, 0]
+    assert codes[0].tolist() == [1] * 9 + [3] + [1] * 54
+    assert codes[1].tolist() == [1] * 64
+    assert not codec.decode(payload, params)[0, 0, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim", "key", "value"),
+    [
+        ("turboquant-2", 128, 34, 34),
+        ("turboquant-3", 128, 50, 50),
+        ("turboquant-4", 128, 66, 66),
+        ("turboquant-1", 128, 18, 18),
+        ("turboquant-4:norm=fp32", 128, 68, 68),
+        ("turboquant-4", 64, 34, 34),
+        ("turboquant-3", 80, 32, 32),
+        ("turboquant-qjl-2", 128, 36, 34),
+        ("turboquant-qjl-3", 128, 52, 50),
+        ("turboquant-qjl-4", 128, 68, 66),
+        ("turboquant-qjl-3:norm=fp32", 128, 54, 52),
+    ],
+)
+def test_bytes_of_a_token(spec, dim, key, value):
+    scheme = kvcodec.get(spec)
+    for codec, nbytes in ((scheme.key, key), (scheme.value, value)):
+        assert codec.layout(dim).block_bytes == nbytes
+        payload = codec.encode(normal(1, 1, 3, dim), fitted(codec, dim))
+        assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
+
+
+def test_signs_differ_by_head_and_stream():
+    params = fitted(TurboQuantQJL(3, variant="printed"), heads=4)
+    rows = [tuple(row) for name in ("signs", "sketch", "sketch_back") for row in params[name][0].tolist()]
+    assert len(set(rows)) == 12
+    assert set(params["sketch"].unique().tolist()) == {-1.0, 1.0}
+
+
+def test_a_loud_channel_costs_nothing():
+    codec, x = TurboQuant(4), normal(1, 1, 1024, 128)
+    loud = x.clone()
+    loud[..., 17] *= 30
+    params = fitted(codec)
+
+    def relative(v):
+        return float((roundtrip(codec, v, params) - v).pow(2).mean() / v.pow(2).mean())
+
+    assert relative(loud) < 1.3 * relative(x)
+
+
+@pytest.mark.parametrize("codec", [TurboQuant(4), TurboQuantQJL(3)], ids=["mse", "qjl"])
+def test_norms_at_the_edge_of_fp16(codec):
+    """|x| = 65504 sqrt(D) is no fp16 number; its root mean square is."""
+    x = torch.where(normal(1, 1, 16, 128) < 0, -65504.0, 65504.0)
+    payload = codec.encode(codec.to_code(x, fitted(codec)), fitted(codec))
+    assert payload["norm"].unique().tolist() == [65504.0]
+
+
+def test_recipes():
+    assert kvcodec.get("turboquant-3").key == kvcodec.get("turboquant-3").value == TurboQuant(3, "fp16")
+    qjl = kvcodec.get("turboquant-qjl-2:variant=printed,window=16")
+    assert (qjl.key, qjl.value, qjl.window) == (TurboQuantQJL(2, "fp16", "printed"), TurboQuant(2), 16)
+    assert kvcodec.get("turboquant-qjl-3").key.variant == "correct"
+    assert kvcodec.get("turboquant-4").window == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: turboquant(bits=7), "turboquant: bits=7 is not allowed; use 1, 2, 3, 4, 5 or 6"),
+        (lambda: turboquant(norm="bf16"), "turboquant: norm='bf16' is not allowed; use fp16 or fp32"),
+        (lambda: turboquant_qjl(bits=1), "turboquant-qjl: bits=1 is not allowed; use 2, 3 or 4"),
+        (lambda: turboquant_qjl(variant="old"), "variant='old' is not allowed; use correct or printed"),
+    ],
+    ids=["bits", "norm", "qjl-bits", "variant"],
+)
+def test_options_that_do_not_exist(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("codec", [TurboQuant(4), TurboQuantQJL(3)], ids=["mse", "qjl"])
+def test_head_dim_that_is_no_multiple_of_8(codec):
+    with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
+        codec.layout(100)
