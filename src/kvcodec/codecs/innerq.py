@@ -39,8 +39,8 @@ Deviations from the paper
 3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the held S.
 
 Pitfalls: hybrid buys nothing over small on centred data (fewer than 1 group in 1000 is asymmetric with ``literal``).
-``symmetric=signed`` at two bits has three levels (relative MSE 0.43). A channel that the prefill showed only as zeros or
-tiny has a norm to match: the scale of a later, loud key is clipped where S would pass 65504.
+``symmetric=signed`` at two bits has three levels (relative MSE 0.43). A channel that the prefill showed tiny has a norm
+to match: the scale of a later, loud key is clipped where S would pass 65504.
 """
 
 from dataclasses import dataclass
