@@ -1,0 +1,274 @@
+"""Facts of Ultra-TQ (TQ4/4): the production table, distortion on the sphere, calibration, norms, bytes."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codec import Site, roundtrip
+from kvcodec.codecs.dense import Dense
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sample_levels, sphere_levels, ultra_tq
+from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.ops.bitpack import unpack
+from kvcodec.ops.lloyd_max import block_norm_density, distortion
+
+
+def normal(n, dim=64, heads=1, seed=0):
+    return torch.randn(1, heads, n, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def unit(n, dim, seed=0):
+    x = normal(n, dim, seed=seed)
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def fitted(codec, dim=64, sample=None):
+    return codec.fit(Site(0, "key", 1, dim), sample)
+
+
+def error(codec, x, sample=None):
+    """Relative MSE."""
+    params = fitted(codec, x.shape[-1], sample)
+    return float((roundtrip(codec, x, params) - x).square().sum() / x.square().sum())
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "positive"),
+    [
+        ("gaussian", [0.016049, 0.048506, 0.082095, 0.117793, 0.157029, 0.202256, 0.258627, 0.341574]),
+        ("sphere", [0.015919, 0.048090, 0.081312, 0.116487, 0.154926, 0.198856, 0.252914, 0.330796]),
+    ],
+)
+def test_levels_at_d_64(table, positive):
+    levels = fitted(UltraTQ(table=table))["levels"]
+    assert levels.shape == (1, 16)
+    assert torch.equal(levels, -levels.flip(1))
+    torch.testing.assert_close(levels[0, 8:] / 8, torch.tensor(positive), rtol=0, atol=6e-7)
+
+
+def test_the_production_table_is_the_gaussian_one():
+    """The paper names the law of a unit vector's coordinate, and prints 0.342."""
+    assert round(float(gaussian_levels()[-1]) / 8, 3) == 0.342
+    assert round(float(sphere_levels(64)[-1]) / 8, 3) == 0.331
+    assert kvcodec.get("ultra-tq").key.table == "gaussian"
+
+
+@pytest.mark.parametrize(("dim", "exact"), [(64, 0.009132), (128, 0.009315), (256, 0.009408)], ids=str)
+def test_error_on_the_unit_sphere(dim, exact):
+    density = block_norm_density(dim, 1)
+    assert dim * distortion(density, sphere_levels(dim) / dim**0.5, -1.0, 1.0) == pytest.approx(exact, abs=6e-7)
+    x = unit(524_288 // dim, dim, seed=2)  # spread over seeds: 0.5 %
+    assert error(UltraTQ(table="sphere"), x) == pytest.approx(exact, rel=0.015)
+
+
+def test_what_the_gaussian_table_loses_on_the_sphere():
+    """1.427e-4 against 1.433e-4 per coordinate at d = 64."""
+    density = block_norm_density(64, 1)
+    found = [distortion(density, levels / 8, -1.0, 1.0) for levels in (sphere_levels(64), gaussian_levels())]
+    assert found == pytest.approx([1.427e-4, 1.433e-4], abs=5e-8)
+    x = unit(8192, 64)
+    assert error(UltraTQ(table="sphere"), x) < error(UltraTQ(), x) < 1.01 * error(UltraTQ(table="sphere"), x)
+
+
+# -- calibration ---------------------------------------------------------------------------------------------------
+
+
+def test_calibration_finds_the_law_that_keys_have():
+    x = unit(8192, 64)
+    levels = fitted(UltraTQ(table="calibrated"), sample=x)["levels"]
+    assert torch.equal(levels, -levels.flip(1))
+    torch.testing.assert_close(levels[0].double(), sphere_levels(64), rtol=0, atol=0.03)
+    assert error(UltraTQ(table="calibrated"), x, x) == pytest.approx(error(UltraTQ(table="sphere"), x), rel=2e-3)
+
+
+def test_twenty_vectors_are_too_few():
+    """The paper's sample size: the largest level scatters by 6 %, and fresh keys are served worse than by theory."""
+    codec, fresh = UltraTQ(table="calibrated"), unit(2048, 64, seed=99)
+    largest, errors = [], []
+    for seed in range(20):
+        sample = unit(20, 64, seed=seed)
+        largest.append(float(fitted(codec, sample=sample)["levels"].max()) / 8)
+        errors.append(error(codec, fresh, sample))
+    assert sum(largest) / 20 == pytest.approx(0.33, abs=0.02)
+    assert torch.tensor(largest).std() == pytest.approx(0.02, abs=0.01)
+    assert sum(errors) / 20 > error(UltraTQ(), fresh) > error(UltraTQ(table="sphere"), fresh)
+
+
+def test_calibration_gains_where_keys_have_lighter_tails():
+    """Rotated coordinates drawn uniformly: the table shrinks and beats both theoretical ones."""
+    codec = UltraTQ(table="calibrated")
+    rotated = torch.rand(1, 1, 4096, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    x = codec.from_code(rotated, {})
+    fit_on, test_on = x[:, :, ::2], x[:, :, 1::2]
+    assert fitted(codec, sample=fit_on)["levels"].max() < 0.75 * gaussian_levels()[-1]
+    assert error(codec, test_on, fit_on) < 0.6 * min(error(UltraTQ(), test_on), error(UltraTQ(table="sphere"), test_on))
+
+
+def test_a_fit_satisfies_lloyds_two_conditions():
+    x = normal(1024, 64, seed=5).flatten().double()
+    levels = sample_levels(x, gaussian_levels())
+    mirrored = torch.cat([x, -x])
+    nearest = (mirrored[:, None] - levels).abs().argmin(1)
+    means = torch.stack([mirrored[nearest == j].mean() for j in range(16)])
+    torch.testing.assert_close(means, levels, rtol=0, atol=1e-3)
+    before, after = ((mirrored[:, None] - c).abs().amin(1).square().mean() for c in (gaussian_levels(), levels))
+    assert after < before
+
+
+def test_calibration_without_a_sample_or_without_keys():
+    codec = UltraTQ(table="calibrated")
+    assert codec.needs_sample
+    assert not UltraTQ().needs_sample
+    with pytest.raises(FitError, match=r"table=calibrated needs sample keys .* got none.*use table=gaussian"):
+        fitted(codec)
+    zeros = fitted(codec, sample=torch.zeros(1, 1, 8, 64))["levels"]
+    assert torch.equal(zeros, fitted(UltraTQ())["levels"])
+
+
+def test_calibration_ignores_zero_keys_and_magnitudes():
+    codec, x = UltraTQ(table="calibrated"), normal(256)
+    padded = torch.cat([x * 2.0**6, torch.zeros_like(x)], 2)
+    assert torch.equal(fitted(codec, sample=padded)["levels"], fitted(codec, sample=x)["levels"])
+
+
+def test_a_cache_calibrates_on_its_prefill():
+    scheme = kvcodec.get("ultra-tq:table=calibrated")
+    k, v = normal(96, heads=2), normal(96, heads=2, seed=1)
+    packed = kvcodec.compress(scheme, k, v)
+    assert packed.key.params["levels"].shape == (1, 16)
+    assert not torch.equal(packed.key.params["levels"][0].double(), gaussian_levels())
+    assert torch.equal(packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), k)["levels"])
+
+
+# -- codes and norms -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["token", "block"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192])
+def test_codes_are_the_nearest_of_all_levels(norm, dim):
+    codec, x = UltraTQ(norm), normal(32, dim) * 3
+    params = fitted(codec, dim)
+    y = codec.to_code(x, params)
+    payload = codec.encode(y, params)
+    size = dim if norm == "token" else 32
+    for first in range(0, dim, size):
+        part = y[..., first : first + size].double()
+        held = payload["norm"][..., first // size, None].double()
+        if norm == "block":  # held over 2^r
+            held = held * (2 if dim in (64, 128, 192) else 1)
+        torch.testing.assert_close(held, part.square().mean(-1, keepdim=True).sqrt(), rtol=6e-4, atol=0)
+        best = (part[..., None] - held[..., None] * params["levels"][0].double()).abs().argmin(-1)
+        codes = unpack(payload["codes"], 4, dim)[..., first : first + size]
+        assert torch.equal(codes.long(), best)
+
+
+def test_low_nibble_is_the_even_channel():
+    codec = UltraTQ()
+    y = torch.zeros(1, 1, 1, 64)
+    y[..., 0], y[..., 1] = 100.0, -100.0
+    byte = int(codec.encode(y, fitted(codec))["codes"][0, 0, 0, 0])
+    assert (byte & 15, byte >> 4) == (15, 0)
+
+
+def test_zero_keys_are_exact_and_leave_their_neighbours_alone():
+    for norm in ("token", "block"):
+        codec, x = UltraTQ(norm), normal(5)
+        x[0, 0, 2] = 0
+        params = fitted(codec)
+        y = roundtrip(codec, x, params)
+        assert not y[0, 0, 2].any()
+        assert torch.equal(y[:, :, :2], roundtrip(codec, x[:, :, :2], params))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_norms_stay_in_range_where_a_rotation_gathers_everything(dim):
+    x = torch.full((1, 1, 1, dim), 65504.0)
+    for norm in ("token", "block"):
+        codec = UltraTQ(norm)
+        params = fitted(codec, dim)
+        assert bool(codec.encode(codec.to_code(x, params), params)["norm"].isfinite().all())
+
+
+@pytest.mark.parametrize(("dim", "token", "block"), [(64, 0.450, 0.283), (128, 0.592, 0.283)], ids=str)
+def test_a_key_of_equal_channels_is_the_worst_case(dim, token, block):
+    """Pitfall 1: no signs, so it rotates into one spike."""
+    x = torch.ones(1, 1, 1, dim)
+    assert (error(UltraTQ("token"), x), error(UltraTQ("block"), x)) == pytest.approx((token, block), abs=2e-3)
+
+
+@lru_cache
+def loud_keys():
+    x = normal(2048, 128)
+    x[..., [3, 20, 41, 64, 90, 111]] *= 8
+    return x
+
+
+def test_rotation_is_what_makes_a_table_work():
+    """Even a table fitted to plain keys leaves about 2.3x the rotated error (paper, Sec. 4.1)."""
+    x = loud_keys()
+    rotated = error(UltraTQ(table="calibrated"), x, x)
+    u = x / x.square().mean(-1, keepdim=True).sqrt()
+    levels = sample_levels(u.flatten().double(), gaussian_levels()).float()
+    nearest = levels[(u[..., None] - levels).abs().argmin(-1)]
+    plain = float((nearest - u).square().sum() / u.square().sum())
+    assert 2 < plain / rotated < 3
+
+
+def test_block_norms_are_better_and_cost_more():
+    """Table 3: per-block adaptation is the load-bearing change."""
+    x = unit(4096, 128)
+    assert error(UltraTQ("block"), x) == pytest.approx(0.96 * error(UltraTQ("token"), x), rel=0.01)
+    assert error(UltraTQ("block"), loud_keys()) < error(UltraTQ("token"), loud_keys())
+    assert UltraTQ("block").layout(128).effective_bits == UltraTQ().layout(128).effective_bits + 16 * 3 / 128
+
+
+# -- bytes and recipe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norm", "dim", "nbytes"),
+    [
+        ("token", 64, 34),
+        ("token", 80, 42),
+        ("token", 128, 66),
+        ("token", 256, 130),
+        ("block", 64, 36),
+        ("block", 80, 46),  # 32 + 32 + 16 channels
+        ("block", 128, 72),
+    ],
+)
+def test_bytes_of_a_key(norm, dim, nbytes):
+    codec = UltraTQ(norm)
+    assert codec.layout(dim).block_bytes == nbytes
+    payload = codec.encode(normal(3, dim), fitted(codec, dim))
+    assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
+
+
+def test_bits_of_keys_and_values():
+    scheme = kvcodec.get("ultra-tq")
+    assert (scheme.key_bits(128), scheme.value_bits(128), scheme.effective_bits(128)) == (4.125, 5.0, 4.5625)
+
+
+def test_recipe_is_the_papers():
+    scheme = kvcodec.get("ultra-tq")
+    assert (scheme.key, scheme.value) == (UltraTQ("token", "gaussian"), GroupInt(4, 32, "channels"))
+    assert (scheme.sink, scheme.window, scheme.dense_key_layers, scheme.dense_value_layers) == (0, 0, 2, 2)
+    assert isinstance(scheme.for_layer(1, 48).key, Dense)
+    assert isinstance(scheme.for_layer(2, 48).key, UltraTQ)
+    changed = kvcodec.get("ultra-tq:norm=block,table=sphere,group=64,dense_layers=0")
+    assert (changed.key, changed.value) == (UltraTQ("block", "sphere"), GroupInt(4, 64, "channels"))
+    assert (changed.dense_key_layers, changed.dense_value_layers) == (0, 0)
+
+
+def test_unknown_options():
+    with pytest.raises(SpecError, match="norm='head' is not allowed; use token or block"):
+        ultra_tq(norm="head")
+    with pytest.raises(SpecError, match="table='beta' is not allowed; use gaussian, sphere or calibrated"):
+        ultra_tq(table="beta")
+    with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
+        UltraTQ().layout(100)

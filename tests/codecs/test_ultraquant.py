@@ -1,0 +1,312 @@
+"""Facts of the UltraQuant paper: E2M1 and UE8M0, bytes, distortion over c, saturation, dense layers, FP8 queries."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codec import Site, roundtrip
+from kvcodec.codecs.dense import Dense
+from kvcodec.codecs.ultraquant import UltraQuant, ultraquant
+from kvcodec.errors import ShapeError, SpecError
+from kvcodec.ops.bitpack import unpack
+from kvcodec.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
+
+GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+OCTAVE = [2 ** (i / 8) for i in range(8)]
+
+
+def normal(n, dim=64, heads=1, seed=0):
+    return torch.randn(1, heads, n, dim, generator=torch.Generator().manual_seed(seed))
+
+
+@lru_cache
+def gaussian_error(c, scale="pow2", factor=1.0):
+    """Relative MSE of 16384 Gaussian groups of 32, times ``factor``."""
+    x = normal(8192) * factor
+    return float((roundtrip(UltraQuant(False, c, scale), x, {}) - x).square().sum() / x.square().sum())
+
+
+def any_magnitude(c):
+    """Mean over log-uniform magnitudes."""
+    return sum(gaussian_error(c, "pow2", f) for f in OCTAVE) / len(OCTAVE)
+
+
+# -- the formats ---------------------------------------------------------------------------------------------------
+
+
+def test_every_code_comes_back():
+    codes = torch.arange(16)
+    values = decode_e2m1(codes)
+    assert values[:8].tolist() == GRID.tolist()
+    assert torch.equal(values[8:], -values[:8])
+    again = encode_e2m1(values)
+    again[8] = 8  # minus zero has no sign to compare
+    assert again.tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("x", "value"), [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4)], ids=str
+)
+def test_ties_go_to_the_even_code(x, value):
+    both = torch.tensor([x, -x])
+    codes = encode_e2m1(both)
+    assert decode_e2m1(codes).tolist() == [value, -value]
+    assert codes[0] % 2 == 0
+    assert (codes[1] - codes[0]) == 8
+    # and a tie is a tie: the neighbours of x go to either side
+    near = decode_e2m1(encode_e2m1(torch.tensor([x]).repeat(2) * torch.tensor([1 - 1e-6, 1 + 1e-6])))
+    assert near[0] < x < near[1]
+
+
+def test_codes_are_the_nearest_and_saturate():
+    x = torch.linspace(-8, 8, 20011)
+    error = (decode_e2m1(encode_e2m1(x)) - x).abs()
+    best = (x.abs()[:, None] - GRID).abs().amin(1)
+    assert torch.equal(error, best)
+    assert decode_e2m1(encode_e2m1(torch.tensor([6.1, 1e30, -7.0]))).tolist() == [6, 6, -6]
+
+
+def test_ue8m0_is_a_rounded_logarithm():
+    y = torch.cat([torch.logspace(-30, 30, 3999, 2.0, dtype=torch.float64), 2.0 ** torch.arange(-100.0, 100).double()])
+    assert torch.equal(nearest_ue8m0(y).long() - 127, y.log2().round().long())
+    edges = torch.tensor([0.0, 2.0**-127, 2.0**-200, 2.0**127, 2.0**300], dtype=torch.float64)
+    assert nearest_ue8m0(edges).tolist() == [0, 0, 0, 254, 254]  # 255 is NaN
+
+
+def test_ue8m0_values_are_exact():
+    byte = torch.arange(255, dtype=torch.uint8)
+    expected = 2.0 ** (byte.double() - 127)
+    assert torch.equal(ue8m0_value(byte).double(), expected)
+    assert torch.equal(ue8m0_reciprocal(byte).double(), 1 / expected)
+
+
+# -- layout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim", "nbytes"),
+    [
+        ("ultraquant", 64, 34),
+        ("ultraquant", 128, 68),
+        ("ultraquant", 256, 136),
+        ("ultraquant", 80, 43),  # 32 + 32 + 16 channels
+        ("ultraquant", 96, 51),
+        ("ultraquant:scale=real", 128, 72),
+        ("ultraquant:scale=real", 80, 46),
+    ],
+)
+def test_bytes_of_a_token(spec, dim, nbytes):
+    scheme = kvcodec.get(spec)
+    for codec in (scheme.key, scheme.value):
+        assert codec.layout(dim).block_bytes == nbytes
+        payload = codec.encode(normal(3, dim), {})
+        assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
+
+
+def test_a_group_of_32_is_17_bytes_and_4_25_bits():
+    scheme = kvcodec.get("ultraquant")
+    for dim in (64, 96, 128, 192, 256):
+        assert scheme.effective_bits(dim) == 17 * 8 / 32 == 4.25
+    assert 16 / scheme.effective_bits(128) == pytest.approx(3.765, abs=5e-4)
+
+
+def test_bytes_of_a_written_example():
+    x = torch.zeros(1, 1, 1, 64)
+    x[..., :6] = torch.tensor([1.0, -2.0, 3.0, 0.25, -0.1, 4.0])
+    payload = UltraQuant(rotate=False).encode(x, {})
+    # E = round(log2(0.156 * 4)) = round(-0.68) = -1; x / 2^E = 2, -4, 6, 0.5, -0.2, 8
+    assert payload["scale"].flatten().tolist() == [126, 0]
+    assert payload["codes"].flatten()[:3].tolist() == [0xE4, 0x17, 0x78]
+    assert not payload["codes"].flatten()[3:].any()
+    decoded = UltraQuant(rotate=False).decode(payload, {}).flatten()[:6]
+    assert decoded.tolist() == [1, -2, 3, 0.25, 0, 3]
+
+
+def test_a_scale_belongs_to_its_group():
+    x = torch.ones(1, 1, 1, 80)
+    x[..., 32:64], x[..., 64:] = 2.0**10, 2.0**-10
+    for scale in ("pow2", "real"):
+        codec = UltraQuant(rotate=False, scale=scale, c=0.25)
+        payload = codec.encode(x, {})
+        held = payload["scale"].flatten()
+        assert (held.int() - 127 if scale == "pow2" else held.log2()).tolist() == [-2, 8, -12]
+        assert torch.equal(codec.decode(payload, {}), x)
+
+
+# -- rotation and queries ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_keys_are_rotated_and_values_are_not(dim):
+    scheme, x = kvcodec.get("ultraquant"), normal(4, dim)
+    assert torch.equal(scheme.value.to_code(x, {}), x)
+    y = scheme.key.to_code(x, {})
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    flat = scheme.key.to_code(torch.nn.functional.one_hot(torch.tensor([[[3]]]), dim).float(), {})
+    order = dim & -dim
+    assert torch.allclose(flat[..., :order].abs(), torch.tensor(order**-0.5))
+    assert not flat[..., order:].any()
+
+
+def test_a_loud_channel_ruins_plain_keys_and_not_rotated_ones():
+    x = normal(512, 128)
+    x[..., 17] *= 30
+
+    def quiet(codec):  # error of the 31 channels that share a scale with the loud one
+        y = roundtrip(codec, x, {})
+        rest = [i for i in range(32) if i != 17]
+        return float((y - x)[..., rest].square().mean())
+
+    assert quiet(UltraQuant(False)) > 3 * quiet(UltraQuant(True))
+
+
+def test_fp8_queries_are_rotated_then_rounded_and_saturate():
+    q = normal(64, 128) * 20
+    exact, fp8 = UltraQuant(), UltraQuant(queries="fp8")
+    rotated, rounded = exact.query_to_code(q, {}), fp8.query_to_code(q, {})
+    assert torch.equal(rotated, exact.to_code(q, {}))
+    assert torch.equal(rounded.to(torch.float8_e4m3fn).float(), rounded)
+    error = (rounded - rotated).abs()
+    assert 0 < float((error / rotated.abs().clamp_min(2.0**-6)).max()) <= 2.0**-4
+    huge = torch.zeros(1, 1, 1, 64)
+    huge[..., 0] = -65504.0
+    assert torch.equal(fp8.query_to_code(huge, {}), torch.full((1, 1, 1, 64), -448.0))
+    # keys know nothing of it
+    assert torch.equal(fp8.to_code(q, {}), rotated)
+    a, b = (codec.encode(rotated, {}) for codec in (exact, fp8))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- distortion ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("c", "real", "pow2", "d64", "d128"),
+    [
+        (0.140, 0.014207, 0.022115, 0.025403, 0.018889),
+        (0.156, 0.010412, 0.016820, 0.017811, 0.015866),
+        (1 / 6, 0.010220, 0.014644, 0.014748, 0.014516),
+        (0.185, 0.013003, 0.012764, 0.012657, 0.012862),
+        (0.195, 0.015801, 0.012517, 0.012458, 0.012573),
+        (0.215, 0.013362, 0.012980, 0.012740, 0.013223),
+        (0.250, 0.011511, 0.014202, 0.013914, 0.014487),
+        (1.0, 0.115617, 0.129914, 0.119171, 0.140642),
+    ],
+    ids=lambda v: f"{v:.3f}",
+)
+def test_error_over_c(c, real, pow2, d64, d128):
+    """Gaussian groups: real scales; powers of two at any magnitude, and at variance 1/64 and 1/128."""
+    assert gaussian_error(c, "real") == pytest.approx(real, rel=0.01)
+    assert any_magnitude(c) == pytest.approx(pow2, rel=0.01)
+    assert gaussian_error(c, "pow2", 64**-0.5) == pytest.approx(d64, rel=0.015)
+    assert gaussian_error(c, "pow2", 128**-0.5) == pytest.approx(d128, rel=0.015)
+
+
+def test_the_best_c_is_0_195_for_stored_scales_and_0_1625_for_real_ones():
+    stored = {c: any_magnitude(c) for c in (0.175, 0.185, 0.195, 0.205, 0.215)}
+    assert min(stored, key=stored.get) == 0.195
+    real = {c: gaussian_error(c, "real") for c in (0.150, 0.156, 0.1625, 0.169, 0.175)}
+    assert min(real, key=real.get) == 0.1625
+    assert real[0.1625] == pytest.approx(0.010110, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dim", "deployed", "best"), [(64, 0.0184, 0.0125), (128, 0.0156, 0.0126), (256, 0.0179, 0.0125)], ids=str
+)
+def test_error_on_the_unit_sphere(dim, deployed, best):
+    x = normal(524_288 // dim, dim, seed=3)
+    x = x / x.norm(dim=-1, keepdim=True)
+    for c, expected in ((0.156, deployed), (0.195, best)):
+        error = float((roundtrip(UltraQuant(True, c), x, {}) - x).square().sum(-1).mean())
+        assert error == pytest.approx(expected, rel=0.015)
+
+
+@pytest.mark.parametrize(("c", "share"), [(0.156, 0.595), (0.195, 0.273), (1.0, 0.0)], ids=str)
+def test_share_of_groups_whose_largest_element_saturates(c, share):
+    codec, found = UltraQuant(False, c), []
+    for factor in OCTAVE:
+        x = normal(4096) * factor
+        payload = codec.encode(x, {})
+        largest = x.unflatten(-1, (-1, 32)).abs().amax(-1)
+        found.append((largest > 6 * ue8m0_value(payload["scale"])).float().mean())
+    assert float(torch.stack(found).mean()) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize("scale", ["pow2", "real"])
+def test_without_shrinkage_three_levels_are_left(scale):
+    """At c = 1 nothing is above one step (sqrt 2 steps where the scale was rounded down)."""
+    codec = UltraQuant(False, 1.0, scale)
+    used = unpack(codec.encode(normal(2048), {})["codes"], 4, 64) & 7
+    assert int(used.max()) == (3 if scale == "pow2" else 2)
+    assert float((used <= 2).float().mean()) > 0.99
+
+
+def test_error_of_a_power_of_two_multiple_is_the_multiple_of_the_error():
+    x = normal(64)
+    codec = UltraQuant()
+    params = codec.fit(Site(0, "key", 1, 64))
+    assert torch.equal(roundtrip(codec, x * 2.0**9, params), roundtrip(codec, x, params) * 2.0**9)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_real_scales_stay_in_range_where_a_rotation_gathers_everything(dim):
+    x = torch.full((1, 1, 1, dim), 65504.0)
+    codec = UltraQuant(scale="real", c=1.0)
+    payload = codec.encode(codec.to_code(x, {}), {})
+    assert float(payload["scale"].max()) <= 65504
+    torch.testing.assert_close(codec.from_code(codec.decode(payload, {}), {}), x, rtol=1e-3, atol=0)
+
+
+def test_zero_groups_are_byte_0_and_codes_0():
+    x = normal(1, 64)
+    x[..., 32:] = 0
+    for codec in (UltraQuant(False), UltraQuant(False, scale="real")):
+        payload = codec.encode(x, {})
+        assert not payload["codes"][..., 16:].any()
+        assert not codec.decode(payload, {})[..., 32:].any()
+    assert UltraQuant(False).encode(x, {})["scale"].flatten().tolist()[1] == 0
+
+
+# -- recipe --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "mean"), [(48, 5.229), (62, 5.008), (80, 4.8375)])
+def test_mean_bits_with_two_dense_layers_at_either_end(layers, mean):
+    scheme = kvcodec.get("ultraquant")
+    of_layer = [scheme.for_layer(i, layers) for i in range(layers)]
+    dense = [i for i, s in enumerate(of_layer) if isinstance(s.key, Dense) and isinstance(s.value, Dense)]
+    assert dense == [0, 1, layers - 2, layers - 1]
+    assert sum(s.effective_bits(128) for s in of_layer) / layers == pytest.approx(mean, abs=5e-4)
+
+
+def test_recipe_is_the_papers():
+    scheme = kvcodec.get("ultraquant")
+    assert (scheme.key, scheme.value) == (UltraQuant(True, 0.156, "pow2"), UltraQuant(False, 0.156, "pow2"))
+    assert (scheme.sink, scheme.window) == (0, 0)
+    changed = kvcodec.get("ultraquant:c=0.195,scale=real,queries=fp8,dense_layers=0")
+    assert changed.key == UltraQuant(True, 0.195, "real", "fp8")
+    assert changed.value == UltraQuant(False, 0.195, "real")
+    assert (changed.dense_key_layers, changed.dense_value_layers) == (0, 0)
+    assert kvcodec.from_json(changed.to_json()) == changed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"c": 0.0}, "c=0.0 is not allowed; use 0.156, 0.195"),
+        ({"c": float("nan")}, "c=nan is not allowed"),
+        ({"scale": "mx"}, "scale='mx' is not allowed; use pow2 or real"),
+        ({"queries": "fp4"}, "queries='fp4' is not allowed; use exact or fp8"),
+    ],
+    ids=str,
+)
+def test_unknown_options(options, message):
+    with pytest.raises(SpecError, match=message):
+        ultraquant(**options)
+
+
+def test_head_dim_that_is_no_multiple_of_8():
+    with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
+        UltraQuant().layout(100)
