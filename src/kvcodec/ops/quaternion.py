@@ -71,9 +71,11 @@ def products(secondary: Tensor) -> Tensor:
 
 def corner_score(v: Tensor, dim: int = -1) -> Tensor:
     """Largest inner product of ``v`` with a Hurwitz unit; the four components lie along ``dim``, which is dropped."""
-    a, b, c, d = v.abs().unbind(dim)  # pairwise: four times faster than a reduction over so short an axis
-    largest = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
-    return torch.maximum(largest, a.add(b).add_(c).add_(d).mul_(0.5))
+    a, b, c, d = v.abs().unbind(dim)  # pairwise and in place: much faster than a reduction over so short an axis
+    half = a.add(b).add_(c).add_(d).mul_(0.5)
+    for other in (b, c, d, half):
+        torch.maximum(a, other, out=a)
+    return a
 
 
 def scaled(x: Tensor) -> Tensor:
