@@ -1,0 +1,131 @@
+"""The Hurwitz group, products that fp16 holds exactly, and the closed-form search against all products."""
+
+import pytest
+import torch
+
+from kvcodec.ops.quaternion import (
+    UNITS,
+    chunk_lengths,
+    conjugate,
+    corner_score,
+    decode_lengths,
+    multiply,
+    nearest_product,
+    products,
+    quantize_lengths,
+    random_units,
+    split_chunks,
+)
+from kvcodec.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_units_are_a_group_60_degrees_apart():
+    rows = {tuple(u) for u in UNITS.tolist()}
+    assert len(rows) == 24
+    table = multiply(UNITS[:, None], UNITS).flatten(0, 1)
+    assert {tuple(u) for u in table.tolist()} == rows
+    cosines = (UNITS @ UNITS.T).masked_fill(torch.eye(24, dtype=torch.bool), -1)
+    assert cosines.amax(1).unique().tolist() == [0.5]
+    assert UNITS[0].tolist() == [1, 0, 0, 0]
+
+
+def test_hamilton_rules():
+    one, i, j, k = torch.eye(4)
+    for a, b, c in ((i, j, k), (j, k, i), (k, i, j)):
+        assert torch.equal(multiply(a, b), c)
+        assert torch.equal(multiply(b, a), -c)
+        assert torch.equal(multiply(a, a), -one)
+        assert torch.equal(multiply(a, conjugate(a)), one)
+
+
+def test_left_multiplication_keeps_angles():
+    a, b, p = (random_units(200, generator(s)) for s in range(3))
+    before = (a * b).sum(-1)
+    after = (multiply(p, a) * multiply(p, b)).sum(-1)
+    torch.testing.assert_close(after, before * p.square().sum(-1), rtol=0, atol=1e-12)
+
+
+def test_the_closed_form_is_the_best_corner():
+    v = torch.randn(5000, 4, generator=generator(), dtype=torch.float64)
+    torch.testing.assert_close(corner_score(v, -1), (v @ UNITS.T).amax(1), rtol=1e-14, atol=0)
+    assert corner_score(v.T, 0).shape == (5000,)
+
+
+@pytest.mark.parametrize("count", [1, 24, 192], ids=lambda s: f"S{s}")
+def test_products_are_exact_in_fp16_and_closed(count):
+    q = random_units(count, generator(5))
+    table = products(q)
+    assert torch.equal(table.half().double(), table)
+    rows = {tuple(r) for r in table.tolist()}
+    assert len(rows) == 24 * count
+    assert {tuple(r) for r in (-table).tolist()} == rows
+    assert {tuple(r) for r in multiply(UNITS[13], table).tolist()} == rows
+    assert float((q.norm(dim=-1) - 1).abs().max()) < 2**-9
+    assert float(q.norm(dim=-1).max()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("count", [1, 24, 48, 96, 192], ids=lambda s: f"S{s}")
+def test_the_closed_form_equals_the_search_over_all_products(count, dtype):
+    q = random_units(count, generator(1))
+    x = torch.randn(4000, 4, generator=generator(2)).to(dtype)
+    score = x.double() @ products(q).T
+    found = nearest_product(x, q)
+    best, index = score.max(1)
+    same = found == index
+    assert float((best - score.gather(1, found[:, None])[:, 0]).max()) <= 1e-6 * 8
+    assert float(same.float().mean()) > 0.999
+
+
+def test_ties_take_the_lowest_product():
+    """q_s twice: every score comes twice. And corners: x on the border of six cells of a single q."""
+    q = random_units(6, generator(3))
+    x = torch.randn(500, 4, generator=generator(4))
+    assert torch.equal(nearest_product(x, torch.cat([q, q])), nearest_product(x, q))
+    one = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
+    x = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 1], [3, 1, 1, 1], [0, 0, 0, 0], [0, 0, -2, 2]])
+    expected = (x.double() @ UNITS.T).max(1, keepdim=True).values == x.double() @ UNITS.T
+    assert nearest_product(x, one).tolist() == expected.int().argmax(1).tolist()
+    assert nearest_product(x, one)[3] == 0
+
+
+@pytest.mark.parametrize("power", [-24, -10, 0, 14], ids=lambda p: f"2^{p}")
+def test_the_search_ignores_length_and_company(power):
+    q = random_units(96, generator(6))
+    x = torch.randn(3000, 4, generator=generator(7))
+    whole = nearest_product(x, q)
+    assert torch.equal(nearest_product(x * 2.0**power, q), whole)
+    assert torch.equal(torch.cat([nearest_product(x[i : i + 1], q) for i in range(40)]), whole[:40])
+    assert torch.equal(nearest_product(x[1700:1733], q), whole[1700:1733])
+
+
+def test_chunks_are_padded_with_zeros():
+    x = torch.arange(1.0, 7.0)
+    assert split_chunks(x).tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    torch.testing.assert_close(chunk_lengths(split_chunks(x)), torch.tensor([30.0, 61.0]).double().sqrt())
+
+
+def test_lengths_come_back_within_half_a_step_and_never_overflow():
+    length = torch.rand(100, 32, generator=generator(8), dtype=torch.float64) * 131008
+    length[0, 0] = 131008
+    steps, scale = quantize_lengths(length, 4)
+    assert bool(scale.isfinite().all())
+    assert int(steps.max()) == 15
+    back = decode_lengths(steps, scale, 4)
+    longest = length.amax(1, keepdim=True)
+    assert float(((back - length).abs() / longest).max()) <= 0.5 / 15 + 2**-10
+    assert quantize_lengths(torch.zeros(1, 4, dtype=torch.float64), 4)[0].tolist() == [[0] * 4]
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 18, 64, 80, 128, 256])
+def test_base_9_digits_come_back(count):
+    digits = torch.randint(0, 9, (3, 5, count), generator=generator(count))
+    digits[0] = 8
+    packed = pack_digits(digits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (3, 5, packed_digit_bytes(count))
+    assert torch.equal(unpack_digits(packed, count), digits)
