@@ -114,8 +114,8 @@ class FusedLayerCache(LayerCache):
             check_tensor("values", values)
         if self.emptied:  # other sequences than before the reset get pages of their own
             self.emptied = False
-            held = self.roles["key"].dense("sink").shape
-            if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (held[0], held[1], held[3], self._dtype):
+            b, h, _, d = self.roles["key"].dense("sink").shape
+            if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
                 self.seq_lens = None
                 super().reset()
         self._check_shapes(keys, values)
