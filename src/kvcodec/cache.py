@@ -342,7 +342,7 @@ class LayerCache:
         dead = sorted(set(range(written)) - live)
         if not dead:
             return
-        self.store.keep([page for page in range(self.store.table.shape[1]) if page not in set(dead)])
+        self.store.keep(sorted(set(range(self.store.table.shape[1])).difference(dead)))
         for state in states:
             shifts = [tokens * bisect.bisect_left(dead, a // tokens) for a, _ in state.runs]
             state.runs = [(a - shift, b - shift) for (a, b), shift in zip(state.runs, shifts, strict=True)]
