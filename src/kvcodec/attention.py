@@ -103,16 +103,28 @@ def attend(
         mask = mask.expand(*mask.shape[:-1], total)
     scale = d**-0.5 if scale is None else scale
     out: Partial | None = None
+    rounded = _rounded(q, cache)
     for first in range(0, total, chunk):
         last = min(first + chunk, total)
         k, v = cache.decode(first, last)
-        part = partial(q, k, v, scale, _bias(q, mask, causal, first, last, total))
+        part = partial(rounded, k, v, scale, _bias(q, mask, causal, first, last, total))
         out = part if out is None else merge(out, part)
     assert out is not None
     if sinks is not None:
         logit = sinks.float().reshape(1, hq, 1).expand(b, hq, n)
         out = merge(out, Partial(logit, torch.ones_like(logit), torch.zeros_like(out.acc)))
     return (out.acc / out.l.clamp_min(1e-38)[..., None]).to(q.dtype)
+
+
+def _rounded(q: Tensor, cache: "LayerCache") -> Tensor:
+    """Queries as a kernel multiplies them: rounded in the code basis by codecs that do so, and brought back."""
+    state = cache.roles["key"]
+    if not state.codec.query_error or state.params is None:
+        return q
+    b, hq, n, d = q.shape
+    heads = state.site.num_heads
+    folded = q.float().reshape(b, heads, hq // heads * n, d)
+    return state.codec.from_code(state.codec.query_to_code(folded, state.params), state.params).reshape(q.shape)
 
 
 def _bias(q: Tensor, mask: Tensor | None, causal: bool, first: int, last: int, total: int) -> Tensor | None:

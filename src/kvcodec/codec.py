@@ -17,7 +17,7 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -83,6 +83,24 @@ class Codec(ABC):
         """Whether ``fit`` must see data (a calibration file, or the prefill)."""
         return False
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the constants need the model's queries: only ``calibrate`` has them, a prefill does not."""
+        return False
+
+    @property
+    def query_error(self) -> float:
+        """Largest relative error of a component of ``query_to_code``; 0: none.
+
+        Above 0 attention rounds queries as well, and ``to_code`` must be orthogonal.
+        """
+        return 0.0
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel module that reads these bytes, whether or not it exists; None for a variant without."""
+        return type(self).__module__.rpartition(".")[2]
+
     def for_dtype(self, dtype: torch.dtype) -> "Codec":
         """Return the codec for input of ``dtype``; itself, unless what it holds depends on that (``Dense``)."""
         return self
@@ -104,6 +122,23 @@ class Codec(ABC):
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Return the site's constants. ``sample`` is ``[B, H, N, D]`` in the model basis, or None."""
         return {}
+
+    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
+        """Return the site's constants from a model run over a text (``kvcodec fit``); by default what ``fit`` gives.
+
+        Parameters
+        ----------
+        site : Site
+        sample : Tensor ``[B, H, N, D]``
+            Keys or values of the site, model basis.
+        queries : Tensor ``[B, HQ, N, D]``
+            The layer's queries, model basis (after RoPE); query head i belongs to KV head ``i // (HQ // H)``.
+        """
+        return self.fit(site, sample if self.needs_sample else None)
+
+    def settle(self, fitted: Sequence[Params]) -> list[Params]:
+        """Decide across layers: called once with the constants that ``calibrate`` gave every layer, in order."""
+        return list(fitted)
 
     def to_code(self, x: Float[Tensor, "B H N D"], params: Params) -> Float[Tensor, "B H N D"]:
         """Model basis -> code basis; linear and invertible."""

@@ -186,10 +186,13 @@ def page_tokens_for(*layouts: Layout, at_least: int = PAGE_TOKENS) -> int:
     return -(-at_least // step) * step
 
 
-def power_of_two_divisor(n: int) -> int:
-    """Largest power of two that divides ``n``.
+def check_whole_bytes(method: str, head_dim: int) -> None:
+    """Refuse a head_dim whose codes would not fill whole bytes at every width.
 
-    >>> [power_of_two_divisor(n) for n in (64, 80, 96, 128, 192)]
-    [64, 16, 32, 128, 64]
+    Raises
+    ------
+    ShapeError
+        If ``head_dim`` is not a positive multiple of 8.
     """
-    return n & -n
+    if head_dim < 8 or head_dim % 8:
+        raise ShapeError(f"{method}: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")

@@ -382,6 +382,5 @@ def kernels_for(scheme: KVScheme) -> dict[str, bool]:
     """
     found = True
     for codec in (scheme.key, scheme.value):
-        stem = type(codec).__module__.rpartition(".")[2]
-        found &= importlib.util.find_spec(f"kvcodec.kernels.{stem}") is not None
+        found &= codec.kernel is not None and importlib.util.find_spec(f"kvcodec.kernels.{codec.kernel}") is not None
     return {"encode": found, "decode": found}

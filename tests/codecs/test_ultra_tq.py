@@ -142,7 +142,7 @@ def test_a_cache_calibrates_on_its_prefill():
     packed = kvcodec.compress(scheme, k, v)
     assert packed.key.params["levels"].shape == (1, 16)
     assert not torch.equal(packed.key.params["levels"][0].double(), gaussian_levels())
-    assert torch.equal(packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), k)["levels"])
+    assert torch.equal(packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), k.half())["levels"])
 
 
 # -- codes and norms -----------------------------------------------------------------------------------------------

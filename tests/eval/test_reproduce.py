@@ -5,8 +5,7 @@ import json
 import pytest
 
 from kvcodec.errors import SpecError
-from kvcodec.eval import reproduce
-from kvcodec.eval.reproduce import NOT_PRINTED, PAPERS, Claim, available, reproduce_rows
+from kvcodec.eval.reproduce import NOT_PRINTED, PAPERS, Claim, available, claims, reproduce_rows
 
 KEYS = ["paper", "table", "item", "metric", "printed", "ours", "relative_error", "band", "holds", "note"]
 DO_NOT_HOLD = {
@@ -108,8 +107,8 @@ def test_unknown_paper():
 
 
 def test_a_paper_with_nothing_yet_says_what_there_is(monkeypatch):
-    kept = {key: f for key, f in reproduce._TABLES.items() if key[0] != "saw-int4"}
-    monkeypatch.setattr(reproduce, "_TABLES", kept)
+    kept = {key: f for key, f in claims._TABLES.items() if key[0] != "saw-int4"}
+    monkeypatch.setattr(claims, "_TABLES", kept)
     with pytest.raises(
         SpecError, match=r"nothing of saw-int4 \(SAW-INT4, .*\) can be recomputed yet\. There is: octopus"
     ):

@@ -49,8 +49,8 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import FP16_MAX, Codec, Params, Payload
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.layout import Field, Layout
+from kvcodec.errors import SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.groups import fp16_scale, group_count, split_channels, spread_channels
 
@@ -108,8 +108,7 @@ class GroupInt(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Codes, scales and offsets of one block."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(f"head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+        check_whole_bytes("GroupInt", head_dim)
         row = packed_bytes(head_dim, self.bits)
         tokens = self.along == "tokens"
         scales = head_dim if tokens else group_count(head_dim, self.group)

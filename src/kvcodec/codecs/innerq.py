@@ -50,10 +50,11 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.layout import Field, Layout
+from kvcodec.errors import FitError, SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.groups import fp16_scale, group_count, split_channels, spread_channels
+from kvcodec.ops.sums import sum_by_halves
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -131,8 +132,7 @@ class InnerQ(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Codes, scales and, for hybrid, offsets of one block."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(f"innerq: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+        check_whole_bytes("innerq", head_dim)
         row = packed_bytes(head_dim, self.width)
         tokens = self.along == "tokens"
         scales = head_dim if tokens else group_count(head_dim, GROUP)
@@ -157,7 +157,7 @@ class InnerQ(Codec):
                 "innerq: norm=true needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
                 "Pass a sample to fit, or use norm=false."
             )
-        largest = sample.half().float().abs().amax(2)  # a cache holds 16 bit: the same norms from float32
+        largest = sample.float().abs().amax(2)
         half = largest.shape[-1] // 2
         paired = torch.maximum(largest[..., :half], largest[..., half:]).sqrt()
         norm = torch.where(paired > 0, paired, 1.0)
@@ -226,11 +226,8 @@ class InnerQ(Codec):
 
 
 def _group_error(difference: Tensor) -> Tensor:
-    """Squared error over the 32 tokens, summed by halves in float64: one order on every machine and shape."""
-    squares = difference.double() ** 2
-    while squares.shape[-2] > 1:
-        squares = squares[..., : squares.shape[-2] // 2, :] + squares[..., squares.shape[-2] // 2 :, :]
-    return squares.squeeze(-2)
+    """Squared error over the 32 tokens in float64, ``[B, H, M, D]``."""
+    return sum_by_halves(difference.double() ** 2, -2).squeeze(-2)
 
 
 @register(

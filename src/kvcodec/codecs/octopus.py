@@ -48,12 +48,13 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.layout import Field, Layout, power_of_two_divisor
+from kvcodec.errors import SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
-from kvcodec.ops.hadamard import block_hadamard
 from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
 from kvcodec.ops.octahedral import coordinate_density, direction_table, to_square
+from kvcodec.ops.rotation import random_signs, rotate, rotate_back
+from kvcodec.ops.sums import row_norm
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -120,8 +121,7 @@ class Octopus(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Joint codes and the norm of one token."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(f"octopus: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+        check_whole_bytes("octopus", head_dim)
         fields = (
             Field("codes", "uint8", (packed_bytes(-(-head_dim // 3), self.code_bits),)),
             Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms"),
@@ -137,25 +137,22 @@ class Octopus(Codec):
             ``signs [1, H, D]`` of +-1; ``xi [1, 2^b_dir]``; ``rho [1, 2^b_nrm]``; ``directions [1, 4^b_dir, 3]``, row
             ``i_xi << b_dir | i_eta``. All float32.
         """
-        draws = [
-            torch.randint(0, 2, (site.head_dim,), generator=site.generator(head)) for head in range(site.num_heads)
-        ]
         xi = direction_centroids(self.direction_bits)
         tables = {
-            "signs": torch.stack(draws) * 2 - 1,
             "xi": xi,
             "rho": norm_centroids(site.head_dim, self.norm_bits),
             "directions": direction_table(xi),
         }
-        return {name: table[None].float().to(site.device) for name, table in tables.items()}
+        tables = {name: table[None].float().to(site.device) for name, table in tables.items()}
+        return {"signs": random_signs(site), **tables}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """Flip signs, then Hadamard: Eq. 2 without the division by gamma, so that it is linear."""
-        return block_hadamard(x * params["signs"].unsqueeze(2), power_of_two_divisor(x.shape[-1]))
+        return rotate(x, params["signs"])
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
         """Hadamard, then signs: the inverse, R is orthogonal."""
-        return block_hadamard(x, power_of_two_divisor(x.shape[-1])) * params["signs"].unsqueeze(2)
+        return rotate_back(x, params["signs"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Alg. 1 on the rotated key.
@@ -172,7 +169,7 @@ class Octopus(Codec):
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
             u = rows[part].double()
-            gamma[part] = length = _norm(u)
+            gamma[part] = length = row_norm(u)
             u = torch.where(length > 0, u / length, 0.0)  # Eq. 1
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
             codes[part] = self._round(t, tables).unflatten(0, (-1, triplets))
@@ -230,15 +227,6 @@ class _Tables:
         self.directions = params["directions"][0].double()
         self.nearest_xi = nearest_level(params["xi"][0].double())
         self.nearest_rho = nearest_level(params["rho"][0].double())
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Length of the last axis, ``[..., 1]``, summed by halves: one order of additions on every machine and shape."""
-    squares = x * x
-    squares = torch.nn.functional.pad(squares, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
-    while squares.shape[-1] > 1:
-        squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
-    return squares.sqrt()
 
 
 @register(

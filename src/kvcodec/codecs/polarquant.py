@@ -46,18 +46,16 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Site
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.layout import Field, Layout, power_of_two_divisor
+from kvcodec.errors import SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
-from kvcodec.ops.hadamard import block_hadamard
 from kvcodec.ops.lloyd_max import lloyd_max, midpoints
+from kvcodec.ops.rotation import random_signs, rotate, rotate_back
+from kvcodec.ops.sums import token_chunks
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
 Norm = Literal["fp16", "fp32"]
-
-CHUNK = 1 << 15
-"""Elements encoded at once: float64 temporaries of 256 KB each."""
 
 Run = tuple[int, int, int]
 """``count`` pairs side by side whose radii span ``m`` and ``n`` coordinates."""
@@ -119,10 +117,7 @@ class PolarQuant(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Angles and the norm of one token."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(
-                f"polarquant: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256."
-            )
+        check_whole_bytes("polarquant", head_dim)
         fields = (
             Field("codes", "uint8", (packed_bytes(head_dim - 1, self.bits),)),
             Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms"),
@@ -138,21 +133,17 @@ class PolarQuant(Codec):
             float32 ``signs [1, H, D]``; float64 ``angles [1, 1 + runs, 2^b]``: row 0 the middles of level 1's sectors,
             then one row for every run of ``tree``.
         """
-        draws = [
-            torch.randint(0, 2, (site.head_dim,), generator=site.generator(head)) for head in range(site.num_heads)
-        ]
         sectors = (torch.arange(2**self.bits, dtype=torch.float64) + 0.5) * (2 * pi / 2**self.bits)
         rows = [angle_levels(m, n, self.bits) for level in tree(site.head_dim) for _, m, n in level]
-        tables = {"signs": (torch.stack(draws) * 2 - 1).float(), "angles": torch.stack([sectors, *rows])}
-        return {name: table[None].to(site.device) for name, table in tables.items()}
+        return {"signs": random_signs(site), "angles": torch.stack([sectors, *rows])[None].to(site.device)}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """Flip signs, then Hadamard; linear."""
-        return block_hadamard(x * params["signs"].unsqueeze(2), power_of_two_divisor(x.shape[-1]))
+        return rotate(x, params["signs"])
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
         """Hadamard, then signs: the inverse."""
-        return block_hadamard(x, power_of_two_divisor(x.shape[-1])) * params["signs"].unsqueeze(2)
+        return rotate_back(x, params["signs"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Climb the tree; elementwise in float64, so nothing depends on what else is in the call."""
@@ -163,7 +154,7 @@ class PolarQuant(Codec):
         cuts[0] = cuts[0][: 2 ** (self.bits - 2) - 1].clone()
         cuts = [cut.float().double() for cut in cuts]  # psi = pi/4 is a share of 1/2 sharp
         parts = []
-        for piece in x.split(max(1, CHUNK // max(1, x.shape[0] * x.shape[1] * dim)), 2):
+        for piece in token_chunks(x):
             codes, gamma = self._climb(piece.double(), cuts)
             held = (gamma / dim**0.5).to(torch.float16 if self.norm == "fp16" else torch.float32)
             parts.append((pack(codes, self.bits), held))

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from kvcodec.codec import FP16_MAX, Codec, Params, Payload
 from kvcodec.errors import ShapeError, SpecError
-from kvcodec.layout import Field, Layout, power_of_two_divisor
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, unpack
-from kvcodec.ops.hadamard import block_hadamard
+from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -70,8 +70,7 @@ class SawInt4(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and (s, z) of one token."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(f"saw-int4: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+        check_whole_bytes("saw-int4", head_dim)
         self.block_for(head_dim)
         fields = (
             Field("codes", "uint8", (head_dim // 2,)),

@@ -54,11 +54,12 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Site
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.layout import Field, Layout, power_of_two_divisor
+from kvcodec.errors import SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
-from kvcodec.ops.hadamard import block_hadamard
 from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
+from kvcodec.ops.rotation import random_signs, rotate, rotate_back
+from kvcodec.ops.sums import row_norm, token_chunks
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -66,8 +67,6 @@ Norm = Literal["fp16", "fp32"]
 Variant = Literal["correct", "printed"]
 
 NORM_DTYPES: dict[str, str] = {"fp16": "float16", "fp32": "float32"}
-CHUNK = 1 << 15
-"""Elements encoded at once: float64 temporaries of 256 KB each."""
 FIXED_POINT = 2.0**30
 """Residuals are whole multiples of its inverse: 2^8 of them, each below 2^31, sum exactly in float64."""
 
@@ -76,35 +75,6 @@ FIXED_POINT = 2.0**30
 def coordinate_centroids(head_dim: int, bits: int) -> Tensor:
     """Lloyd-Max levels of one coordinate of a random unit vector: float64 ``[2**bits]``."""
     return lloyd_max(block_norm_density(head_dim, 1), 2**bits, -1.0, 1.0, symmetric=True)
-
-
-def random_signs(site: Site, stream: int = 0) -> Tensor:
-    """Signs of a randomised Hadamard: float32 ``[1, H, D]`` of +-1, one draw per head."""
-    draws = [torch.randint(0, 2, (site.head_dim,), generator=site.generator(h, stream)) for h in range(site.num_heads)]
-    return (torch.stack(draws)[None] * 2 - 1).float().to(site.device)
-
-
-def rotate(x: Tensor, signs: Tensor) -> Tensor:
-    """``H (s * x)`` over the last axis of ``x [B, H, N, D]``; ``signs [1, H, D]``."""
-    return block_hadamard(x * signs.unsqueeze(2), power_of_two_divisor(x.shape[-1]))
-
-
-def rotate_back(x: Tensor, signs: Tensor) -> Tensor:
-    """``s * (H x)``: inverse and transpose of ``rotate``."""
-    return block_hadamard(x, power_of_two_divisor(x.shape[-1])) * signs.unsqueeze(2)
-
-
-def row_norm(x: Tensor) -> Tensor:
-    """Length of the last axis, ``[..., 1]``, summed by halves: one order of additions on every machine and shape."""
-    squares = torch.nn.functional.pad(x * x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
-    while squares.shape[-1] > 1:
-        squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
-    return squares.sqrt()
-
-
-def token_chunks(x: Tensor) -> tuple[Tensor, ...]:
-    """Cut ``x [B, H, N, D]`` along N into pieces of about ``CHUNK`` elements; one, empty, when N is 0."""
-    return x.split(max(1, CHUNK // max(1, x.shape[0] * x.shape[1] * x.shape[3])), 2)
 
 
 @dataclass(frozen=True)
@@ -136,10 +106,7 @@ class TurboQuant(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and the norm of one token."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(
-                f"turboquant: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256."
-            )
+        check_whole_bytes("turboquant", head_dim)
         fields = (
             Field("codes", "uint8", (packed_bytes(head_dim, self.bits),)),
             Field("norm", NORM_DTYPES[self.norm], (1,), "norms"),

@@ -51,12 +51,13 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.layout import Field, Layout, power_of_two_divisor
+from kvcodec.errors import FitError, SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.groups import group_count, spread_channels
-from kvcodec.ops.hadamard import block_hadamard
+from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, midpoints, nearest_level
+from kvcodec.ops.sums import sum_by_halves
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -145,8 +146,7 @@ class UltraTQ(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and norms of one token."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(f"ultra-tq: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+        check_whole_bytes("ultra-tq", head_dim)
         fields = (
             Field("codes", "uint8", (head_dim // 2,)),
             Field("norm", "float16", (group_count(head_dim, self._group),), "norms"),
@@ -182,8 +182,7 @@ class UltraTQ(Codec):
             )
         else:
             step = max(1, sample.numel() // SAMPLE)
-            # a cache holds 16 bit: the same levels from float32
-            y = self.to_code(sample[:, :, ::step].half().float(), {})
+            y = self.to_code(sample[:, :, ::step].float(), {})
             held = self._held(self._norms(y), y.shape[-1])
             # keys of zeros have no shape to learn from
             u = (y.double() / held)[(held > 0).expand_as(y)]
@@ -218,13 +217,11 @@ class UltraTQ(Codec):
         size = self._group or dim
         squares = x.double() ** 2
         squares = torch.nn.functional.pad(squares, (0, -dim % size)).unflatten(-1, (-1, size))
-        squares = torch.nn.functional.pad(squares, (0, (1 << (size - 1).bit_length()) - size))
-        while squares.shape[-1] > 1:
-            squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
-        count = torch.full_like(squares[..., 0], size)
+        total = sum_by_halves(squares)[..., 0]
+        count = torch.full_like(total, size)
         if dim % size:
             count[..., -1] = dim % size
-        return ((squares[..., 0] / count).sqrt() / self._unit(dim)).half()
+        return ((total / count).sqrt() / self._unit(dim)).half()
 
     def _held(self, norm: Tensor, head_dim: int) -> Tensor:
         """Norm of every channel in float64, from what is stored; token norms stay ``[..., 1]`` and broadcast."""

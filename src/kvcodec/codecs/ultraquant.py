@@ -20,8 +20,9 @@ Bits: 4 + 8 g / D, D = 128: 68 bytes, 4.25; real scales 4 + 16 g / D, 4.5. D = 8
 two and the last two layers are dense: with 48 layers of D = 128 the mean is 5.229 bits.
 
 Deviations from the paper
-1. Queries stay as they are. The paper rounds rotated queries to E4M3 before QK: ``queries=fp8`` makes ``query_to_code``
-   do so (saturating at 448); attention over decoded keys does not call it.
+1. Queries stay as they are. The paper rounds rotated queries to E4M3 before QK: ``queries=fp8`` does so (saturating at
+   448) wherever attention reads the packed cache (``attend``, ``attention="streamed"``); a model that is handed decoded
+   keys multiplies them with queries of its own, so ``attention="decoded"`` refuses the option.
 2. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D (80: 16, 96: 32,
    192: 64).
 3. Unstated, chosen here: ties go to the even code, nibble order, m = 0, the clip of E.
@@ -45,12 +46,12 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import FP16_MAX, Codec, Params, Payload
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.layout import Field, Layout, power_of_two_divisor
+from kvcodec.errors import SpecError
+from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
 from kvcodec.ops.groups import SMALLEST_SCALE, group_count, split_channels, spread_channels
-from kvcodec.ops.hadamard import block_hadamard
+from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -96,12 +97,14 @@ class UltraQuant(Codec):
         if self.queries not in ("exact", "fp8"):
             raise SpecError(f"ultraquant: queries={self.queries!r} is not allowed; use exact or fp8.")
 
+    @property
+    def query_error(self) -> float:
+        """Half a step of E4M3 when queries are rounded."""
+        return 2.0**-4 if self.queries == "fp8" else 0.0
+
     def layout(self, head_dim: int) -> Layout:
         """Codes and scales of one token."""
-        if head_dim < 8 or head_dim % 8:
-            raise ShapeError(
-                f"ultraquant: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256."
-            )
+        check_whole_bytes("ultraquant", head_dim)
         fields = (
             Field("codes", "uint8", (head_dim // 2,)),
             Field("scale", "uint8" if self.scale == "pow2" else "float16", (group_count(head_dim, GROUP),), "scales"),
@@ -164,7 +167,7 @@ def ultraquant(c: float = 0.156, scale: Scale = "pow2", queries: Queries = "exac
     scale : {"pow2", "real"}
         pow2: one UE8M0 byte per group; real: c m in fp16, 8 bits per group more.
     queries : {"exact", "fp8"}
-        fp8: kernels that multiply in the code basis get queries rounded to E4M3, as the paper's do.
+        fp8: attention rounds rotated queries to E4M3, as the paper's kernels do; needs ``attention="streamed"``.
     dense_layers : int
         How many of the first and of the last layers hold keys and values dense.
     """

@@ -45,3 +45,12 @@ def block_hadamard(x: Tensor, block: int) -> Tensor:
         return x.float()
     signs = hadamard_signs(block, str(x.device))
     return (x.double().unflatten(-1, (-1, block)) @ signs).mul_(block**-0.5).float().flatten(-2)
+
+
+def power_of_two_divisor(n: int) -> int:
+    """Largest power of two that divides ``n``.
+
+    >>> [power_of_two_divisor(n) for n in (64, 80, 96, 128, 192)]
+    [64, 16, 32, 128, 64]
+    """
+    return n & -n

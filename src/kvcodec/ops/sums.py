@@ -1,0 +1,35 @@
+"""Sums whose order of additions is fixed, and pieces of a call small enough for a cache.
+
+``sum(-1)`` adds in an order that depends on the machine and on the shape of the whole call. What ends up in bytes must
+not: a token alone has to give the bits that it gives in a batch, on a CPU and on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 15
+"""Elements encoded at once: float64 temporaries of 256 KB each."""
+
+
+def sum_by_halves(x: Tensor, dim: int = -1) -> Tensor:
+    """Sum along ``dim``, which stays with size 1: first half plus second half, and so on; padded with zeros.
+
+    >>> sum_by_halves(torch.arange(5.0)).tolist()
+    [10.0]
+    """
+    x = x.movedim(dim, -1)
+    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.movedim(-1, dim)
+
+
+def row_norm(x: Tensor) -> Tensor:
+    """Length of the last axis, ``[..., 1]``."""
+    return sum_by_halves(x * x).sqrt()
+
+
+def token_chunks(x: Tensor, elements: int = CHUNK) -> tuple[Tensor, ...]:
+    """Cut ``x [B, H, N, D]`` along N into pieces of about ``elements`` elements; one, empty, when N is 0."""
+    return x.split(max(1, elements // max(1, x.shape[0] * x.shape[1] * x.shape[3])), 2)
