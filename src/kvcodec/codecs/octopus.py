@@ -59,6 +59,7 @@ from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
 Rounding = Literal["scalar", "local_2x2", "local_3x3", "full"]
+Split = Literal["paper", "plus"]
 Norm = Literal["fp16", "fp32"]
 
 OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (-1, 0, 1)}
@@ -181,11 +182,14 @@ class Octopus(Codec):
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look triplets up and scale them, Eq. 13."""
+        return self.look_up(payload, params) * (payload["norm"].float() * params["signs"].shape[-1] ** 0.5)
+
+    def look_up(self, payload: Payload, params: Params) -> Tensor:
+        """Triplets of the codes side by side: u^ in float32."""
         dim = params["signs"].shape[-1]
         codes = unpack(payload["codes"], self.code_bits, -(-dim // 3)).long()
         joint = params["directions"][0][:, None] * params["rho"][0][:, None]  # [4^b_dir, 2^b_nrm, 3]
-        u = joint.flatten(0, 1)[codes].flatten(-2)[..., :dim]
-        return u * (payload["norm"].float() * dim**0.5)
+        return joint.flatten(0, 1)[codes].flatten(-2)[..., :dim]
 
     def _round(self, t: Tensor, tables: "_Tables") -> Tensor:
         """Joint codes of triplets ``t [3, n]``: lines 7-21 of Alg. 1."""
@@ -229,13 +233,28 @@ class _Tables:
         self.nearest_rho = nearest_level(params["rho"][0].double())
 
 
+def split_bits(bits: int, split: Split) -> tuple[int, int]:
+    """(b_dir, b_nrm) of the paper's b.
+
+    >>> split_bits(4, "paper"), split_bits(4, "plus"), split_bits(1, "paper")
+    ((5, 3), (5, 4), (1, 1))
+    """
+    if bits not in (1, 2, 3, 4):
+        raise SpecError(f"octopus: bits={bits} is not allowed; use 1, 2, 3 or 4.")
+    if split not in ("paper", "plus"):
+        raise SpecError(f"octopus: split={split!r} is not allowed; use paper, (b+1, b-1), or plus, (b+1, b).")
+    if split == "plus":
+        return bits + 1, bits
+    return (bits + 1, bits - 1) if bits > 1 else (1, 1)  # 0 bits have no codebook; (1, 1) fits the printed b = 1 rows
+
+
 @register(
     "octopus", source="OCTOPUS, arXiv:2605.21226, Sec. 3-4, Alg. 1", presets=("octopus-4", "octopus-3", "octopus-2")
 )
 def octopus(
     bits: Literal[1, 2, 3, 4] = 4,
     rounding: Rounding = "local_3x3",
-    split: Literal["paper", "plus"] = "paper",
+    split: Split = "paper",
     window: int = 32,
     group: int = 32,
     dense_keys: int = 1,
@@ -261,15 +280,8 @@ def octopus(
     norm : {"fp16", "fp32"}
         How key norms are held; the paper's is fp32.
     """
-    if bits not in (1, 2, 3, 4):
-        raise SpecError(f"octopus: bits={bits} is not allowed; use 1, 2, 3 or 4.")
-    if split not in ("paper", "plus"):
-        raise SpecError(f"octopus: split={split!r} is not allowed; use paper, (b+1, b-1), or plus, (b+1, b).")
-    direction_bits, norm_bits = (bits + 1, bits) if split == "plus" else (bits + 1, bits - 1)
-    if norm_bits == 0:  # no codebook; (1, 1) is what the printed b = 1 rows fit
-        direction_bits, norm_bits = 1, 1
     return KVScheme(
-        key=Octopus(direction_bits, norm_bits, rounding, norm),
+        key=Octopus(*split_bits(bits, split), rounding, norm),
         value=GroupInt(max(2, bits), group, "channels"),
         window=window,
         dense_key_layers=dense_keys,
