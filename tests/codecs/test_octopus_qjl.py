@@ -125,7 +125,7 @@ def test_score_is_the_papers_sum():
 
 
 def test_a_sum_of_zero_is_positive():
-    """A key of zeros, triplets that all decode to one constant, plain H: what is left projects to one number and zeros."""
+    """Zeros, triplets that all decode to one constant, plain H: what is left projects to one number and zeros."""
     codec = OctopusQJL(3, 1)
     params = fitted(codec, 64) | {"directions": torch.full((1, 64, 3), 0.25), "sketch": torch.ones(1, 1, 64)}
     payload = codec.encode(torch.zeros(1, 1, 1, 64), params)

@@ -67,6 +67,15 @@ def test_a_sum_of_zero_is_positive(dim):
     assert unpack(sigma, 1, dim).flatten().tolist() == [int(j != 5) for j in range(dim)]
 
 
+def test_a_sum_that_floats_cannot_settle_does_not_hang_on_their_order():
+    """.1 + .2 - .3 is 6e-17 or 3e-17 by the order of additions, and zero in units of 2^-30: positive either way round."""
+    r = torch.zeros(1, 1, 2, 64, dtype=torch.float64)
+    r[..., 0, :3] = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)
+    r[..., 1, :3] = -r[..., 0, :3]
+    sigma, _ = sketch(r, torch.ones(1, 1, 64))
+    assert unpack(sigma, 1, 64)[0, 0, :, 0].tolist() == [1, 1]
+
+
 def test_nothing_left_is_estimated_as_nothing():
     sigma, g = sketch(torch.zeros(1, 1, 2, 64, dtype=torch.float64), signs_of(64))
     assert sigma.unique().tolist() == [255]
