@@ -68,7 +68,7 @@ def test_a_sum_of_zero_is_positive(dim):
 
 
 def test_a_sum_that_floats_cannot_settle_does_not_hang_on_their_order():
-    """.1 + .2 - .3 is 6e-17 or 3e-17 by the order of additions, and zero in units of 2^-30: positive either way round."""
+    """.1 + .2 - .3 is 6e-17 or 3e-17, by the order of additions; in units of 2^-30 it is zero, hence positive."""
     r = torch.zeros(1, 1, 2, 64, dtype=torch.float64)
     r[..., 0, :3] = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)
     r[..., 1, :3] = -r[..., 0, :3]
