@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import kvcodec
 from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.octopus import Octopus, octopus
+from kvcodec.codecs.octopus import Octopus, _Tables, octopus
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
@@ -196,9 +196,9 @@ def test_nearly_all_choices_of_the_definition_are_clear(rounding):
     assert codes_by_definition(keys(200), params, rounding)[2].double().mean() > 0.99
 
 
-@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 6 * 16 + 6)])
+@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 7 * 16 + 7)])
 def test_ties_take_the_lowest_candidate(rounding, lowest):
-    """Every direction fits a triplet of zeros equally well; its seed is (7, 7) of 16 levels."""
+    """Every direction fits a triplet of zeros equally well; it lies between levels 7 and 8 of 16."""
     codec, x = Octopus(4, 2, rounding), torch.zeros(1, 1, 1, 128)
     x[..., 127] = 1
     codes = unpack(codec.encode(x, fitted(codec))["codes"], 10, 43)
@@ -365,3 +365,18 @@ def test_splits_without_a_codebook_or_a_code(split):
 def test_head_dim_that_is_no_multiple_of_8():
     with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
         Octopus().layout(100)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+def test_the_four_bracketing_levels_hold_the_best_of_all_directions(bits):
+    """What local_3x3 rests on: no other of the 4^b_dir directions has a larger inner product."""
+    codec = Octopus(bits, 2)
+    params = fitted(codec)
+    generator = torch.Generator().manual_seed(bits)
+    t = torch.randn(3, 20_000 if bits < 5 else 4_000, generator=generator, dtype=torch.float64)
+    t[2, ::5] = 0  # on the fold of the map
+    t[1, ::10] = 0
+    table = params["directions"][0].double()
+    chosen = codec._round(t, _Tables(params)) >> 2
+    best = (table @ t).amax(0)
+    assert ((table[chosen.long()] * t.T).sum(1) >= best - 1e-12).all()
