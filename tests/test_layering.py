@@ -12,7 +12,7 @@ import kvcodec
 
 ROOT = Path(kvcodec.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-BRICKS = {"kvcodec.codecs.dense", "kvcodec.codecs.group_int", "kvcodec.codecs.rotated"}
+BRICKS = {"kvcodec.codecs.dense", "kvcodec.codecs.group_int", "kvcodec.codecs.med", "kvcodec.codecs.rotated"}
 """Codecs that others are built of; any other module of codecs/ is a paper and stands alone."""
 
 SAME_PAPER = {("octopus_qjl", "kvcodec.codecs.octopus")}
