@@ -29,7 +29,8 @@ Deviations from the paper
 2. Codebooks per KV head, in fp16; the paper says only "its own codebook" for keys and for values.
 
 Pitfalls: a prefill must have C tokens at least, and with few more than C its centroids ARE its tokens while later ones
-find none near. A row of zeros does not come back as zeros, but within an inner step of its distance to a centroid.
+find none near. A row of zeros does not come back as zeros, but within an inner step of its distance to a centroid. A
+decode step prepares and reads all C centroids of a head: beyond a few hundred that is what takes the time.
 """
 
 import math
