@@ -54,8 +54,8 @@ def test_the_names_in_the_file_are_listed(tmp_path):
         metadata = file.metadata()
         for name in sorted(file.keys()):
             assert re.sub(r"^0\.", "<i>.", name).replace("key", "<role>").replace("value", "<role>") in DOC, name
-    assert list(metadata) == [persist.FORMAT]
-    header = json.loads(metadata[persist.FORMAT])
+    assert list(metadata) == [persist.KIND.mark]
+    header = json.loads(metadata[persist.KIND.mark])
     assert f"of this file format: {header['version']}." in DOC
     layer = header["layers"][0]
     for name in [*header, *layer, *layer["held"], *layer["held"]["roles"]["key"]]:
