@@ -36,7 +36,7 @@ def test_recomputed_outputs_are_the_models_own(recorded):
 
 def test_the_models_attention_is_given_back(recorded):
     model, _, _ = recorded
-    assert model.config._attn_implementation != fidelity.RECORDER
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_error_is_zero_for_16_bit_and_grows_as_bits_fall(recorded):
