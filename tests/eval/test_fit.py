@@ -10,8 +10,8 @@ from kvcodec.codec import Site
 from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
 from kvcodec.eval import fidelity, perplexity
 from kvcodec.fit import about, about_text, capture, fit_model
-from kvcodec.models import LoadedModel
-from kvcodec.params import sites_to_fit
+from kvcodec.models import LoadedModel, load, load_text
+from kvcodec.params import load_params, sites_to_fit
 from tests.conftest import tiny_model
 from tests.eval.leaning import Leaning, leaning
 from tests.eval.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
@@ -207,3 +207,25 @@ def test_a_head_dim_or_a_model_that_does_not_fit_is_refused():
     latent = LoadedModel(tiny_model("deepseek-v3", vocab_size=256), tiny_tokenizer(), "latent", "")
     with pytest.raises(UnsupportedError, match="multi-head latent attention"):
         fit_model(latent, "innerq-base", TEXT, **SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_model_is_fitted_saved_and_served(tmp_path):
+    try:
+        real = load("smollm2-135m", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    text = load_text().text
+    fitted = fit_model(real, "innerq-base", text, windows=1, window_tokens=256)
+    assert list(fitted) == list(range(30))
+    fitted.save(tmp_path / "p")
+    window = perplexity.tokenize(real.tokenizer, text, 512)[256:]
+    reference = perplexity.uncompressed(real.model, window)
+    given = load_params(tmp_path / "p", real.model, "innerq-base")
+    own, served = (
+        reference.score(perplexity.compressed_logits(real.model, "innerq-base", window, params=params)[0]).kl / 255
+        for params in (None, given)
+    )
+    assert served != own
+    assert served < 0.1, "constants of one text serve the next"
