@@ -93,6 +93,11 @@ def test_rows_say_where_constants_come_from(model, params, tmp_path):
         "tokens": 192,
         "text": "other.txt",
     }
+    assert [row["notes"] for row in found] == [
+        ["constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."],
+        ["constants of levels.safetensors, fitted on 192 tokens of other.txt."],
+        [],
+    ]
     without = compare(model, FITTED[1:2], TEXT, Settings(**SMALL))[0]
     assert without["fitted"] == "prefill"
     assert without["kl"] != found[1]["kl"], "the windows are read with the constants of the file"

@@ -129,6 +129,7 @@ def compare(
             pass  # refuses now what it will not serve
         if sites_to_fit(scheme, [layer.index for layer in cache.plan.kv_layers]):
             run.fitted = "file" if run.params else "prefill"
+            run.notes.append(_source_of_constants(run.params))
     ids = perplexity.tokenize(model.tokenizer, text, max(s.windows * s.window_tokens, s.prompt_tokens))
     windows = perplexity.split_windows(ids, s.windows, s.window_tokens)
     comparison = _Comparison(model, runs, windows, ids[: s.prompt_tokens], s, progress or Progress(False))
@@ -316,6 +317,12 @@ class _Comparison:
             row["same_tokens"] = made.agreement(self.base.made)
             row["generation_cache_bytes"] = run.made_report["total_bytes"]
         return row
+
+
+def _source_of_constants(params: FittedParams | None) -> str:
+    if params is None:
+        return "constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."
+    return f"constants of {params.file or 'given params'}, fitted on {params.tokens} tokens of {params.text_name}."
 
 
 def _about_params(params: FittedParams | None) -> Row | None:
