@@ -32,8 +32,8 @@ ELEMENTS = 1 << 16
 TOLERANCE = 2.0**-6
 """Largest difference of a figure between two loads of a model, times sqrt(elements) / mean magnitude.
 
-Measured on SmolLM2-135M and a random llama: 0.005 for float32 against bf16, 0.002 against fp16; 0.03 to 0.04 for weights
-that moved by 1 % of their spread, as training moves them.
+Measured on SmolLM2-135M and a random llama: 0.005 for float32 against bf16, 0.002 against fp16; 0.03 to 0.04 where
+every weight moved by 1 % of the spread.
 """
 
 

@@ -322,7 +322,7 @@ class _Comparison:
 def _source_of_constants(params: FittedParams | None) -> str:
     if params is None:
         return "constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."
-    return f"constants of {params.file or 'given params'}, fitted on {params.tokens} tokens of {params.text_name}."
+    return f"constants of {params.file or 'given params'}, fitted on {params.tokens} tokens of {params.text_name or 'a text'}."
 
 
 def _about_params(params: FittedParams | None) -> Row | None:
