@@ -322,7 +322,8 @@ class _Comparison:
 def _source_of_constants(params: FittedParams | None) -> str:
     if params is None:
         return "constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."
-    return f"constants of {params.file or 'given params'}, fitted on {params.tokens} tokens of {params.text_name or 'a text'}."
+    file, text = params.file or "given params", params.text_name or "a text"
+    return f"constants of {file}, fitted on {params.tokens} tokens of {text}."
 
 
 def _about_params(params: FittedParams | None) -> Row | None:
