@@ -251,6 +251,7 @@ def _fit_sites(
     fitted: dict[Role, dict[int, Params]] = {role: {} for role in ROLES}
     codecs: dict[Role, Codec] = {}
     drawn: list[int] = []
+    last = {layer: at for at, (layer, _, _) in enumerate(sites)}
     for done, (layer, role, codec) in enumerate(sites):
         progress.bar("fitting", done, len(sites), f"layer {layer}, {role}s")
         sample = samples[layer]
@@ -258,7 +259,7 @@ def _fit_sites(
         x, queries = (torch.cat(parts, 2).to(device) for parts in (getattr(sample, role), sample.queries))
         site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn)
         fitted[role][layer] = codecs[role].calibrate(site, x, queries)
-        if layer not in {later for later, _, _ in sites[done + 1 :]}:
+        if last[layer] == done:
             del samples[layer]
     layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}
     for role, codec in codecs.items():
