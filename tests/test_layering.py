@@ -32,7 +32,9 @@ MAY_IMPORT = (
         "cache": {*CONTRACT, "pages"},
         "attention": {*CONTRACT, "pages", "cache"},
         "compressed": {*CONTRACT, "cache"},
-        "persist": {*CONTRACT, "pages", "cache"},
+        "sealed": {"errors"},
+        "persist": {*CONTRACT, "pages", "cache", "sealed"},
+        "params": {*CONTRACT, "sealed", "integrations"},  # a model's layers are the integration's to read
     }
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )
@@ -40,7 +42,7 @@ LAZILY = {
     ("scheme", "kvcodec.codecs.dense"),  # boundary layers are dense; a function-level import breaks the cycle
     ("registry", "kvcodec.codecs"),
     ("cache", "kvcodec.attention"),
-    ("persist", "kvcodec"),  # the version
+    ("sealed", "kvcodec"),  # the version
 }
 ONLY_IN = {
     "triton": {"kernels"},
