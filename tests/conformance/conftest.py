@@ -32,7 +32,7 @@ VARIANTS = (
     "hqmq-s48_r4:packing=radix",
     "int-4:outliers=3",
     "saw-int4:zero=float,pack=halves",
-    "ultraquant:scale=real,queries=fp8",
+    "ultraquant:scale=real",
     "ultra-tq:norm=block,table=calibrated",
 )
 """Options that change bytes, constants or what attention does, and are no preset."""
