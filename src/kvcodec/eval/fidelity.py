@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.compressed import CompressedRole, compress
+from kvcodec.attention import rounded_queries
+from kvcodec.compressed import compress
 from kvcodec.eval.attention import watched
 from kvcodec.params import LayerParams
 from kvcodec.registry import get
@@ -141,17 +142,7 @@ def attention_error(
     for i, (r, o) in enumerate(zip(records, exact, strict=True)):
         layer_scheme = scheme.for_layer(i, len(records))
         packed = compress(layer_scheme, r.k, r.v, layer=r.layer, seed=seed, params=given.get(r.layer))
-        rounded = replace(r, q=_rounded(r.q, packed.key))
+        rounded = replace(r, q=rounded_queries(r.q, packed.key.codec, packed.key.params, r.k.shape[1]))
         errors[r.layer] = ((rounded.output(*packed.decode()) - o).norm() / o.norm().clamp_min(1e-30)).item()
     worst = max(errors, key=lambda layer: errors[layer])
     return Fidelity(sum(errors.values()) / len(errors), errors[worst], worst, errors)
-
-
-def _rounded(q: Tensor, key: CompressedRole) -> Tensor:
-    """Queries as attention multiplies them: rounded in the code basis by codecs that do so, and brought back."""
-    if not key.codec.query_error:
-        return q
-    b, hq, n, d = q.shape
-    heads = key.sink.shape[1]
-    folded = q.float().reshape(b, heads, hq // heads * n, d)
-    return key.codec.from_code(key.codec.query_to_code(folded, key.params), key.params).reshape(q.shape)
