@@ -89,14 +89,13 @@ def corner_score(v: Tensor, dim: int = -1) -> Tensor:
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Vectors ``[..., n]`` times a power of two each, largest component in [0.5, 1), as float64 multiples of 2^-40.
+    """Vectors ``[4, n]`` times a power of two each, largest component in [0.5, 1), as float64 multiples of 2^-40.
 
     Directions stay as they are, so a search may use it; zero stays zero. 16-bit values lose nothing unless they are
     2^29 times smaller than the largest of their vector.
     """
-    x = x.double()
-    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
-    return torch.ldexp(x, -exponent.double()).mul_(MANTISSA).round_().div_(MANTISSA)
+    exponent = torch.frexp(x.abs().amax(0)).exponent
+    return torch.ldexp(x.double(), -exponent.double()).mul_(MANTISSA).round_().div_(MANTISSA)
 
 
 def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     -------
     Tensor int64 ``[n]``
     """
-    x = scaled(x).T.contiguous()
+    x = scaled(x.T.contiguous())
     if x.shape[1] < MANY:
         return _by_closed_form(x, secondary)
     rows, sizes, y = _by_face(x)
@@ -147,7 +146,7 @@ def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) ->
     -------
     Tensor int64 ``[n]``
     """
-    x = ((x.double() * FINE).round() / FINE).T.contiguous()
+    x = (x.T.double() * FINE).round_().div_(FINE).contiguous()
     # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
     offset = table.square().sum(1, keepdim=True) * (-0.5 if by == "distance" else 0.0)
     if by == "distance" or x.shape[1] < MANY:
@@ -276,8 +275,8 @@ def split_chunks(x: Tensor) -> Tensor:
 
 def chunk_lengths(chunks: Tensor) -> Tensor:
     """Euclidean length of the last axis, float64, in one order of additions: ``[..., 4]`` -> ``[...]``."""
-    a, b, c, d = chunks.double().square().unbind(-1)
-    return ((a + b) + (c + d)).sqrt()
+    a, b, c, d = (part * part for part in (component.double() for component in chunks.unbind(-1)))
+    return a.add_(b).add_(c.add_(d)).sqrt_()
 
 
 def quantize_lengths(length: Tensor, bits: int) -> tuple[Tensor, Tensor]:
