@@ -256,14 +256,14 @@ def _rivals(table: Tensor) -> Tensor:
 
     A cell is what eight corners (1, r) span. Inner products are linear: a row that another one beats at all corners is
     beaten in the whole cell. It is left out when that is the row which is best at the cell's middle. Corners are
-    multiples of 2^-1, so all is exact and what beats does so by 2^-12 or more: enough for a vector that rounding put
-    2^-52 outside its cell.
+    multiples of 2^-1, so all is exact, in float32 too, and what beats does so by 2^-12 or more: enough for a vector
+    that rounding put 2^-52 outside its cell.
     """
     g = GRID_CELLS
     walls = torch.linspace(-1, 1, g + 1).to(table)
     one = walls[-1:]
     middle = (walls[1:] + walls[:-1]) / 2
-    score = (torch.cartesian_prod(one, walls, walls, walls) @ table.T).view(g + 1, g + 1, g + 1, -1)
+    score = (torch.cartesian_prod(one, walls, walls, walls) @ table.T).float().view(g + 1, g + 1, g + 1, -1)
     best = (torch.cartesian_prod(one, middle, middle, middle) @ table.T).max(1).indices.view(g, g, g, 1)
     keep = torch.zeros(g, g, g, len(table), dtype=torch.bool, device=table.device)
     for i, j, k in itertools.product((0, 1), repeat=3):
