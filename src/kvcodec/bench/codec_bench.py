@@ -9,8 +9,9 @@ metric                    unit      what is timed
 ``decode_tokens_per_s``   tokens/s  the same bytes to float32 K and V in the model basis
 ``encode_vs_int4``        x         its time over ``int-4``'s, pair by pair: 40 is forty times slower
 ``decode_vs_int4``        x         the same for decoding
-``exhaustive_vs_encode``  x         a search through every codeword (``exhaustive.py``) over the codec's encoding of
-                                    keys, pair by pair; for codecs with a codebook. ``codewords`` says how many.
+``exhaustive_vs_encode``  x         a search through every codeword (``exhaustive.py``, for the first tokens, scaled up)
+                                    over the codec's encoding of all keys, pair by pair; for codecs with a codebook.
+                                    ``codewords`` says how many.
 ========================  ========  ================================================================================
 
 Rows of other libraries (``rivals.py``) do the job of the preset that ``job`` names; ``encode_vs_preset`` and
@@ -35,8 +36,8 @@ from kvcodec.registry import get
 
 Row = dict[str, Any]
 BASE = "int-4"
-EXHAUSTIVE_TOKENS = 256
-"""Tokens that an exhaustive search is timed on: it is slow, and its time is proportional to them."""
+EXHAUSTIVE_TOKENS = 128
+"""Tokens that an exhaustive search is timed on and scaled up from: it is slow, and its time proportional to them."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,20 @@ class Work:
 
 
 class Search:
-    """An exhaustive search beside the codec's encoding, on the first tokens of its keys."""
+    """An exhaustive search for the first tokens of the keys."""
 
     def __init__(self, key: Side) -> None:
         found = exhaustive(key.codec)
         self.codewords = found[0] if found else 0
-        self.side = Side(key.codec, key.params, key.x[:, :, :EXHAUSTIVE_TOKENS])
-        self.x = key.codec.to_code(self.side.x, key.params).double()
+        self.params, x = key.params, key.x[:, :, :EXHAUSTIVE_TOKENS]
+        self.tokens = x.shape[2]
+        self.x = key.codec.to_code(x, key.params).double()
         self.search = found[1] if found else None
 
     def run(self) -> object:
         """Try every codeword."""
         assert self.search is not None
-        return self.search(self.x, self.side.params)
+        return self.search(self.x, self.params)
 
 
 class RivalWork:
@@ -205,8 +207,10 @@ def _rows(
         yield row(spec, bits, "decode_vs_int4", "x", [a * scale / b for a, b in decode])
         every = Search(work.key)
         if every.search is not None:
-            pairs = _pairs(every.run, every.side.encode, device, repeats)
-            yield row(spec, bits, "exhaustive_vs_encode", "x", [a / b for a, b in pairs], codewords=every.codewords)
+            pairs = _pairs(every.run, work.key.encode, device, repeats)
+            share = work.tokens / every.tokens
+            values = [a * share / b for a, b in pairs]
+            yield row(spec, bits, "exhaustive_vs_encode", "x", values, codewords=every.codewords)
     for rival in rivals(dim):
         if rival.missing:
             progress(f"{rival.name}: {rival.module} is not installed, left out")
