@@ -53,7 +53,7 @@ class Claim:
 
     Examples
     --------
-    >>> row = Claim("b=4", "mse", "0.0094", 0.009316, spec="0.009315").row("octopus", "Table 1")
+    >>> row = Claim("b=4", "mse", "0.0094", 0.009316, 1e-3, spec="0.009315").row("octopus", "Table 1")
     >>> row["holds"], round(row["relative_error"], 4), round(row["printed_error"], 3)
     (True, 0.0001, -0.009)
     """
