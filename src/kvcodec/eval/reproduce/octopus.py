@@ -8,7 +8,7 @@ import torch
 from kvcodec.codec import Codec, Site, roundtrip
 from kvcodec.codecs.octopus import Octopus, Rounding, direction_centroids, norm_centroids
 from kvcodec.codecs.polarquant import PolarQuant
-from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, Variant, coordinate_centroids
 from kvcodec.eval.reproduce.claims import NOT_PRINTED, Axes, Claim, cannot, reproduces
 from kvcodec.eval.reproduce.measure import fidelity
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
@@ -16,8 +16,10 @@ from kvcodec.ops.octahedral import coordinate_density
 from kvcodec.registry import get
 
 SCALAR = "fits scalar rounding only; the text says local_3x3"
-CORRECT_QJL = "printed residuals carry no information; a correct estimator has the error of `spec`"
-PRINTED_QJL = "variant=printed: signs that do not depend on the residual"
+QJL_NOTES: dict[Variant, str] = {
+    "correct": "printed residuals carry no information; a correct estimator has the error in `corrected`",
+    "printed": "variant=printed: signs that do not depend on the residual",
+}
 
 
 def split_of(bits: int) -> tuple[int, int]:
@@ -73,7 +75,7 @@ def table_1(quick: bool) -> Iterator[Claim]:
         )
         yield Claim(item, "mse", mse, here.mse, 0.01 if quick else 0.003, why, spec=spec)
         if name == "TQ-QJL":
-            for variant, note in (("correct", CORRECT_QJL), ("printed", PRINTED_QJL)):
+            for variant, note in QJL_NOTES.items():
                 score = fidelity(TurboQuantQJL(bits, "fp32", variant), seeds, 1024).ip
                 right = correct[bits] if variant == "correct" else ""
                 curve = f"TQ-QJL, {variant}"
@@ -112,7 +114,8 @@ def needle(quick: bool) -> Iterator[Claim]:
                     curve=name,
                     x=bits,
                 )
-    for variant, right, note in (("correct", "0.95", CORRECT_QJL), ("printed", "", PRINTED_QJL)):
+    for variant, note in QJL_NOTES.items():
+        right = "0.95" if variant == "correct" else ""
         mass = needle_mass(TurboQuantQJL(2, "fp32", variant), sets)
         yield Claim(f"TQ-QJL b=2 {variant}", "mass", "0.33", mass, 0.01, note, right, f"TQ-QJL, {variant}", 2)
 
