@@ -1,56 +1,153 @@
 """Write the generated pages of the documentation: one per registered method, and the public names.
 
-A method's page is its module's docstring, its options, its presets' bits and bytes: a codec that is one new file has a
-page without another line. The pages are not committed.
+A method's page is its module's docstring in sections, its options, its presets' bits, its bytes drawn, and its rows of
+the committed results: a codec that is one new file has a page without another line. The pages are committed, and a test
+compares them with what this writes.
 """
 
 import argparse
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from layout_drawing import drawing
+
 import kvcodec
+from kvcodec.eval.rows import read_rows
 from kvcodec.registry import method_of
+from kvcodec.report import cell, columns_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIMS = (64, 128, 256)
 
 
+HEADINGS = {
+    "Use:": "What it is for",
+    "Not for:": "When not to use it",
+    "Bits": "Bits",
+    "Block": "Block",
+    "Deviations": "Deviations from the paper",
+    "Pitfalls": "Pitfalls",
+}
+"""First words of a docstring's paragraph, and the section that it begins."""
+RESULTS = ROOT / "benchmarks/results/cpu/smollm2-135m-all.json"
+
+
 def write_pages(out: Path) -> list[Path]:
-    """Write ``codecs/<method>.md`` for every method and ``api.md`` under ``out``; return the paths."""
+    """Write ``codecs/<method>.md`` and its drawing for every method and ``api.md`` under ``out``; return the paths."""
     (out / "codecs").mkdir(parents=True, exist_ok=True)
-    pages = {out / "codecs" / f"{name}.md": method_page(name) for name in kvcodec.names()}
+    pages = {}
+    for name in kvcodec.names():
+        pages[out / "codecs" / f"{name}.md"] = method_page(name)
+        pages[out / "codecs" / f"{name}.svg"] = drawing(_presets_of(name)[0])
+    pages[out / "codecs" / "index.md"] = index_page()
     pages[out / "api.md"] = api_page()
     for path, text in pages.items():
         path.write_text(text, encoding="utf-8")
     return list(pages)
 
 
+def sections(doc: str) -> dict[str, str]:
+    """Cut a module's docstring at the paragraphs that begin a section; what stands before them is ``""``."""
+    found: dict[str, list[str]] = {"": []}
+    current = ""
+    for paragraph in re.split(r"\n\s*\n", doc):
+        begun = next((title for words, title in HEADINGS.items() if paragraph.startswith(words)), None)
+        if begun == "Block":  # the drawing's words; the bytes are drawn from the layout as well
+            current = "Block"
+        elif begun is not None:
+            current = begun
+        found.setdefault(current, []).append(paragraph)
+    return {title: "\n\n".join(parts) for title, parts in found.items()}
+
+
 def method_page(name: str) -> str:
     """Page of one method."""
-    presets = [p for p in kvcodec.presets() if method_of(p).name == name]
-    described = kvcodec.describe(presets[0])
-    module = inspect.getmodule(method_of(presets[0]).recipe)
+    presets = _presets_of(name)
+    first = presets[0]
+    described = kvcodec.describe(first)
+    module = inspect.getmodule(method_of(first).recipe)
     path = f"src/{module.__name__.replace('.', '/')}.py" if module else ""
+    text = sections(inspect.getdoc(module) or "")
     options = [(f"`{o['name']}`", f"`{o['type']}`", f"`{o['default']}`", o["doc"] or "–") for o in described["options"]]
-    return "\n\n".join(
-        [
-            f"# {name}",
-            described["summary"],
-            f"From: {described['source']}. Code: `{path}`.",
-            "## Presets",
-            _table(["preset", *(f"bits K, V at D = {d}" for d in HEAD_DIMS), "sink", "window"], map(_bits, presets)),
-            "## Options",
-            _table(["option", "values", "default", "meaning"], options) if options else "None.",
-            f"## Bytes\n\nOne page of `{presets[0]}` at D = 128 holds {described['page_tokens']} tokens of one head in "
-            f"{described['page_bytes']} bytes:",
-            _table(["offset", "plane", "dtype", "block", "tokens of a block"], map(_plane, described["layout"])),
-            "## The method",
-            f"```text\n{inspect.getdoc(module)}\n```",
-        ]
-    ) + "\n"  # fmt: skip
+    parts = [f"# {name}", described["summary"], f"From: {described['source']}. Code: `{path}`."]
+    for title, words in (("What it is for", "Use:"), ("When not to use it", "Not for:")):
+        if title in text:
+            parts += [f"## {title}", _prose(text[title].removeprefix(words))]
+    parts += ["## The method", f"```text\n{text['']}\n```"]
+    parts += ["## Bits", *([f"```text\n{text['Bits']}\n```"] if "Bits" in text else []), _worked(first)]
+    parts.append(
+        _table(["preset", *(f"bits K, V at D = {d}" for d in HEAD_DIMS), "sink", "window"], map(_bits, presets))
+    )
+    parts += ["## Bytes", f"![bytes of {first}]({name}.svg)"]
+    parts += [f"```text\n{text['Block']}\n```"] if "Block" in text else []
+    parts += [
+        f"One page of `{first}` at D = 128 holds {described['page_tokens']} tokens of one head in "
+        f"{described['page_bytes']} bytes:",
+        _table(["offset", "plane", "dtype", "block", "tokens of a block"], map(_plane, described["layout"])),
+        "## Options",
+        _table(["option", "values", "default", "meaning"], options) if options else "None.",
+    ]
+    for title in ("Deviations from the paper", "Pitfalls"):
+        if title in text:
+            parts += [f"## {title}", f"```text\n{text[title]}\n```"]
+    return "\n\n".join(parts + _measured(presets)) + "\n"
+
+
+def index_page() -> str:
+    """List of the methods, one line each."""
+    rows = []
+    for name in kvcodec.names():
+        described = kvcodec.describe(_presets_of(name)[0])
+        rows.append((f"[{name}]({name}.md)", described["summary"], f"{described['effective_bits']:.2f}"))
+    table = _table(["method", "what it is", "bits of its first preset at D = 128"], rows)
+    return f"# Methods\n\nOne page each: what it is for, its bits and bytes, deviations, pitfalls.\n\n{table}\n"
+
+
+def _presets_of(name: str) -> list[str]:
+    return [p for p in kvcodec.presets() if method_of(p).name == name]
+
+
+def _prose(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _worked(preset: str, head_dim: int = 128) -> str:
+    """One line of arithmetic from fields to bits."""
+    scheme = kvcodec.get(preset)
+    lines = []
+    for role in ("key", "value"):
+        layout = scheme.codec(role).layout(head_dim)
+        sum_ = " + ".join(f"{f.nbytes} ({f.name})" for f in layout.fields)
+        elements = f"({layout.block_tokens} x {head_dim})" if layout.block_tokens > 1 else str(head_dim)
+        lines.append(
+            f"- `{preset}`, {role}s at D = {head_dim}: {sum_} = {layout.block_bytes} bytes; "
+            f"{layout.block_bytes} x 8 / {elements} = **{layout.effective_bits:g} bits**"
+        )
+    return "\n".join(lines)
+
+
+def _measured(presets: Sequence[str]) -> list[str]:
+    """Rows of the committed results, if any."""
+    if not RESULTS.is_file():
+        return []
+    rows = [row for row in read_rows([RESULTS]) if row["spec"] in presets]
+    if not rows:
+        return []
+    columns = [c for c in columns_of(rows) if c.key != "tokens_per_s"]
+    table = _table([c.heading for c in columns], [[cell(row, c) for c in columns] for row in rows])
+    base = rows[0]["uncompressed"]["perplexity"]
+    text = (
+        f"{rows[0]['model']}, {rows[0]['windows']} windows of {rows[0]['window_tokens']} tokens of WikiText-2; the "
+        f"uncompressed model has a perplexity of {base:.2f}. Protocol and meaning of the columns: "
+        f"[results](../results.md)."
+    )
+    return ["## Measured", text, table]
 
 
 def _bits(preset: str) -> Sequence[Any]:

@@ -6,6 +6,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     columns   what its columns mean
     speed     the speed sentence, from the rows in benchmarks/results/h200/*.json
     generate  the same through generate, from the rows of shape GENERATE
+    best      the best preset measured at each of BUDGETS, from benchmarks/results/cpu/smollm2-135m-all.json
     presets   the registry, as `kvcodec list` prints it
 """
 
@@ -22,6 +23,8 @@ from kvcodec.report import cell, columns_of, with_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
+ALL_RESULTS = Path("benchmarks/results/cpu/smollm2-135m-all.json")
+BUDGETS = (2.3, 3.3, 4.3, 5.0)
 SPEED = Path("benchmarks/results/h200")
 SHAPES = {
     "llm64k": "1 sequence of 64k tokens",
@@ -126,6 +129,31 @@ def _list(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def best_block(root: Path) -> str:
+    """For each budget of true bits, the preset with the least KL among those that hold no more; a table."""
+    path = root / ALL_RESULTS
+    rows = [row for row in rows_of(path) if "spec" in row] if path.is_file() else []
+    if not rows:
+        raise MissingResultError(f"{ALL_RESULTS} does not exist; compare every preset and put the JSON there.")
+    lines = ["| at most | best | bits in all | KL | perplexity | next best |", "|---:|---|---:|---:|---:|---|"]
+    for budget in BUDGETS:
+        fitting = sorted((r for r in rows if r["effective_bits"] <= budget), key=lambda r: r["kl"])
+        if not fitting:
+            raise MissingResultError(f"{ALL_RESULTS}: no preset holds {budget} bits or fewer.")
+        best, *others = fitting
+        after = f"`{others[0]['spec']}` ({others[0]['kl']:.4f})" if others else "–"
+        lines.append(
+            f"| {budget:g} bits | `{best['spec']}` | {best['effective_bits']:.2f} | {best['kl']:.4f} | "
+            f"{best['perplexity']:.2f} | {after} |"
+        )
+    base = rows[0]["uncompressed"]["perplexity"]
+    tokens = f"{rows[0]['windows']} windows of {rows[0]['window_tokens']} tokens"
+    return "\n".join(lines) + (
+        f"\n\n{len(rows)} presets on {rows[0]['model']}, {tokens}; bits of every byte held, windows and dense layers "
+        f"included, which weigh less in longer contexts; uncompressed perplexity {base:.2f}."
+    )
+
+
 def presets_block(root: Path) -> str:
     """One line per preset, at head_dim 128."""
     lines = ["| preset | what it is | K bits | V bits | sink + window | fused kernels | from |"]
@@ -146,6 +174,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "columns": columns_block,
     "speed": speed_block,
     "generate": generate_block,
+    "best": best_block,
     "presets": presets_block,
 }
 

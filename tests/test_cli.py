@@ -173,8 +173,11 @@ def test_bench_and_reproduce_write_their_rows(capsys, monkeypatch):
     arguments = ["--tokens", "64", "--kv-heads", "1", "--query-heads", "2", "--repeats", "2"]
     _, out, _ = run(capsys, "bench", "--specs", "dense,saw-int4", *arguments, "--json", "-")
     assert {row["spec"] for row in json.loads(out)} >= {"dense", "saw-int4"}
-    _, out, _ = run(capsys, "bench", "--specs", "saw-int4", *arguments)
+    _, out, _ = run(capsys, "bench", "cache", "--specs", "saw-int4", *arguments)
     assert "saw-int4" in out
+    small = ["--tokens", "64", "--kv-heads", "1", "--head-dim", "64", "--repeats", "1"]
+    _, out, _ = run(capsys, "bench", "codec", "--specs", "saw-int4", *small, "--json", "-")
+    assert {"encode_tokens_per_s", "decode_vs_int4"} <= {row["metric"] for row in json.loads(out)}
 
     from kvcodec.eval import reproduce
 

@@ -70,10 +70,20 @@ def test_speed_sentence_refuses_rows_that_do_not_carry_it(tmp_path: Path, spoil:
         script.speed_block(tmp_path)
 
 
-@pytest.mark.parametrize("block", ["results", "columns", "speed", "generate"])
+@pytest.mark.parametrize("block", ["results", "columns", "speed", "generate", "best"])
 def test_missing_result_files_are_errors(tmp_path: Path, block: str) -> None:
     with pytest.raises(script.MissingResultError):
         script.BLOCKS[block](tmp_path)
+
+
+def test_the_best_of_a_budget_has_the_least_kl_of_those_that_fit(tmp_path: Path) -> None:
+    path = tmp_path / script.ALL_RESULTS
+    path.parent.mkdir(parents=True)
+    held = [("a", 2.25, 0.9), ("b", 2.3, 0.8), ("c", 2.31, 0.1), ("d", 4.3, 0.2), ("e", 5.0, 0.01), ("f", 9.0, 0.0)]
+    common = {"model": "m", "windows": 3, "window_tokens": 8, "perplexity": 9.5, "uncompressed": {"perplexity": 9.0}}
+    path.write_text(json.dumps([{"spec": s, "effective_bits": b, "kl": kl, **common} for s, b, kl in held]))
+    lines = script.best_block(tmp_path).splitlines()[2:6]
+    assert [re.findall(r"`(\w)`", line) for line in lines] == [["b", "a"], ["c", "b"], ["c", "d"], ["e", "c"]]
 
 
 def test_results_table_shows_each_row(tmp_path: Path) -> None:

@@ -173,32 +173,26 @@ def _describe(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from kvcodec.bench.codec_bench import bench_rows
+    from kvcodec.bench.cache_bench import bench_rows
+    from kvcodec.bench.codec_bench import codec_rows
     from kvcodec.progress import Progress
 
-    rows = bench_rows(
-        args.specs,
-        batch=args.batch,
-        kv_heads=args.kv_heads,
-        query_heads=args.query_heads,
-        head_dim=args.head_dim,
-        tokens=args.tokens,
-        device=args.device,
-        dtype=args.dtype,
-        repeats=args.repeats,
-        seed=args.seed,
-        progress=Progress().say,
-    )
+    shape = {"kv_heads": args.kv_heads, "head_dim": args.head_dim, "tokens": args.tokens}
+    common = {"device": args.device, "repeats": args.repeats, "seed": args.seed, "progress": Progress().say}
+    if args.what == "codec":
+        return _stream(args, codec_rows(args.specs or kvcodec.presets(), **shape, **common), _bench_text)
+    heads = {"batch": args.batch, "query_heads": args.query_heads, "dtype": args.dtype}
+    rows = bench_rows(args.specs or ["dense", "saw-int4"], **heads, **shape, **common)
     return _stream(args, rows, _bench_text)
 
 
 def _bench_text(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'spec':<20} {'bits':>6}  {'metric':<18} {'p20':>12} {'p50':>12} {'p80':>12}  unit"]
+    lines = [f"{'spec':<20} {'bits':>6}  {'metric':<20} {'p20':>12} {'p50':>12} {'p80':>12}  unit"]
     for r in rows:
         values = " ".join(f"{r['values'][p]:>12.4g}" for p in ("p20", "p50", "p80"))
         bits = r.get("effective_bits")
         held = "-" if bits is None else f"{bits:.2f}"
-        lines.append(f"{r['spec']:<20} {held:>6}  {r['metric']:<18} {values}  {r['unit']}")
+        lines.append(f"{r['spec']:<20} {held:>6}  {r['metric']:<20} {values}  {r['unit']}")
     return "\n".join(lines)
 
 
@@ -342,7 +336,15 @@ def _parser() -> argparse.ArgumentParser:
     _measure_options(p)
 
     p = _command(commands, "bench", _bench, "times of encode, decode and attention on this machine")
-    p.add_argument("--specs", type=_specs, default=["dense", "saw-int4"], metavar="A,B")
+    p.add_argument(
+        "what",
+        nargs="?",
+        choices=("cache", "codec"),
+        default="cache",
+        help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
+        "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply)",
+    )
+    p.add_argument("--specs", type=_specs, metavar="A,B", help="default: dense,saw-int4; codec: every preset")
     for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
         p.add_argument(f"--{name}", type=_positive, default=default, help="(%(default)s)")
     _head_dim(p)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codecs.fp8 import Fp8
@@ -36,6 +38,45 @@ def test_every_element_goes_to_the_nearest_e4m3_number(head_dim, scale):
     distance = (x.abs() / s).unsqueeze(-1).sub(e4m3_values()).abs().amin(-1) * s
     error = (codec.decode(payload, {}) - x).abs()
     torch.testing.assert_close(error, distance, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    scaled=st.booleans(),
+    kind=st.sampled_from(["normal", "halfway", "outlier", "extreme", "subnormal"]),
+    power=st.integers(-14, 12),
+    seed=st.integers(0, 999),
+)
+def test_codes_and_scale_by_definition(scaled, kind, power, seed):
+    """Every number of the format is tried; only codes within 1e-6 of the best may differ, exact ties go to even."""
+    codec, table = Fp8(scaled), e4m3_values().double()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
+    if kind == "halfway":  # between two numbers of the format
+        x = (table[:-1] + table[1:])[torch.arange(256) * 7 % 126].view(8, 32).float() / 2
+    elif kind == "outlier":
+        x[:, 3] *= 500
+    x = (x * 2.0**power).clamp(-65504, 65504).half().float() if kind != "halfway" else x
+    if kind == "extreme":
+        x = torch.where(x > 0, 65504.0, -65504.0)
+    elif kind == "subnormal":
+        x = (torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)) * 3).round() * 2.0**-24
+    payload = codec.encode(x[None, None], {})
+    codes, s = payload["codes"][0, 0], torch.ones(8, 1)
+    if scaled:
+        s = payload["scale"][0, 0].float()
+        # 448 times the next fp16 number would be above 65504
+        exact = (x.abs().amax(-1, keepdim=True).double() / 448).clamp(2.0**-24, 146.125)
+        assert bool(((s - exact).abs() <= (exact * 2**-11).clamp_min(2.0**-25) * (1 + 1e-6)).all())
+    assert torch.equal(codes >= 128, x.signbit())
+    wanted = (x.abs().double() / s.double()).clamp_max(448)
+    loss, chosen = (wanted[..., None] - table).abs(), (codes & 127).long()
+    best = loss.min(-1)
+    near = best.values + 1e-6 * wanted
+    assert bool((loss.gather(-1, chosen[..., None])[..., 0] <= near).all())
+    tied = (loss <= near[..., None]).sum(-1) > 1
+    assert torch.equal(chosen[~tied], best.indices[~tied])
+    if not scaled:  # nothing was rounded on the way: a tie is a tie
+        assert not (chosen[(loss == best.values[..., None]).sum(-1) > 1] & 1).any()
 
 
 def test_codes_are_the_bytes_of_the_format():

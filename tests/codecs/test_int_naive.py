@@ -1,10 +1,13 @@
-"""Facts of group-wise integers: errors on Gaussian tokens, the grid, fp16's edges, bits."""
+"""Facts of group-wise integers: errors on Gaussian tokens, the grid by definition, fp16's edges, bits; int + Med3."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.med import Med
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 
@@ -181,3 +184,107 @@ def test_options_that_make_no_codec_say_what_does(options, message):
 def test_a_head_dim_that_leaves_half_bytes_is_refused():
     with pytest.raises(ShapeError, match="head_dim=20 is not a multiple of 8; use 64, 80"):
         GroupInt(3).layout(20)
+
+
+def groups_of(codec: GroupInt, tokens: int, dim: int):
+    """Index of every group's elements, and of its scale: (tokens, channels), (block, place)."""
+    if codec.along == "tokens":
+        for block in range(tokens // codec.group):
+            for channel in range(dim):
+                yield (slice(block * codec.group, (block + 1) * codec.group), channel), (block, channel)
+    else:
+        width = codec.group or dim
+        for token in range(tokens):
+            for place in range(-(-dim // width)):
+                yield (token, slice(place * width, min((place + 1) * width, dim))), (token, place)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    bits=st.sampled_from([2, 3, 4, 8]),
+    grouping=st.sampled_from([("channels", 0), ("channels", 16), ("tokens", 8)]),
+    symmetric=st.booleans(),
+    kind=st.sampled_from(["normal", "one-sided", "outlier", "constant", "integers", "subnormal", "extreme"]),
+    power=st.integers(-10, 10),
+    seed=st.integers(0, 999),
+)
+def test_codes_and_scales_by_definition(bits, grouping, symmetric, kind, power, seed):
+    """int and KIVI: every level of a group's grid is tried; only codes within 1e-6 of the best may differ."""
+    codec = GroupInt(bits, grouping[1], grouping[0], symmetric)
+    x = gauss(1, 1, 16, 24, seed=seed)
+    if kind == "one-sided":
+        x += 30
+    elif kind == "outlier":
+        x[..., 5] *= 200
+    elif kind == "constant":
+        x[:] = float(x[0, 0, 0, 0])
+    elif kind == "integers":  # half a step away from two codes, often
+        x = (x * 2).round()
+    x = (x * 2.0**power).clamp(-65504, 65504).half().float()
+    if kind == "subnormal":
+        x = (gauss(1, 1, 16, 24, seed=seed) * 3).round() * 2.0**-24
+    elif kind == "extreme":
+        x = torch.where(x > 0, 65504.0, -65504.0)
+    payload = codec.encode(x, {})
+    codes = unpack(payload["codes"][0, 0], bits, 24).reshape(16, 24).long() - (2 ** (bits - 1) if symmetric else 0)
+    decoded = codec.decode(payload, {})[0, 0].double()
+    levels = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
+    grid = torch.arange(-levels if symmetric else 0, levels + 1).double()
+    for at, held in groups_of(codec, 16, 24):
+        values = x[0, 0][at].double()
+        s = payload["scale"][0, 0][held]
+        z = 0.0 if symmetric else float(payload["zero"][0, 0][held])
+        assert symmetric or z == float(values.min().half())
+        span = float(values.abs().max()) if symmetric else float(values.max()) - z
+        _check_scale(s, span / levels, z, levels)
+        loss = (values[:, None] - (float(s) * grid + z)).abs()
+        best, chosen = loss.min(1), codes[at] - int(grid[0])
+        near = best.values + 1e-6 * float(values.abs().max())
+        assert bool((loss.gather(1, chosen[:, None])[:, 0] <= near).all())
+        tied = (loss <= near[:, None]).sum(1) > 1
+        assert torch.equal(chosen[~tied], best.indices[~tied])
+        torch.testing.assert_close(decoded[at], float(s) * grid[chosen] + z, rtol=1e-6, atol=1e-6 * span)
+
+
+def _check_scale(held: torch.Tensor, exact: float, zero: float, levels: int) -> None:
+    """The fp16 number nearest to ``exact``, at least the smallest; one below where the top would leave fp16."""
+    below, above = ((held.view(torch.int16) + step).view(torch.float16) for step in (-1, 1))
+    if exact <= 2.0**-24:
+        assert float(held) == 2.0**-24
+    elif zero + levels * float(above) > 65504 and float(held) < exact:
+        assert float(above) > exact
+        assert zero + levels * float(held) <= 65504
+    else:
+        assert abs(float(held) - exact) <= min(abs(float(n) - exact) for n in (below, above)) + 1e-6 * exact
+
+
+# -- int + Med3 ------------------------------------------------------------------------------------------------------
+
+
+def test_outliers_of_the_recipe_are_med_around_the_integers():
+    scheme = kvcodec.get("int-4:outliers=5,slots=1,symmetric=true,group=32")
+    assert scheme.key == scheme.value == Med(GroupInt(4, 32, "channels", True), 5, 1)
+    assert str(scheme) == "int-4:symmetric=true,group=32,outliers=5,slots=1"
+    assert kvcodec.get("int-4").key == GroupInt(4, 0)
+    options = {o["name"]: o["choices"] for o in kvcodec.describe("int-4")["options"]}
+    assert options["outliers"] == ["off", 3, 4, 5]
+
+
+@pytest.mark.parametrize(("spec", "expected"), [("int-4:symmetric=true", 0.0135), ("int-4", 0.0098)])
+def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
+    x = gauss(1, 2, 512, 128)
+    x[..., 20:24] *= 100
+    x = x.half().float()
+    bulk = torch.ones(128, dtype=torch.bool)
+    bulk[20:24] = False
+
+    def error(spec: str) -> float:
+        y = kvcodec.compress(spec, x, x).decode()[0]
+        return float((y - x)[..., bulk].square().sum() / x[..., bulk].square().sum())
+
+    assert error(spec) > 0.99
+    more = "," if ":" in spec else ":"
+    assert error(f"{spec}{more}outliers=3,slots=1") == pytest.approx(expected, rel=0.03)
+    packed = kvcodec.compress(f"{spec}{more}outliers=3,slots=1", x, x)
+    assert packed.effective_bits == kvcodec.get(spec).effective_bits(128) + 0.25 + 0.5
+    assert torch.equal(packed.decode()[0][..., ~bulk], x[..., ~bulk])

@@ -4,14 +4,18 @@ from functools import lru_cache
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.octopus import Octopus, octopus
+from kvcodec.codecs.octopus import Octopus, _Tables, octopus
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
+
+from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
 
 SPLIT = {2: (3, 1), 3: (4, 2), 4: (5, 3)}
 
@@ -132,9 +136,69 @@ def test_codes_minimise_the_triplet_error_over_all_codes(split):
     torch.testing.assert_close(ours, best, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 6 * 16 + 6)])
+def octahedral(t):
+    """(xi, eta) of ``t [n, 3]``, Eq. 5, by cases; and whether it is clear of the cut, px = 0 or py = 0 below."""
+    l1 = t.abs().sum(-1, keepdim=True)
+    p = t / l1.clamp_min(1e-300)
+    plus_minus = torch.where(p >= 0, 1.0, -1.0)
+    below = plus_minus[:, :2] * (1 - p[:, :2].abs().flip(-1))
+    clear = (l1[:, 0] > MARGIN) & ((p[:, 2] > 0) | (p[:, :2].abs().amin(-1) > MARGIN))
+    return torch.where(p[:, 2:] >= 0, p[:, :2], below), clear
+
+
+def codes_by_definition(x, params, rounding):
+    """Direction and norm indices of the triplets of ``x [1, 1, N, D]``, from the equations; and where they are clear.
+
+    Every one of the 4^b_dir directions is scored; ``local_2x2`` then leaves only {j, j+1} of each nearest index j.
+    """
+    u = rotated_unit(x, params["signs"].unsqueeze(2)).flatten(0, 2)
+    t = torch.nn.functional.pad(u, (0, -u.shape[1] % 3)).reshape(-1, 3)
+    xi, rho, directions = (params[name][0].double() for name in ("xi", "rho", "directions"))
+    square, inside = octahedral(t)
+    index, sure = nearest(square, xi)
+    inside &= sure.all(-1)
+    if rounding == "scalar":
+        norm, certain = nearest(t.norm(dim=-1), rho)
+        return index[:, 0] * len(xi) + index[:, 1], norm, inside & certain
+    score = t @ directions.T
+    cost, certain = -score, torch.ones_like(inside)
+    if rounding == "local_2x2":
+        level = torch.arange(len(xi))
+        near = (level == index[..., None]) | (level == index[..., None] + 1)  # [n, 2, levels]
+        allowed = (near[:, 0, :, None] & near[:, 1, None, :]).flatten(1)
+        cost, certain = cost.where(allowed, torch.tensor(torch.inf, dtype=torch.float64)), inside
+    best, first = smallest(cost)
+    length = score.gather(1, best[:, None])[:, 0].clamp(0, 1)
+    norm, fit = nearest(length, rho)
+    return best, norm, certain & first & fit
+
+
+@pytest.mark.parametrize("rounding", ["scalar", "local_2x2", "local_3x3", "full"])
+@given(x=key_batches(), split=st.sampled_from([(1, 1), (2, 3), (3, 1), (4, 2), (5, 3), (5, 4)]))
+@by_definition
+def test_codes_are_those_of_the_definition(rounding, x, split):
+    codec, dim = Octopus(*split, rounding), x.shape[-1]
+    params = fitted(codec, dim)
+    payload = codec.encode(codec.to_code(x, params), params)
+    codes = unpack(payload["codes"], codec.code_bits, -(-dim // 3)).long().flatten()
+    direction, norm, clear = codes_by_definition(x, params, rounding)
+    assert torch.equal((codes >> codec.norm_bits)[clear], direction[clear])
+    assert torch.equal((codes & 2**codec.norm_bits - 1)[clear], norm[clear])
+    torch.testing.assert_close(
+        payload["norm"].double() * dim**0.5, x.double().norm(dim=-1, keepdim=True), rtol=2**-10, atol=2**-24 * dim**0.5
+    )
+
+
+@pytest.mark.parametrize("rounding", ["scalar", "local_2x2", "local_3x3", "full"])
+def test_nearly_all_choices_of_the_definition_are_clear(rounding):
+    """Or the test above would compare nothing."""
+    params = fitted(Octopus(4, 2))
+    assert codes_by_definition(keys(200), params, rounding)[2].double().mean() > 0.99
+
+
+@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 7 * 16 + 7)])
 def test_ties_take_the_lowest_candidate(rounding, lowest):
-    """Every direction fits a triplet of zeros equally well; its seed is (7, 7) of 16 levels."""
+    """Every direction fits a triplet of zeros equally well; it lies between levels 7 and 8 of 16."""
     codec, x = Octopus(4, 2, rounding), torch.zeros(1, 1, 1, 128)
     x[..., 127] = 1
     codes = unpack(codec.encode(x, fitted(codec))["codes"], 10, 43)
@@ -301,3 +365,18 @@ def test_splits_without_a_codebook_or_a_code(split):
 def test_head_dim_that_is_no_multiple_of_8():
     with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
         Octopus().layout(100)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+def test_the_four_bracketing_levels_hold_the_best_of_all_directions(bits):
+    """What local_3x3 rests on: no other of the 4^b_dir directions has a larger inner product."""
+    codec = Octopus(bits, 2)
+    params = fitted(codec)
+    generator = torch.Generator().manual_seed(bits)
+    t = torch.randn(3, 20_000 if bits < 5 else 4_000, generator=generator, dtype=torch.float64)
+    t[2, ::5] = 0  # on the fold of the map
+    t[1, ::10] = 0
+    table = params["directions"][0].double()
+    chosen = codec._round(t, _Tables(params)) >> 2
+    best = (table @ t).amax(0)
+    assert ((table[chosen.long()] * t.T).sum(1) >= best - 1e-12).all()

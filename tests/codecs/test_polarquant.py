@@ -4,12 +4,16 @@ from math import pi, prod
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.polarquant import PolarQuant, angle_levels, polarquant, tree
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
+
+from .definitions import by_definition, key_batches, nearest
 
 DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -103,25 +107,31 @@ def test_tree_has_all_angles_and_ends_in_one_radius(dim):
     assert len(runs) == len({run[1:] for run in runs}), "one codebook per law"
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_codes_are_the_nearest_angles(dim, bits):
-    """The encoder has no arctangent; the definition has."""
-    codec, y = PolarQuant(bits), normal(2, 1, 50, dim)
+@given(x=key_batches((64, 80, 96)), bits=st.sampled_from([2, 3, 4, 6]))
+@by_definition
+def test_codes_are_the_nearest_angles(x, bits):
+    """The encoder has no arctangent; the definition has. atan2(0, 0) = 0."""
+    codec, dim = PolarQuant(bits), x.shape[-1]
     params = fitted(codec, dim)
+    y = codec.to_code(x, params)
     codes = unpack(codec.encode(y, params)["codes"], bits, dim - 1).long()
     psi, laws = angles_of(y)
-    decoded = codec.decode(codec.encode(y, params), params)
     for i, law in enumerate(laws):
-        levels = levels_of(law, bits)
-        distance = (psi[..., i, None] - levels).abs()
-        nearest = distance.argmin(-1)
-        clear = distance.topk(2, largest=False).values.diff()[..., 0] > 1e-6
-        assert clear.float().mean() > 0.98
-        assert torch.equal(codes[..., i][clear], nearest[clear]), f"angle {i} of law {law}"
-    again, _ = angles_of(decoded)
-    held = torch.stack([levels_of(law, bits)[codes[..., i]] for i, law in enumerate(laws)], -1)
+        expected, clear = nearest(psi[..., i], levels_of(law, bits))
+        assert torch.equal(codes[..., i][clear], expected[clear]), f"angle {i} of law {law}"
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96])
+def test_decoded_angles_are_the_levels_of_the_codes(dim):
+    codec, y = PolarQuant(3), normal(1, 1, 50, dim)
+    params = fitted(codec, dim)
+    payload = codec.encode(y, params)
+    codes = unpack(payload["codes"], 3, dim - 1).long()
+    (again, laws), (psi, _) = angles_of(codec.decode(payload, params)), angles_of(y)
+    held = torch.stack([levels_of(law, 3)[codes[..., i]] for i, law in enumerate(laws)], -1)
     torch.testing.assert_close(again, held, rtol=0, atol=2e-6)
+    clear = [nearest(psi[..., i], levels_of(law, 3))[1].double().mean() for i, law in enumerate(laws)]
+    assert min(clear) > 0.95, "or the test above would compare nothing"
 
 
 @pytest.mark.parametrize("n", [2, 4, 16, 64])

@@ -4,6 +4,8 @@ from functools import lru_cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip
@@ -145,26 +147,99 @@ def test_a_cache_calibrates_on_its_prefill():
     assert torch.equal(packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), k.half())["levels"])
 
 
+# -- which layers keep their own levels ------------------------------------------------------------------------------
+
+
+def calibrated(codec, tails):
+    """Constants of layers whose rotated keys are normal times a factor of spread ``t``: heavier tails for larger t."""
+    fitted = []
+    for layer, t in enumerate(tails):
+        rotated = normal(512, seed=layer) * (normal(512, seed=100 + layer) * t).exp()
+        x = codec.from_code(rotated, {})
+        fitted.append(codec.calibrate(Site(layer, "key", 1, 64), x, x))
+    return fitted
+
+
+def test_the_error_that_decides_is_that_of_the_gaussian_table():
+    codec, x = UltraTQ(table="calibrated"), unit(512, 64)
+    params = codec.calibrate(Site(0, "key", 1, 64), x, x)
+    assert params.keys() == {"levels", "error"}
+    assert params["error"].shape == (1, 1)
+    # every unit vector counts alike, so the mean over coordinates is the relative error
+    assert float(params["error"]) == pytest.approx(error(UltraTQ(), x), rel=1e-3)
+    assert torch.equal(params["levels"], fitted(codec, sample=x)["levels"])
+    empty = codec.calibrate(Site(0, "key", 1, 64), torch.zeros(1, 1, 8, 64), x)
+    assert float(empty["error"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("refit", "kept"), [(0.0, []), (0.1, [3]), (0.2, [3]), (0.21, [1, 3]), (0.5, [1, 3, 4]), (1.0, [0, 1, 2, 3, 4])]
+)
+def test_the_worst_layers_keep_their_own_levels(refit, kept):
+    """ceil(refit n) of them, and only one table is held per layer."""
+    codec = UltraTQ(table="calibrated", refit=refit)
+    before = calibrated(codec, [0.0, 0.6, 0.1, 0.9, 0.3])
+    after = codec.settle(before)
+    gaussian = fitted(UltraTQ())["levels"]
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert new.keys() == {"levels"}
+        assert not torch.equal(old["levels"], gaussian)
+        assert torch.equal(new["levels"], old["levels"] if layer in kept else gaussian)
+
+
+def test_seven_percent_of_a_hundred_layers_is_seven_and_ties_go_to_the_first():
+    codec = UltraTQ(table="calibrated", refit=0.07)
+    levels = fitted(UltraTQ())["levels"] * 2
+    settled = codec.settle([{"levels": levels, "error": torch.ones(1, 1)}] * 100)
+    assert [torch.equal(p["levels"], levels) for p in settled] == [True] * 7 + [False] * 93
+
+
+def test_other_tables_have_nothing_to_settle():
+    for table in ("gaussian", "sphere"):
+        codec, x = UltraTQ(table=table), unit(64, 64)
+        params = codec.calibrate(Site(0, "key", 1, 64), x, x)
+        assert params.keys() == {"levels"}
+        assert codec.settle([params, params]) == [params, params]
+
+
+def test_a_share_that_is_none():
+    for refit in (-0.1, 1.5, float("nan")):
+        with pytest.raises(SpecError, match=f"refit={refit} is not allowed; use a share of the layers, 0 to 1"):
+            kvcodec.get(f"ultra-tq:table=calibrated,refit={refit}")
+
+
 # -- codes and norms -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["token", "block"])
 @pytest.mark.parametrize("dim", [64, 80, 128, 192])
-def test_codes_are_the_nearest_of_all_levels(norm, dim):
-    codec, x = UltraTQ(norm), normal(32, dim) * 3
-    params = fitted(codec, dim)
+@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@given(seed=st.integers(0, 2**16), power=st.integers(-10, 10), uneven=st.booleans(), table=st.booleans())
+def test_codes_are_the_nearest_of_all_levels(norm, dim, seed, power, uneven, table):
+    """From the definition: every level tried, near ties aside."""
+    codec, x = UltraTQ(norm), normal(32, dim, seed=seed) * 2.0**power
+    if uneven:
+        x[..., 3::7] *= 50
+        x[:, :, ::5] = 0
+    params = {"levels": torch.linspace(-3, 3, 16)[None]} if table else fitted(codec, dim)
     y = codec.to_code(x, params)
     payload = codec.encode(y, params)
+    codes = unpack(payload["codes"], 4, dim).long()
     size = dim if norm == "token" else 32
     for first in range(0, dim, size):
         part = y[..., first : first + size].double()
         held = payload["norm"][..., first // size, None].double()
         if norm == "block":  # held over 2^r
             held = held * (2 if dim in (64, 128, 192) else 1)
-        torch.testing.assert_close(held, part.square().mean(-1, keepdim=True).sqrt(), rtol=6e-4, atol=0)
-        best = (part[..., None] - held[..., None] * params["levels"][0].double()).abs().argmin(-1)
-        codes = unpack(payload["codes"], 4, dim)[..., first : first + size]
-        assert torch.equal(codes.long(), best)
+        torch.testing.assert_close(held, part.square().mean(-1, keepdim=True).sqrt(), rtol=6e-4, atol=2.0**-23)
+        u = torch.where(held > 0, part / held, 0.0)
+        distance = (u[..., None] - params["levels"][0].double()).abs()
+        nearest = distance.sort(dim=-1, stable=True)
+        clear = nearest.values[..., 1] - nearest.values[..., 0] > 1e-6
+        assert torch.equal(codes[..., first : first + size][clear], nearest.indices[..., 0][clear])
+        assert bool(
+            (distance.gather(-1, codes[..., first : first + size, None])[..., 0] < nearest.values[..., 0] + 1e-6).all()
+        )
 
 
 def test_low_nibble_is_the_even_channel():
@@ -260,8 +335,8 @@ def test_recipe_is_the_papers():
     assert (scheme.sink, scheme.window, scheme.dense_key_layers, scheme.dense_value_layers) == (0, 0, 2, 2)
     assert isinstance(scheme.for_layer(1, 48).key, Dense)
     assert isinstance(scheme.for_layer(2, 48).key, UltraTQ)
-    changed = kvcodec.get("ultra-tq:norm=block,table=sphere,group=64,dense_layers=0")
-    assert (changed.key, changed.value) == (UltraTQ("block", "sphere"), GroupInt(4, 64, "channels"))
+    changed = kvcodec.get("ultra-tq:norm=block,table=sphere,refit=0.5,group=64,dense_layers=0")
+    assert (changed.key, changed.value) == (UltraTQ("block", "sphere", 0.5), GroupInt(4, 64, "channels"))
     assert (changed.dense_key_layers, changed.dense_value_layers) == (0, 0)
 
 

@@ -4,6 +4,8 @@ from functools import lru_cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip
@@ -122,6 +124,41 @@ def test_bytes_of_a_written_example():
     assert not payload["codes"].flatten()[3:].any()
     decoded = UltraQuant(rotate=False).decode(payload, {}).flatten()[:6]
     assert decoded.tolist() == [1, -2, 3, 0.25, 0, 3]
+
+
+@pytest.mark.parametrize("scale", ["pow2", "real"])
+@pytest.mark.parametrize("dim", [64, 80])
+@settings(max_examples=20, derandomize=True, deadline=None, database=None)
+@given(
+    seed=st.integers(0, 2**16), power=st.integers(-10, 10), coarse=st.booleans(), c=st.sampled_from([0.156, 0.195, 0.5])
+)
+def test_codes_are_the_nearest_of_all_sixteen(scale, dim, seed, power, coarse, c):
+    """From the definition: 16 values tried at the held scale; a tie goes to the even code, and a zero has its sign."""
+    x = normal(8, dim, seed=seed)
+    x = ((x * 4).round() / 4 if coarse else x) * 2.0**power
+    codec = UltraQuant(False, c, scale)
+    payload = codec.encode(x, {})
+    largest = torch.stack([g.abs().amax(-1) for g in x.split(32, -1)], -1).double()
+    if scale == "pow2":
+        exponent = (c * largest).log2().round().clamp(-127, 127)
+        assert torch.equal(payload["scale"].int(), torch.where(largest > 0, exponent + 127, 0).int())
+        held = 2.0 ** (payload["scale"].double() - 127)
+    else:
+        held = payload["scale"].double()
+        torch.testing.assert_close(held, c * largest, rtol=6e-4, atol=2.0**-24)
+    u = x.double() / held.repeat_interleave(32, -1)[..., :dim]
+    code = torch.arange(16)
+    values = torch.cat([GRID, -GRID]).double()
+    distance = (u[..., None] - values).abs()
+    # first the distance, then the sign (it tells 0 from -0), then evenness
+    worse = 1e-9 * ((code >= 8) != (u[..., None] < 0)) + 1e-10 * (code % 2)
+    best = (distance + worse).sort(-1)
+    sure = torch.ones_like(u, dtype=torch.bool)
+    if scale == "real":  # x / S is rounded to float32: near ties aside
+        sure = best.values[..., 2] - best.values[..., 0] > 1e-5
+    codes = unpack(payload["codes"], 4, dim).long()
+    assert torch.equal(codes[sure], best.indices[..., 0][sure])
+    assert float(sure.float().mean()) > 0.5
 
 
 def test_a_scale_belongs_to_its_group():

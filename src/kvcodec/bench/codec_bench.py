@@ -1,273 +1,244 @@
-"""What a codec costs on this device: times of encode, append, decode and attend, beside torch's SDPA.
+"""What encoding and decoding cost on this device, codec by codec: tokens per second of keys and values together.
 
-One row per spec and metric, the same keys as every result file::
+One row per spec and metric, with the keys of every result file (``cache_bench``):
 
-    {"spec", "effective_bits", "metric", "unit", "values": {"p20", "p50", "p80"}, "repeats", "shape", "dtype", "path",
-     "device", "versions", "commit", "seed"}
+========================  ========  ================================================================================
+metric                    unit      what is timed
+========================  ========  ================================================================================
+``encode_tokens_per_s``   tokens/s  K and V of all heads into the code basis and to bytes, constants given
+``decode_tokens_per_s``   tokens/s  the same bytes to float32 K and V in the model basis
+``encode_vs_int4``        x         its time over ``int-4``'s, pair by pair: 40 is forty times slower
+``decode_vs_int4``        x         the same for decoding
+``exhaustive_vs_encode``  x         a search through every codeword (``exhaustive.py``) over the codec's encoding of
+                                    keys, pair by pair; for codecs with a codebook. ``codewords`` says how many.
+========================  ========  ================================================================================
 
-==================  ====  ========================================================================================
-metric              unit  what is timed
-==================  ====  ========================================================================================
-``encode_us``       us    a prefill: ``append`` of all tokens to an empty cache, allocation included
-``append_us``       us    ``append`` of one token, mean over one block of the codec, so that a group's encoding counts
-``decode_us``       us    ``decode`` of all tokens to the input's dtype
-``attend_us``       us    ``attend`` of one new query per sequence over all tokens
-``speedup_vs_sdpa`` x     SDPA's time over ``attend_us``, pair by pair: above 1 the cache is faster
-==================  ====  ========================================================================================
-
-The first row has the spec ``sdpa``: ``scaled_dot_product_attention`` over the uncompressed K and V in the dtype given,
-which is what ``attend`` replaces. ``effective_bits`` are all bytes that the cache holds (windows, free page slots and
-table included) x 8 / elements. ``path`` says who ran: ``reference`` is PyTorch, chunk by chunk; it saves memory, not
-time.
+Rows of other libraries (``rivals.py``) do the job of the preset that ``job`` names; ``encode_vs_preset`` and
+``decode_vs_preset`` are their times over that preset's. Input is Gaussian, rounded to fp16 as a cache holds it, and
+float32: nothing here depends on the data but HQMQ's ties.
 """
 
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-import kvcodec
-from kvcodec.cache import LayerCache
-from kvcodec.errors import KVError, ShapeError, SpecError, UnsupportedError
+from kvcodec.bench.cache_bench import commit, device_name, spread, versions
+from kvcodec.bench.exhaustive import exhaustive
+from kvcodec.bench.rivals import Rival, rivals
+from kvcodec.codec import ROLES, Codec, Params, Payload, Site
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.registry import get
 
 Row = dict[str, Any]
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-AGREEMENT = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
-"""Largest difference between ``attend`` and SDPA over the decoded K and V (outputs are below 1): rounding only."""
+BASE = "int-4"
+EXHAUSTIVE_TOKENS = 256
+"""Tokens that an exhaustive search is timed on: it is slow, and its time is proportional to them."""
 
 
-def bench_rows(
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of one layer with their codec and constants."""
+
+    codec: Codec
+    params: Params
+    x: Tensor
+
+    def encode(self) -> Payload:
+        """Model basis to bytes."""
+        return self.codec.encode(self.codec.to_code(self.x, self.params), self.params)
+
+    def decode(self, payload: Payload) -> Tensor:
+        """Bytes to the model basis."""
+        return self.codec.from_code(self.codec.decode(payload, self.params), self.params)
+
+
+class Work:
+    """Keys and values of one layer under one spec; ``encode`` and ``decode`` are what is timed."""
+
+    def __init__(self, spec: str, kv: Sequence[Tensor], seed: int) -> None:
+        sides = []
+        for role, whole in zip(ROLES, kv, strict=True):
+            codec = get(spec).codec(role).for_dtype(torch.float16)
+            x = whole[:, :, : whole.shape[2] // codec.block_tokens * codec.block_tokens]
+            site = Site(0, role, x.shape[1], x.shape[3], seed, x.device)
+            sides.append(Side(codec, codec.fit(site, x.half() if codec.needs_sample else None), x))
+        self.key, self.value = sides
+        self.packed = (self.key.encode(), self.value.encode())
+        self.tokens = self.key.x.shape[2]
+
+    def encode(self) -> object:
+        """Encode keys and values."""
+        return self.key.encode(), self.value.encode()
+
+    def decode(self) -> object:
+        """Decode keys and values."""
+        return self.key.decode(self.packed[0]), self.value.decode(self.packed[1])
+
+
+class Search:
+    """An exhaustive search beside the codec's encoding, on the first tokens of its keys."""
+
+    def __init__(self, key: Side) -> None:
+        found = exhaustive(key.codec)
+        self.codewords = found[0] if found else 0
+        self.side = Side(key.codec, key.params, key.x[:, :, :EXHAUSTIVE_TOKENS])
+        self.x = key.codec.to_code(self.side.x, key.params).double()
+        self.search = found[1] if found else None
+
+    def run(self) -> object:
+        """Try every codeword."""
+        assert self.search is not None
+        return self.search(self.x, self.side.params)
+
+
+class RivalWork:
+    """The same keys and values in another library."""
+
+    def __init__(self, rival: Rival, kv: Sequence[Tensor]) -> None:
+        self.rival, self.rows = rival, [x.flatten(0, 2) for x in kv]
+        self.held = [rival.encode(x) for x in self.rows]
+        self.bits = sum(map(rival.nbytes, self.held)) * 8 / sum(x.numel() for x in self.rows)
+        pairs = zip(self.decode(), self.rows, strict=True)
+        errors = [float((y.float() - x).square().sum() / x.square().sum()) for y, x in pairs]
+        self.relative_mse = sum(errors) / len(errors)
+
+    def encode(self) -> object:
+        """Encode keys and values."""
+        return [self.rival.encode(x) for x in self.rows]
+
+    def decode(self) -> list[Tensor]:
+        """Decode keys and values."""
+        return [self.rival.decode(x) for x in self.held]
+
+
+def codec_rows(
     specs: Sequence[str],
     *,
-    batch: int,
-    kv_heads: int,
-    query_heads: int,
-    head_dim: int,
-    tokens: int,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    tokens: int = 4096,
     device: str = "cpu",
-    dtype: str = "float32",
     repeats: int = 5,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Row]:
-    """Time each spec on Gaussian K and V; rows come as they are measured, so an interrupt keeps the earlier ones.
+    """Time encode and decode of each spec beside ``int-4``, then the rivals that are installed.
 
     Parameters
     ----------
     specs : sequence of str
-    batch, kv_heads, query_heads, head_dim, tokens : int
-        Shape of the cache; one new query token per sequence.
+    kv_heads, head_dim, tokens : int
+        Shape of K and V, one sequence; whole blocks of every codec are taken of ``tokens``.
     device : str
-        Any torch device.
-    dtype : {"float32", "float16", "bfloat16"}
-        Of K, V and q, and of the SDPA baseline.
     repeats : int
-        Timings per metric, behind one that is not counted.
+        Timed pairs per metric, behind one that is not counted.
     seed : int
-        Of the K, V and q drawn.
     progress : callable, optional
-        Gets one line of text before each spec.
+        Gets a line before each spec.
 
     Returns
     -------
     iterator of dict
-        Rows as in the module's text.
+        Rows as in the module's text, as they are measured.
 
     Raises
     ------
     SpecError, ShapeError, UnsupportedError
-        At once, before anything is timed: unknown spec or dtype, shapes that no codec takes, a missing device.
-    KVError
-        While iterating: a cache whose attention is not SDPA over its decoded K and V is not timed.
+        At once: unknown spec, a shape that no codec takes, codecs that need a model's queries.
     """
-    for name, value in (
-        ("batch", batch), ("kv_heads", kv_heads), ("query_heads", query_heads), ("tokens", tokens), ("repeats", repeats)
-    ):  # fmt: skip
+    for name, value in (("kv_heads", kv_heads), ("tokens", tokens), ("repeats", repeats)):
         if value < 1:
-            raise ShapeError(f"bench: {name}={value}; expected a number >= 1.")
-    if query_heads % kv_heads:
-        raise ShapeError(f"bench: query_heads={query_heads} is not a multiple of kv_heads={kv_heads}; use a multiple.")
-    if dtype not in DTYPES:
-        raise SpecError(f"bench: dtype={dtype!r} is not allowed; use {', '.join(DTYPES)}.")
-    for spec in specs:
-        get(spec).page_layout(head_dim)  # refuses a head_dim it cannot take
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedError(f"bench: device {device!r} cannot be used here ({reason}); try device='cpu'.") from error
-    shape = (batch, kv_heads, query_heads, head_dim, tokens)
-    return _rows(specs, shape, torch.device(device), dtype, repeats, seed, progress or (lambda _: None))
+            raise ShapeError(f"bench codec: {name}={value}; expected a number >= 1.")
+    for spec in (BASE, *specs):
+        scheme = get(spec)
+        for role in ROLES:
+            codec = scheme.codec(role)
+            codec.layout(head_dim)  # refuses a head_dim it cannot take
+            if codec.block_tokens > tokens:
+                raise ShapeError(f"bench codec: {spec} encodes {codec.block_tokens} tokens at once; got {tokens}.")
+            if codec.needs_queries:
+                raise UnsupportedError(f"bench codec: {spec} needs a model's queries to be fitted; leave it out.")
+    return _rows(specs, (kv_heads, head_dim, tokens), torch.device(device), repeats, seed, progress or (lambda _: None))
 
 
+@torch.no_grad()
 def _rows(
     specs: Sequence[str],
-    shape: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int],
     device: torch.device,
-    dtype: str,
     repeats: int,
     seed: int,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    batch, kv_heads, query_heads, head_dim, tokens = shape
+    heads, dim, tokens = shape
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads: int, n: int) -> Tensor:
-        x = torch.randn(batch, heads, n, head_dim, generator=generator)
-        return x.to(device, DTYPES[dtype])
-
-    k, v = draw(kv_heads, tokens), draw(kv_heads, tokens)
-    q = draw(query_heads, 1)
+    kv = [torch.randn(1, heads, tokens, dim, generator=generator).half().float().to(device) for _ in ROLES]
     common = {
         "repeats": repeats,
-        "shape": f"b{batch}_hq{query_heads}_h{kv_heads}_d{head_dim}_t{tokens}",
-        "dtype": dtype,
+        "shape": f"b1_h{heads}_d{dim}_t{tokens}",
         "device": device_name(device),
         "versions": versions(),
         "commit": commit(),
         "seed": seed,
     }
 
-    def row(spec: str, bits: float, metric: str, unit: str, values: Sequence[float], path: str) -> Row:
-        head = {"spec": spec, "effective_bits": bits, "metric": metric, "unit": unit, "values": spread(values)}
-        return {**head, "path": path, **common}
+    def row(spec: str, bits: float, metric: str, unit: str, values: Sequence[float], **more: Any) -> Row:
+        return {
+            "spec": spec, "effective_bits": bits, "metric": metric, "unit": unit, "values": spread(values), **more,
+            **common,
+        }  # fmt: skip
 
-    progress(f"sdpa ({dtype})")
-    plain = _times(lambda: _sdpa(q, k, v), device, repeats)
-    yield row("sdpa", k.element_size() * 8.0, "attend_us", "us", plain, "torch")
+    base = Work(BASE, kv, seed)
     for i, spec in enumerate(specs):
         progress(f"{spec} ({i + 1} of {len(specs)})")
-        cache = _filled(spec, k, v)
-        bits = sum(cache.nbytes().values()) * 8 / cache.elements()
-        _check(spec, cache, q, AGREEMENT[dtype])
-        path = "reference" if type(cache) is LayerCache else "kernel"
-        jobs = _Jobs(spec, cache, q, k, v)
-        yield row(spec, bits, "encode_us", "us", _times(jobs.encode, device, repeats), path)
-        yield row(spec, bits, "decode_us", "us", _times(jobs.decode, device, repeats), path)
-        # in turn, so that a machine busy with something else slows both
-        pairs = [(_times(jobs.attend, device, 1)[0], _times(jobs.sdpa, device, 1)[0]) for _ in range(repeats)]
-        yield row(spec, bits, "attend_us", "us", [a for a, _ in pairs], path)
-        yield row(spec, bits, "speedup_vs_sdpa", "x", [b / a for a, b in pairs], path)
-        appended = [t / jobs.block_tokens for t in _times(jobs.append_block, device, repeats)]
-        yield row(spec, bits, "append_us", "us", appended, path)
+        work, bits = Work(spec, kv, seed), get(spec).effective_bits(dim)
+        encode = _pairs(work.encode, base.encode, device, repeats)
+        decode = _pairs(work.decode, base.decode, device, repeats)
+        scale = tokens / work.tokens
+        yield row(spec, bits, "encode_tokens_per_s", "tokens/s", [work.tokens / a for a, _ in encode])
+        yield row(spec, bits, "decode_tokens_per_s", "tokens/s", [work.tokens / a for a, _ in decode])
+        yield row(spec, bits, "encode_vs_int4", "x", [a * scale / b for a, b in encode])
+        yield row(spec, bits, "decode_vs_int4", "x", [a * scale / b for a, b in decode])
+        every = Search(work.key)
+        if every.search is not None:
+            pairs = _pairs(every.run, every.side.encode, device, repeats)
+            yield row(spec, bits, "exhaustive_vs_encode", "x", [a / b for a, b in pairs], codewords=every.codewords)
+    for rival in rivals(dim):
+        if rival.missing:
+            progress(f"{rival.name}: {rival.module} is not installed, left out")
+            continue
+        progress(rival.name)
+        theirs, ours = RivalWork(rival, kv), Work(rival.job, kv, seed)
+        encode = _pairs(theirs.encode, ours.encode, device, repeats)
+        decode = _pairs(theirs.decode, ours.decode, device, repeats)
+        more = {"job": rival.job, "relative_mse": theirs.relative_mse}
+        yield row(rival.name, theirs.bits, "encode_tokens_per_s", "tokens/s", [tokens / a for a, _ in encode], **more)
+        yield row(rival.name, theirs.bits, "decode_tokens_per_s", "tokens/s", [tokens / a for a, _ in decode], **more)
+        yield row(rival.name, theirs.bits, "encode_vs_preset", "x", [a / b for a, b in encode], **more)
+        yield row(rival.name, theirs.bits, "decode_vs_preset", "x", [a / b for a, b in decode], **more)
 
 
-@dataclass(frozen=True)
-class _Jobs:
-    """What is timed: a filled cache, the tensors it was filled with, and a query."""
-
-    spec: str
-    cache: LayerCache
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    @property
-    def block_tokens(self) -> int:
-        """Appends after which every codec of the cache has encoded once."""
-        return max(state.codec.block_tokens for state in self.cache.roles.values())
-
-    def encode(self) -> None:
-        _filled(self.spec, self.k, self.v)
-
-    def decode(self) -> None:
-        self.cache.decode()
-
-    def attend(self) -> None:
-        self.cache.attend(self.q)
-
-    def sdpa(self) -> None:
-        _sdpa(self.q, self.k, self.v)
-
-    def append_block(self) -> None:
-        for _ in range(self.block_tokens):
-            self.cache.append(self.k[:, :, :1], self.v[:, :, :1])
-
-
-@torch.no_grad()
-def _filled(spec: str, k: Tensor, v: Tensor) -> LayerCache:
-    cache = LayerCache(get(spec))
-    cache.append(k, v)
-    return cache
-
-
-@torch.no_grad()
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
-@torch.no_grad()
-def _check(spec: str, cache: LayerCache, q: Tensor, tolerance: float) -> None:
-    """Refuse to time what is wrong."""
-    k, v = (x.float() for x in cache.decode())
-    difference = float((cache.attend(q).float() - _sdpa(q.float(), k, v)).abs().max())
-    if not difference <= tolerance:
-        raise KVError(
-            f"bench: attention of {spec} differs from SDPA over its decoded K and V by {difference:.2g} "
-            f"(rounding explains {tolerance:.0e}); times of a wrong result mean nothing. Run the test suite."
-        )
-
-
-@torch.no_grad()
-def _times(job: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Microseconds of ``repeats`` calls, behind one that is not counted."""
+def _pairs(
+    job: Callable[[], object], base: Callable[[], object], device: torch.device, repeats: int
+) -> list[tuple[float, float]]:
+    """Seconds of job and base in turn, so that a machine busy with something else slows both."""
     out = []
     for _ in range(repeats + 1):
-        _wait(device)
-        start = time.perf_counter()
-        job()
-        _wait(device)
-        out.append((time.perf_counter() - start) * 1e6)
+        times = []
+        for call in (job, base):
+            _wait(device)
+            start = time.perf_counter()
+            call()
+            _wait(device)
+            times.append(time.perf_counter() - start)
+        out.append((times[0], times[1]))
     return out[1:]
 
 
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """20th, 50th and 80th percentile, interpolated.
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 11.0])
-    {'p20': 1.8, 'p50': 3.0, 'p80': 5.4}
-    """
-    points = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    found = torch.tensor(list(values), dtype=torch.float64).quantile(points)
-    return {name: round(float(x), 4) for name, x in zip(("p20", "p50", "p80"), found, strict=True)}
-
-
-def device_name(device: torch.device) -> str:
-    """Return what a reader needs to place a time: the GPU's name, or the CPU's kind and the threads used."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type == "cpu":
-        return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
-    return str(device)
-
-
-def versions() -> dict[str, str]:
-    """Versions that a time depends on."""
-    found = {"kvcodec": kvcodec.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def commit() -> str | None:
-    """Commit of the checkout that this file is tracked in, with ``-dirty`` if it was edited; None outside one."""
-    here = Path(__file__)
-    for command in (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--abbrev=12"]):
-        try:
-            done = subprocess.run(["git", "-C", str(here.parent), *command], capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-    return done.stdout.strip()

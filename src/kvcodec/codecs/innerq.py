@@ -29,14 +29,16 @@ Blocks, w = true bits of a code::
 Symmetric codes are held as code + 2^(w-1), asymmetric ones as they are.
 
 Bits: w + 16/32, hybrid w + 32/32. literal: base 4.5 + 4.5, small 4.5 + 3.5 = 4.0, hybrid 4.5 + 4.0 = 4.25; signed and
-full: 3.5, 3.0, 3.25 as published. The first 32 and AT LEAST the newest 96 tokens stay dense (values leave in groups of
-32 whose edges lie at 32 + 32 j); they and the norms are not counted here.
+full: 3.5, 3.0, 3.25 as published. The first 32 and AT LEAST the newest 96 tokens stay dense (keys leave one by one,
+values in groups of 32 whose edges lie at 32 + 32 j); they and the norms are not counted here.
 
 Deviations from the paper
 1. Eq. 13 needs one bit more than the paper counts; it is counted here.
 2. The paper folds norm_k into W_Q and W_K, per channel. Before RoPE that changes the logits unless a pair shares its
    norm; here it is shared and applied to cached keys and queries, so batched prompts each have their own.
+   ``integrations.fold.fold_key_norms`` folds the norms of one prompt into a model's weights; use ``norm=false`` there.
 3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the held S.
+4. "The last 96 tokens" could also be read as at most 96 (values 65 to 96); only the other reading is offered.
 
 Pitfalls: hybrid buys nothing over small on centred data (fewer than 1 group in 1000 is asymmetric with ``literal``).
 ``symmetric=signed`` at two bits has three levels (relative MSE 0.43). A channel that the prefill showed tiny has a norm
@@ -233,7 +235,7 @@ def _group_error(difference: Tensor) -> Tensor:
 @register(
     "innerq",
     source="InnerQ: Hardware-Aware Tuning-Free Quantization of KV Cache, Sec. 4",
-    presets={"innerq-base": {"variant": "base"}, "innerq-small": {"variant": "small"}},
+    presets={f"innerq-{variant}": {"variant": variant} for variant in ("base", "small", "hybrid")},
 )
 def innerq(
     variant: Literal["base", "small", "hybrid"] = "base",

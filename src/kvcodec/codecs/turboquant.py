@@ -7,7 +7,7 @@ TurboQuant-MSE, keys and values::
     x^ = gamma s * H c[i]                          no renormalisation: E |x^|^2 = (1 - MSE) |x|^2
 
 TurboQuant-QJL, keys (values stay MSE at b bits): b - 1 bits as above and one sign per coordinate of what is left,
-arXiv:2406.03482 with an orthonormal sketch R' = H diag(s'), s' independent of s::
+arXiv:2406.03482 with an orthonormal sketch R' of signs s' independent of s (ops/qjl)::
 
     r = u - c[i],  sigma = sign(R' r),  g = |r|                                    sign(0) = +1
     u^ = c[i] + g sqrt(pi / (2 D)) R'^T sigma                E <q, u^> = <q, u>: the estimator is linear, so it decodes
@@ -32,10 +32,9 @@ unshrinks the scores, but its bit is worth a factor of 3 to 4: at equal b, MSE h
 Deviations from the papers
 1. The rotation is a signed Hadamard, not a dense orthogonal matrix: OCTOPUS' baselines (arXiv:2605.21226, Sec. 4) are
    built so. D that is no power of two: block-diagonal of the largest power of two that divides D (80: 16, 96: 32);
-   small blocks spread an outlier channel less. R' likewise.
+   small blocks spread an outlier channel less. R' is not: blocks would bias the scores (ops/qjl).
 2. The sketch is orthonormal. A Gaussian one (coefficient sqrt(pi/2) / D) multiplies the error energy by 1.56, not .57.
 3. The norm is held as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
-4. R' r is taken of r in units of 2^-30, where its sums are exact, so that a sign never hangs on the order of additions.
 
 ``variant=printed`` is for reproducing Table 1 of OCTOPUS only. The TurboQuant-QJL scores printed there carry nothing of
 the residual: they fit signs INDEPENDENT of r at the coefficient sqrt(pi/2) / D on an orthonormal sketch, an error
@@ -47,7 +46,6 @@ Pitfalls: TurboQuant-MSE scores are short by the relative MSE (slope -.116 at b 
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import pi
 from typing import Literal
 
 import torch
@@ -58,6 +56,7 @@ from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
+from kvcodec.ops.qjl import check_sketch, estimate, sketch
 from kvcodec.ops.rotation import random_signs, rotate, rotate_back
 from kvcodec.ops.sums import row_norm, token_chunks
 from kvcodec.registry import register
@@ -67,8 +66,6 @@ Norm = Literal["fp16", "fp32"]
 Variant = Literal["correct", "printed"]
 
 NORM_DTYPES: dict[str, str] = {"fp16": "float16", "fp32": "float32"}
-FIXED_POINT = 2.0**30
-"""Residuals are whole multiples of its inverse: 2^8 of them, each below 2^31, sum exactly in float64."""
 
 
 @lru_cache(maxsize=64)
@@ -185,8 +182,10 @@ class TurboQuantQJL(TurboQuant):
 
     def layout(self, head_dim: int) -> Layout:
         """The stage's fields, then the residual's signs and length."""
+        stage = self.stage.layout(head_dim)
+        check_sketch("turboquant-qjl", head_dim)
         fields = (
-            *self.stage.layout(head_dim).fields,
+            *stage.fields,
             Field("signs", "uint8", (head_dim // 8,)),
             Field("residual", "float16", (1,), "norms"),
         )
@@ -194,9 +193,9 @@ class TurboQuantQJL(TurboQuant):
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the stage's constants, and ``sketch``, ``sketch_back [1, H, D]``: s' of the encoder and decoder."""
-        sketch = random_signs(site, stream=1)
-        back = sketch if self.variant == "correct" else random_signs(site, stream=2)
-        return {**self.stage.fit(site), "sketch": sketch, "sketch_back": back}
+        signs = random_signs(site, stream=1)
+        back = signs if self.variant == "correct" else random_signs(site, stream=2)
+        return {**self.stage.fit(site), "sketch": signs, "sketch_back": back}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Round, then sketch what is left."""
@@ -206,20 +205,17 @@ class TurboQuantQJL(TurboQuant):
         for piece in token_chunks(x):
             u, norm = self.stage.unit(piece)
             codes = search(u)
-            r = u - levels[codes]
-            plus = rotate((r * FIXED_POINT).round(), params["sketch"]) >= 0
-            parts.append((pack(codes, self.bits - 1), norm, pack(plus, 1), row_norm(r).half()))
+            parts.append((pack(codes, self.bits - 1), norm, *sketch(u - levels[codes], params["sketch"])))
         fields = (torch.cat(field, 2) for field in zip(*parts, strict=True))
         return dict(zip(("codes", "norm", "signs", "residual"), fields, strict=True))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the levels, then scale."""
         dim = params["signs"].shape[-1]
-        sigma = unpack(payload["signs"], 1, dim).float() * 2 - 1
-        estimate = rotate_back(sigma, params["sketch_back"])
-        coefficient = (pi / (2 * dim)) ** 0.5 if self.variant == "correct" else (pi / 2) ** 0.5 / dim
-        u = self.stage.look_up(payload, params) + estimate * (payload["residual"].float() * coefficient)
-        return u * (payload["norm"].float() * dim**0.5)
+        r = estimate(payload["signs"], payload["residual"], params["sketch_back"])
+        if self.variant == "printed":
+            r = r * dim**-0.5  # the coefficient of a Gaussian sketch, on one of unit rows
+        return (self.stage.look_up(payload, params) + r) * (payload["norm"].float() * dim**0.5)
 
 
 @register(
