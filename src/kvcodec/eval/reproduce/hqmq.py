@@ -287,13 +287,7 @@ def naive_int(quick: bool) -> Iterator[Claim]:
 @reproduces("hqmq", f"{NOT_PRINTED}: outlier chunks", seconds=5)
 def outliers(quick: bool) -> Iterator[Claim]:
     """One chunk of 32 in every token 100 times the median: relative MSE of the other 31."""
-    x = torch.randn(1, 1, 128 if quick else 256, 128, generator=_generator(0))
-    calm, chunks = x, split_chunks(x).clone()
-    length = chunk_lengths(chunks)
-    place = torch.randint(32, length.shape[:3], generator=_generator(1))[..., None]
-    loud = torch.zeros_like(length, dtype=torch.bool).scatter_(-1, place, True)
-    chunks[loud] *= (100 * length.median() / length[loud])[:, None].float()
-    x = chunks.flatten(-2)
+    calm, x, loud = _with_loud_chunks(128 if quick else 256)
     note, share = "every other radius becomes 0", _zero_share(63)
     rows = [("hqmq-s24_r3", "1.000", note), ("hqmq-s24_r4", "1.000", note)]
     note = f"{100 * share:.0f} % of the other radii become 0; reference: integral over the radius"
@@ -303,6 +297,9 @@ def outliers(quick: bool) -> Iterator[Claim]:
         yield Claim(
             spec, "bulk_relative_mse", error, sum(errors) / len(errors), QUICK_BAND if quick else SEED_BAND, note
         )
+    spec = "int-4:symmetric=true,outliers=3"
+    _, longer, where = _with_loud_chunks(4096)
+    yield Claim(spec, "bulk_relative_mse", "0.0135", _bulk(get(spec).key, longer, where, 0), 0.01)
     for spec in OUTLIER_SPECS:
         with_it, without = (get(name).key for name in (f"{spec}:outliers=3", spec))
         ratios = [_bulk(with_it, x, loud, seed) / _bulk(without, calm, loud, seed) for seed in range(3)]
@@ -311,6 +308,17 @@ def outliers(quick: bool) -> Iterator[Claim]:
 
 
 OUTLIER_SPECS = ("hqmq-s24_r3", "hqmq-s24_r6", "hqmq-s192_r6")
+
+
+def _with_loud_chunks(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """N(0, I) tokens; the same with one chunk of 32 scaled to 100 medians; which chunk that is."""
+    calm = torch.randn(1, 1, tokens, 128, generator=_generator(0))
+    chunks = split_chunks(calm).clone()
+    length = chunk_lengths(chunks)
+    place = torch.randint(32, length.shape[:3], generator=_generator(1))[..., None]
+    loud = torch.zeros_like(length, dtype=torch.bool).scatter_(-1, place, True)
+    chunks[loud] *= (100 * length.median() / length[loud])[:, None].float()
+    return calm, chunks.flatten(-2), loud
 
 
 def _bulk(codec: Codec, x: Tensor, loud: Tensor, seed: int) -> float:
