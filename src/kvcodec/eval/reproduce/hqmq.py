@@ -148,7 +148,7 @@ def baseline_bits(quick: bool) -> Iterator[Claim]:
     note = "groups of 32, as the paper says, with scale and offset in fp16 take one bit; the print fits groups of 64"
     for bits in (2, 4):
         held = get(f"kivi-{bits}").effective_bits(128)
-        yield Claim(f"KIVI-{bits}", "bits", f"{bits}.5", held, 0.0, note, spec=f"{bits + 1}.0")
+        yield Claim(f"KIVI-{bits}", "bits", f"{bits}.5", held, 0.0, note, spec=f"{bits + 1}.00")
 
 
 @reproduces(

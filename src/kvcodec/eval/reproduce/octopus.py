@@ -231,7 +231,7 @@ def table_5(quick: bool) -> Iterator[Claim]:
         note = "(b_dir, b_nrm) = (1, 1)" if bits == 1 else ""
         note = "{j, j+1} from the nearest index, as printed" if rounding == "local_2x2" and bits > 1 else note
         yield Claim(item, "cos", cos, found.cos, 1e-3, note)
-        yield Claim(item, "mse", mse, found.mse, 0.01 if quick else 0.005, note)
+        yield Claim(item, "mse", mse, found.mse, 0.02 if quick else 0.005, note)
         yield Claim(item, "tail95", tail, found.tail95, 0.035 if quick else 0.01, note)
         drawn = "mean over all queries; the paper's 64 seem long: Table 1 has 2.682 for b=2 scalar, Table 5 2.722"
         yield Claim(item, "ip_abs_err", ip, found.ip, 0.014, drawn)
