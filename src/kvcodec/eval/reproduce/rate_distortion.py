@@ -8,7 +8,6 @@ energy, so figures of that source compare with each other only). A model adds th
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.codec import Role, Site, roundtrip
-from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.errors import KVError
 from kvcodec.eval.fidelity import LayerRecord, record
 from kvcodec.eval.rows import Row
-from kvcodec.plot import style_of
 from kvcodec.progress import Progress
 from kvcodec.registry import describe, get
 
@@ -148,76 +146,3 @@ def capture(model: Any, layers: int = LAYERS, tokens: int = TOKENS) -> list[Laye
     last = len(records) - 1
     chosen = sorted({round(i * last / max(1, layers - 1)) for i in range(layers)})
     return [records[i] for i in chosen]
-
-
-def rate_distortion_figure(rows: Sequence[Row], path: Path) -> None:
-    """Draw a panel per source, relative MSE over true bits, and write it in the format of the file's suffix.
-
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing; names the extra.
-    KVError
-        If the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "figures need matplotlib, which is not installed; run: pip install 'kvcodec[plot]'"
-        ) from error
-
-    drawn = [r for r in rows if r["relative_mse"]]
-    sources = list(dict.fromkeys(r["source"] for r in drawn))
-    across = 2 if len(sources) in (2, 4) else min(3, max(1, len(sources)))
-    down = max(1, -(-len(sources) // across))
-    figure = Figure(figsize=(5.6 * across, 4.4 * down + 0.9), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(down, across, squeeze=False)
-    for axes in panels.flat[len(sources) :]:
-        axes.set_axis_off()
-    handles: dict[str, Any] = {}
-    for source, axes in zip(sources, panels.flat, strict=False):
-        here = sorted((r for r in drawn if r["source"] == source), key=lambda r: (r["bits"], r["relative_mse"]))
-        shown = [r for r in here if r["bits"] <= MOST_BITS]
-        for r in shown:
-            style = style_of(r["spec"])
-            low = min(r["spread"], 0.9 * r["relative_mse"])
-            handle = axes.errorbar(
-                r["bits"], r["relative_mse"], [[low], [r["spread"]]], color=style.color, marker=style.marker,
-                ms=5.5, lw=1, capsize=2, ls="none", alpha=0.9,
-            )  # fmt: skip
-            handles.setdefault(r["method"], handle)
-        best = float("inf")
-        for r in shown:  # names where nothing with fewer bits is as good
-            if r["relative_mse"] < best:
-                best = r["relative_mse"]
-                axes.annotate(
-                    r["spec"], (r["bits"], best), xytext=(-3, -4), textcoords="offset points", fontsize=6,
-                    ha="right", va="top", color=style_of(r["spec"]).color,
-                )  # fmt: skip
-        if source in ("Gaussian keys", "unit-sphere keys"):
-            rates = [r["bits"] for r in shown]
-            axes.plot(rates, [4.0**-rate for rate in rates], color="0.5", lw=1, ls=":", zorder=0)
-            axes.annotate("Shannon's bound, 4^-bits", (rates[0], 4.0 ** -rates[0]), fontsize=6, color="0.4", va="top")
-        head = f"D = {here[0]['head_dim']}; {here[0]['samples']} {'layers' if ' of ' in source else 'seeds'}"
-        axes.set_title(f"{source} ({head})", fontsize=9, loc="left")
-        axes.set_yscale("log")
-        axes.margins(x=0.16)
-        axes.grid(which="major", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        left_out = [r["spec"] for r in here if r["bits"] > MOST_BITS]
-        if left_out:
-            axes.set_xlabel(f"above {MOST_BITS} bits, not shown: {', '.join(left_out)}", fontsize=7)
-    figure.supxlabel("bits per element: all bytes of an encoded block x 8 / elements", fontsize=9)
-    figure.supylabel("relative MSE; bars: one standard deviation", fontsize=9)
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=7, fontsize=8, frameon=False)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another folder.") from error
-
-
-MOST_BITS = 7.0
-"""Right end of the figure; what costs more is named under it."""

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.errors import KVError
 from kvcodec.eval.reproduce.claims import PAPERS, axes_of
-from kvcodec.eval.reproduce.rate_distortion import STUDY, rate_distortion_figure
+from kvcodec.eval.reproduce.rate_distortion import STUDY
 from kvcodec.eval.rows import Row, check_writable, plain, versions, write_json
+from kvcodec.plot import curves_figure, rate_distortion_figure
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
-MARKERS = "osD^vP<"
 MARKDOWN, JSON, FIGURE = "reproduce.md", "reproduce.json", "rate-distortion"
 CLOSE = 0.01
 
@@ -198,7 +197,8 @@ def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any])
             name = "".join(c if c.isalnum() else "-" for c in f"{paper}-{table}".lower()).strip("-") + ".png"
             while "--" in name:
                 name = name.replace("--", "-")
-            table_figure(points, axes, f"{PAPERS[paper]}, {table}", folder / name)
+            title = f"{PAPERS[paper]}, {table}"
+            curves_figure(points, folder / name, title, x=axes.x, y=axes.y, log_y=axes.log_y)
             paths.append(folder / name)
             figures[paper, table] = name
     if study:
@@ -214,35 +214,3 @@ def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any])
     except OSError as error:
         raise KVError(f"{page} cannot be written ({error.strerror or error}); choose another folder.") from error
     return [page, folder / JSON, *paths]
-
-
-def table_figure(points: Sequence[Row], axes: Any, title: str, path: Path) -> None:
-    """Draw ours as filled markers on lines, what is printed as hollow ones, a curve per colour."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "figures need matplotlib, which is not installed; run: pip install 'kvcodec[plot]'"
-        ) from error
-    figure = Figure(figsize=(6.4, 4.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    panel = figure.add_subplot()
-    for i, curve in enumerate(dict.fromkeys(r["curve"] for r in points)):
-        here = sorted((r for r in points if r["curve"] == curve), key=lambda r: r["x"])
-        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-        x = [r["x"] for r in here]
-        panel.plot(x, [r["ours"] for r in here], color=color, marker=marker, ms=4, lw=1, label=curve)
-        panel.plot(x, [r["printed"] for r in here], color=color, marker=marker, ms=9, ls="none", mfc="none", mew=0.8)
-    if axes.log_y:
-        panel.set_yscale("log")
-    panel.set_xlabel(axes.x)
-    panel.set_ylabel(axes.y)
-    panel.set_title(f"{title}\nfilled: ours; hollow: the paper or its reference", fontsize=9, loc="left")
-    panel.grid(which="major", alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=7, frameon=False)
-    try:
-        figure.savefig(path, metadata={"Software": "kvcodec"})
-    except OSError as error:
-        raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another folder.") from error
