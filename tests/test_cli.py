@@ -5,13 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import kvcodec
 from kvcodec import cli
 from kvcodec.demo import recommend
 from kvcodec.eval import compare as compare_module
 from kvcodec.eval import perplexity
-from tests.eval.tiny import TEXT, save_tiny
+from tests.eval.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
 
 SIZES = ["--windows", "2", "--window-tokens", "96"]
 
@@ -191,6 +192,97 @@ def test_bench_and_reproduce_write_their_rows(capsys, monkeypatch):
     monkeypatch.setattr(reproduce, "reproduce_rows", rows)
     status, out, _ = run(capsys, "reproduce", "--json", "-")
     assert (status, json.loads(out)) == (130, [claim | {"partial": True}])
+
+
+# -- fit, --params -----------------------------------------------------------------------------------------------------
+
+INNERQ = "innerq-base:sink=0,window=0"
+
+
+def test_fit_writes_a_file_that_compare_and_eval_take(capsys, model, text, tmp_path):
+    out_file = tmp_path / "new" / "params.safetensors"
+    status, out, err = run(capsys, "fit", model, INNERQ, "--text", text, "-o", str(out_file), *SIZES)
+    assert status == 0
+    assert f"written: {out_file}" in out
+    assert "keys: norm float32 [1x2x64] in 3 layers" in out
+    assert "reading the text" in err
+    _, out, _ = run(capsys, "fit", model, INNERQ, "--text", text, "-o", str(out_file), *SIZES, "--json", "-")
+    found = json.loads(out)
+    assert {"seconds", "sha256", "file", "text_sha256", "bytes"} <= set(found)
+    assert (found["spec"], found["tokens"], found["layers"], found["seed"]) == (INNERQ, 192, [0, 1, 2], None)
+    assert [p.name for p in out_file.parent.iterdir()] == [out_file.name]
+
+    arguments = ["compare", model, "--specs", f"{INNERQ},int-4", "--text", text, *SIZES, "--params", str(out_file)]
+    _, out, _ = run(capsys, *arguments, "--json", "-")
+    rows = json.loads(out)
+    assert [row["fitted"] for row in rows] == ["file", None]
+    assert rows[0]["params"]["sha256"] == found["sha256"]
+    arguments = ["eval", model, "--spec", INNERQ, "--text", text, *SIZES, "--params", str(out_file)]
+    _, out, _ = run(capsys, *arguments)
+    assert "fitted" in out
+
+
+@pytest.mark.usefixtures("no_model")
+def test_fit_refuses_before_the_model_is_loaded(capsys, text, tmp_path):
+    good = ["--text", text, "-o", str(tmp_path / "p"), *SIZES]
+    assert "Did you mean 'innerq-base'" in refused(capsys, "fit", "m", "innerq-bas", *good)
+    assert "saw-int4 has no constants to fit" in refused(capsys, "fit", "m", "saw-int4", *good)
+    assert "a window takes 2048 tokens" in refused(capsys, "fit", "m", "innerq-base", *good[:4])
+    assert "cannot be read" in refused(capsys, "fit", "m", "innerq-base", "--text", "no.txt", *good[2:])
+    (tmp_path / "file").write_text("in the way")
+    blocked = ["--text", text, "-o", str(tmp_path / "file" / "p"), *SIZES]
+    assert "cannot be written" in refused(capsys, "fit", "m", "innerq-base", *blocked)
+    folder = ["--text", text, "-o", str(tmp_path), *SIZES]
+    assert "is a folder; name a file in it" in refused(capsys, "fit", "m", "innerq-base", *folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_fit_needs_a_text_of_its_own(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "m", "innerq-base", "-o", "p"])
+    assert "--text" in capsys.readouterr().err
+
+
+def test_an_interrupted_fit_leaves_no_file(capsys, model, text, tmp_path, monkeypatch):
+    from kvcodec.codecs.innerq import InnerQ
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InnerQ, "fit", interrupted)
+    status, out, _ = run(capsys, "fit", model, "innerq-base", "--text", text, "-o", str(tmp_path / "p"), *SIZES)
+    assert (status, out) == (130, "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_model")
+def test_params_files_are_checked_before_the_model_is_loaded(capsys, text, tmp_path):
+    (tmp_path / "p").write_text("no params file, but as long as one has to be")
+    measure = ["compare", "m", "--specs", "innerq-base", "--text", text, "--params"]
+    assert "was not found" in refused(capsys, *measure, str(tmp_path / "no"))
+    assert "is a folder" in refused(capsys, *measure, str(tmp_path))
+    assert "is not a kvcodec params file" in refused(capsys, *measure, str(tmp_path / "p"))
+
+
+def test_a_params_file_of_no_spec_or_of_another_model_is_refused(capsys, model, text, tmp_path, monkeypatch):
+    out_file = str(tmp_path / "params")
+    run(capsys, "fit", model, INNERQ, "--text", text, "-o", out_file, *SIZES)
+    from kvcodec import models
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+        arguments = ["eval", "m", "--spec", "int-4", "--text", text, "--params", out_file]
+        assert f"fitted for {INNERQ}, which is not among the specs given (int-4)" in refused(capsys, *arguments)
+    other = tiny_llama()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.01)
+    other.save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    capsys.readouterr()
+    arguments = ["eval", str(tmp_path / "other"), "--spec", INNERQ, "--text", text, *SIZES, "--params", out_file]
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert "whose weights are not those of this LlamaForCausalLM" in err.splitlines()[-1]
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------

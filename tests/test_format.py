@@ -8,8 +8,10 @@ import torch
 from safetensors import safe_open
 
 import kvcodec
-from kvcodec import persist
+from kvcodec import params, persist
+from kvcodec.fit import fit_model
 from kvcodec.ops.bitpack import pack
+from tests.eval.tiny import TEXT, tiny_loaded
 
 DOC = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
 
@@ -54,12 +56,27 @@ def test_the_names_in_the_file_are_listed(tmp_path):
         metadata = file.metadata()
         for name in sorted(file.keys()):
             assert re.sub(r"^0\.", "<i>.", name).replace("key", "<role>").replace("value", "<role>") in DOC, name
-    assert list(metadata) == [persist.FORMAT]
-    header = json.loads(metadata[persist.FORMAT])
+    assert list(metadata) == [persist.KIND.mark]
+    header = json.loads(metadata[persist.KIND.mark])
     assert f"of this file format: {header['version']}." in DOC
     layer = header["layers"][0]
     for name in [*header, *layer, *layer["held"], *layer["held"]["roles"]["key"]]:
         assert f"`{name}`" in DOC or name == "roles", name
+
+
+def test_the_names_in_a_params_file_are_listed(tmp_path):
+    fitted = fit_model(tiny_loaded(), "innerq-base", TEXT, windows=1, window_tokens=96).save(tmp_path / "p")
+    with safe_open(tmp_path / "p", "pt") as file:
+        metadata = file.metadata()
+        assert all(re.fullmatch(r"params\.[0-9a-f]{16}", name) for name in file.keys())  # noqa: SIM118
+    assert list(metadata) == [params.KIND.mark]
+    section = DOC.split("## The params file")[1].split("\n## ")[0]
+    header = json.loads(metadata[params.KIND.mark])
+    assert f"of this file format: {header['version']}." in section
+    for name in [*header, *header["model"], *header["text"], "key", "value"]:
+        assert f"`{name}`" in section, name
+    assert header["sha256"] == fitted.sha256
+    assert (params.WEIGHTS, params.ELEMENTS, params.TOLERANCE) == (8, 65536, 1 / 64)
 
 
 def test_the_bit_stream_is_as_written():

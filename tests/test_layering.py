@@ -12,7 +12,10 @@ import kvcodec
 
 ROOT = Path(kvcodec.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-BRICKS = {"kvcodec.codecs.dense", "kvcodec.codecs.group_int", "kvcodec.codecs.med", "kvcodec.codecs.rotated"}
+BRICKS = {
+    f"kvcodec.codecs.{name}"
+    for name in ("dense", "group_int", "rotated", "wrapper", "hessian", "kmeans_residual", "med")
+}
 """Codecs that others are built of; any other module of codecs/ is a paper and stands alone."""
 
 SAME_PAPER = {("octopus_qjl", "kvcodec.codecs.octopus")}
@@ -29,7 +32,9 @@ MAY_IMPORT = (
         "cache": {*CONTRACT, "pages"},
         "attention": {*CONTRACT, "pages", "cache"},
         "compressed": {*CONTRACT, "cache"},
-        "persist": {*CONTRACT, "pages", "cache"},
+        "sealed": {"errors"},
+        "persist": {*CONTRACT, "pages", "cache", "sealed"},
+        "params": {*CONTRACT, "sealed", "integrations"},  # a model's layers are the integration's to read
     }
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )
@@ -37,7 +42,7 @@ LAZILY = {
     ("scheme", "kvcodec.codecs.dense"),  # boundary layers are dense; a function-level import breaks the cycle
     ("registry", "kvcodec.codecs"),
     ("cache", "kvcodec.attention"),
-    ("persist", "kvcodec"),  # the version
+    ("sealed", "kvcodec"),  # the version
 }
 ONLY_IN = {
     "triton": {"kernels"},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcodec.codec import Codec, Params
 from kvcodec.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def attend(
         mask = mask.expand(*mask.shape[:-1], total)
     scale = d**-0.5 if scale is None else scale
     out: Partial | None = None
-    rounded = _rounded(q, cache)
+    rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
     for first in range(0, total, chunk):
         last = min(first + chunk, total)
         k, v = cache.decode(first, last)
@@ -116,15 +117,13 @@ def attend(
     return (out.acc / out.l.clamp_min(1e-38)[..., None]).to(q.dtype)
 
 
-def _rounded(q: Tensor, cache: "LayerCache") -> Tensor:
-    """Queries as a kernel multiplies them: rounded in the code basis by codecs that do so, and brought back."""
-    state = cache.roles["key"]
-    if not state.codec.query_error or state.params is None:
+def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> Tensor:
+    """Queries ``[B, HQ, n, D]`` as attention multiplies them: rounded in the code basis by codecs that do so."""
+    if not codec.query_error:
         return q
     b, hq, n, d = q.shape
-    heads = state.site.num_heads
-    folded = q.float().reshape(b, heads, hq // heads * n, d)
-    return state.codec.from_code(state.codec.query_to_code(folded, state.params), state.params).reshape(q.shape)
+    folded = q.float().reshape(b, kv_heads, hq // kv_heads * n, d)
+    return codec.from_code(codec.query_to_code(folded, params), params).reshape(q.shape)
 
 
 def _bias(q: Tensor, mask: Tensor | None, causal: bool, first: int, last: int, total: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The command line: ``kvcodec demo | list | describe | compare | eval | bench | reproduce | report``.
+"""The command line: ``kvcodec demo | list | describe | fit | compare | eval | bench | reproduce | report``.
 
 Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
 nothing else. Exit status: 0 done, 2 a mistake that one line explains, 130 interrupted (what was finished is written).
@@ -7,6 +7,7 @@ nothing else. Exit status: 0 done, 2 a mistake that one line explains, 130 inter
 import argparse
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -27,11 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in args.codec_file:
             kvcodec.load_file(path)
         if args.json not in (None, "-"):
-            from kvcodec.eval.rows import check_writable
-
-            check_writable(Path(args.json).parent)
-            if Path(args.json).is_dir():
-                raise KVError(f"--json {args.json} is a folder; name a file in it, or - for standard output.")
+            _check_target("--json", args.json, ", or - for standard output")
         status = args.run(args)
         assert isinstance(status, int)
         return status
@@ -70,6 +67,36 @@ def _demo(args: argparse.Namespace) -> int:
     return _finish(args, rows, lambda: show(rows, meta, paths))
 
 
+def _fit(args: argparse.Namespace) -> int:
+    """Fit and write; everything that can be refused is refused before the model loads."""
+    from kvcodec.fit import about, about_text, check_fit, fit_model
+    from kvcodec.models import load, load_text
+    from kvcodec.progress import Progress
+
+    _check_target("--out", args.out)
+    text = load_text(args.text)
+    check_fit(args.spec, text.text, args.window_tokens)
+    begun, progress = time.monotonic(), Progress()
+    model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
+    fitted = fit_model(
+        model,
+        args.spec,
+        text.text,
+        windows=args.windows,
+        window_tokens=args.window_tokens,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        text_name=text.name,
+        progress=progress,
+    )
+    try:
+        fitted = fitted.save(args.out)
+    except OSError as error:
+        raise KVError(str(error)) from error
+    found = about(fitted) | {"file": args.out, "seconds": time.monotonic() - begun}
+    return _finish(args, found, lambda: about_text(found, args.windows))
+
+
 def _compare(args: argparse.Namespace) -> int:
     from kvcodec.demo import about
     from kvcodec.eval.rows import plain, table
@@ -93,10 +120,15 @@ def _measure(args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, A
     """Load text and model, and compare; everything that can be refused is refused before the model loads."""
     from kvcodec.eval.compare import Settings, compare
     from kvcodec.models import load, load_text
+    from kvcodec.params import match_params, read_params
     from kvcodec.progress import Progress
 
-    for spec in specs:
-        kvcodec.get(spec)
+    schemes = [kvcodec.get(spec) for spec in specs]
+    try:
+        params = [read_params(path) for path in args.params]
+    except OSError as error:
+        raise KVError(str(error)) from error
+    match_params(params, schemes)
     text = load_text(args.text)
     progress = Progress()
     settings = Settings(
@@ -110,7 +142,7 @@ def _measure(args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, A
         text_sha256=text.sha256,
     )
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
-    return compare(model, specs, text.text, settings, progress=progress)
+    return compare(model, specs, text.text, settings, params=params, progress=progress)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -239,6 +271,15 @@ def _report(args: argparse.Namespace) -> int:
     return _finish(args, [str(path) for path in paths], lambda: "\n".join(f"written: {path}" for path in paths))
 
 
+def _check_target(option: str, path: str, otherwise: str = "") -> None:
+    """Refuse a file that cannot be written, before any work."""
+    from kvcodec.eval.rows import check_writable
+
+    check_writable(Path(path).parent)
+    if Path(path).is_dir():
+        raise KVError(f"{option} {path} is a folder; name a file in it{otherwise}.")
+
+
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +366,17 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("spec", metavar="SPEC")
     _head_dim(p)
 
+    p = _command(commands, "fit", _fit, "constants of a preset, fitted to your model on your text")
+    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
+    p.add_argument("spec", metavar="SPEC", help="a preset with constants to fit, e.g. innerq-base")
+    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text; not the one that you measure on")
+    p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
+    p.add_argument("--windows", type=_positive, default=4, metavar="N", help="windows of text (%(default)s)")
+    p.add_argument("--window-tokens", type=_positive, default=2048, metavar="N", help="(%(default)s)")
+    p.add_argument("--max-tokens", type=_positive, default=8192, metavar="N", help="kept per layer (%(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="as for compare, where the codec draws from it")
+    _device(p)
+
     p = _command(commands, "compare", _compare, "presets on your model and text")
     p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
     p.add_argument("--specs", type=_specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64")
@@ -392,6 +444,13 @@ def _text_options(p: argparse.ArgumentParser) -> None:
 
 def _measure_options(p: argparse.ArgumentParser) -> None:
     _text_options(p)
+    p.add_argument(
+        "--params",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="constants that `kvcodec fit` wrote, for the spec they were fitted for; may be repeated",
+    )
     p.add_argument(
         "--prefill",
         choices=("decoded", "exact"),

@@ -1,20 +1,16 @@
-"""Save packed caches and load them: one safetensors file, versioned, checked, written whole or not at all.
+"""Save packed caches and load them: one sealed safetensors file (``sealed.py``), written whole or not at all.
 
 The pages go to disk as they lie in memory (``layout.py``); sinks and windows follow in 16 bit. Constants that derive
 from the seed are not written: they are drawn again, and a fingerprint tells whether the draw still gives the same.
 Constants that were fitted on data are written once, however many layers share them. See ``docs/format.md``.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcodec.cache import LayerCache, RoleState
@@ -23,9 +19,9 @@ from kvcodec.errors import FormatError, KVError
 from kvcodec.layout import PageLayout
 from kvcodec.pages import PageStore
 from kvcodec.registry import from_json
+from kvcodec.sealed import Kind, check_target, load_params, read, store_params, write
 
-FORMAT = "kvcodec-cache"  # the one metadata entry of the file: more would come in random order
-VERSION = 1
+KIND = Kind("kvcodec-cache", 1, "cache", "save", "save the cache again")
 
 
 def save_layers(path: str | Path, layers: Sequence[LayerCache], meta: Mapping[str, Any]) -> None:
@@ -47,27 +43,16 @@ def save_layers(path: str | Path, layers: Sequence[LayerCache], meta: Mapping[st
     TypeError
         ``meta`` is not plain JSON.
     """
-    from kvcodec import __version__
-
     path = Path(path)
-    _check_target(path)
+    check_target(path, KIND)  # before gigabytes are copied
     tensors: dict[str, Tensor] = {}
     schemes: list[str] = []
     states = [_layer_state(str(i), layer, tensors, schemes) for i, layer in enumerate(layers)]
-    header: dict[str, Any] = {"version": VERSION, "kvcodec": __version__, "schemes": schemes, "layers": states}
     try:
-        header["meta"] = json.loads(json.dumps(dict(meta)))
+        plain = json.loads(json.dumps(dict(meta)))
     except TypeError as error:
         raise TypeError(f"meta cannot be saved: {error}; pass strings, numbers, booleans, lists and dicts.") from error
-    header["sha256"] = _digest(header, tensors)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        save_file(tensors, partial, metadata={FORMAT: json.dumps(header, sort_keys=True)})
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot write {path}: {error}; check the folder's rights and the free space.") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write(path, KIND, {"schemes": schemes, "layers": states, "meta": plain}, tensors)
 
 
 def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[list[LayerCache], dict[str, Any]]:
@@ -92,16 +77,7 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
         The file is cut, altered, foreign, or newer than this kvcodec; the text says which and what to do.
     """
     path = Path(path)
-    header = _read_header(path)
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"{path} is damaged: {error}; save the cache again.") from error
-    stored = header.pop("sha256", "")
-    if _digest(header, tensors) != stored:
-        raise FormatError(
-            f"{path} was altered after it was written: its sha256 does not match; copy it again or save it again."
-        )
+    header, tensors = read(path, KIND)
     try:
         where = torch.device(device)
         layers = [_rebuild(str(i), s, header["schemes"], tensors, where) for i, s in enumerate(header["layers"])]
@@ -113,73 +89,6 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
             f"{path} was written by kvcodec {header.get('kvcodec')} and its state does not fit this version: {error}; "
             f"load it with that version, or save the cache again."
         ) from error
-
-
-def _check_target(path: Path) -> None:
-    folder = path.parent
-    if not folder.exists():
-        raise FileNotFoundError(f"cannot save to {path}: the folder {folder} does not exist; create it first.")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"cannot save to {path}: {folder} is a file, not a folder.")
-    if path.is_dir():
-        raise IsADirectoryError(
-            f"cannot save to {path}: that is a folder; name a file in it, e.g. {path / 'cache.safetensors'}."
-        )
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"cannot save to {path}: the folder {folder} is not writable; choose another one.")
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """Read and check the metadata alone, so that every refusal can say what is wrong."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; pass the file that was saved.")
-    if not path.exists():
-        raise FileNotFoundError(f"{path} was not found; pass the file that was saved.")
-    foreign = f"{path} is not a kvcodec cache"
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise FormatError(f"{foreign}, or it is cut ({size} bytes); pass a file written by save, or save it again.")
-        text = file.read(length)
-    try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__", {})
-        end = max((e["data_offsets"][1] for e in entries.values()), default=0)
-        header = json.loads(metadata[FORMAT]) if FORMAT in metadata else None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(f"{foreign}: its header is not safetensors JSON, or was altered; save it again.") from error
-    if header is None:
-        raise FormatError(f"{foreign}: a safetensors file without the mark {FORMAT!r}; pass a file written by save.")
-    if not isinstance(header, dict) or not isinstance(version := header.get("version"), int):
-        raise FormatError(f"{path} was altered: its header names no version; save the cache again.")
-    if version > VERSION:
-        raise FormatError(
-            f"{path} has format version {version}, written by kvcodec {header.get('kvcodec', 'unknown')}; this kvcodec "
-            f"reads up to version {VERSION}. Update kvcodec (pip install --upgrade kvcodec)."
-        )
-    if size != 8 + length + end:
-        raise FormatError(
-            f"{path} is cut: {size} bytes of {8 + length + end}; copy it again or save the cache again."
-            if size < 8 + length + end
-            else f"{path} was altered: {size - 8 - length - end} bytes follow its end; copy or save it again."
-        )
-    return header
-
-
-def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        found.update(_bytes(tensor))
-    return found.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    array: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 # -- one layer to JSON and tensors -------------------------------------------------------------------------------------
@@ -196,7 +105,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "seed": layer.seed,
         "page_tokens": layer.page_tokens,
         "capacity": layer.reserve,
-        "fitted": {role: _store_params(params, tensors) for role, params in layer.fitted.items()},
+        "fitted": {role: store_params(params, tensors) for role, params in layer.fitted.items()},
     }
     if layer.store is None:
         return state
@@ -222,7 +131,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
             "runs": [list(run) for run in held.runs],
         }
         if held.params is not None and (held.codec.needs_sample or role in layer.fitted):
-            entry["params"] = _store_params(held.params, tensors)
+            entry["params"] = store_params(held.params, tensors)
         elif held.params is not None:
             entry["fingerprint"] = _fingerprint(held.params)
         state["held"]["roles"][role] = entry
@@ -244,17 +153,6 @@ def _live_pages(layer: LayerCache, columns: int) -> Tensor:
         mask = live.view(1, columns, 1, plane.blocks).expand(layer.batch, -1, layer.store.heads, -1).flatten(0, 1)
         page.view(kept, plane)[mask] = page.view(pages, plane)[mask]
     return kept
-
-
-def _store_params(params: Params, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Store constants under the hash of their bytes, so that layers share what is equal."""
-    names = {}
-    for key, value in params.items():
-        kind = json.dumps([str(value.dtype), list(value.shape)]).encode()
-        name = f"params.{hashlib.sha256(kind + _bytes(value)).hexdigest()[:16]}"
-        tensors.setdefault(name, value.detach().cpu().contiguous().clone())
-        names[key] = name
-    return names
 
 
 def _fingerprint(params: Params) -> dict[str, list[Any]]:
@@ -284,7 +182,7 @@ def _rebuild(
         from_json(schemes[state["scheme"]]),
         layer=state["layer"],
         seed=state["seed"],
-        params={_role(role): _load_params(p, tensors, device) for role, p in state["fitted"].items()},
+        params={_role(role): load_params(p, tensors, device) for role, p in state["fitted"].items()},
         page_tokens=state["page_tokens"],
         capacity=state["capacity"],
     )
@@ -334,7 +232,7 @@ def _rebuild_role(
     state.sink, state.window = (tensors[f"{name}.{part}"].to(device) for part in ("sink", "window"))
     state.runs = [(int(first), int(last)) for first, last in entry["runs"]]
     if "params" in entry:
-        state.params = _load_params(entry["params"], tensors, device)
+        state.params = load_params(entry["params"], tensors, device)
     elif "fingerprint" in entry:
         state.params = state.codec.fit(site)
         if not _same_draw(_fingerprint(state.params), entry["fingerprint"]):
@@ -343,10 +241,6 @@ def _rebuild_role(
                 f"was written with; load it with the kvcodec and torch that wrote it."
             )
     return state
-
-
-def _load_params(names: Mapping[str, str], tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {key: tensors[name].to(device) for key, name in names.items()}
 
 
 def _role(text: str) -> Role:

@@ -347,3 +347,22 @@ def test_unknown_options(options, message):
 def test_head_dim_that_is_no_multiple_of_8():
     with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
         UltraQuant().layout(100)
+
+
+def test_attention_reads_queries_as_the_kernel_multiplies_them():
+    """Rotated with a dense matrix, rounded to E4M3, multiplied with the codes; far from exact queries by about 2^-4."""
+    k, v, q = normal(50, heads=2), normal(50, heads=2, seed=1), normal(3, heads=4, seed=2)
+    outs = {}
+    for queries in ("exact", "fp8"):
+        cache = kvcodec.LayerCache(kvcodec.get(f"ultraquant:queries={queries}"))
+        cache.append(k, v)
+        outs[queries] = cache.attend(q)
+    keys, values = cache.decode()
+    h = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(64)] for i in range(64)]) / 8
+    rounded = (q @ h).to(torch.float8_e4m3fn).float()
+    scores = rounded @ (keys @ h).repeat_interleave(2, 1).mT / 8
+    hidden = torch.ones(3, 50).triu(48).bool()
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values.repeat_interleave(2, 1)
+    torch.testing.assert_close(outs["fp8"], expected, rtol=1e-4, atol=1e-4)
+    difference = float((outs["fp8"] - outs["exact"]).norm() / outs["exact"].norm())
+    assert 1e-3 < difference < 2**-4

@@ -1,4 +1,4 @@
-"""One parameter for the whole suite: every preset that the registry knows, whoever wrote it."""
+"""One parameter for the whole suite: every preset that the registry knows, whoever wrote it, and some variants."""
 
 from pathlib import Path
 
@@ -27,9 +27,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture(scope="session", params=kvcodec.presets())
+VARIANTS = (
+    "hqmq-s24_r3:outliers=3",
+    "hqmq-s48_r4:packing=radix",
+    "int-4:outliers=3",
+    "saw-int4:zero=float,pack=halves",
+    "ultraquant:scale=real",
+    "ultra-tq:norm=block,table=calibrated",
+)
+"""Options that change bytes, constants or what attention does, and are no preset."""
+
+
+@pytest.fixture(scope="session", params=[*kvcodec.presets(), *VARIANTS])
 def spec(request: pytest.FixtureRequest) -> str:
-    """Every preset, one after the other."""
+    """Every preset and variant, one after the other."""
     return request.param
 
 

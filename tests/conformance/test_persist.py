@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvcodec
-from kvcodec import persist
-from kvcodec.persist import load_layers, save_layers
+from kvcodec import sealed
+from kvcodec.persist import KIND, load_layers, save_layers
 
 from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
 
@@ -114,15 +114,15 @@ def saved(tmp_path):
 def header_of(path) -> tuple[dict, dict[str, torch.Tensor]]:
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
-    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][persist.FORMAT]), load_file(path)
+    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][KIND.mark]), load_file(path)
 
 
 def resave(path, header, tensors, *, sign: bool = True) -> None:
     """Write a changed file, with a fitting sha256 unless told not to."""
     header = {k: v for k, v in header.items() if k != "sha256" or not sign}
     if sign:
-        header["sha256"] = persist._digest(header, tensors)
-    save_file(tensors, path, metadata={persist.FORMAT: json.dumps(header, sort_keys=True)})
+        header["sha256"] = sealed.digest(header, tensors)
+    save_file(tensors, path, metadata={KIND.mark: json.dumps(header, sort_keys=True)})
 
 
 @pytest.mark.parametrize("left", [0, 7, 8, 100, 0.5, -1])
@@ -226,7 +226,7 @@ def test_a_failed_write_leaves_the_old_file(saved, monkeypatch):
         path.write_bytes(b"half a file")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(persist, "save_file", full)
+    monkeypatch.setattr(sealed, "save_file", full)
     with pytest.raises(OSError, match=r"cannot write .*no space left"):
         save_layers(saved, load_layers(saved)[0], {})
     assert saved.read_bytes() == before
@@ -241,7 +241,7 @@ def test_paths_that_cannot_be_written_say_why(tmp_path, monkeypatch):
         save_layers(tmp_path / "file" / "c", [], {})
     with pytest.raises(IsADirectoryError, match="name a file in it"):
         save_layers(tmp_path, [], {})
-    monkeypatch.setattr(persist.os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(sealed.os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(PermissionError, match="is not writable"):
         save_layers(tmp_path / "c", [], {})
 

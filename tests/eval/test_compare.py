@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.errors import ModelError, SpecError
+from kvcodec.errors import FitError, FormatError, ModelError, SpecError
 from kvcodec.eval import compare as module
 from kvcodec.eval import perplexity
 from kvcodec.eval.compare import Settings, compare
 from kvcodec.eval.rows import plain
+from kvcodec.fit import fit_model
+from tests.eval.leaning import leaning
 from tests.eval.tiny import TEXT, tiny_loaded
 
 SPECS = ["dense", "int-4", "saw-int4"]
@@ -69,6 +71,73 @@ def test_same_seed_same_figures(model, rows):
     timed = {"seconds", "tokens_per_s", "uncompressed"}
     for a, b in zip(rows, again, strict=True):
         assert {k: v for k, v in a.items() if k not in timed} == {k: v for k, v in b.items() if k not in timed}
+
+
+FITTED = ["innerq-base:sink=0,window=0", "ultra-tq:table=calibrated,dense_layers=0", "int-4"]
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    """Constants from a text of other statistics than the one measured on."""
+    return fit_model(model, FITTED[1], TEXT.upper()[::-1], windows=2, window_tokens=96, text_name="other.txt")
+
+
+def test_rows_say_where_constants_come_from(model, params, tmp_path):
+    params.save(tmp_path / "levels.safetensors")
+    found = compare(model, FITTED, TEXT, Settings(**SMALL), params=[tmp_path / "levels.safetensors"])
+    assert [row["fitted"] for row in found] == ["prefill", "file", None]
+    assert [row["params"] for row in found][::2] == [None, None]
+    assert found[1]["params"] == {
+        "file": "levels.safetensors",
+        "sha256": params.save(tmp_path / "again").sha256,
+        "tokens": 192,
+        "text": "other.txt",
+    }
+    assert [row["notes"] for row in found] == [
+        ["constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."],
+        ["constants of levels.safetensors, fitted on 192 tokens of other.txt."],
+        [],
+    ]
+    without = compare(model, FITTED[1:2], TEXT, Settings(**SMALL))[0]
+    assert without["fitted"] == "prefill"
+    assert without["kl"] != found[1]["kl"], "the windows are read with the constants of the file"
+    assert without["attention_error"] != found[1]["attention_error"]
+    assert json.loads(json.dumps(plain(found), allow_nan=False)) == plain(found)
+
+
+def test_where_every_layer_is_dense_nothing_is_fitted(model):
+    (row,) = compare(model, ["ultra-tq:table=calibrated"], TEXT, Settings(**SMALL))
+    assert row["fitted"] is None
+
+
+def test_a_scheme_that_rounds_queries_is_streamed_throughout(model):
+    specs = ["ultraquant:dense_layers=0", "ultraquant:queries=fp8,dense_layers=0"]
+    exact, rounded = compare(model, specs, TEXT, Settings(**SMALL))
+    assert (exact["attention"], rounded["attention"]) == ("decoded", "streamed")
+    assert exact["kl"] != rounded["kl"]
+    assert rounded["kl"] == pytest.approx(exact["kl"], rel=0.2)
+    assert exact["attention_error"] != rounded["attention_error"]
+    assert rounded["new_tokens"] == 6
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_params_that_do_not_fit_are_refused_before_any_work(model, params, monkeypatch):
+    monkeypatch.setattr(module.perplexity, "uncompressed", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(SpecError, match="which is not among the specs given"):
+        compare(model, ["int-4"], TEXT, Settings(**SMALL), params=[params])
+    drawn = leaning(drawing=True)
+    given = fit_model(model, drawn, TEXT, windows=1, window_tokens=96)
+    with pytest.raises(FormatError, match="fitted with seed 0"):
+        compare(model, [drawn], TEXT, Settings(**SMALL, seed=1), params=[given])
+    with pytest.raises(FitError, match="run `kvcodec fit MODEL"):
+        compare(model, [leaning()], TEXT, Settings(**SMALL))
+
+
+def test_constants_fitted_with_queries_are_measured_from_their_params(model):
+    given = fit_model(model, leaning(), TEXT, windows=1, window_tokens=96)
+    (row,) = compare(model, [leaning()], TEXT, Settings(**SMALL), params=[given])
+    assert row["fitted"] == "file"
+    assert row["kl"] < 1e-3, "fp16 keys over a factor"
 
 
 def test_a_spent_budget_keeps_the_first_window_and_says_so(model):

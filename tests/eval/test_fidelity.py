@@ -36,7 +36,7 @@ def test_recomputed_outputs_are_the_models_own(recorded):
 
 def test_the_models_attention_is_given_back(recorded):
     model, _, _ = recorded
-    assert model.config._attn_implementation != fidelity.RECORDER
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_error_is_zero_for_16_bit_and_grows_as_bits_fall(recorded):
@@ -54,6 +54,22 @@ def test_boundary_layers_count_as_the_scheme_says(recorded):
     by_layer = fidelity.attention_error(records, exact, "octopus-2:dense_keys=1,window=0").by_layer
     assert by_layer[1] > by_layer[0], "keys of the first layer are dense"
     assert by_layer[1] > by_layer[2], "and of the last"
+
+
+def test_rounded_queries_and_given_constants_enter_the_error(recorded):
+    _, records, _ = recorded
+    exact = [r.output(r.k, r.v) for r in records]
+
+    def error(spec, params=None):
+        return fidelity.attention_error(records, exact, spec, params=params).mean
+
+    plain, rounded = (error(f"ultraquant:queries={q},dense_layers=0") for q in ("exact", "fp8"))
+    assert plain != rounded
+    assert rounded == pytest.approx(plain, rel=0.2)
+    norm = {layer: {"key": {"norm": torch.full((1, 2, 64), 3.0)}} for layer in range(3)}
+    same = {layer: {"key": {"norm": torch.ones(1, 2, 64)}} for layer in range(3)}
+    assert error("innerq-base:sink=0,window=0", norm) != error("innerq-base:sink=0,window=0", same)
+    assert error("innerq-base:sink=0,window=0", same) == error("innerq-base:norm=false,sink=0,window=0")
 
 
 def test_error_of_one_layer_is_its_definition(recorded):

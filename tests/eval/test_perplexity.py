@@ -107,6 +107,26 @@ def test_exact_prefill_leaves_only_the_first_call_exact(model):
     assert (logits[n:] - reference[n:]).abs().max() > 1e-2
 
 
+def test_rounded_queries_are_read_inside_attention_and_change_little(model):
+    window = windows(1, 96)[0]
+    reference = perplexity.uncompressed(model, window)
+    exact, plain = perplexity.compressed_logits(model, "ultraquant:dense_layers=0", window)
+    rounded, cache = perplexity.compressed_logits(model, "ultraquant:queries=fp8,dense_layers=0", window)
+    assert (plain.report()["attention"], cache.report()["attention"]) == ("decoded", "streamed")
+    assert cache.report()["paths"] == {"streamed": 3}
+    assert model.config._attn_implementation == "sdpa", "the model's own attention is set again"
+    assert not torch.equal(exact, rounded)
+    change = Reference(window[1:], exact.log_softmax(-1)).score(rounded).kl
+    assert 0 < change < 0.2 * reference.score(exact).kl
+
+
+def test_the_models_attention_is_its_own_again_after_an_error(model, monkeypatch):
+    monkeypatch.setattr(kvcodec.LayerCache, "append", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        perplexity.compressed_logits(model, "ultraquant:queries=fp8,dense_layers=0", windows()[0])
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_the_packaged_text_fills_the_three_windows_and_is_real():
     text = load_text()
     assert text.name.startswith("WikiText-2")

@@ -36,7 +36,6 @@ Pitfalls
 3. Outliers are not all that plain integers lack: the paper's int4 + Med3 stays broken on Qwen2.5 (Table 2).
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -44,6 +43,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -51,12 +51,12 @@ from kvcodec.ops.quaternion import chunk_lengths, split_chunks
 
 Outliers = Literal["off", 3, 4, 5]
 """What recipes offer: off, or C."""
-OWN = ("threshold", "flags", "outliers")
+SIDE = ("flags", "outliers")
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class Med(Codec):
+class Med(Wrapper):
     """Hold the chunks that are longer than ``c`` medians in fp16, and give the rest to ``inner``.
 
     Parameters
@@ -75,46 +75,33 @@ class Med(Codec):
     5.5
     """
 
-    inner: Codec
     c: float = 3
     slots: int = 2
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
-        if not isinstance(self.inner, Codec):
-            raise SpecError(f"Med: inner={self.inner!r} is not allowed; pass a Codec, e.g. Hqmq(24, 3).")
+        super().__post_init__()
         if not isinstance(self.c, (int, float)) or not 0 < self.c < float("inf"):
             raise SpecError(f"Med: c={self.c!r} is not allowed; use a positive number of medians, e.g. 3, 4 or 5.")
         if not isinstance(self.slots, int) or self.slots < 1:
             raise SpecError(f"Med: slots={self.slots!r} is not allowed; use at least 1, or outliers=off.")
 
     @property
-    def block_tokens(self) -> int:
-        """The inner codec's."""
-        return self.inner.block_tokens
-
-    @property
     def needs_sample(self) -> bool:
         """The threshold comes from data."""
         return True
 
-    @property
-    def needs_queries(self) -> bool:
-        """The inner codec's."""
-        return self.inner.needs_queries
+    def to_code(self, x: Tensor, params: Params) -> Tensor:
+        """Stay in the model basis, where outliers are; the inner codec's maps are inside ``encode`` and ``decode``."""
+        return x
 
-    @property
-    def kernel(self) -> None:
-        """No kernel reads the side channel."""
-        return None
+    def query_to_code(self, q: Tensor, params: Params) -> Tensor:
+        """As ``to_code``."""
+        return q
 
-    def for_dtype(self, dtype: torch.dtype) -> "Med":
-        """Around the inner codec for ``dtype``."""
-        return replace(self, inner=self.inner.for_dtype(dtype))
-
-    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The inner codec's."""
-        return self.inner.held_dtype(dtype)
+    def from_code(self, x: Tensor, params: Params) -> Tensor:
+        """As ``to_code``."""
+        return x
 
     def layout(self, head_dim: int) -> Layout:
         """The inner codec's fields, then flags and outliers.
@@ -151,17 +138,13 @@ class Med(Codec):
             If there is no sample.
         """
         threshold, bulk = self._split_sample(sample)
-        return self._joined(self.inner.fit(site, bulk if self.inner.needs_sample else None), threshold.to(site.device))
+        inner = self.inner.fit(site, bulk if self.inner.needs_sample else None)
+        return around({"threshold": threshold.to(site.device)}, inner)
 
     def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
         """As ``fit``, with the inner codec's ``calibrate``."""
         threshold, bulk = self._split_sample(sample)
-        return self._joined(self.inner.calibrate(site, bulk, queries), threshold.to(site.device))
-
-    def settle(self, fitted: Sequence[Params]) -> list[Params]:
-        """Let the inner codec decide; thresholds stay."""
-        settled = self.inner.settle([_inner(params) for params in fitted])
-        return [self._joined(new, old["threshold"]) for new, old in zip(settled, fitted, strict=True)]
+        return around({"threshold": threshold.to(site.device)}, self.inner.calibrate(site, bulk, queries))
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Split outliers off, zero their places, encode the rest."""
@@ -170,7 +153,7 @@ class Med(Codec):
         place = _first(flags, min(self.slots, flags.shape[-1]))  # [B, H, N, slots], n where unused
         padded = torch.nn.functional.pad(chunks, (0, 0, 0, 1))
         kept = padded.gather(3, place[..., None].expand(*place.shape, 4)).half()
-        bulk, constants = _zeroed(chunks, flags, x.shape[-1]), _inner(params)
+        bulk, constants = _zeroed(chunks, flags, x.shape[-1]), inside(params)
         return {
             **self.inner.encode(self.inner.to_code(bulk, constants), constants),
             "flags": pack(self._blocks(flags.to(torch.uint8)), 1),
@@ -179,8 +162,10 @@ class Med(Codec):
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Decode the rest, put outliers back."""
-        constants = _inner(params)
-        x = self.inner.from_code(self.inner.decode(_inner(payload), constants), constants)
+        constants = inside(params)
+        x = self.inner.from_code(
+            self.inner.decode({n: t for n, t in payload.items() if n not in SIDE}, constants), constants
+        )
         tokens, dim = self.block_tokens, x.shape[-1]
         n = -(-dim // 4)
         flags = unpack(payload["flags"], 1, tokens * n).unflatten(-1, (tokens, n)).flatten(2, 3).bool()
@@ -220,12 +205,6 @@ class Med(Codec):
         flags = _longest(_above(chunks, threshold), self.slots)
         return threshold, _zeroed(chunks, flags, sample.shape[-1])
 
-    def _joined(self, inner: Params, threshold: Tensor) -> Params:
-        """The inner codec's constants with the threshold beside them."""
-        if "threshold" in inner:
-            raise SpecError(f"Med: {type(self.inner).__name__} has a constant 'threshold' of its own; rename it there.")
-        return {**inner, "threshold": threshold}
-
     def _blocks(self, x: Tensor) -> Tensor:
         """Fold a block's tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / T, T n, ...]``."""
         return x.unflatten(2, (-1, self.block_tokens)).flatten(3, 4)
@@ -234,11 +213,6 @@ class Med(Codec):
 def with_outliers(codec: Codec, outliers: Outliers, slots: int) -> Codec:
     """What recipes with the options ``outliers`` and ``slots`` build: ``codec``, or Med around it."""
     return codec if outliers == "off" else Med(codec, outliers, slots)
-
-
-def _inner(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fields or constants of the inner codec alone."""
-    return {name: t for name, t in named.items() if name not in OWN}
 
 
 def _above(chunks: Tensor, threshold: Tensor) -> Tensor:

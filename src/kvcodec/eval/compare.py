@@ -9,18 +9,20 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-import kvcodec
 from kvcodec.errors import SpecError
 from kvcodec.eval import fidelity, generation, perplexity
+from kvcodec.eval.attention import Prefill, packed_cache
 from kvcodec.eval.fidelity import Fidelity
 from kvcodec.eval.generation import Generation
-from kvcodec.eval.perplexity import WINDOW_TOKENS, Prefill, Quality, WindowScore
+from kvcodec.eval.perplexity import WINDOW_TOKENS, Quality, WindowScore
 from kvcodec.eval.rows import Row, versions
 from kvcodec.models import LoadedModel
+from kvcodec.params import FittedParams, match_params, sites_to_fit
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -31,6 +33,8 @@ class _Run:
     """What has been measured of one spec (None: of the uncompressed model) so far."""
 
     scheme: KVScheme | None
+    params: FittedParams | None = None
+    fitted: str | None = None
     scores: list[WindowScore] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     errors: Fidelity | None = None
@@ -78,6 +82,7 @@ def compare(
     text: str,
     settings: Settings | None = None,
     *,
+    params: Sequence[str | Path | FittedParams] = (),
     progress: Progress | None = None,
 ) -> list[Row]:
     """Measure schemes on a model.
@@ -90,6 +95,9 @@ def compare(
     text : str
         Real text of at least one window.
     settings : Settings, optional
+    params : sequence of path or FittedParams
+        What ``kvcodec fit`` wrote, each for the spec it was fitted for. Codecs that need a sample and have none are
+        fitted on each prefill; ``fitted`` says which it was (``file``, ``prefill``, or None: nothing comes from data).
     progress : Progress, optional
         Default: silent.
 
@@ -104,6 +112,8 @@ def compare(
     ------
     SpecError, ShapeError, UnsupportedError
         Before any work: an unknown spec, or one that does not fit the model.
+    FormatError, FitError
+        Before any work: params fitted for something else, or none where a prefill is not enough.
     ModelError
         A text too short, or a window that the model cannot hold.
     KeyboardInterrupt
@@ -113,11 +123,16 @@ def compare(
     schemes = [get(spec) for spec in specs]
     _check_specs(schemes)
     perplexity.check_window(model.model.config, s.window_tokens)
-    for scheme in schemes:
-        kvcodec.cache_for(model.model, scheme, prefill=s.prefill, seed=s.seed)  # refuses now what it will not serve
+    runs = [_Run(scheme, given) for scheme, given in zip(schemes, match_params(params, schemes), strict=True)]
+    for run, scheme in zip(runs, schemes, strict=True):
+        with packed_cache(model.model, scheme, prefill=s.prefill, seed=s.seed, params=run.params) as cache:
+            pass  # refuses now what it will not serve
+        if sites_to_fit(scheme, [layer.index for layer in cache.plan.kv_layers]):
+            run.fitted = "file" if run.params else "prefill"
+            run.notes.append(_source_of_constants(run.params))
     ids = perplexity.tokenize(model.tokenizer, text, max(s.windows * s.window_tokens, s.prompt_tokens))
     windows = perplexity.split_windows(ids, s.windows, s.window_tokens)
-    comparison = _Comparison(model, schemes, windows, ids[: s.prompt_tokens], s, progress or Progress(False))
+    comparison = _Comparison(model, runs, windows, ids[: s.prompt_tokens], s, progress or Progress(False))
     status = comparison.run()
     return comparison.rows(status)
 
@@ -134,7 +149,7 @@ class _Comparison:
     def __init__(
         self,
         model: LoadedModel,
-        schemes: list[KVScheme],
+        runs: list[_Run],
         windows: list[Tensor],
         prompt: Tensor,
         settings: Settings,
@@ -143,11 +158,11 @@ class _Comparison:
         self.model, self.windows, self.prompt = model, windows, prompt
         self.settings, self.progress = settings, progress
         self.base = _Run(None)
-        self.runs = [_Run(scheme) for scheme in schemes]
+        self.runs = runs
         self.start = time.monotonic()
         self.jobs_done, self.latest_window = 0, 0.0
         generating = 1 if settings.new_tokens else 0
-        self.jobs = (len(schemes) + 1) * (len(windows) + generating)
+        self.jobs = (len(runs) + 1) * (len(windows) + generating)
 
     def run(self) -> str:
         """Do the work; return the rows' status."""
@@ -190,13 +205,15 @@ class _Comparison:
             self._tell(str(run.scheme), number)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                logits, cache = perplexity.compressed_logits(model, run.scheme, window, prefill=s.prefill, seed=s.seed)
+                logits, cache = perplexity.compressed_logits(
+                    model, run.scheme, window, prefill=s.prefill, seed=s.seed, params=run.params
+                )
             score = reference.score(logits)
             if first:
                 run.notes += dict.fromkeys(str(w.message) for w in caught)
                 run.report = cache.report()
                 if records:
-                    run.errors = fidelity.attention_error(records, exact, run.scheme, seed=s.seed)
+                    run.errors = fidelity.attention_error(records, exact, run.scheme, seed=s.seed, params=run.params)
             run.scores.append(score)
             del logits, cache
             self._done(run, at)
@@ -209,12 +226,11 @@ class _Comparison:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once, in the first window
             if run.scheme is None:
-                cache = generation.uncompressed_cache(model)
+                run.made = generation.greedy(model, self.prompt, s.new_tokens, generation.uncompressed_cache(model))
             else:
-                cache = kvcodec.cache_for(model, run.scheme, prefill="exact", seed=s.seed)
-            run.made = generation.greedy(model, self.prompt, s.new_tokens, cache)
-        if run.scheme is not None:
-            run.made_report = cache.report()
+                with packed_cache(model, run.scheme, prefill="exact", seed=s.seed, params=run.params) as cache:
+                    run.made = generation.greedy(model, self.prompt, s.new_tokens, cache)
+                run.made_report = cache.report()
         self._done(run, at)
 
     def _tell(self, name: str, number: int) -> None:
@@ -270,6 +286,9 @@ class _Comparison:
             "window_tokens": s.window_tokens,
             "tokens": quality.tokens,
             "prefill": s.prefill,
+            "attention": report["attention"],
+            "fitted": run.fitted,
+            "params": _about_params(run.params),
             "seed": s.seed,
             "text": s.text_name,
             "text_sha256": s.text_sha256,
@@ -298,3 +317,17 @@ class _Comparison:
             row["same_tokens"] = made.agreement(self.base.made)
             row["generation_cache_bytes"] = run.made_report["total_bytes"]
         return row
+
+
+def _source_of_constants(params: FittedParams | None) -> str:
+    if params is None:
+        return "constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."
+    file, text = params.file or "given params", params.text_name or "a text"
+    return f"constants of {file}, fitted on {params.tokens} tokens of {text}."
+
+
+def _about_params(params: FittedParams | None) -> Row | None:
+    """Which file the constants came from, and what it was fitted on."""
+    if params is None:
+        return None
+    return {"file": params.file, "sha256": params.sha256, "tokens": params.tokens, "text": params.text_name}

@@ -3,25 +3,25 @@
 The uncompressed model runs once; every attention layer's k and v, and its newest queries, are recorded after RoPE, as
 the attention function receives them. A scheme then compresses each layer's exact k and v (so errors of earlier layers
 do not pile up). The error of a layer is ``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads, with o
-the attention output on exact and o^ on decoded K and V, float32.
+the attention output on exact and o^ on decoded K and V (and on rounded queries, for codecs that round them), float32.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcodec.attention import rounded_queries
 from kvcodec.compressed import compress
-from kvcodec.errors import UnsupportedError
+from kvcodec.eval.attention import watched
+from kvcodec.params import LayerParams
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
 QUERIES = 256
-RECORDER = "kvcodec_recorder"
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,12 @@ def record(model: Any, queries: int = QUERIES) -> Iterator[list[LayerRecord]]:
     UnsupportedError
         If the model's attention cannot be intercepted (it does not use transformers' attention interface).
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     records: list[LayerRecord] = []
-    config = model.config
-    own = config._attn_implementation
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> Any:
+    def seen(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
         n = min(queries, query.shape[2])
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask[..., -n:, : key.shape[2]].clone()
         sinks = options.get("s_aux")
         records.append(
             LayerRecord(
@@ -112,32 +105,24 @@ def record(model: Any, queries: int = QUERIES) -> Iterator[list[LayerRecord]]:
                 q=query[:, :, -n:].clone(),
                 k=key.clone(),
                 v=value.clone(),
-                mask=mask,
+                mask=None if mask is None else mask[..., -n:, : key.shape[2]].clone(),
                 scale=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap") or 0.0,
                 sinks=None if sinks is None else sinks.detach(),
             )
         )
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return AttentionInterface().get_interface(own, eager)(module, query, key, value, attention_mask, **options)
 
-    # the mask must be built as for the model's own implementation
-    AttentionMaskInterface.register(RECORDER, AttentionMaskInterface()[own])
-    AttentionInterface.register(RECORDER, attention)
-    model.set_attn_implementation(RECORDER)
-    try:
+    with watched(model, seen):
         yield records
-    finally:
-        model.set_attn_implementation(own)
-    if not records:
-        raise UnsupportedError(
-            f"{type(model).__name__}: no attention layer was seen; its attention does not go through transformers' "
-            f"attention interface, so attention errors cannot be measured."
-        )
 
 
 def attention_error(
-    records: list[LayerRecord], exact: list[Tensor], spec: str | KVScheme, *, seed: int = 0
+    records: list[LayerRecord],
+    exact: list[Tensor],
+    spec: str | KVScheme,
+    *,
+    seed: int = 0,
+    params: LayerParams | None = None,
 ) -> Fidelity:
     """Errors of one scheme on recorded layers.
 
@@ -149,11 +134,15 @@ def attention_error(
     spec : str or KVScheme
         Boundary layers stay dense where it says so, counted among the recorded layers.
     seed : int
+    params : mapping, optional
+        Fitted constants by layer and role; what is missing is fitted on the recorded tensors.
     """
-    scheme = get(spec)
+    scheme, given = get(spec), params or {}
     errors: dict[int, float] = {}
     for i, (r, o) in enumerate(zip(records, exact, strict=True)):
-        k, v = compress(scheme.for_layer(i, len(records)), r.k, r.v, layer=r.layer, seed=seed).decode()
-        errors[r.layer] = ((r.output(k, v) - o).norm() / o.norm().clamp_min(1e-30)).item()
+        layer_scheme = scheme.for_layer(i, len(records))
+        packed = compress(layer_scheme, r.k, r.v, layer=r.layer, seed=seed, params=given.get(r.layer))
+        rounded = replace(r, q=rounded_queries(r.q, packed.key.codec, packed.key.params, r.k.shape[1]))
+        errors[r.layer] = ((rounded.output(*packed.decode()) - o).norm() / o.norm().clamp_min(1e-30)).item()
     worst = max(errors, key=lambda layer: errors[layer])
     return Fidelity(sum(errors.values()) / len(errors), errors[worst], worst, errors)

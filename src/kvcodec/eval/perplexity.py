@@ -19,15 +19,16 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcodec.errors import ModelError
+from kvcodec.eval.attention import Prefill, packed_cache
+from kvcodec.params import LayerParams
 from kvcodec.scheme import KVScheme
 
-Prefill = Literal["decoded", "exact"]
 WINDOW_TOKENS = 2048
 EXACT_CALL_TOKENS = 256
 ROWS_AT_ONCE = 16
@@ -172,16 +173,23 @@ def uncompressed(model: Any, window: Tensor) -> Reference:
 
 
 def compressed_logits(
-    model: Any, spec: str | KVScheme, window: Tensor, *, prefill: Prefill = "decoded", seed: int = 0
+    model: Any,
+    spec: str | KVScheme,
+    window: Tensor,
+    *,
+    prefill: Prefill = "decoded",
+    seed: int = 0,
+    params: LayerParams | None = None,
 ) -> tuple[Tensor, Any]:
-    """Logits ``[n - 1, V]`` of a window read through a compressed cache, and that cache, filled."""
-    import kvcodec
+    """Logits ``[n - 1, V]`` of a window read through a compressed cache, and that cache, filled.
 
-    cache = kvcodec.cache_for(model, spec, prefill=prefill, seed=seed)
+    A scheme that rounds queries is read by the attention function ``kvcodec`` (``attention="streamed"``); the model's
+    own is set again afterwards.
+    """
     ids = window.to(model.device)[None]
     step = ids.shape[1] if prefill == "decoded" else EXACT_CALL_TOKENS
     parts = []
-    with torch.no_grad():
+    with packed_cache(model, spec, prefill=prefill, seed=seed, params=params) as cache, torch.no_grad():
         for a in range(0, ids.shape[1], step):
             parts.append(model(input_ids=ids[:, a : a + step], past_key_values=cache, use_cache=True).logits[0])
     logits = parts[0] if len(parts) == 1 else torch.cat(parts)

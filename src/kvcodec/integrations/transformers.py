@@ -15,7 +15,6 @@ The last two need the attention function, which importing this module registers:
     model.set_attn_implementation("kvcodec")
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,17 +22,14 @@ from typing import Any, get_args
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvcodec.cache import LayerCache
-from kvcodec.codec import Params, Role
-from kvcodec.errors import FormatError, SpecError, UnsupportedError, nearest
+from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.integrations.layers import PackedLayer, Prefill, WindowedLayer
 from kvcodec.integrations.plan import Attention, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.params import FittedParams, LayerParams, check_queries, load_params
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
 from kvcodec.scheme import KVScheme
-
-LayerParams = Mapping[int, Mapping[Role, Params]]
-"""Fitted constants: layer -> role -> Params."""
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -179,7 +175,7 @@ def cache_for(
     prefill: Prefill = "exact",
     attention: Attention = "decoded",
     seed: int = 0,
-    params: LayerParams | None = None,
+    params: LayerParams | str | Path | None = None,
     page_tokens: int | None = None,
     max_len: int | None = None,
     probe: bool = True,
@@ -199,8 +195,9 @@ def cache_for(
         is imported.
     seed : int
         Random constants derive from it, the layer, the role and the head.
-    params : mapping, optional
-        Fitted constants, ``{layer: {"key": Params, "value": Params}}``.
+    params : path or mapping, optional
+        Fitted constants: a file that ``kvcodec fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
+        them codecs that need a sample are fitted on each prefill.
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional
@@ -215,6 +212,10 @@ def cache_for(
         Unknown spec or option.
     ShapeError
         If a codec cannot take the model's head_dim.
+    FormatError
+        If the params file is damaged, or was fitted for another scheme, model or seed.
+    FitError
+        If the constants need the model's queries and no params are given.
     UnsupportedError
         If the model or one of its layers cannot be served; the text names the layer and the reason.
 
@@ -239,6 +240,8 @@ attention='decoded')
     kv_layers = plan.kv_layers
     schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
     check_layouts(plan, schemes, page_tokens)
+    given = _given(params, model_or_config, scheme, seed)
+    check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = OutlierProbe(scheme) if probe else None
     build = _builder(attention, plan, schemes, model_or_config, max_len)
     packed = iter(zip(kv_layers, schemes, strict=True))
@@ -254,7 +257,7 @@ attention='decoded')
             layer_scheme,
             layer=planned.index,
             seed=seed,
-            params=(params or {}).get(planned.index),
+            params=given.get(planned.index),
             page_tokens=page_tokens,
             capacity=max_len or 0,
         )
@@ -295,8 +298,10 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         way = attention or ("streamed" if saved_attention == "fused" else saved_attention)
         if way == "fused":
             raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
-        cache = cache_for(model_or_config, scheme, attention=way, **options)
-    except (KeyError, TypeError, ValueError) as error:
+        # constants are those of the file, layer by layer
+        fitted = {layer.layer: layer.fitted for layer in held}
+        cache = cache_for(model_or_config, scheme, attention=way, params=fitted, **options)
+    except (KeyError, TypeError, ValueError, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
     reason = check_fits(cache.plan, held)
     if not reason and saved != [{"type": layer.type, "window": layer.window} for layer in cache.plan.layers]:
@@ -316,6 +321,15 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
 def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise SpecError(f"{name}={value!r}: expected one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
+
+
+def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme: KVScheme, seed: int) -> LayerParams:
+    """Constants by layer, after checking that they were fitted for this."""
+    if isinstance(params, str | Path):
+        return load_params(params, model_or_config, scheme, seed=seed)
+    if isinstance(params, FittedParams):
+        params.check(model_or_config, scheme, seed=seed)
+    return params or {}
 
 
 def _builder(

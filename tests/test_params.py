@@ -1,0 +1,292 @@
+"""Params files: what comes back, what a cache makes of it, and every file that is refused."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvcodec
+from kvcodec import sealed
+from kvcodec.codec import ROLES
+from kvcodec.errors import FitError, FormatError, SpecError
+from kvcodec.fit import fit_model
+from kvcodec.params import KIND, FittedParams, identify, load_params, match_params, read_params, same_weights
+from tests.eval.leaning import leaning
+from tests.eval.tiny import TEXT, tiny_llama, tiny_loaded
+
+SMALL = {"windows": 2, "window_tokens": 96}
+SPECS = ["innerq-base", "hqmq-s24_r3:outliers=3", "ultra-tq:table=calibrated,dense_layers=1"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_loaded()
+
+
+@pytest.fixture(scope="module")
+def fitted(model):
+    return {spec: fit_model(model, spec, TEXT, text_name="my.txt", **SMALL) for spec in SPECS}
+
+
+@pytest.fixture
+def saved(fitted, tmp_path):
+    """A good file, fitted for hqmq with outliers: it holds constants of both roles and needs its seed."""
+    path = tmp_path / "params.safetensors"
+    fitted[SPECS[1]].save(path)
+    return path
+
+
+def prefill(model, cache, n=70):
+    ids = torch.randint(0, 256, (2, n), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_was_saved_comes_back(model, fitted, spec, tmp_path):
+    before = fitted[spec]
+    kept = before.save(tmp_path / "p.safetensors")
+    after = load_params(tmp_path / "p.safetensors", model.model, spec)
+    assert isinstance(after, FittedParams)
+    assert (after.file, after.sha256) == ("p.safetensors", kept.sha256)
+    assert (after.scheme, after.model, after.seed, after.seeded) == (
+        before.scheme, before.model, before.seed, before.seeded,
+    )  # fmt: skip
+    assert (after.spec, after.text_name, after.text_sha256) == (spec, "my.txt", before.text_sha256)
+    assert (after.tokens, after.windows, after.window_tokens) == (192, 2, 96)
+    assert {i: set(roles) for i, roles in after.items()} == {i: set(roles) for i, roles in before.items()}
+    for layer, roles in before.items():
+        for role, params in roles.items():
+            assert params.keys() == after[layer][role].keys()
+            assert all(torch.equal(after[layer][role][name], x) for name, x in params.items())
+
+
+def test_saving_twice_gives_the_same_bytes_and_constants_that_are_equal_are_written_once(fitted, tmp_path):
+    once, twice = tmp_path / "a", tmp_path / "b"
+    fitted[SPECS[1]].save(once)
+    read_params(once).save(twice)
+    assert once.read_bytes() == twice.read_bytes()
+    names = [params for roles in fitted[SPECS[1]].values() for params in roles.values()]
+    assert len(load_file(once)) == len(names) * 3 + 1, "channels are the same for all layers and roles"
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("way", ["path", "object", "mapping"])
+def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, tmp_path):
+    fitted[spec].save(tmp_path / "p")
+    given = {"path": tmp_path / "p", "object": fitted[spec], "mapping": dict(fitted[spec].layers)}[way]
+    cache = kvcodec.cache_for(model.model, spec, params=given, prefill="decoded", probe=False)
+    prefill(model.model, cache)
+    for layer in cache.layer_caches:
+        for role in ROLES:
+            wanted = fitted[spec].get(layer.layer, {}).get(role)
+            if wanted is not None:
+                held = layer.roles[role].params
+                assert all(torch.equal(held[name], x) for name, x in wanted.items())
+
+
+def test_constants_of_the_file_and_of_the_prefill_differ(model, fitted):
+    own = kvcodec.cache_for(model.model, SPECS[1], prefill="decoded", probe=False)
+    given = kvcodec.cache_for(model.model, SPECS[1], prefill="decoded", probe=False, params=fitted[SPECS[1]])
+    prefill(model.model, own)
+    prefill(model.model, given)
+    a, b = (cache.layer_caches[1].roles["key"].params for cache in (own, given))
+    assert torch.equal(a["codebook"], b["codebook"]), "drawn from the seed"
+    assert not torch.equal(a["threshold"], b["threshold"]), "from different texts"
+
+
+def test_a_saved_cache_keeps_the_constants_it_was_given(model, tmp_path):
+    scheme = leaning()
+    given = fit_model(model, scheme, TEXT, **SMALL)
+    cache = kvcodec.cache_for(model.model, scheme, params=given, prefill="decoded", probe=False)
+    prefill(model.model, cache)
+    cache.save(tmp_path / "c")
+    back = kvcodec.load_cache(tmp_path / "c", model.model)
+    more = torch.randint(0, 256, (2, 3))
+    with torch.no_grad():
+        a, b = (model.model(more, past_key_values=c).logits for c in (cache, back))
+    assert torch.equal(a, b)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_another_scheme_is_refused(model, saved):
+    with pytest.raises(FormatError, match=r"fitted for hqmq-s24_r3:outliers=3, not for hqmq-s24_r3:outliers=4; run"):
+        kvcodec.cache_for(model.model, "hqmq-s24_r3:outliers=4", params=saved)
+    with pytest.raises(FormatError, match="not for innerq-base"):
+        load_params(saved, model.model, "innerq-base")
+
+
+def test_another_seed_is_refused_where_it_matters(model, fitted, saved):
+    with pytest.raises(FormatError, match=r"fitted with seed 0, .*not with seed 1; pass seed=0"):
+        kvcodec.cache_for(model.model, SPECS[1], seed=1, params=saved)
+    kvcodec.cache_for(model.model, SPECS[0], seed=1, params=fitted[SPECS[0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"num_hidden_layers": 2}, "2 KV layers"),
+        ({"num_key_value_heads": 4}, "4 KV heads"),
+        ({"head_dim": 32}, "head_dim 32"),
+        ({"model_type": "mistral"}, "mistral"),
+    ],
+    ids=["layers", "heads", "head_dim", "type"],
+)
+def test_a_model_of_another_shape_is_refused_by_its_config_alone(model, saved, change, differs):
+    config = copy.deepcopy(model.model.config)
+    for name, value in change.items():
+        setattr(config, name, value)
+        if name == "model_type":
+            type(config).model_type, before = value, type(config).model_type
+    try:
+        with pytest.raises(FormatError, match=rf"not for a model of another shape \(.*{differs}.*run kvcodec fit"):
+            kvcodec.cache_for(config, SPECS[1], params=saved)
+    finally:
+        if "model_type" in change:
+            type(config).model_type = before
+
+
+def test_a_model_of_other_weights_is_refused_and_its_config_alone_is_not(model, saved):
+    torch.manual_seed(1)
+    other = type(model.model)(model.model.config).eval()
+    with pytest.raises(FormatError, match=r"fitted for tiny, whose weights are not those of this LlamaForCausalLM"):
+        kvcodec.cache_for(other, SPECS[1], params=saved)
+    kvcodec.cache_for(other.config, SPECS[1], params=saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_same_weights_in_16_bit_are_the_same_model(saved, dtype):
+    kvcodec.cache_for(tiny_llama().to(dtype), SPECS[1], params=saved)
+
+
+def test_weights_that_were_trained_on_are_others():
+    model = tiny_llama()
+    weights = identify(model).weights
+    assert len(weights) == 8
+    assert same_weights(model, weights)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02 * parameter.std())
+    assert not same_weights(model, weights)
+    assert not same_weights(model, {"no.such.weight": (1, 1.0, 1.0)})
+
+
+def test_constants_that_need_queries_are_refused_without_a_file(model):
+    with pytest.raises(
+        FitError, match=r"the key constants of layer 0 .*run `kvcodec fit MODEL .* --text FILE -o PARAMS`"
+    ):
+        kvcodec.cache_for(model.model, leaning())
+    given = fit_model(model, leaning(), TEXT, **SMALL)
+    with pytest.raises(FitError, match="the key constants of layer 2"):
+        kvcodec.cache_for(model.model, leaning(), params={0: given[0], 1: given[1]})
+    kvcodec.cache_for(model.model, leaning(dense_layers=1), params={1: given[1]})
+
+
+# -- which file is for which spec --------------------------------------------------------------------------------------
+
+
+def test_each_spec_gets_its_file(fitted, saved, tmp_path):
+    fitted[SPECS[0]].save(tmp_path / "innerq")
+    schemes = [kvcodec.get(spec) for spec in ("dense", *SPECS)]
+    found = match_params([saved, tmp_path / "innerq"], schemes)
+    assert [None if f is None else f.spec for f in found] == [None, SPECS[0], SPECS[1], None]
+
+
+def test_a_file_for_no_spec_and_two_for_one_are_refused(fitted, saved):
+    with pytest.raises(SpecError, match=r"fitted for hqmq-s24_r3:outliers=3, which is not among the specs given \(den"):
+        match_params([saved], [kvcodec.get("dense")])
+    with pytest.raises(SpecError, match=r"params.safetensors and .*both fitted for hqmq-s24_r3:outliers=3"):
+        match_params([saved, saved], [kvcodec.get(SPECS[1])])
+
+
+# -- files that are not right ------------------------------------------------------------------------------------------
+
+
+def resave(path, change, *, seal=True):
+    """Change the header of a file, with a fitting sha256 unless told not to."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][KIND.mark])
+    tensors = load_file(path)
+    change(header)
+    if seal:
+        header["sha256"] = sealed.digest({k: v for k, v in header.items() if k != "sha256"}, tensors)
+    save_file(tensors, path, metadata={KIND.mark: json.dumps(header, sort_keys=True)})
+
+
+@pytest.mark.parametrize("left", [0, 7, 100, 0.5, -1])
+def test_a_cut_file_is_refused(saved, left):
+    raw = saved.read_bytes()
+    saved.write_bytes(raw[: int(len(raw) * left) if isinstance(left, float) else left])
+    with pytest.raises(FormatError, match=r"cut|not a kvcodec params file"):
+        read_params(saved)
+
+
+def test_an_altered_file_is_refused(saved):
+    raw = saved.read_bytes()
+    for at in (9, len(raw) // 2, len(raw) - 1):
+        saved.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.raises(FormatError, match=r"altered|not a kvcodec params file|damaged"):
+            read_params(saved)
+    saved.write_bytes(raw)
+    resave(saved, lambda header: header["text"].update(tokens=8192), seal=False)
+    with pytest.raises(FormatError, match=r"its sha256 does not match; copy it again or run kvcodec fit again"):
+        read_params(saved)
+
+
+def test_a_newer_file_says_update(saved):
+    resave(saved, lambda header: header.update(version=2, kvcodec="9.9"))
+    with pytest.raises(FormatError, match=r"version 2, written by kvcodec 9\.9.*Update kvcodec"):
+        read_params(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.pop("scheme"), "does not fit this version: 'scheme'"),
+        (lambda h: h.update(scheme=h["scheme"].replace("Hqmq", "NeverWritten")), "unknown codec class 'NeverWritten'"),
+        (lambda h: h["layers"]["0"]["key"].update(threshold="params.0"), "does not fit this version"),
+        (lambda h: h["model"].update(weights=[1]), "does not fit this version"),
+    ],
+    ids=["no-scheme", "unknown-codec", "no-tensor", "weights"],
+)
+def test_a_file_whose_content_is_not_understood_is_refused(saved, change, message):
+    resave(saved, change)
+    with pytest.raises(FormatError, match=message):
+        read_params(saved)
+
+
+def test_a_foreign_file_is_refused(model, tmp_path):
+    path = tmp_path / "cache"
+    layers = [kvcodec.LayerCache(kvcodec.get("dense"))]
+    from kvcodec.persist import load_layers, save_layers
+
+    save_layers(path, layers, {})
+    with pytest.raises(FormatError, match=r"without the mark 'kvcodec-params'; pass a file written by kvcodec fit"):
+        kvcodec.cache_for(model.model, SPECS[0], params=path)
+    fit_model(model, SPECS[0], TEXT, **SMALL).save(path)
+    with pytest.raises(FormatError, match="without the mark 'kvcodec-cache'"):
+        load_layers(path)
+    with pytest.raises(FileNotFoundError, match="was not found; pass the file that kvcodec fit wrote"):
+        read_params(tmp_path / "no")
+
+
+def test_a_failed_write_leaves_the_old_file(fitted, saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half a file")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(sealed, "save_file", full)
+    with pytest.raises(OSError, match=r"cannot write .*no space left"):
+        fitted[SPECS[0]].save(saved)
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
