@@ -153,7 +153,7 @@ def baseline_bits(quick: bool) -> Iterator[Claim]:
 
 @reproduces(
     "hqmq",
-    "Prop. 3.1, geometry",
+    f"{NOT_PRINTED}: geometry (Prop. 3.1)",
     axes=Axes("log2 of the codebook's size 24 S", "covering radius (degrees)"),
     seconds=60,
 )
@@ -189,7 +189,12 @@ def geometry(quick: bool) -> Iterator[Claim]:
         yield Claim("rate of the covering radius in S", "log-log slope", "-0.333", slope, 0.05, note, spec="-0.264")
 
 
-@reproduces("hqmq", "Table 16, codebooks", axes=Axes("log2 of the number of codewords", "E |u - c|^2"), seconds=60)
+@reproduces(
+    "hqmq",
+    f"{NOT_PRINTED}: codebooks (Table 16)",
+    axes=Axes("log2 of the number of codewords", "E |u - c|^2"),
+    seconds=60,
+)
 def direction_errors(quick: bool) -> Iterator[Claim]:
     """Products, points at random and sums of two, by mean squared error of a direction."""
     reference = {
@@ -198,7 +203,7 @@ def direction_errors(quick: bool) -> Iterator[Claim]:
         "theory of Haar points": ("0.0367", "0.0231", "0.0146", "0.0092"),
         "sums, normalised": ("0.0435", "0.0266", "0.0158", "0.0095"),
         "sums, raw": ("0.106", "0.073", "0.052", "0.037"),
-        "sums, greedy": ("0.42", "0.43", "0.45", "0.47"),
+        "sums, greedy": ("0.42", "", "", "0.47"),
     }
     count, seeds = (2048, 5) if quick else (4096, 20)
     u = torch.randn(count, 4, generator=_generator(7), dtype=torch.float64)
@@ -222,6 +227,8 @@ def direction_errors(quick: bool) -> Iterator[Claim]:
             start = first[nearest_entry(u, first, by="distance")]
             found["sums, greedy"].append(_distance(u, start + second[nearest_entry(u - start, second, by="distance")]))
         for name, errors in reference.items():
+            if not errors[i]:
+                continue  # of greedy sums only the ends are known
             values = torch.tensor(found[name])
             note = (
                 f"{seeds} codebooks, {100 * float(values.std() / values.mean()):.1f} % apart" if len(values) > 1 else ""
