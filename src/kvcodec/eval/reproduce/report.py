@@ -95,12 +95,12 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def study_lines(study: Sequence[Row]) -> list[str]:
-    """A line per spec, a column per source."""
+    """A line per spec, a column per source; bits are those of the first source, each row has its own."""
     sources = list(dict.fromkeys(r["source"] for r in study))
     table: dict[str, dict[str, Row]] = {}
     for r in study:
         table.setdefault(r["spec"], {})[r["source"]] = r
-    cells = [["spec", "bits", *sources]]
+    cells = [["spec", f"bits, D={study[0]['head_dim']}", *sources]]
     for spec, found in table.items():
         bits = next((r["bits"] for r in found.values() if r["bits"] is not None), None)
         cells.append([spec, "-" if bits is None else f"{bits:.3f}", *(_error_text(found.get(s)) for s in sources)])
