@@ -1,15 +1,17 @@
-"""The Hurwitz group, products that fp16 holds exactly, and the closed-form search against all products."""
+"""The Hurwitz group, products that fp16 holds exactly, and every search against the plain one."""
 
 import pytest
 import torch
 
 from kvcodec.ops.quaternion import (
+    MANY,
     UNITS,
     chunk_lengths,
     conjugate,
     corner_score,
     decode_lengths,
     multiply,
+    nearest_entry,
     nearest_product,
     products,
     quantize_lengths,
@@ -101,6 +103,47 @@ def test_the_search_ignores_length_and_company(power):
     assert torch.equal(nearest_product(x * 2.0**power, q), whole)
     assert torch.equal(torch.cat([nearest_product(x[i : i + 1], q) for i in range(40)]), whole[:40])
     assert torch.equal(nearest_product(x[1700:1733], q), whole[1700:1733])
+
+
+def many(kind: str) -> torch.Tensor:
+    """Enough vectors for a search in cells."""
+    n, g = MANY + 900, generator(11)
+    if kind == "gaussian":
+        return torch.randn(n, 4, generator=g).half()
+    if kind == "extreme":
+        return torch.where(torch.randn(n, 4, generator=g) > 0, 65504.0, -65504.0)
+    if kind == "wide":
+        return torch.randn(n, 4, generator=g) * 2.0 ** torch.randint(-24, 15, (n, 4), generator=g)
+    if kind == "integers":  # on walls between faces and cells, and zeros
+        return torch.randint(-2, 3, (n, 4), generator=g).float()
+    return torch.randn(n, 4, generator=g) * (torch.rand(n, 4, generator=g) < 0.3)
+
+
+KINDS = ["gaussian", "extreme", "wide", "integers", "sparse"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("secondary", ["S1", "S24", "S192", "twice", "units"])
+def test_cells_find_what_the_closed_form_finds(secondary, kind):
+    """Ties included: q_s twice ties every row, Hurwitz units as q_s tie products and put vectors on borders."""
+    q = random_units(24, generator(12))
+    q = {"twice": torch.cat([q, q]), "units": torch.cat([UNITS, q])}.get(secondary)
+    q = random_units(int(secondary[1:]), generator(12)) if q is None else q
+    x = many(kind)
+    few = torch.cat([nearest_product(part, q) for part in x.split(MANY // 4)])
+    assert torch.equal(nearest_product(x, q), few)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("table", ["576", "24", "twice"])
+def test_cells_find_what_trying_all_entries_finds(table, kind):
+    entries = random_units(24 if table == "24" else 576, generator(13))
+    if table == "twice":
+        entries = torch.cat([entries, entries])
+    x = many(kind).double()
+    x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    few = torch.cat([nearest_entry(part, entries, "angle") for part in x.split(MANY // 4)])
+    assert torch.equal(nearest_entry(x, entries, "angle"), few)
 
 
 def test_chunks_are_padded_with_zeros():

@@ -207,8 +207,8 @@ class Octopus(Codec):
             seed = torch.zeros_like(seed)
         best, chosen = torch.full_like(x, -torch.inf), torch.zeros_like(seed)
         for number, (n_x, n_y, n_z) in enumerate(tables.directions[candidates].mT.contiguous()):
-            n = (component.index_select(0, seed) for component in (n_x, n_y, n_z))
-            score = x * next(n) + y * next(n) + z * next(n)  # Eq. 12: s = t . n
+            score = n_x.index_select(0, seed).mul_(x)  # Eq. 12: s = t . n
+            score.add_(n_y.index_select(0, seed).mul_(y)).add_(n_z.index_select(0, seed).mul_(z))
             chosen.masked_fill_(score > best, number)  # candidates ascend, so a tie keeps the lowest
             torch.maximum(best, score, out=best)
         direction = candidates.flatten().index_select(0, chosen * candidates.shape[1] + seed)

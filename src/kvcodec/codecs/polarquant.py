@@ -57,6 +57,9 @@ from kvcodec.scheme import KVScheme
 
 Norm = Literal["fp16", "fp32"]
 
+TINY = 1e-300
+"""Keeps 0/0 out; radii of float32 coordinates are larger."""
+
 Run = tuple[int, int, int]
 """``count`` pairs side by side whose radii span ``m`` and ``n`` coordinates."""
 
@@ -149,7 +152,7 @@ class PolarQuant(Codec):
         """Climb the tree; elementwise in float64, so nothing depends on what else is in the call."""
         dim = x.shape[-1]
         walls = [midpoints(row) for row in params["angles"][0]]
-        cuts = [_share(wall.cos(), wall.sin()) for wall in walls]
+        cuts = [_share(wall.sin(), wall.cos() + wall.sin()) for wall in walls]
         # sectors that lie in the first quadrant; the others are its copies
         cuts[0] = cuts[0][: 2 ** (self.bits - 2) - 1].clone()
         cuts = [cut.float().double() for cut in cuts]  # psi = pi/4 is a share of 1/2 sharp
@@ -164,7 +167,7 @@ class PolarQuant(Codec):
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Descend from gamma to coordinates."""
         dim = params["signs"].shape[-1]
-        codes = unpack(payload["codes"], self.bits, dim - 1).long()
+        codes = unpack(payload["codes"], self.bits, dim - 1).int()
         cos, sin = params["angles"][0].cos().float(), params["angles"][0].sin().float()
         radii = payload["norm"].float() * dim**0.5
         row, end = len(cos), dim - 1
@@ -176,29 +179,34 @@ class PolarQuant(Codec):
 
     def _climb(self, y: Tensor, cuts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Codes ``[..., D - 1]`` and gamma ``[..., 1]``."""
-        a, b = y[..., 0::2], y[..., 1::2]
+        a, b = y[..., 0::2].contiguous(), y[..., 1::2].contiguous()
         # quarter turns take axes as their end, so that a tie goes to the lower sector
-        quadrant = torch.where(b >= 0, torch.where(a >= 0, 0, 1), torch.where(a <= 0, 2, 3))
-        odd = quadrant % 2 == 1
+        above = b >= 0
+        odd = torch.where(above, a < 0, a > 0)
         x, z = a.abs(), b.abs()
-        inside = torch.bucketize(_share(torch.where(odd, z, x), torch.where(odd, x, z)), cuts[0])
-        codes = [quadrant * 2 ** (self.bits - 2) + inside]
-        radii, row = (a * a + b * b).sqrt(), 1
+        inside = torch.bucketize(_share(torch.where(odd, x, z), x + z), cuts[0], out_int32=True)
+        codes = [inside + odd * 2 ** (self.bits - 2) + ~above * 2 ** (self.bits - 1)]
+        radii, row = a.mul_(a).add_(b.mul_(b)).sqrt_(), 1
         for level in tree(y.shape[-1]):
             pairs = sum(count for count, _, _ in level)
             a, b = radii[..., 0 : 2 * pairs : 2], radii[..., 1 : 2 * pairs : 2]
-            share = _share(a, b)
+            share = _share(b, a + b)
             for (count, _, _), start in zip(level, _starts(level), strict=True):
-                codes.append(torch.bucketize(share[..., start : start + count].contiguous(), cuts[row]))
+                own = share[..., start : start + count].contiguous()
+                codes.append(torch.bucketize(own, cuts[row], out_int32=True))
                 row += 1
-            radii = torch.cat([(a * a + b * b).sqrt(), radii[..., 2 * pairs :]], -1)
+            radii = _beside((a * a).add_(b * b).sqrt_(), radii[..., 2 * pairs :])
         return torch.cat(codes, -1), radii
 
 
-def _share(a: Tensor, b: Tensor) -> Tensor:
+def _share(b: Tensor, both: Tensor) -> Tensor:
     """``b / (a + b)``, which rises with atan2(b, a) from 0 to 1; 0 where both are 0."""
-    both = a + b
-    return torch.where(both > 0, b / both, 0.0)
+    return b / both.clamp_min(TINY)
+
+
+def _beside(x: Tensor, waiting: Tensor) -> Tensor:
+    """``x``, then those that wait; there are none as long as the tree is even."""
+    return torch.cat([x, waiting], -1) if waiting.shape[-1] else x
 
 
 def _starts(level: tuple[Run, ...]) -> list[int]:
@@ -208,16 +216,18 @@ def _starts(level: tuple[Run, ...]) -> list[int]:
 
 def _turn(codes: Tensor, level: tuple[Run, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every code of a level; row i of the tables is run i's."""
-    rows = torch.repeat_interleave(torch.arange(len(level)), torch.tensor([count for count, _, _ in level]))
-    place = (codes + rows.to(codes) * cos.shape[1]).flatten()
-    return cos.flatten()[place].view(codes.shape), sin.flatten()[place].view(codes.shape)
+    if len(level) > 1:
+        rows = torch.repeat_interleave(torch.arange(len(level)), torch.tensor([count for count, _, _ in level]))
+        codes = codes + rows.to(codes) * cos.shape[1]
+    place = codes.flatten()
+    return cos.flatten().index_select(0, place).view_as(codes), sin.flatten().index_select(0, place).view_as(codes)
 
 
 def _split(radii: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo one level: each of the first radii gives two, those behind had waited."""
     pairs = cos.shape[-1]
     turned = radii[..., :pairs]
-    return torch.cat([torch.stack([turned * cos, turned * sin], -1).flatten(-2), radii[..., pairs:]], -1)
+    return _beside(torch.stack([cos.mul_(turned), sin.mul_(turned)], -1).flatten(-2), radii[..., pairs:])
 
 
 @register(

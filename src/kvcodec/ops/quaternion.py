@@ -7,10 +7,16 @@ The units are +-1, +-i, +-j, +-k and (+-1 +-i +-j +-k)/2: a group (closed under 
 
 and <x, p q> = <x conj(q), p>, so the best of 24 S products p q_s costs S products and S closed forms.
 
+Many vectors are searched faster in cells. The nearest of +-1, +-i, +-j, +-k turns a vector to the front, where y_0 is
+the largest component; cells are boxes of (y_1, y_2, y_3) / y_0, each with the few entries that can win in it. That is
+exact as well: the same indices, ties included.
+
 Random units are cut to multiples of 2^-10. Products with Hurwitz units are then multiples of 2^-11 of size at most 1,
 which fp16 holds exactly: a table of products in fp16 IS the product set, and a search in float64 makes no rounding.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -22,6 +28,10 @@ MANTISSA = 2.0**40
 FINE = 2.0**38
 SCORES = 1 << 17
 """Numbers of one temporary of the search; 1 MB of float64 stays in cache."""
+MANY = 4096
+"""From here on setting up cells pays."""
+GRID_CELLS = 4
+"""Cells along each of three axes of a face."""
 
 
 def _units() -> Tensor:
@@ -31,7 +41,7 @@ def _units() -> Tensor:
 
 
 UNITS = _units()
-"""The 24 Hurwitz units, float64 ``[24, 4]``; row 0 is 1."""
+"""The 24 Hurwitz units, float64 ``[24, 4]``; rows 0 to 7 are 1, -1, i, -i, j, -j, k, -k."""
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -50,6 +60,10 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
         w * v + x * u - y * t + z * s,
     ]
     return torch.stack(product, -1)
+
+
+FACE_UNITS = (multiply(UNITS[:8, None], UNITS) @ UNITS.T).max(-1).indices
+"""Row of ``p_f p`` for the units p_f = +-1, +-i, +-j, +-k: int64 ``[8, 24]``."""
 
 
 def conjugate(q: Tensor) -> Tensor:
@@ -79,18 +93,20 @@ def corner_score(v: Tensor, dim: int = -1) -> Tensor:
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Vectors ``[..., n]`` times a power of two each, largest component in [0.5, 1), as float64 multiples of 2^-40.
+    """Vectors ``[4, n]`` times a power of two each, largest component in [0.5, 1), as float64 multiples of 2^-40.
 
     Directions stay as they are, so a search may use it; zero stays zero. 16-bit values lose nothing unless they are
     2^29 times smaller than the largest of their vector.
     """
-    x = x.double()
-    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
-    return (torch.ldexp(x, -exponent.double()) * MANTISSA).round() / MANTISSA
+    exponent = torch.frexp(x.abs().amax(0)).exponent
+    return torch.ldexp(x.double(), -exponent.double()).mul_(MANTISSA).round_().div_(MANTISSA)
 
 
 def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     """Index ``24 s + p`` of the product that has the largest inner product with ``x``; the lowest one on ties.
+
+    A few vectors are searched by the closed form, many in cells: ``<p_f y, p_f p q> = <y, p q>``, so what is near the
+    front serves all eight faces. Both are exact and agree to the last tie.
 
     Parameters
     ----------
@@ -103,25 +119,23 @@ def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     -------
     Tensor int64 ``[n]``
     """
-    basis = torch.eye(4, dtype=torch.float64, device=x.device)
-    count = len(secondary)
-    # row (component c, s) . x = component c of x conj(q_s); exact, so neither order nor shape of the sums matters
-    turn = multiply(basis, conjugate(secondary)[:, None]).permute(2, 0, 1).reshape(4 * count, 4).contiguous()
-    x = scaled(x)
-    index = torch.empty(len(x), dtype=torch.int64, device=x.device)
-    step = max(1, SCORES // (4 * count))
-    units = UNITS.to(x.device)
-    for start in range(0, len(x), step):
-        part = x[start : start + step]
-        turned = (turn @ part.T).unflatten(0, (4, count))
-        best = corner_score(turned, 0).max(0).indices
-        v = turned.gather(1, best.expand(4, 1, -1))[:, 0]
-        index[start : start + step] = best * 24 + (units @ v).max(0).indices
-    return index
+    x = scaled(x.T.contiguous())
+    if x.shape[1] < MANY:
+        return _by_closed_form(x, secondary)
+    rows, sizes, y = _by_face(x)
+    found = _in_cells(y, products(secondary))
+    first = torch.arange(0, 24 * len(secondary), 24, device=x.device)[:, None]
+    index = torch.empty_like(rows)
+    for units, mine, its in zip(FACE_UNITS.to(x.device), rows.split(sizes), found.split(sizes), strict=True):
+        names = torch.cat([(first + units).flatten(), first.new_tensor([-1])])  # p q of y is (p_f p) q of x; -1 stays
+        index[mine] = names[its]
+    return _settle(index, x, lambda part: _by_closed_form(part, secondary))
 
 
 def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) -> Tensor:
-    """Row of ``table`` nearest to ``x``, by trying them all; the lowest one on ties.
+    """Row of ``table`` nearest to ``x``; the lowest one on ties.
+
+    Many vectors are searched in cells by angle; all entries are tried otherwise.
 
     Parameters
     ----------
@@ -136,15 +150,126 @@ def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) ->
     -------
     Tensor int64 ``[n]``
     """
-    x = (x.double() * FINE).round() / FINE
+    x = (x.T.double() * FINE).round_().div_(FINE).contiguous()
     # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
     offset = table.square().sum(1, keepdim=True) * (-0.5 if by == "distance" else 0.0)
-    index = torch.empty(len(x), dtype=torch.int64, device=x.device)
-    step = max(1, SCORES // len(table))
-    for start in range(0, len(x), step):
-        score = table @ x[start : start + step].T
-        index[start : start + step] = score.add_(offset).max(0).indices
+    if by == "distance" or x.shape[1] < MANY:
+        return _by_trial(x, table, offset)
+    rows, sizes, y = _by_face(x)
+    index = torch.empty_like(rows)
+    for unit, mine, part in zip(UNITS[:8].to(table), rows.split(sizes), y.split(sizes, 1), strict=True):
+        index[mine] = _in_cells(part, multiply(conjugate(unit), table))
+    return _settle(index, x, lambda part: _by_trial(part, table, offset))
+
+
+def _by_closed_form(x: Tensor, secondary: Tensor) -> Tensor:
+    """``nearest_product`` of scaled ``x [4, n]`` by S products and as many closed forms."""
+    basis = torch.eye(4, dtype=torch.float64, device=x.device)
+    count = len(secondary)
+    # row (component c, s) . x = component c of x conj(q_s); exact, so neither order nor shape of the sums matters
+    turn = multiply(basis, conjugate(secondary)[:, None]).permute(2, 0, 1).reshape(4 * count, 4).contiguous()
+    units = UNITS.to(x.device)
+    found = []
+    for part in x.split(max(1, SCORES // (4 * count)), 1):
+        turned = (turn @ part).unflatten(0, (4, count))
+        best = corner_score(turned, 0).max(0).indices
+        v = turned.gather(1, best.expand(4, 1, -1))[:, 0]
+        found.append(best * 24 + (units @ v).max(0).indices)
+    return torch.cat(found)
+
+
+def _by_trial(x: Tensor, table: Tensor, offset: Tensor) -> Tensor:
+    """Row of the largest ``<x, e> + offset`` for each of ``x [4, n]``."""
+    found = [(table @ part).add_(offset).max(0).indices for part in x.split(max(1, SCORES // len(table)), 1)]
+    return torch.cat(found)
+
+
+def _settle(index: Tensor, x: Tensor, search: Callable[[Tensor], Tensor]) -> Tensor:
+    """Replace -1 by 0 for columns of ``x`` that are zero, by what ``search`` finds for the others."""
+    tied = (index < 0).nonzero()[:, 0]
+    index[tied] = 0
+    tied = tied[(x[:, tied] != 0).any(0)]
+    index[tied] = search(x[:, tied])
     return index
+
+
+def _by_face(x: Tensor) -> tuple[Tensor, list[int], Tensor]:
+    """Sort ``x [4, n]`` by the unit +-1, +-i, +-j, +-k nearest to it, and turn that unit to 1.
+
+    Returns
+    -------
+    rows : Tensor int64 ``[n]``
+        Columns of x, face by face.
+    sizes : list of int
+        How many to each of the eight faces.
+    y : Tensor ``[4, n]``
+        ``conj(p_f) x`` of them: the first component is the largest.
+    """
+    largest = x.abs().amax(0)
+    face = torch.zeros_like(largest, dtype=torch.uint8)
+    for number in reversed(range(7)):
+        part = x[number // 2]
+        face = (part > -largest if number % 2 else part < largest) * (1 + face)
+    face, rows = face.sort()
+    sizes = face.bincount(minlength=8).tolist()
+    y = x.index_select(1, rows)
+    for unit, part in zip(UNITS[:8].to(x), y.split(sizes, 1), strict=True):
+        part.copy_(multiply(conjugate(unit), torch.eye(4).to(x)).T @ part)
+    return rows, sizes, y
+
+
+def _in_cells(y: Tensor, table: Tensor) -> Tensor:
+    """Row of ``table [m, 4]`` with the largest inner product, for ``y [4, n]`` whose first component is the largest.
+
+    Returns
+    -------
+    Tensor int64 ``[n]``
+        -1 where several rows are best.
+    """
+    # a ratio just below a wall may be rounded onto it, see _rivals; zero goes to any cell
+    ratio = (y[1:] / y[0].clamp_min(MANTISSA**-1)).add_(1).mul_(GRID_CELLS / 2)
+    a, b, c = ratio.to(torch.uint8).clamp_(max=GRID_CELLS - 1)
+    cell, order = ((a * GRID_CELLS + b) * GRID_CELLS + c).sort()
+    y = y.index_select(1, order)
+    keep = _rivals(table)
+    rivals = keep.nonzero()[:, 1]
+    counts = keep.sum(1).tolist()
+    tell = torch.stack([torch.ones_like(rivals), rivals]).to(table).split(counts, 1)
+    found = torch.empty_like(y[:2])
+    space = torch.empty(SCORES + len(table), dtype=y.dtype, device=y.device)  # memory asked for anew would be cold
+    start = 0
+    sizes = cell.bincount(minlength=len(counts)).tolist()
+    for entries, names, own, count in zip(table[rivals].split(counts), tell, y.split(sizes, 1), counts, strict=True):
+        for part in own.split(SCORES // count + 1, 1):
+            score = space[: count * part.shape[1]].view(count, -1)
+            torch.mm(entries, part, out=score)
+            torch.ge(score, score.amax(0), out=score)
+            # one matrix product counts and names the best rows: much faster than a reduction that keeps indices
+            torch.mm(names, score, out=found[:, start : start + part.shape[1]])
+            start += part.shape[1]
+    index = torch.where(found[0] == 1, found[1], -1.0).long()
+    return torch.empty_like(order).index_copy_(0, order, index)
+
+
+def _rivals(table: Tensor) -> Tensor:
+    """Which rows of ``table [m, 4]`` may be the best somewhere in a cell: bool ``[cells, m]``.
+
+    A cell is what eight corners (1, r) span. Inner products are linear: a row that another one beats at all corners is
+    beaten in the whole cell. It is left out when that is the row which is best at the cell's middle. Corners are
+    multiples of 2^-1, so all is exact, in float32 too, and what beats does so by 2^-12 or more: enough for a vector
+    that rounding put 2^-52 outside its cell.
+    """
+    g = GRID_CELLS
+    walls = torch.linspace(-1, 1, g + 1).to(table)
+    one = walls[-1:]
+    middle = (walls[1:] + walls[:-1]) / 2
+    score = (torch.cartesian_prod(one, walls, walls, walls) @ table.T).float().view(g + 1, g + 1, g + 1, -1)
+    best = (torch.cartesian_prod(one, middle, middle, middle) @ table.T).max(1).indices.view(g, g, g, 1)
+    keep = torch.zeros(g, g, g, len(table), dtype=torch.bool, device=table.device)
+    for i, j, k in itertools.product((0, 1), repeat=3):
+        corner = score[i : i + g, j : j + g, k : k + g]
+        keep |= corner >= corner.gather(3, best)
+    return keep.flatten(0, 2)
 
 
 def split_chunks(x: Tensor) -> Tensor:
@@ -154,8 +279,8 @@ def split_chunks(x: Tensor) -> Tensor:
 
 def chunk_lengths(chunks: Tensor) -> Tensor:
     """Euclidean length of the last axis, float64, in one order of additions: ``[..., 4]`` -> ``[...]``."""
-    a, b, c, d = chunks.double().square().unbind(-1)
-    return ((a + b) + (c + d)).sqrt()
+    a, b, c, d = (part * part for part in (component.double() for component in chunks.unbind(-1)))
+    return a.add_(b).add_(c.add_(d)).sqrt_()
 
 
 def quantize_lengths(length: Tensor, bits: int) -> tuple[Tensor, Tensor]:
