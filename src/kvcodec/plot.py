@@ -1,4 +1,4 @@
-"""The one figure: quality over effective bits; a fixed colour and marker per method, so figures compare at a glance.
+"""Figures: quality and distortion over effective bits, recomputed curves. A fixed colour and marker per method.
 
 matplotlib is imported when a figure is drawn (extra ``plot``); the Agg canvas needs no display.
 """
@@ -43,6 +43,10 @@ METRICS = {
     "perplexity": "perplexity above the uncompressed model",
 }
 LABEL_POINTS = 8.0
+CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
+CURVE_MARKERS = "osD^vP<"
+MOST_BITS = 7.0
+"""Right end of the rate-distortion figure; what costs more is named under it."""
 
 
 def style_of(spec: str) -> Style:
@@ -123,17 +127,8 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
     KVError
         If the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "figures need matplotlib, which is not installed; run: pip install 'kvcodec[plot]'"
-        ) from error
-
     metric, points = points_of(rows)
-    figure = Figure(figsize=(9.0, 5.4), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure, canvas = _figure(9.0, 5.4)
     axes = figure.add_subplot()
     shown = [p for p in points if p.value > 0]  # a log scale has no place for a gap of 0 or below
     for point in shown:
@@ -152,14 +147,138 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.set_xlabel("effective bits per element of K and V (all bytes held x 8 / elements; uncompressed: 16)")
     axes.set_ylabel(METRICS[metric])
     axes.set_title(title, fontsize=10, loc="left")
-    axes.grid(which="major", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    _calm(axes)
     figure.supxlabel(_caption(rows, points), fontsize=7.5, x=0.01, ha="left")
     if shown:
         canvas.draw()  # text sizes are known only after a drawing
         _place_labels(axes, shown, canvas.get_renderer())
+    _save(figure, path)
+
+
+def curves_figure(rows: Sequence[Row], path: Path, title: str, *, x: str, y: str, log_y: bool = True) -> None:
+    """Draw recomputed figures beside printed ones and write a PNG; a colour per curve.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        ``curve, x, ours, printed``; ours are filled and joined, what is printed is hollow.
+    path : Path
+    title, x, y : str
+        Labels.
+    log_y : bool
+
+    Raises
+    ------
+    UnsupportedError, KVError
+        As ``quality_figure``.
+    """
+    figure, _ = _figure(6.4, 4.2)
+    axes = figure.add_subplot()
+    for i, curve in enumerate(dict.fromkeys(str(r["curve"]) for r in rows)):
+        here = sorted((r for r in rows if r["curve"] == curve), key=lambda r: float(r["x"]))
+        color, marker = CURVE_COLORS[i % len(CURVE_COLORS)], CURVE_MARKERS[i % len(CURVE_MARKERS)]
+        at = [r["x"] for r in here]
+        axes.plot(at, [r["ours"] for r in here], color=color, marker=marker, ms=4, lw=1, label=curve)
+        axes.plot(at, [r["printed"] for r in here], color=color, marker=marker, ms=9, ls="none", mfc="none", mew=0.8)
+    if log_y:
+        axes.set_yscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(f"{title}\nfilled: ours; hollow: the paper or its reference", fontsize=9, loc="left")
+    _calm(axes)
+    axes.legend(fontsize=7, frameon=False)
+    _save(figure, path)
+
+
+def rate_distortion_figure(rows: Sequence[Row], path: Path) -> None:
+    """Draw relative MSE over true bits, a panel per source; the suffix of ``path`` is the format.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        ``spec, method, source, head_dim, bits, relative_mse, spread, samples``; those without numbers are left out.
+        Names stand where nothing with fewer bits is as good.
+    path : Path
+
+    Raises
+    ------
+    UnsupportedError, KVError
+        As ``quality_figure``.
+    """
+    drawn = [r for r in rows if r["relative_mse"]]
+    sources = list(dict.fromkeys(str(r["source"]) for r in drawn))
+    across = 2 if len(sources) in (2, 4) else min(3, max(1, len(sources)))
+    down = max(1, -(-len(sources) // across))
+    figure, _ = _figure(5.6 * across, 4.4 * down + 0.9)
+    panels = figure.subplots(down, across, squeeze=False)
+    for axes in panels.flat[len(sources) :]:
+        axes.set_axis_off()
+    handles: dict[str, Any] = {}
+    for source, axes in zip(sources, panels.flat, strict=False):
+        here = sorted((r for r in drawn if r["source"] == source), key=lambda r: (r["bits"], r["relative_mse"]))
+        handles |= _source_panel(axes, source, here)
+    figure.supxlabel("bits per element: all bytes of an encoded block x 8 / elements", fontsize=9)
+    figure.supylabel("relative MSE; bars: one standard deviation", fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=7, fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def _source_panel(axes: Any, source: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Draw the rows of one source, ascending in bits; return a legend's handles by method."""
+    handles: dict[str, Any] = {}
+    shown = [r for r in rows if r["bits"] <= MOST_BITS]
+    best = math.inf
+    for r in shown:
+        style = style_of(r["spec"])
+        low = min(r["spread"], 0.9 * r["relative_mse"])
+        handles[r["method"]] = axes.errorbar(
+            r["bits"], r["relative_mse"], [[low], [r["spread"]]], color=style.color, marker=style.marker,
+            ms=5.5, lw=1, capsize=2, ls="none", alpha=0.9,
+        )  # fmt: skip
+        if r["relative_mse"] < best:
+            best = r["relative_mse"]
+            axes.annotate(
+                r["spec"], (r["bits"], best), xytext=(-3, -4), textcoords="offset points", fontsize=6,
+                ha="right", va="top", color=style.color,
+            )  # fmt: skip
+    if shown and source in ("Gaussian keys", "unit-sphere keys"):
+        rates = [r["bits"] for r in shown]
+        axes.plot(rates, [4.0**-rate for rate in rates], color="0.5", lw=1, ls=":", zorder=0)
+        axes.annotate("Shannon's bound, 4^-bits", (rates[0], 4.0 ** -rates[0]), fontsize=6, color="0.4", va="top")
+    what = "layers" if " of " in source else "seeds"
+    axes.set_title(f"{source} (D = {rows[0]['head_dim']}; {rows[0]['samples']} {what})", fontsize=9, loc="left")
+    axes.set_yscale("log")
+    axes.margins(x=0.16)
+    _calm(axes)
+    if left_out := [r["spec"] for r in rows if r["bits"] > MOST_BITS]:
+        axes.set_xlabel(f"above {MOST_BITS:.0f} bits, not shown: {', '.join(left_out)}", fontsize=7)
+    return handles
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    """Figure and canvas, sizes in inches; refuses when matplotlib is missing."""
     try:
-        figure.savefig(path, metadata={"Software": "kvcodec"})
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "figures need matplotlib, which is not installed; run: pip install 'kvcodec[plot]'"
+        ) from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    return figure, FigureCanvasAgg(figure)
+
+
+def _calm(axes: Any) -> None:
+    """A faint grid, no box."""
+    axes.grid(which="major", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write in the format of the suffix."""
+    metadata = {"Software": "kvcodec"} if path.suffix == ".png" else {"Creator": "kvcodec", "Date": None}
+    try:
+        figure.savefig(path, metadata=metadata)
     except OSError as error:
         raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another folder.") from error
 
