@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -196,23 +197,34 @@ def _bench_text(rows: list[dict[str, Any]]) -> str:
 
 
 def _reproduce(args: argparse.Namespace) -> int:
-    from kvcodec.eval.reproduce import reproduce_rows
+    from time import monotonic
+
+    from kvcodec.eval.reproduce import rate_distortion, report, reproduce_rows
     from kvcodec.progress import Progress
 
-    rows = reproduce_rows(args.papers or None, quick=args.quick, progress=Progress())
-    return _stream(args, rows, _reproduce_text)
+    progress, start = Progress(), monotonic()
+    papers = [paper for paper in args.papers if paper != rate_distortion.STUDY]
+    sources: list[Iterable[dict[str, Any]]] = []
+    if papers or not args.papers:
+        sources.append(reproduce_rows(papers or None, quick=args.quick, progress=progress))
+    if rate_distortion.STUDY in args.papers or not args.papers:
+        model = None
+        if args.model is not None:
+            from kvcodec.models import load
 
+            model = load(args.model, progress=progress)
+        sources.append(rate_distortion.rate_distortion_rows(quick=args.quick, model=model, progress=progress))
+    elif args.model is not None:
+        raise KVError(f"--model is for {rate_distortion.STUDY}, which was not asked for; add it, or name no paper.")
+    if args.out is not None:
+        from kvcodec.eval.rows import check_writable
 
-def _reproduce_text(rows: list[dict[str, Any]]) -> str:
-    lines = []
-    for r in rows:
-        verdict = "holds" if r["holds"] else "DIFFERS"
-        where = f"{r['paper']} {r['table']}: {r['item']}, {r['metric']}"
-        lines.append(
-            f"{verdict:<8} {where}: printed {_scalar(r['printed'])}, ours {_scalar(r['ours'])}  {r['note'] or ''}"
-        )
-    holding = sum(bool(r["holds"]) for r in rows)
-    return "\n".join(line.rstrip() for line in [*lines, f"{holding} of {len(rows)} printed figures hold."])
+        check_writable(args.out)
+    rows, written = _collect(chain.from_iterable(sources)), []
+    if args.out is not None:
+        about = {"seconds": round(monotonic() - start), "quick": args.quick, "model": args.model or "none"}
+        written = [f"written: {path}" for path in report.write_folder(rows, args.out, about)]
+    return _finish(args, rows, lambda: "\n".join([report.terminal(rows), *written]))
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -245,7 +257,13 @@ def _finish(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> int
 def _stream(
     args: argparse.Namespace, source: Iterable[dict[str, Any]], text: Callable[[list[dict[str, Any]]], str]
 ) -> int:
-    """Collect rows as they come; an interrupt keeps those that came."""
+    """Collect rows, then write them."""
+    rows = _collect(source)
+    return _finish(args, rows, lambda: text(rows))
+
+
+def _collect(source: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as they come; an interrupt keeps those that came."""
     rows: list[dict[str, Any]] = []
     try:
         rows.extend(source)
@@ -254,7 +272,7 @@ def _stream(
             raise
         print("kvcodec: interrupted: the rows hold what was finished.", file=sys.stderr)
         rows = [row | {"partial": True} for row in rows]
-    return _finish(args, rows, lambda: text(rows))
+    return rows
 
 
 def _scalar(value: Any) -> str:
@@ -334,8 +352,12 @@ def _parser() -> argparse.ArgumentParser:
     _device(p)
 
     p = _command(commands, "reproduce", _reproduce, "recompute what the papers print")
-    p.add_argument("papers", nargs="*", metavar="PAPER", help="default: all")
+    p.add_argument("papers", nargs="*", metavar="PAPER", help="papers, or rate-distortion; default: all of them")
     p.add_argument("--quick", action="store_true", help="smaller samples")
+    p.add_argument(
+        "--model", metavar="MODEL", help="rate-distortion also on this model's keys and values: smollm2-135m"
+    )
+    p.add_argument("--out", metavar="FOLDER", help="write reproduce.md, reproduce.json and figures there")
 
     p = _command(commands, "report", _report, "picture and page from result files")
     p.add_argument("files", nargs="+", metavar="FILE.json")

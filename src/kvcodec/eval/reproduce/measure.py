@@ -1,4 +1,7 @@
-"""What several papers' tables measure: Gaussian tensors, relative MSE, bytes of a token."""
+"""What several papers' tables measure: Gaussian tensors, errors of reconstruction and of scores, bytes of a token."""
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,9 +11,37 @@ from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
 
-def relative_mse(x: Tensor, scheme: KVScheme) -> float:
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over seeds: MSE of a coordinate, cosine, |score error|, 95th percentile over keys of a key's MSE."""
+
+    mse: float
+    cos: float
+    ip: float
+    tail95: float
+
+
+def fidelity(codec: Codec, seeds: int, keys: int, dim: int = 128) -> Fidelity:
+    """Encode and decode ``keys`` N(0, I) keys per seed, each seed with constants of its own.
+
+    The score error is the mean over Gaussian queries q, taken exactly: ``E |<q, e>| = sqrt(2 / pi) |e|``. It holds for
+    estimators that are linear in q, as all codecs' are. A paper that draws some queries instead has their lengths in
+    its figures: 16 queries are 1.6 % uncertain, 64 are 0.8 %.
+    """
+    total = torch.zeros(4, dtype=torch.float64)
+    for seed in range(seeds):
+        k = torch.randn(1, 1, keys, dim, generator=torch.Generator().manual_seed(seed))
+        k_hat = roundtrip(codec, k, codec.fit(Site(0, "key", 1, dim, seed)))
+        squared = (k - k_hat).square().sum(-1).flatten()
+        cosine = torch.nn.functional.cosine_similarity(k, k_hat, dim=-1).mean()
+        score = math.sqrt(2 / math.pi) * squared.sqrt().mean()
+        total += torch.stack([squared.mean() / dim, cosine, score, squared.quantile(0.95) / dim]).double()
+    return Fidelity(*(total / seeds).tolist())
+
+
+def relative_mse(x: Tensor, scheme: KVScheme, seed: int = 0) -> float:
     """Relative MSE of the key codec on ``x``."""
-    params = scheme.key.fit(Site(0, "key", x.shape[1], x.shape[3]))
+    params = scheme.key.fit(Site(0, "key", x.shape[1], x.shape[3], seed), x if scheme.key.needs_sample else None)
     return float((roundtrip(scheme.key, x, params) - x).square().sum() / x.square().sum())
 
 
