@@ -24,7 +24,8 @@ C = 2048 at D = 128 are 512 KB per head and role. Fitted by ``kvcodec fit`` (lea
 sequence's prefill (B).
 
 Deviations from the paper
-1. C = 1 is NOT plain INT4, although App. C calls it so: it subtracts the mean vector (and scores 53.6 where INT4 has 0).
+1. C = 1 is NOT plain INT4, although App. C calls it so: it subtracts the mean vector, and scores 53.6 where plain INT4
+   scores 0.
 2. Codebooks per KV head, in fp16; the paper says only "its own codebook" for keys and for values.
 
 Pitfalls: a prefill must have C tokens at least, and with few more than C its centroids ARE its tokens while later ones
