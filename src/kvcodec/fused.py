@@ -26,7 +26,9 @@ def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device, capacit
     ``capacity`` as in ``FusedLayerCache``: a static cache has no place for tokens held dense.
     """
     if not isinstance(scheme.key, SawInt4) or not isinstance(scheme.value, SawInt4):
-        return f"fused kernels exist for saw-int4 only, not for {scheme}"
+        return f"fused kernels exist for saw-int4 only, without kmeans and hessian, not for {scheme}"
+    if scheme.key.kernel is None or scheme.value.kernel is None:
+        return f"the saw-int4 kernels read zero=rounded, pack=neighbours only, not {scheme}"
     if capacity and (scheme.sink or scheme.window):
         return f"sink={scheme.sink}, window={scheme.window} need a cache that grows; leave max_len out"
     if importlib.util.find_spec("triton") is None:

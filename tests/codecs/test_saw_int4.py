@@ -5,8 +5,11 @@ import torch
 
 import kvcodec
 from kvcodec.codec import roundtrip
+from kvcodec.codecs.hessian import HessianRotated
+from kvcodec.codecs.kmeans_residual import KMeansResidual
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
+from kvcodec.fused import fused_refusal
 from kvcodec.ops.bitpack import unpack
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -22,9 +25,45 @@ def relative_mse(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def test_rounding_the_zero_point_costs_one_and_a_half_percent_on_gaussian_tokens():
     x = gauss(1, 1, 8192, 128)
-    assert relative_mse(x, roundtrip(SawInt4(1), x, {})) == pytest.approx(0.010147, rel=0.006)
-    floating = kvcodec.fake_quant("int-4", x, x)[0]  # the same grid with a float offset
-    assert relative_mse(x, floating) == pytest.approx(0.009995, rel=0.006)
+    rounded, floating = (relative_mse(x, roundtrip(SawInt4(1, zero), x, {})) for zero in ("rounded", "float"))
+    assert rounded == pytest.approx(0.010147, rel=0.006)
+    assert floating == pytest.approx(0.009995, rel=0.006)
+    assert rounded / floating == pytest.approx(0.010147 / 0.009995, rel=0.004)
+    other = kvcodec.fake_quant("int-4", x, x)[0]  # the same grid with a float offset
+    assert floating == pytest.approx(relative_mse(x, other), rel=1e-3)
+
+
+def rows_of_every_kind() -> torch.Tensor:
+    """Gaussian, one-sided, far from zero, tiny, and with an outlier."""
+    x = gauss(1, 1, 600, 128)
+    x[:, :, 100:200] = x[:, :, 100:200].abs() + 3
+    x[:, :, 200:300] = x[:, :, 200:300] * 0.01 - 50
+    x[:, :, 300:400] *= 1e-3
+    x[:, :, 400:500, 9] = 1e3
+    x[:, :, 500:] += 1000
+    return x.half().float()
+
+
+def test_a_float_zero_point_gives_the_nearest_of_sixteen_points():
+    x = rows_of_every_kind()
+    payload = SawInt4(1, "float").encode(x, {})
+    s, z = payload["scale_zero"].double().unbind(-1)
+    points = s[..., None] * (torch.arange(16.0).double() - z[..., None])  # [1, 1, N, 16]
+    error = (x.double()[..., None] - points.unsqueeze(-2)).abs()
+    codes = unpack(payload["codes"], 4, 128).long()
+    chosen = error.gather(-1, codes[..., None]).squeeze(-1)
+    assert bool((chosen <= error.amin(-1) + 1e-9 * s[..., None]).all())
+    # the public kernels' formula on the same (s, z): equal but for ties
+    public = (x.double() / s[..., None] + z[..., None] + 0.5).trunc().clamp(0, 15)
+    tie = (x.double() / s[..., None] + z[..., None]).frac().abs() == 0.5
+    assert torch.equal(torch.where(tie, codes, public.long()), codes)
+
+
+def test_a_float_zero_point_keeps_rows_far_from_zero():
+    x = rows_of_every_kind()
+    y = roundtrip(SawInt4(1, "float"), x, {})
+    step = ((x.amax(-1) - x.amin(-1)) / 15)[..., None].clamp_min(2.0**-9 * x.abs().amax(-1, keepdim=True))
+    assert bool(((y - x).abs() <= 0.76 * step).all())  # s/2, and s/4 where fp16 holds z near 1000
 
 
 @pytest.mark.parametrize(
@@ -64,9 +103,10 @@ def test_zero_points_outside_the_codes_are_not_clipped(sign, beyond):
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.140625, 2.0**-14, 1e4, 65504.0])
 @pytest.mark.parametrize("block", [1, None])
-def test_a_constant_token_comes_back(block, value):
+@pytest.mark.parametrize("zero", ["rounded", "float"])
+def test_a_constant_token_comes_back(zero, block, value):
     x = torch.full((1, 1, 3, 128), value)
-    error = (roundtrip(SawInt4(block), x, {}) - x).abs().max()
+    error = (roundtrip(SawInt4(block, zero), x, {}) - x).abs().max()
     # rotated, the constant sits in one channel of 128: sqrt(128) times larger, and a step is 1/15 of that
     bound = abs(value) * (2**-10 if block == 1 else 2**-4) + 2.0**-24
     assert error <= bound
@@ -88,6 +128,17 @@ def test_the_low_nibble_is_the_even_channel():
     codes = SawInt4(1).encode(x, {})["codes"].flatten()
     assert codes[:8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
     assert unpack(codes, 4, 64)[:16].tolist() == list(range(16))
+
+
+def test_halves_put_channel_i_below_channel_i_plus_half():
+    x = torch.arange(16.0).repeat(4).view(1, 1, 1, 64)
+    codes = SawInt4(1, pack="halves").encode(x, {})["codes"].flatten()
+    assert codes.tolist() == [16 * ((i + 32) % 16) + i % 16 for i in range(32)]
+    x = rows_of_every_kind()
+    both = SawInt4(1, pack="halves").encode(x, {})["codes"]
+    neighbours = unpack(SawInt4(1).encode(x, {})["codes"], 4, 128)
+    assert torch.equal(torch.cat([both & 15, both >> 4], -1), neighbours)
+    assert torch.equal(roundtrip(SawInt4(1, pack="halves"), x, {}), roundtrip(SawInt4(1), x, {}))
 
 
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, 16), (96, 32), (128, 128), (192, 64), (256, 256)])
@@ -114,3 +165,62 @@ def test_a_block_that_does_not_fit_says_which_does():
         SawInt4(128).layout(192)
     with pytest.raises(SpecError, match="block=48 is not a power of two; use 16, 32, 64 or 128"):
         SawInt4(48)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "value"),
+    [
+        ("hessian=true", HessianRotated(SawInt4()), SawInt4(1)),
+        ("rotate=none,hessian=true", HessianRotated(SawInt4(1)), SawInt4(1)),
+        ("rotate=kv,block=16,hessian=true", HessianRotated(SawInt4(16)), HessianRotated(SawInt4(16))),
+        ("kmeans=16", KMeansResidual(SawInt4(), 16), KMeansResidual(SawInt4(1), 16)),
+        (
+            "zero=float,pack=halves,kmeans=2048,hessian=true",
+            KMeansResidual(HessianRotated(SawInt4(None, "float", "halves")), 2048),
+            KMeansResidual(SawInt4(1, "float", "halves"), 2048),
+        ),
+    ],
+)
+def test_options_compose(options, key, value):
+    scheme = kvcodec.get(f"saw-int4:{options}")
+    assert (scheme.key, scheme.value) == (key, value)
+    assert kvcodec.from_json(scheme.to_json()) == scheme
+
+
+def test_describe_prints_every_option():
+    options = {o["name"]: o for o in kvcodec.describe("saw-int4:kmeans=256")["options"]}
+    assert list(options) == ["block", "rotate", "zero", "pack", "kmeans", "hessian"]
+    assert all(o["doc"] for o in options.values())
+    assert options["kmeans"]["value"] == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("zero=float", "read zero=rounded, pack=neighbours only, not saw-int4:zero=float"),
+        ("pack=halves", "read zero=rounded, pack=neighbours only, not saw-int4:pack=halves"),
+        ("kmeans=16", "saw-int4 only, without kmeans and hessian, not for saw-int4:kmeans=16"),
+        ("hessian=true", "saw-int4 only, without kmeans and hessian, not for saw-int4:hessian=true"),
+    ],
+)
+def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reason):
+    scheme = kvcodec.get(f"saw-int4:{options}")
+    assert reason in fused_refusal(scheme, 128, torch.device("cpu"))
+    assert kvcodec.describe(str(scheme))["kernels"] == {"encode": False, "decode": False}
+    assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": True, "decode": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: SawInt4(zero="half"), "zero='half' is not allowed; use rounded or float"),
+        (lambda: SawInt4(pack="quarters"), "pack='quarters' is not allowed; use neighbours or halves"),
+        (lambda: kvcodec.get("saw-int4:kmeans=-1"), r"kmeans=-1 is not allowed; use 0 \(none\) or 1 to 65536"),
+        (lambda: kvcodec.get("saw-int4:kmeans=65537"), "kmeans=65537 is not allowed; use 1 to 65536"),
+        (lambda: kvcodec.get("saw-int4:hessian=1"), r"hessian='1' is not allowed; expected true\|false"),
+    ],
+    ids=["zero", "pack", "negative", "too-many", "hessian"],
+)
+def test_options_that_do_not_exist_are_refused(make, text):
+    with pytest.raises(SpecError, match=text):
+        make()

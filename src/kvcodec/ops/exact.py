@@ -1,0 +1,90 @@
+"""Matrix products with exact sums: no order of additions, block size or thread count shows in the bits.
+
+A float64 sum of products of integers is exact as long as it stays within 2^53. So rows are held on a grid, as integers
+times a power of two of their own, and multiplied as integers: one token alone gives the bits of a whole prefill, on a
+CPU and on a GPU. A float GEMM promises neither.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import ShapeError
+
+MANTISSA = 53
+ROTATION_BITS = 24
+"""Bits of a rotation's entries and of a row beneath its largest component; float32 keeps the entries exactly."""
+
+
+def to_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round each row to a multiple of ``2^-bits`` of the power of two above its largest component.
+
+    Parameters
+    ----------
+    x : Tensor ``[..., D]``
+    bits : int
+
+    Returns
+    -------
+    (Tensor, Tensor) float64
+        Integers ``[..., D]`` of magnitude at most ``2^bits``, and units ``[..., 1]``, powers of two;
+        ``x = integers * units`` to half a unit.
+
+    Examples
+    --------
+    >>> to_grid(torch.tensor([3.0, -0.4, 0.0]), 4)
+    (tensor([12., -2.,  0.], dtype=torch.float64), tensor([0.2500], dtype=torch.float64))
+    """
+    wide = x.double()
+    exponent = torch.frexp(wide.abs().amax(-1, keepdim=True)).exponent.long() - bits
+    # from its bits: pow and exp2 round as the device likes
+    unit = ((exponent + 1023) << 52).view(torch.float64)
+    return (wide / unit).round_(), unit
+
+
+def dot_bits(head_dim: int) -> int:
+    """Bits of two rows on grids whose ``head_dim`` products sum exactly.
+
+    >>> [dot_bits(d) for d in (64, 80, 128, 256)]
+    [23, 23, 23, 22]
+    """
+    return (MANTISSA - (head_dim - 1).bit_length()) // 2
+
+
+def cut_rotation(rotation: Tensor) -> Tensor:
+    """Round an orthogonal matrix to multiples of ``2^-24``, held in float32 without another error.
+
+    It stays orthogonal to about ``2^-25`` per entry of ``R R^T``, as good as float32 can hold one: its transpose is
+    its inverse and its dual.
+    """
+    return (rotation.double() * 2.0**ROTATION_BITS).round_().mul_(2.0**-ROTATION_BITS).float()
+
+
+def rotate_exactly(x: Tensor, rotation: Tensor) -> Tensor:
+    """``x R`` with exact sums.
+
+    ``|sum_i x_i R_ij| <= |x| |R_j|`` for every part of the sum: with 24 bits each and columns of length 1 it stays
+    within ``2^48 sqrt(D)``, which is exact up to D = 1024.
+
+    Parameters
+    ----------
+    x : Tensor ``[..., D]``
+        Rounded to ``2^-24`` of each row's largest component, where float32 itself rounds.
+    rotation : Tensor ``[D, D]``
+        Orthogonal, of ``cut_rotation``, or its transpose.
+
+    Returns
+    -------
+    Tensor float32 ``[..., D]``
+
+    Raises
+    ------
+    ShapeError
+        If D is above 1024.
+    """
+    dim = x.shape[-1]
+    if dim > 4 ** (MANTISSA - 2 * ROTATION_BITS):
+        raise ShapeError(f"rotate_exactly: head_dim={dim} is above 1024, where sums are not exact; use a smaller one.")
+    whole, unit = to_grid(x, ROTATION_BITS)
+    product = whole @ (rotation.double() * 2.0**ROTATION_BITS).round_()
+    # + 0: a product may start a sum of zeros at -0 or at +0
+    return product.add_(0.0).mul_(unit * 2.0**-ROTATION_BITS).float()

@@ -1,0 +1,340 @@
+"""Facts of the k-means residual of SAW-INT4, App. A.2: assignment, error by C, bytes, and how centroids come to be."""
+
+import builtins
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcodec
+from kvcodec.codec import Site, roundtrip
+from kvcodec.codecs.dense import Dense
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.hessian import HessianRotated
+from kvcodec.codecs.kmeans_residual import KMeansResidual
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import FitError, SpecError
+from kvcodec.ops.kmeans import fit_centroids, nearest_centroid
+from kvcodec.persist import load_layers, save_layers
+
+SITE = Site(0, "key", 2, 64)
+
+
+def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def clustered(batch: int, heads: int, tokens: int, dim: int, *, clusters: int = 40, seed: int = 0) -> torch.Tensor:
+    """Keys around ``clusters`` far-apart points of each head, exact in fp16."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 5 * torch.randn(heads, clusters, dim, generator=torch.Generator().manual_seed(99))
+    which = torch.randint(clusters, (batch, heads, tokens), generator=generator)
+    points = centres.expand(batch, -1, -1, -1).gather(2, which[..., None].expand(-1, -1, -1, dim))
+    return (points + 0.5 * torch.randn(batch, heads, tokens, dim, generator=generator)).half().float()
+
+
+def relative_mse(x: torch.Tensor, y: torch.Tensor) -> float:
+    return float((y - x).square().sum() / x.square().sum())
+
+
+def distances(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """``|x - c|^2`` by its definition: float64 ``[B, H, N, C]``."""
+    return (x.double().unsqueeze(3) - centroids.double().unsqueeze(2)).square().sum(-1)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**16),
+    dim=st.sampled_from((64, 80, 96, 128, 192, 256)),
+    count=st.integers(2, 40),
+    exponent=st.integers(-12, 9),
+    offset=st.sampled_from((0.0, 30.0, 400.0)),
+)
+def test_assignments_are_those_of_brute_force(seed, dim, count, exponent, offset):
+    x = gauss(2, 2, 20, dim, seed=seed) * 2.0**exponent
+    centroids = gauss(1, 2, count, dim, seed=seed + 1) * 2.0**exponent
+    x[..., 3] += offset  # a loud channel, as in Qwen's keys
+    centroids[..., 3] += offset
+    centroids = centroids.half()
+    every = distances(x, centroids)
+    found = nearest_centroid(x, centroids)
+    assert found.dtype == torch.int64
+    chosen = every.gather(-1, found[..., None])
+    assert bool((chosen <= every.amin(-1, keepdim=True) * (1 + 1e-6)).all())
+
+
+def test_a_tie_goes_to_the_lowest_id():
+    centroids = torch.tensor([[3.0, 0.0], [-1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]]).half()[None, None]
+    x = torch.tensor([[0.0, 5.0], [1.0, 0.0], [-2.0, 0.0], [2.0, 0.0]])[None, None]
+    assert nearest_centroid(x, centroids).flatten().tolist() == [1, 2, 1, 0]
+
+
+def test_assignment_is_cut_into_chunks_that_do_not_show(monkeypatch):
+    x, centroids = gauss(2, 2, 33, 64), gauss(1, 2, 17, 64, seed=1).half()
+    whole = nearest_centroid(x, centroids)
+    monkeypatch.setattr("kvcodec.ops.kmeans.SCORES", 1)
+    assert torch.equal(nearest_centroid(x, centroids), whole)
+
+
+def test_centroids_of_sequences_are_their_own():
+    x = gauss(2, 2, 33, 64)
+    centroids = gauss(2, 2, 17, 64, seed=1).half()
+    both = nearest_centroid(x, centroids)
+    for b in range(2):
+        assert torch.equal(nearest_centroid(x[b : b + 1], centroids[b : b + 1]), both[b : b + 1])
+
+
+def test_one_cluster_is_the_mean_subtracted():
+    k = gauss(1, 2, 500, 64) + 8 * gauss(1, 2, 1, 64, seed=1)
+    codec = KMeansResidual(SawInt4(1), 1)
+    params = codec.fit(SITE, k)
+    mean = k.double().mean(2, keepdim=True).half()
+    assert torch.equal(params["centroids"], mean)
+    payload = codec.encode(k, params)
+    expected = SawInt4(1).encode(k - mean.float(), {})
+    assert {n: t.tolist() for n, t in payload.items()} == {n: t.tolist() for n, t in expected.items()}
+    assert torch.equal(codec.decode(payload, params), SawInt4(1).decode(payload, {}) + mean.float())
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 8])
+def test_mean_removal_undoes_constant_outlier_channels(channels):
+    k = gauss(1, 2, 4000, 128)
+    k[..., torch.randperm(128, generator=torch.Generator().manual_seed(0))[:channels]] += 30.0
+    codec = KMeansResidual(SawInt4(1), 1)
+    error = roundtrip(codec, k, codec.fit(Site(0, "key", 2, 128), k)) - k
+    assert float(error.square().mean()) == pytest.approx(0.0100, rel=0.03)
+    assert float((roundtrip(SawInt4(1), k, {}) - k).square().mean()) > 0.3
+
+
+def test_error_falls_with_more_clusters_on_clustered_keys():
+    sample, k = clustered(1, 2, 800, 64), clustered(1, 2, 300, 64, seed=1)
+    errors = [relative_mse(k, roundtrip(SawInt4(), k, {}))]
+    for clusters in (1, 8, 64):
+        codec = KMeansResidual(SawInt4(), clusters)
+        errors.append(relative_mse(k, roundtrip(codec, k, codec.fit(SITE, sample))))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.1 * errors[0]
+
+
+def test_rotating_before_or_after_clustering_is_the_same():
+    x, centroids = gauss(1, 2, 200, 64), gauss(1, 2, 16, 64, seed=1).half()
+    rotated = SawInt4().to_code(centroids.float(), {})
+    assert torch.equal(nearest_centroid(SawInt4().to_code(x, {}), rotated), nearest_centroid(x, centroids))
+
+
+@pytest.mark.parametrize(
+    ("clusters", "id_bytes", "bits", "printed"),
+    [(1, 0, 4.25, 4.25), (16, 1, 4.3125, 4.28125), (256, 1, 4.3125, 4.3125), (2048, 2, 4.375, 4.3359375)],
+)
+def test_bits_are_bytes_and_papers_count_log2(clusters, id_bytes, bits, printed):
+    layout = KMeansResidual(SawInt4(), clusters).layout(128)
+    assert layout.effective_bits == bits
+    assert layout.nominal_bits + 0.25 == printed
+    assert [f.name for f in layout.fields] == ["codes", "scale_zero"] + ["ids"] * (id_bytes > 0)
+    assert layout.block_bytes == 68 + id_bytes
+    assert kvcodec.get(f"saw-int4:kmeans={clusters}").effective_bits(128) == bits
+
+
+def test_ids_are_little_endian():
+    centroids = torch.arange(300.0).view(1, 1, 300, 1).expand(1, 2, 300, 64).half()
+    codec = KMeansResidual(SawInt4(1), 300)
+    x = torch.tensor([0.0, 255.0, 256.0, 299.0]).view(1, 1, 4, 1).expand(1, 2, 4, 64)
+    payload = codec.encode(x, {"centroids": centroids})
+    assert payload["ids"][0, 0].tolist() == [[0, 0], [255, 0], [0, 1], [43, 1]]
+    assert torch.equal(codec.decode(payload, {"centroids": centroids}), x)
+
+
+def test_slots_that_were_never_written_decode_to_something():
+    codec = KMeansResidual(SawInt4(), 5)
+    params = codec.fit(SITE, gauss(1, 2, 20, 64))
+    fields = {f.name: torch.full((1, 2, 3, *f.shape), 255, dtype=torch.uint8) for f in codec.layout(64).fields}
+    fields["scale_zero"] = torch.zeros(1, 2, 3, 2, dtype=torch.float16)
+    assert torch.equal(codec.decode(fields, params), params["centroids"][:, :, 4:].float().expand(1, 2, 3, 64))
+
+
+def inners():
+    yield pytest.param(SawInt4(), id="saw")
+    yield pytest.param(SawInt4(1, "float", "halves"), id="saw-float-halves")
+    yield pytest.param(HessianRotated(SawInt4()), id="hessian-saw")
+    yield pytest.param(GroupInt(2, group=32, along="tokens"), id="groups-along-tokens")
+
+
+@pytest.mark.parametrize("clusters", [1, 7, 300])
+@pytest.mark.parametrize("inner", inners())
+def test_blocks_one_by_one_equal_all_at_once(inner, clusters):
+    codec = KMeansResidual(inner, clusters)
+    params = codec.calibrate(SITE, clustered(2, 2, 200, 64), gauss(1, 4, 200, 64))
+    g = codec.block_tokens
+    x = clustered(2, 2, 5 * g, 64, seed=2)
+    x[0, :, 1] = 0
+    x[1, :, 2, 5] = 6e4
+    code = codec.to_code(x, params)
+    whole = codec.encode(code, params)
+    layout = codec.layout(64)
+    assert {n: tuple(t.shape[2:]) for n, t in whole.items()} == {f.name: (5, *f.shape) for f in layout.fields}
+    decoded = codec.decode(whole, params)
+    assert bool(decoded.isfinite().all())
+    for m in range(5):
+        part = codec.to_code(x[:, :, m * g : (m + 1) * g], params)
+        alone = codec.encode(part, params)
+        for name, t in whole.items():
+            assert torch.equal(alone[name].view(torch.uint8), t[:, :, m : m + 1].contiguous().view(torch.uint8)), name
+        assert torch.equal(codec.decode(alone, params), decoded[:, :, m * g : (m + 1) * g])
+    second = codec.encode(code[1:], params)
+    for name, t in whole.items():
+        assert torch.equal(second[name].view(torch.uint8), t[1:].contiguous().view(torch.uint8)), name
+    empty = codec.encode(code[:, :, :0], params)
+    assert codec.decode(empty, params).shape == (2, 2, 0, 64)
+
+
+def test_a_prefill_fits_each_sequence_and_a_text_fits_all_together():
+    codec = KMeansResidual(SawInt4(), 6)
+    k = clustered(2, 2, 100, 64)
+    own = codec.fit(SITE, k)["centroids"]
+    assert (own.shape, own.dtype) == ((2, 2, 6, 64), torch.float16)
+    assert torch.equal(codec.fit(SITE, k[1:])["centroids"], own[1:])
+    assert codec.calibrate(SITE, k, gauss(1, 4, 9, 64))["centroids"].shape == (1, 2, 6, 64)
+
+
+def test_fitting_is_deterministic_and_seeded_by_the_site():
+    codec, k = KMeansResidual(SawInt4(), 12), gauss(1, 2, 200, 64)
+    before = torch.get_rng_state()
+    first = codec.fit(SITE, k)["centroids"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(codec.fit(SITE, k)["centroids"], first)
+    assert not torch.equal(codec.fit(Site(0, "key", 2, 64, seed=1), k)["centroids"], first)
+
+
+@pytest.mark.parametrize("distinct", [1, 3, 8])
+def test_fewer_distinct_points_than_clusters_are_all_centroids(distinct):
+    points = gauss(distinct, 64).half().float()
+    k = points[torch.arange(40) % distinct].expand(1, 2, -1, -1)
+    codec = KMeansResidual(SawInt4(1), 8)
+    params = codec.fit(SITE, k)
+    assert params["centroids"].shape == (1, 2, 8, 64)
+    assert torch.equal(roundtrip(codec, k, params), k)
+
+
+def test_points_too_close_to_tell_apart_fit_without_a_warning():
+    points = torch.full((50, 64), 6e4)  # two heaps whose squared lengths swamp the distances within
+    points[25:] *= -1
+    points[:, 0] += torch.arange(50.0) % 25 * 2.0**-8
+    assert len(points.unique(dim=0)) == 50
+    found = fit_centroids(points, 30, torch.Generator().manual_seed(0))
+    assert found.shape == (30, 64)
+    assert float((found.abs() - 6e4).abs().max()) < 1
+
+
+def test_constants_nest_and_keys_and_values_have_their_own():
+    scheme = kvcodec.get("saw-int4:rotate=kv,kmeans=4,hessian=true")
+    assert scheme.key == KMeansResidual(HessianRotated(SawInt4()), 4)
+    q, k = gauss(1, 4, 90, 64), clustered(1, 2, 90, 64)
+    params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), k, q) for r in ("key", "value")}
+    for found in params.values():
+        shapes = {n: tuple(p.shape) for n, p in found.items()}
+        assert shapes == {"centroids": (1, 2, 4, 64), "inner.rotation": (1, 1, 64, 64)}
+    assert torch.equal(params["key"]["inner.rotation"], params["value"]["inner.rotation"])
+    assert scheme.key.needs_sample
+    assert scheme.key.needs_queries
+    settled = scheme.key.settle([params["key"], params["value"]])
+    assert all(torch.equal(settled[1][n], params["value"][n]) for n in params["value"])
+
+
+SPECS = ("saw-int4:kmeans=1", "saw-int4:rotate=kv,kmeans=9", "saw-int4:kmeans=300,hessian=true")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
+    scheme = kvcodec.get(spec)
+    sample, q = clustered(1, 2, 400, 64), gauss(1, 4, 90, 64)
+    params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), sample, q) for r in ("key", "value")}
+    k, v = clustered(2, 2, 70, 64, seed=1).half(), gauss(2, 2, 70, 64).half()
+    one, many = (kvcodec.LayerCache(scheme, params=params) for _ in range(2))
+    one.append(k, v)
+    for n in range(70):
+        many.append(k[:, :, n : n + 1], v[:, :, n : n + 1])
+    for a, b in zip(one.decode(), many.decode(), strict=True):
+        assert torch.equal(a, b)
+    save_layers(tmp_path / "c.safetensors", [one], {})
+    (loaded,), _ = load_layers(tmp_path / "c.safetensors")
+    assert loaded.scheme == scheme
+    for cache in (one, loaded):
+        cache.append(k[:, :, :1], v[:, :, :1])
+    for a, b in zip(one.decode(), loaded.decode(), strict=True):
+        assert torch.equal(a, b)
+    query = gauss(2, 4, 1, 64, seed=3)
+    dense_k, dense_v = (x.float().repeat_interleave(2, 1) for x in one.decode())
+    expected = torch.nn.functional.scaled_dot_product_attention(query, dense_k, dense_v)
+    torch.testing.assert_close(one.attend(query.half()).float(), expected, rtol=2e-2, atol=5e-3)
+
+
+def test_a_cache_fits_on_its_prefill_and_keeps_sequences_apart(tmp_path):
+    scheme = kvcodec.get("saw-int4:kmeans=5")
+    k, v = clustered(2, 2, 40, 64).half(), gauss(2, 2, 40, 64).half()
+    cache = kvcodec.LayerCache(scheme)
+    cache.append(k, v)
+    cache.append(k[:, :, :3], v[:, :, :3])
+    save_layers(tmp_path / "c.safetensors", [cache], {})
+    (loaded,), _ = load_layers(tmp_path / "c.safetensors")
+    alone = kvcodec.LayerCache(scheme)
+    alone.append(k[1:], v[1:])
+    alone.append(k[1:, :, :3], v[1:, :, :3])
+    both = cache.decode()
+    cache.select(torch.tensor([1]))
+    for a, b, c, d in zip(cache.decode(), alone.decode(), both, loaded.decode(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(d, c)
+
+
+def test_a_scheme_survives_json():
+    for spec in SPECS:
+        scheme = kvcodec.get(spec)
+        again = kvcodec.from_json(scheme.to_json())
+        assert again == scheme
+        assert repr(again.key) == repr(scheme.key)
+
+
+def test_the_dtype_of_the_inner_codec_is_resolved():
+    codec = KMeansResidual(Dense(), 4).for_dtype(torch.bfloat16)
+    assert codec.layout(64).fields[0].dtype == "bfloat16"
+    assert codec.held_dtype(torch.bfloat16) == torch.bfloat16
+
+
+def test_what_cannot_be_fitted_says_how_to():
+    codec = KMeansResidual(SawInt4(), 16)
+    with pytest.raises(FitError, match=r"kmeans=16 needs at least 16 tokens to fit on, got 15; .*`kvcodec fit MODEL"):
+        codec.fit(SITE, gauss(1, 2, 15, 64))
+    with pytest.raises(FitError, match="kmeans=16 needs at least 16 tokens to fit on, got 1"):
+        kvcodec.LayerCache(kvcodec.get("saw-int4:kmeans=16")).append(gauss(1, 2, 1, 64), gauss(1, 2, 1, 64))
+    with pytest.raises(FitError, match=r"kmeans=16 needs sample vectors .* got none"):
+        codec.fit(SITE)
+    with pytest.raises(FitError, match="the Hessian rotation comes from a model's queries"):
+        KMeansResidual(HessianRotated(SawInt4()), 2).fit(SITE, gauss(1, 2, 15, 64))
+    # a text of several windows counts as a whole
+    assert codec.calibrate(SITE, gauss(2, 2, 8, 64), gauss(1, 4, 8, 64))["centroids"].shape[2] == 16
+
+
+def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("sklearn"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(FitError, match=r"k-means of 4 clusters needs scikit-learn.*install kvcodec\[fit\]"):
+        KMeansResidual(SawInt4(), 4).fit(SITE, gauss(1, 2, 15, 64))
+    assert KMeansResidual(SawInt4(), 1).fit(SITE, gauss(1, 2, 15, 64))
+
+
+@pytest.mark.parametrize("clusters", [0, -1, 65537, 2.0, True])
+def test_counts_that_an_id_cannot_name_are_refused(clusters):
+    with pytest.raises(SpecError, match="is not allowed; use 1 to 65536 clusters"):
+        KMeansResidual(SawInt4(), clusters)
+
+
+def test_residuals_of_residuals_are_refused():
+    with pytest.raises(SpecError, match="the inner codec subtracts centroids already"):
+        KMeansResidual(KMeansResidual(SawInt4(), 4), 4)
