@@ -1,86 +1,123 @@
-"""Recomputed numbers of the papers: rows, bands, errors, and which claims must hold."""
+"""Recomputed numbers of the papers: rows, bands, corrections, reasons, order, errors. Each paper has a file beside."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
 from kvcodec.errors import SpecError
-from kvcodec.eval.reproduce import NOT_PRINTED, PAPERS, Claim, available, claims, reproduce_rows
+from kvcodec.eval.reproduce import (
+    NOT_PRINTED,
+    PAPERS,
+    Axes,
+    Claim,
+    available,
+    cannot,
+    claims,
+    not_recomputed,
+    reproduce_rows,
+    reproduces,
+)
+from kvcodec.progress import Progress
 
-KEYS = ["paper", "table", "item", "metric", "printed", "ours", "relative_error", "band", "holds", "note"]
-DO_NOT_HOLD = {
-    ("naive int2", "bits"),
-    ("naive int3", "bits"),
-    ("naive int4", "bits"),
-    ("KIVI-2", "bits"),
-    ("KIVI-4", "bits"),
-}
-"""Claims of a paper that bytes contradict; every other row must hold."""
-
-
-@pytest.fixture(scope="module")
-def quick_rows():
-    return list(reproduce_rows(quick=True))
-
-
-def test_everything_holds_but_the_bits_that_leave_scales_out(quick_rows):
-    failed = {(r["item"], r["metric"]) for r in quick_rows if not r["holds"]}
-    assert failed == DO_NOT_HOLD
-    for row in quick_rows:
-        assert row["holds"] or row["note"], f"{row['item']}: a claim that does not hold says why"
+CHEAP = ["innerq", "saw-int4"]
+KEYS = ["paper", "table", "item", "metric", "printed", "spec", "ours", "relative_error", "printed_error", "band",
+        "holds", "note", "curve", "x"]  # fmt: skip
 
 
-def test_rows_are_plain_and_complete(quick_rows):
-    assert json.loads(json.dumps(quick_rows)) == quick_rows
-    for row in quick_rows:
+@pytest.fixture
+def own_tables(monkeypatch):
+    """Empty registers, so that a test's tables are all there is."""
+    monkeypatch.setattr(claims, "_TABLES", {})
+    monkeypatch.setattr(claims, "_REASONS", {})
+
+    @reproduces("octopus", "Table 1", axes=Axes("bits", "MSE"), seconds=3)
+    def one(quick: bool) -> Iterator[Claim]:
+        yield Claim("a", "mse", "0.50", 0.502, curve="c", x=2)
+        yield Claim("b", "mse", "0.40", 0.3, spec="0.30", note="printed twice too large")
+
+    @reproduces("hqmq", "Table 2")
+    def two(quick: bool) -> Iterator[Claim]:
+        yield Claim("quick" if quick else "full", "bits", "3.0", 3.2)
+
+    cannot("octopus", "Table 9", "needs a model")
+
+
+def test_rows_are_plain_and_complete():
+    rows = list(reproduce_rows(CHEAP, quick=True))
+    assert json.loads(json.dumps(rows)) == rows
+    for row in rows:
         assert list(row) == KEYS
-        assert row["relative_error"] == pytest.approx(row["ours"] / row["printed"] - 1)
+        if row["ours"] is None:
+            assert row["note"]
+            assert row["holds"] is None
+            continue
+        reference = row["printed"] if row["spec"] is None else row["spec"]
+        assert row["relative_error"] == pytest.approx(row["ours"] / reference - 1)
+        assert row["printed_error"] == pytest.approx(row["ours"] / row["printed"] - 1)
         assert row["holds"] == (abs(row["relative_error"]) <= row["band"] * (1 + 1e-12))
-    identity = [(r["paper"], r["table"], r["item"], r["metric"]) for r in quick_rows]
+    identity = [(r["paper"], r["table"], r["item"], r["metric"]) for r in rows]
     assert len(set(identity)) == len(identity)
 
 
-def test_every_registered_table_gives_rows(quick_rows):
-    seen = {(r["paper"], r["table"]) for r in quick_rows}
-    assert seen == {(paper, table) for paper, tables in available().items() for table in tables}
-    assert {"Table 1", "Table 4", "Table 5", "Table 7"} <= {table for paper, table in seen if paper == "octopus"}
+def test_a_table_gives_its_claims_and_a_paper_its_reasons(own_tables):
+    rows = list(reproduce_rows(quick=True))
+    assert [(r["paper"], r["table"], r["item"], r["holds"]) for r in rows] == [
+        ("octopus", "Table 1", "a", True),
+        ("octopus", "Table 1", "b", True),
+        ("octopus", "Table 9", "", None),
+        ("hqmq", "Table 2", "quick", False),
+    ]
+    assert (rows[0]["curve"], rows[0]["x"]) == ("c", 2)
+    assert (rows[1]["curve"], rows[1]["x"]) == ("", None)
+    assert rows[2]["note"] == "needs a model"
+    assert not_recomputed("octopus") == {"Table 9": "needs a model"}
+    assert claims.axes_of("octopus", "Table 1") == Axes("bits", "MSE")
+    assert claims.axes_of("hqmq", "Table 2") is None
+    assert claims.axes_of("no", "table") is None
 
 
-def test_bands_are_narrow(quick_rows):
-    """A band wide enough to let anything through proves nothing; one printed digit is the exception."""
-    wide = {(r["item"], r["metric"]): r["band"] for r in quick_rows if r["band"] > 0.06}
-    assert set(wide) == {("INT4, BDR", "ratio_to_bf16"), ("KIVI", "bits")}
+def test_quick_reaches_the_table(own_tables):
+    assert [r["item"] for r in reproduce_rows(["hqmq"])] == ["full"]
+
+
+def test_a_correction_is_what_ours_is_held_to(own_tables):
+    row = next(r for r in reproduce_rows(["octopus"]) if r["item"] == "b")
+    assert (row["printed"], row["spec"], row["holds"]) == (0.4, 0.3, True)
+    assert row["relative_error"] == pytest.approx(0)
+    assert row["printed_error"] == pytest.approx(-0.25)
 
 
 def test_same_numbers_twice():
-    first, second = (list(reproduce_rows(["hqmq"], quick=True)) for _ in range(2))
+    first, second = (list(reproduce_rows(CHEAP, quick=True)) for _ in range(2))
     assert first == second
 
 
-def test_papers_come_in_the_order_asked_and_once():
-    rows = list(reproduce_rows(["innerq", "hqmq", "innerq"], quick=True))
-    assert len([r for r in rows if r["paper"] == "innerq"]) == 3
-    assert list(dict.fromkeys(r["paper"] for r in rows)) == ["innerq", "hqmq"]
+def test_papers_come_in_the_order_asked_and_once(own_tables):
+    rows = list(reproduce_rows(["hqmq", "octopus", "hqmq"]))
+    assert [r["paper"] for r in rows] == ["hqmq", "octopus", "octopus", "octopus"]
 
 
-def test_the_accounting_of_kivi_and_saw():
-    ours = {(r["item"], r["metric"]): r["ours"] for r in reproduce_rows(["innerq", "saw-int4"], quick=True)}
-    assert ours["KIVI, key", "bits"] == ours["KIVI, value", "bits"] == 3.0
-    assert ours["saw-int4, d=128", "bits"] == 4.25
-    assert ours["Qwen3-8B, dense", "bytes_per_token"] == 147456
-    assert ours["Qwen3-8B, saw-int4", "bytes_per_token"] == 147456 * 4.25 / 16
-    assert ours["Llama 4 Scout, 10M tokens", "bf16_tib"] == pytest.approx(196608e7 / 2**40)
+def test_progress_ends_full_and_names_the_table(own_tables):
+    seen = []
+
+    class Spy(Progress):
+        def bar(self, label: str, done: float, total: float, note: str = "") -> None:
+            seen.append((done / total, note))
+
+    list(reproduce_rows(progress=Spy(False)))
+    assert [share for share, _ in seen] == sorted(share for share, _ in seen)
+    assert (seen[0][0], seen[-1][0]) == (0.0, 1.0)
+    assert seen[1][1] == "octopus, Table 1, a"
 
 
-def test_table_7_needs_the_paper_packing(quick_rows):
-    """A plain ceil(n b / 8) misses three of the cells; the byte-aligned streams hit all nine."""
-    rows = [r for r in quick_rows if r["table"] == "Table 7"]
-    assert len(rows) == 9
-    assert {r["item"]: round(r["ours"], 3) for r in rows if "llm" in r["item"]} == {
-        "llm d=128 g=32 b=4": 2.960,
-        "llm d=128 g=32 b=3": 3.710,
-        "llm d=128 g=32 b=2": 4.785,
-    }
+@pytest.mark.parametrize(
+    ("done", "elapsed", "text"),
+    [(25.0, 10.0, "30 s left: "), (25.0, 1.0, ""), (1.0, 10.0, ""), (100.0, 9.0, "0 s left: ")],
+)
+def test_time_left_follows_from_the_time_taken(monkeypatch, done, elapsed, text):
+    monkeypatch.setattr(claims.time, "monotonic", lambda: 100.0 + elapsed)
+    assert claims._left(100.0, done, 100.0) == text
 
 
 @pytest.mark.parametrize(
@@ -117,4 +154,17 @@ def test_a_paper_with_nothing_yet_says_what_there_is(monkeypatch):
 
 
 def test_paper_names_are_the_documented_ones():
-    assert list(PAPERS) == ["octopus", "saw-int4", "hqmq", "innerq", "ultraquant"]
+    assert list(PAPERS) == ["octopus", "saw-int4", "hqmq", "innerq", "ultraquant", "turboquant", "polarquant"]
+    assert all(paper in PAPERS for paper, _ in claims._REASONS)
+    assert {"octopus", "hqmq", "turboquant", "polarquant"} <= {
+        p for p in PAPERS if available()[p] and not_recomputed(p)
+    }
+
+
+def test_the_accounting_of_kivi_and_saw():
+    ours = {(r["item"], r["metric"]): r["ours"] for r in reproduce_rows(["innerq", "saw-int4"], quick=True)}
+    assert ours["KIVI, key", "bits"] == ours["KIVI, value", "bits"] == 3.0
+    assert ours["saw-int4, d=128", "bits"] == 4.25
+    assert ours["Qwen3-8B, dense", "bytes_per_token"] == 147456
+    assert ours["Qwen3-8B, saw-int4", "bytes_per_token"] == 147456 * 4.25 / 16
+    assert ours["Llama 4 Scout, 10M tokens", "bf16_tib"] == pytest.approx(196608e7 / 2**40)

@@ -200,7 +200,7 @@ def table_5(quick: bool) -> Iterator[Claim]:
     base = None
     for (bits, rounding), (cos, mse, tail, ip, *changes) in printed.items():
         codec = Octopus(*split_of(bits), rounding, "fp32")
-        found = fidelity(codec, 2 if quick else 5, 4096)
+        found = fidelity(codec, 1 if quick else 5, 4096)
         base = found if rounding == "scalar" or base is None else base
         item = f"b={bits} {rounding}"
         note = "(b_dir, b_nrm) = (1, 1)" if bits == 1 else ""
