@@ -70,12 +70,13 @@ def test_the_text_and_its_law_disagree(rows):
     assert f"{levels['sphere table, d=64, level 8']:.3f}" == "0.331"
 
 
-def test_sweep_is_data_for_a_plot():
-    sweep = ultraquant.c_sweep(quick=True)
-    assert [row["c"] for row in sweep] == [round(0.1 + 0.02 * i, 3) for i in range(11)]
-    assert all(list(row) == ["c", "real", "pow2"] for row in sweep)
-    best = {kind: min(sweep, key=lambda row: row[kind])["c"] for kind in ("real", "pow2")}
-    assert best == {"real": 0.16, "pow2": 0.2}
+def test_sweep_has_its_minima_where_the_paper_and_the_format_say(rows):
+    curves = {
+        name: {r["x"]: r["ours"] for r in rows if r["curve"] == name} for name in ("real scales", "powers of two")
+    }
+    assert [len(points) for points in curves.values()] == [17, 17]
+    assert min(curves["real scales"], key=curves["real scales"].get) == pytest.approx(1 / 6)
+    assert min(curves["powers of two"], key=curves["powers of two"].get) == 0.195
 
 
 def test_unit_vectors_have_length_one_and_differ_by_seed():

@@ -15,7 +15,6 @@ from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sample_levels
 from kvcodec.codecs.ultraquant import GROUP, UltraQuant
 from kvcodec.eval.reproduce.claims import NOT_PRINTED, Axes, Claim, cannot, reproduces
 from kvcodec.eval.reproduce.measure import codec_error, gauss, relative_mse, unit_vectors
-from kvcodec.eval.rows import Row
 from kvcodec.ops.fp4 import E2M1_MAGNITUDES, ue8m0_value
 from kvcodec.ops.groups import split_channels
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, midpoints
@@ -253,27 +252,6 @@ def ultraquant_sweep(quick: bool) -> Iterator[Claim]:
         ours = _octave_measured(c, tokens)[0]
         reference = f"{octave_error(c):.6f}"
         yield Claim(f"c={c}, power of two", "relative_mse", reference, ours, allowance, note, "", "powers of two", c)
-
-
-def c_sweep(quick: bool = False) -> list[Row]:
-    """Relative MSE of the codec against c, normal keys of d = 128: what a plot of Sec. 5.3 draws.
-
-    Returns
-    -------
-    list of dict
-        ``c``, ``real`` (scale c m, Eq. 2) and ``pow2`` (the power of two nearest to it, magnitudes over an octave).
-    """
-    tokens, step = (1024, 0.02) if quick else (4096, 0.005)
-    x = gauss(True)[:, :, :tokens]
-    grid = [0.10 + step * i for i in range(round(0.20 / step) + 1)]
-    return [
-        {
-            "c": round(c, 3),
-            "real": codec_error(x, UltraQuant(c=c, scale="real")),
-            "pow2": _octave_measured(c, tokens)[0],
-        }
-        for c in grid
-    ]
 
 
 # -- Fig. 3 and Ultra-TQ -----------------------------------------------------------------------------------------------
