@@ -1,6 +1,13 @@
 """``kvcodec reproduce``: what the papers print, recomputed. One module per paper; each registers its tables."""
 
-from kvcodec.eval.reproduce import baselines, hqmq, innerq, octopus, saw_int4  # noqa: F401  # each registers its tables
+from kvcodec.eval.reproduce import (  # noqa: F401  # each registers its tables
+    baselines,
+    hqmq,
+    innerq,
+    octopus,
+    saw_int4,
+    ultraquant,
+)
 from kvcodec.eval.reproduce.claims import (
     NOT_PRINTED,
     PAPERS,

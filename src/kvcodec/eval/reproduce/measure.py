@@ -55,3 +55,26 @@ def token_bytes(spec: str, layers: int, kv_heads: int, dim: int) -> int:
     scheme = get(spec)
     per_head = sum(c.layout(dim).block_bytes / c.block_tokens for c in (scheme.key, scheme.value))
     return round(layers * kv_heads * per_head)
+
+
+def unit_vectors(tokens: int, dim: int, seed: int = 0) -> Tensor:
+    """Draw keys uniform on the unit sphere, ``[1, 1, tokens, dim]``."""
+    x = torch.randn(1, 1, tokens, dim, generator=torch.Generator().manual_seed(seed))
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def printed_rows(text: str) -> dict[str, list[float]]:
+    """Parse lines ``label | number number ...`` of a printed table."""
+    split = (line.split(" | ") for line in text.strip().splitlines())
+    return {label: [float(number) for number in numbers.split()] for label, numbers in split}
+
+
+def adds_up(parts: list[float], total: float, unit: float) -> bool:
+    """Whether printed ``parts`` sum to a printed ``total``, all rounded to ``unit``."""
+    return abs(sum(parts) - total) <= unit * (len(parts) + 1) / 2 * (1 + 1e-9)
+
+
+def codec_error(x: Tensor, codec: Codec, sample: Tensor | None = None) -> float:
+    """Relative MSE of one codec on ``x [B, H, N, D]``, through its bytes; constants fitted on ``sample`` if any."""
+    params = codec.fit(Site(0, "key", x.shape[1], x.shape[3]), sample)
+    return float((roundtrip(codec, x, params) - x).square().sum() / x.square().sum())
