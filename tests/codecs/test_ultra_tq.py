@@ -11,10 +11,10 @@ import kvcodec
 from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.dense import Dense
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sample_levels, sphere_levels, ultra_tq
+from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sphere_levels, ultra_tq
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.lloyd_max import block_norm_density, distortion
+from kvcodec.ops.lloyd_max import block_norm_density, distortion, sample_levels
 
 
 def normal(n, dim=64, heads=1, seed=0):

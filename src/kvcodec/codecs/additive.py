@@ -29,6 +29,10 @@ Deviations from the paper
 Pitfalls: the paper's 3 to 12 times higher perplexity fits ``raw`` or ``greedy``; normalised sums are only 3 to 24 %
 worse than as many of HQMQ's products. The search has no closed form: normalised sums are found in cells
 (ops/quaternion) when there are many chunks, ``raw`` by trying all K^2, an order of magnitude slower than HQMQ's.
+
+Use: measuring what HQMQ's product structure buys, at equal bits.
+
+Not for: anything else: its search tries all pairs, and hqmq has the smaller error.
 """
 
 import math

@@ -38,6 +38,11 @@ Deviations from the paper
 
 Pitfalls: one chunk 100 times the median zeroes the 3- and 4-bit radii of all others (r=6: a third of them): use
 ``outliers=3`` on such keys. r_q rounds |x|, not <x, c>: decoded chunks are a little long.
+
+Use: 3.2 to 4.9 bits in fine steps without rotation or calibration; vectors whose chunks of four vary in length.
+
+Not for: keys with outlier chunks unless ``outliers=3`` is on (Qwen2-like), models served from a CPU (the search costs
+more than integers), head_dim where 4 bits of integers already do.
 """
 
 import math

@@ -28,6 +28,12 @@ Deviations
 
 Pitfalls: cropping into the middle of an encoded group of keys leaves dead slots, since a group is never encoded again.
 Short contexts gain nothing: below 128 + 32 tokens all keys are still in 16 bit.
+
+Use: long contexts at 3 bits of keys with outlier channels, without rotation or calibration; the window keeps the newest
+128 tokens exact.
+
+Not for: contexts of a few hundred tokens (all of it is window), engines whose pages hold no unfinished group, frequent
+cropping in mid-context.
 """
 
 from typing import Literal

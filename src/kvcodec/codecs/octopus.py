@@ -39,6 +39,11 @@ Deviations from the paper
 Pitfalls: ``local_2x2`` as printed, {j, j+1} from the NEAREST index j, misses the better neighbour half of the time (3 %
 worse MSE than local_3x3, which equals the full search). The printed Table 1 was made with ``scalar``. A triplet of
 zeros in a key that is not zero decodes to the smallest level of C_rho in some direction, not to zero.
+
+Use: 2.5 to 4.5 bits of keys without calibration, when bytes matter more than encoding time on a CPU.
+
+Not for: head_dim without a large power of two in it (80: blocks of 16 spread outliers badly), or exact inner products
+in expectation (octopus-qjl).
 """
 
 from dataclasses import dataclass

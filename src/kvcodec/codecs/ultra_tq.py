@@ -41,6 +41,10 @@ Pitfalls
    (D = 64): relative MSE 0.45. Real keys with loud channels, not a loud mean, are what this rotation is for.
 2. Token norms share one scale among all channels: on keys that stay uneven after the rotation norm=block is better, at
    16 (g - 1) / D bits more.
+
+Use: 4-bit keys where values need per-group offsets: the accuracy variant of UltraQuant, 4.56 bits in all.
+
+Not for: keys with a loud common mean (no random signs: it rotates into a spike), or where 4.25 bits must do.
 """
 
 import math
@@ -59,7 +63,7 @@ from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.groups import group_count, spread_channels
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
-from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, midpoints, nearest_level
+from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level, sample_levels
 from kvcodec.ops.sums import sum_by_halves
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
@@ -72,7 +76,6 @@ LEVELS = 16
 GAUSSIAN_REACH = 9.0
 SAMPLE = 1 << 19
 """Elements that a calibration looks at; tokens are skipped evenly beyond that."""
-ROUNDS = 500
 
 
 @lru_cache(maxsize=1)
@@ -85,34 +88,6 @@ def gaussian_levels() -> Tensor:
 def sphere_levels(dim: int) -> Tensor:
     """Lloyd-Max levels of a coordinate of a uniform vector of length sqrt(dim), float64 ``[16]``."""
     return lloyd_max(block_norm_density(dim, 1), LEVELS, -1.0, 1.0, symmetric=True) * dim**0.5
-
-
-def sample_levels(x: Tensor, start: Tensor) -> Tensor:
-    """Lloyd's iteration on float64 samples ``[n]``, mirrored about 0.
-
-    ``start`` is shrunk to the samples' range first, so that no outer level is left without any; without samples it is
-    the result.
-
-    Returns
-    -------
-    Tensor float64 ``[16]``, ascending and symmetric.
-    """
-    levels = start.to(x)
-    if len(x) == 0:
-        return levels
-    levels = levels * (x.abs().max() / levels[-1]).clamp_max(1)
-    x = torch.cat([x, -x]).sort().values
-    sums = torch.cat([x.new_zeros(1), x.cumsum(0)])
-    for _ in range(ROUNDS):
-        cut = torch.searchsorted(x, midpoints(levels), right=True)
-        edges = torch.cat([cut.new_zeros(1), cut, cut.new_full((1,), len(x))])
-        count = edges.diff()
-        means = torch.where(count > 0, sums[edges].diff() / count.clamp_min(1), levels)
-        means = (means - means.flip(0)) / 2
-        if torch.equal(means, levels):
-            break
-        levels = means
-    return levels
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ NODES = 16
 LLOYD_ROUNDS = 32
 MAX_ROUNDS = 2000
 GRID = 256
+SAMPLE_ROUNDS = 500
 
 
 def block_norm_density(dim: int, block: int) -> Density:
@@ -149,6 +150,34 @@ def interval(cuts: Tensor) -> Callable[[Tensor], Tensor]:
         return level
 
     return search
+
+
+def sample_levels(x: Tensor, start: Tensor) -> Tensor:
+    """Lloyd's iteration on float64 samples ``[n]``, mirrored about 0.
+
+    ``start`` is shrunk to the samples' range first, so that no outer level is left without any; without samples it is
+    the result.
+
+    Returns
+    -------
+    Tensor float64 ``[levels]``, ascending and symmetric.
+    """
+    levels = start.to(x)
+    if len(x) == 0:
+        return levels
+    levels = levels * (x.abs().max() / levels[-1]).clamp_max(1)
+    x = torch.cat([x, -x]).sort().values
+    sums = torch.cat([x.new_zeros(1), x.cumsum(0)])
+    for _ in range(SAMPLE_ROUNDS):
+        cut = torch.searchsorted(x, midpoints(levels), right=True)
+        edges = torch.cat([cut.new_zeros(1), cut, cut.new_full((1,), len(x))])
+        count = edges.diff()
+        means = torch.where(count > 0, sums[edges].diff() / count.clamp_min(1), levels)
+        means = (means - means.flip(0)) / 2
+        if torch.equal(means, levels):
+            break
+        levels = means
+    return levels
 
 
 def distortion(density: Density, centroids: Tensor, low: float, high: float) -> float:
