@@ -11,13 +11,13 @@ from torch import Tensor
 from kvcodec.codec import Codec, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sample_levels
+from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels
 from kvcodec.codecs.ultraquant import GROUP, UltraQuant
 from kvcodec.eval.reproduce.claims import NOT_PRINTED, Axes, Claim, cannot, reproduces
 from kvcodec.eval.reproduce.measure import codec_error, gauss, relative_mse, unit_vectors
 from kvcodec.ops.fp4 import E2M1_MAGNITUDES, ue8m0_value
 from kvcodec.ops.groups import split_channels
-from kvcodec.ops.lloyd_max import block_norm_density, distortion, midpoints
+from kvcodec.ops.lloyd_max import block_norm_density, distortion, midpoints, sample_levels
 from kvcodec.registry import get
 
 DEPLOYED, BEST_POW2 = 0.156, 0.195
