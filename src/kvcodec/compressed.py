@@ -153,6 +153,7 @@ def _compress_role(
     held = x.to(codec.held_dtype(x.dtype))
     if params is None:
         params = codec.fit(site, held if codec.needs_sample else None)
+    params = {name: constant.to(x.device) for name, constant in params.items()}
     sink = min(scheme.sink, x.shape[2])
     end = sink + scheme.encoded_tokens(role, x.shape[2])
     # encoded from what the cache would hold: float32 rounds to fp16 in the window first, so append == one call
