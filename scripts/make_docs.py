@@ -35,7 +35,7 @@ HEADINGS = {
     "Pitfalls": "Pitfalls",
 }
 """First words of a docstring's paragraph, and the section that it begins."""
-RESULTS = ROOT / "benchmarks/results/cpu/smollm2-135m-all.json"
+RESULTS = ROOT / "benchmarks/results/h200/quality_smollm2-135m.json"
 
 
 def write_pages(out: Path) -> list[Path]:

@@ -6,7 +6,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     columns   what its columns mean
     speed     the speed sentence, from the rows in benchmarks/results/h200/*.json
     generate  the same through generate, from the rows of shape GENERATE
-    best      the best preset measured at each of BUDGETS, from benchmarks/results/cpu/smollm2-135m-all.json
+    best      the best preset measured at each of BUDGETS, from benchmarks/results/h200/quality_smollm2-135m.json
     presets   the registry, as `kvcodec list` prints it
 """
 
@@ -23,7 +23,7 @@ from kvcodec.report import cell, columns_of, with_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
-ALL_RESULTS = Path("benchmarks/results/cpu/smollm2-135m-all.json")
+ALL_RESULTS = Path("benchmarks/results/h200/quality_smollm2-135m.json")
 BUDGETS = (2.3, 3.3, 4.3, 5.0)
 SPEED = Path("benchmarks/results/h200")
 SHAPES = {
