@@ -231,8 +231,9 @@ def _in_cells(y: Tensor, table: Tensor) -> Tensor:
     a, b, c = ratio.to(torch.uint8).clamp_(max=GRID_CELLS - 1)
     cell, order = ((a * GRID_CELLS + b) * GRID_CELLS + c).sort()
     y = y.index_select(1, order)
-    keep = _rivals(table)
-    rivals = keep.nonzero()[:, 1]
+    front = _rivals(table, 2).any(0).nonzero()[:, 0]  # most rows lose all over this face: eight large boxes tell
+    keep = _rivals(table[front], GRID_CELLS)
+    rivals = front[keep.nonzero()[:, 1]]
     counts = keep.sum(1).tolist()
     tell = torch.stack([torch.ones_like(rivals), rivals]).to(table).split(counts, 1)
     found = torch.empty_like(y[:2])
@@ -251,15 +252,14 @@ def _in_cells(y: Tensor, table: Tensor) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, index)
 
 
-def _rivals(table: Tensor) -> Tensor:
-    """Which rows of ``table [m, 4]`` may be the best somewhere in a cell: bool ``[cells, m]``.
+def _rivals(table: Tensor, g: int) -> Tensor:
+    """Which rows of ``table [m, 4]`` may be the best somewhere in each of g^3 cells: bool ``[g^3, m]``.
 
     A cell is what eight corners (1, r) span. Inner products are linear: a row that another one beats at all corners is
     beaten in the whole cell. It is left out when that is the row which is best at the cell's middle. Corners are
     multiples of 2^-1, so all is exact, in float32 too, and what beats does so by 2^-12 or more: enough for a vector
     that rounding put 2^-52 outside its cell.
     """
-    g = GRID_CELLS
     walls = torch.linspace(-1, 1, g + 1).to(table)
     one = walls[-1:]
     middle = (walls[1:] + walls[:-1]) / 2
