@@ -46,6 +46,7 @@ from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
+from kvcodec.ops.heads import each_head
 from kvcodec.ops.quaternion import (
     GRID,
     chunk_lengths,
@@ -135,11 +136,13 @@ class Additive(Codec):
         """Pair of codewords of each chunk's direction, then radii; elementwise or exact in float64."""
         chunks = split_chunks(x)
         length = chunk_lengths(chunks)
-        codes = torch.empty(length.shape, dtype=torch.int64, device=x.device)
-        for head in range(x.shape[1]):
+
+        def search(head: int) -> Tensor:
             own = length[:, head, ..., None]
             u = (chunks[:, head].double() / own).masked_fill_(own == 0, 0.0)
-            codes[:, head] = self._search(u.reshape(-1, 4), params, head).reshape(length[:, head].shape)
+            return self._search(u.reshape(-1, 4), params, head).reshape(length[:, head].shape)
+
+        codes = torch.stack(each_head(search, x.shape[1], x.numel(), x.device), 1)
         codes = codes.masked_fill(length == 0, 0)
         radius, scale = quantize_lengths(length, self.r)
         return {"codes": pack(codes, self.code_bits), "radius": pack(radius, self.r), "scale": scale}

@@ -57,6 +57,7 @@ from kvcodec.codecs.med import Outliers, with_outliers
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
+from kvcodec.ops.heads import each_head
 from kvcodec.ops.quaternion import (
     chunk_lengths,
     decode_lengths,
@@ -168,10 +169,13 @@ class Hqmq(Codec):
         tokens = self.block_tokens
         chunks = split_chunks(x)  # [B, H, N, n, 4]
         length = chunk_lengths(chunks)
-        codes = torch.empty(length.shape, dtype=torch.int64, device=x.device)
-        for head, secondary in enumerate(params["secondary"][0].double()):
+        secondary = params["secondary"][0].double()
+
+        def search(head: int) -> Tensor:
             part = chunks[:, head]
-            codes[:, head] = nearest_product(part.reshape(-1, 4), secondary).reshape(part.shape[:-1])
+            return nearest_product(part.reshape(-1, 4), secondary[head]).reshape(part.shape[:-1])
+
+        codes = torch.stack(each_head(search, x.shape[1], x.numel(), x.device), 1)
         radius, scale = quantize_lengths(length, self.r)
         codes = _blocks(codes, tokens)
         if self.packing == "ceil":

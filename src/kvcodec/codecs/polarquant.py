@@ -159,7 +159,8 @@ class PolarQuant(Codec):
         cuts = [_share(wall.sin(), wall.cos() + wall.sin()) for wall in walls]
         # sectors that lie in the first quadrant; the others are its copies
         cuts[0] = cuts[0][: 2 ** (self.bits - 2) - 1].clone()
-        cuts = [cut.float().double() for cut in cuts]  # psi = pi/4 is a share of 1/2 sharp
+        # in float32, psi = pi/4 is a share of 1/2 sharp, and what a last bit of sin or sqrt moves falls together
+        cuts = [cut.float() for cut in cuts]
         parts = []
         for piece in token_chunks(x):
             codes, gamma = self._climb(piece.double(), cuts)
@@ -188,7 +189,7 @@ class PolarQuant(Codec):
         above = b >= 0
         odd = torch.where(above, a < 0, a > 0)
         x, z = a.abs(), b.abs()
-        inside = torch.bucketize(_share(torch.where(odd, x, z), x + z), cuts[0], out_int32=True)
+        inside = torch.bucketize(_share(torch.where(odd, x, z), x + z).float(), cuts[0], out_int32=True)
         codes = [inside + odd * 2 ** (self.bits - 2) + ~above * 2 ** (self.bits - 1)]
         radii, row = a.mul_(a).add_(b.mul_(b)).sqrt_(), 1
         for level in tree(y.shape[-1]):
@@ -196,7 +197,7 @@ class PolarQuant(Codec):
             a, b = radii[..., 0 : 2 * pairs : 2], radii[..., 1 : 2 * pairs : 2]
             share = _share(b, a + b)
             for (count, _, _), start in zip(level, _starts(level), strict=True):
-                own = share[..., start : start + count].contiguous()
+                own = share[..., start : start + count].float().contiguous()
                 codes.append(torch.bucketize(own, cuts[row], out_int32=True))
                 row += 1
             radii = _beside((a * a).add_(b * b).sqrt_(), radii[..., 2 * pairs :])

@@ -1,0 +1,33 @@
+"""Searches of several heads at once on a CPU.
+
+A search in cells is thousands of small matrix products, none of which is worth a thread of its own; heads are
+independent and are. Every head's result is the one it would have alone.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+WORTH = 1 << 18
+"""Elements of all heads below which starting threads costs more than it saves."""
+
+
+def each_head(search: Callable[[int], Tensor], heads: int, elements: int, device: torch.device) -> list[Tensor]:
+    """Return ``[search(0), ..., search(heads - 1)]``.
+
+    On a CPU as many run at once as torch has threads, when ``elements`` (of all heads together) make it worth while.
+    """
+    workers = min(heads, torch.get_num_threads())
+    if device.type != "cpu" or workers < 2 or elements < WORTH:
+        return [search(head) for head in range(heads)]
+    inference = torch.is_inference_mode_enabled()
+
+    def run(head: int) -> Tensor:
+        # modes belong to a thread: a search under no_grad or inference_mode stays under it
+        with torch.inference_mode(inference), torch.no_grad():
+            return search(head)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(run, range(heads)))
