@@ -35,7 +35,11 @@ HEADINGS = {
     "Pitfalls": "Pitfalls",
 }
 """First words of a docstring's paragraph, and the section that it begins."""
-RESULTS = ROOT / "benchmarks/results/h200/quality_smollm2-135m.json"
+RESULTS = (
+    ROOT / "benchmarks/results/h200/quality_smollm2-135m.json",
+    ROOT / "benchmarks/results/h200/quality_smollm2-135m_variants.json",
+)
+"""Every preset, and options of some."""
 
 
 def write_pages(out: Path) -> list[Path]:
@@ -96,7 +100,13 @@ def method_page(name: str) -> str:
     for title in ("Deviations from the paper", "Pitfalls"):
         if title in text:
             parts += [f"## {title}", f"```text\n{text[title]}\n```"]
-    return "\n\n".join(parts + _measured(presets)) + "\n"
+    return "\n\n".join(parts + _measured(name)) + "\n"
+
+
+def _fitted(rows: Sequence[dict[str, Any]]) -> str:
+    """Where the rows' fitted constants come from."""
+    files = [f"`{r['spec']}`: {r['params']['tokens']} tokens of another text" for r in rows if r.get("params")]
+    return "; ".join(["each window itself unless said", *files])
 
 
 def index_page() -> str:
@@ -117,6 +127,14 @@ def _prose(text: str) -> str:
     return " ".join(text.split())
 
 
+def _method(spec: str) -> str:
+    """Method of a result's spec; "" for one that is no longer registered."""
+    try:
+        return method_of(spec).name
+    except kvcodec.SpecError:
+        return ""
+
+
 def _worked(preset: str, head_dim: int = 128) -> str:
     """One line of arithmetic from fields to bits."""
     scheme = kvcodec.get(preset)
@@ -132,11 +150,9 @@ def _worked(preset: str, head_dim: int = 128) -> str:
     return "\n".join(lines)
 
 
-def _measured(presets: Sequence[str]) -> list[str]:
-    """Rows of the committed results, if any."""
-    if not RESULTS.is_file():
-        return []
-    rows = [row for row in read_rows([RESULTS]) if row["spec"] in presets]
+def _measured(name: str) -> list[str]:
+    """Rows of the committed results, if any; those of options behind those of presets."""
+    rows = [row for row in read_rows(RESULTS) if _method(row["spec"]) == name]
     if not rows:
         return []
     columns = [c for c in columns_of(rows) if c.key != "tokens_per_s"]
@@ -145,7 +161,8 @@ def _measured(presets: Sequence[str]) -> list[str]:
     text = (
         f"{rows[0]['model']}, {rows[0]['windows']} windows of {rows[0]['window_tokens']} tokens of WikiText-2; the "
         f"uncompressed model has a perplexity of {base:.2f}. Protocol and meaning of the columns: "
-        f"[results](../results.md)."
+        f"[results](../results.md). Constants that come from data were fitted on "
+        f"{_fitted(rows)}."
     )
     return ["## Measured", text, table]
 
