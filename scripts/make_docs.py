@@ -104,9 +104,15 @@ def method_page(name: str) -> str:
 
 
 def _fitted(rows: Sequence[dict[str, Any]]) -> str:
-    """Where the rows' fitted constants come from."""
-    files = [f"`{r['spec']}`: {r['params']['tokens']} tokens of another text" for r in rows if r.get("params")]
-    return "; ".join(["each window itself unless said", *files])
+    """Where the constants of the rows come from, if data had a say."""
+    if not any(row.get("fitted") for row in rows):
+        return ""
+    files = [f"of `{r['spec']}` on {r['params']['tokens']} tokens of another text" for r in rows if r.get("params")]
+    return (
+        " Constants were fitted "
+        + "; ".join([*files, "otherwise on each window itself" if files else "on each window itself"])
+        + "."
+    )
 
 
 def index_page() -> str:
@@ -161,8 +167,7 @@ def _measured(name: str) -> list[str]:
     text = (
         f"{rows[0]['model']}, {rows[0]['windows']} windows of {rows[0]['window_tokens']} tokens of WikiText-2; the "
         f"uncompressed model has a perplexity of {base:.2f}. Protocol and meaning of the columns: "
-        f"[results](../results.md). Constants that come from data were fitted on "
-        f"{_fitted(rows)}."
+        f"[results](../results.md).{_fitted(rows)}"
     )
     return ["## Measured", text, table]
 
