@@ -42,27 +42,37 @@ def watched(model: Any, seen: Watcher) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     own = model.config._attn_implementation
-    calls = 0
+    calls, watcher = 0, seen
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
         nonlocal calls
         calls += 1
-        seen(module, query, key, value, attention_mask, options)
+        watcher(module, query, key, value, attention_mask, options)
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return AttentionInterface().get_interface(own, eager)(module, query, key, value, attention_mask, **options)
 
     # the mask must be built as for the model's own implementation
     AttentionMaskInterface.register(RECORDER, AttentionMaskInterface()[own])
     AttentionInterface.register(RECORDER, attention)
-    with implementation(model, RECORDER):
-        yield
+    try:
+        with implementation(model, RECORDER):
+            yield
+    finally:
+        # transformers keeps what was registered: it must not keep alive what was recorded
+        watcher = _blind
     if not calls:
         raise UnsupportedError(
             f"{type(model).__name__}: no attention layer was seen; its attention does not go through transformers' "
             f"attention interface, so its keys, values and queries cannot be recorded."
         )
+
+
+def _blind(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> None:
+    """See nothing: what is registered once a block has ended."""
 
 
 def attention_of(scheme: KVScheme) -> Literal["decoded", "streamed"]:
