@@ -1,12 +1,16 @@
 """Attention-output error: recorded inputs, and the error of a scheme on them."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 import kvcodec
+from kvcodec.codec import Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.eval import fidelity
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_model
 from tests.eval.tiny import tiny_llama
 
 
@@ -113,3 +117,30 @@ def test_sliding_layers_are_recorded_with_their_own_mask():
         model(torch.randint(0, 128, (1, 50)), use_cache=False)
     mine = records[0].output(records[0].k, records[0].v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(mine, outputs[0][:, -8:], atol=1e-5, rtol=1e-4)
+
+
+def test_nothing_keeps_alive_what_was_recorded():
+    model = tiny_llama()
+    with torch.no_grad(), fidelity.record(model, queries=4) as records:
+        model(torch.arange(20)[None], use_cache=False)
+    held = [weakref.ref(r.k) for r in records]
+    del records
+    gc.collect()
+    assert [r() for r in held] == [None] * 3, "transformers keeps the attention function that was registered"
+
+
+def test_layers_that_borrow_keys_are_compressed_as_their_lenders():
+    model = tiny_model("gemma3n")  # layers 2 and 3 borrow from 0 and 1
+    with torch.no_grad(), fidelity.record(model, queries=8) as records:
+        model(torch.randint(1, 128, (1, 64)), use_cache=False)
+    assert [(r.layer, r.owner) for r in records] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert records[2].k is records[0].k
+    exact = [r.output(r.k, r.v) for r in records]
+    ends = kvcodec.KVScheme(kvcodec.get("int-2").key, kvcodec.get("dense").value, dense_key_layers=1)
+    errors = fidelity.attention_error(records, exact, ends).by_layer
+    assert list(errors) == [0, 1, 2, 3]
+    assert max(errors.values()) < 1e-3, "layers 0 and 1 are all that cache: the first and the last"
+    # constants that only queries give: there are none for layers 2 and 3
+    scheme = kvcodec.get("saw-int4:hessian=true")
+    given = {r.layer: {"key": scheme.key.calibrate(Site(r.layer, "key", 2, 64), r.k, r.q)} for r in records[:2]}
+    assert fidelity.attention_error(records, exact, scheme, params=given).worst < 1

@@ -40,6 +40,8 @@ class LayerRecord:
         Of the scores; softcap 0 for none.
     sinks : Tensor or None
         Learned sink logits ``[HQ]``.
+    source : int or None
+        The layer whose K and V it borrows; None: its own.
     """
 
     layer: int
@@ -50,6 +52,12 @@ class LayerRecord:
     scale: float
     softcap: float
     sinks: Tensor | None
+    source: int | None = None
+
+    @property
+    def owner(self) -> int:
+        """The layer whose cache it reads."""
+        return self.layer if self.source is None else self.source
 
     def output(self, k: Tensor, v: Tensor) -> Tensor:
         """Attention output ``[B, HQ, n, D]`` on other keys and values; float32."""
@@ -99,16 +107,20 @@ def record(model: Any, queries: int = QUERIES) -> Iterator[list[LayerRecord]]:
     ) -> None:
         n = min(queries, query.shape[2])
         sinks = options.get("s_aux")
+        lender = None
+        if getattr(module, "is_kv_shared_layer", False):  # the newest layer with the same keys has cached them
+            lender = next((r for r in reversed(records) if torch.equal(r.k, key)), None)
         records.append(
             LayerRecord(
                 layer=getattr(module, "layer_idx", len(records)),
                 q=query[:, :, -n:].clone(),
-                k=key.clone(),
-                v=value.clone(),
+                k=lender.k if lender else key.clone(),
+                v=lender.v if lender else value.clone(),
                 mask=None if mask is None else mask[..., -n:, : key.shape[2]].clone(),
                 scale=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap") or 0.0,
                 sinks=None if sinks is None else sinks.detach(),
+                source=lender.owner if lender else None,
             )
         )
 
@@ -132,16 +144,18 @@ def attention_error(
     exact : list of Tensor
         ``record.output(record.k, record.v)`` of each, computed once for all schemes.
     spec : str or KVScheme
-        Boundary layers stay dense where it says so, counted among the recorded layers.
+        Boundary layers stay dense where it says so, counted among the recorded layers that have K and V of their own;
+        a layer that borrows them is compressed as its lender.
     seed : int
     params : mapping, optional
         Fitted constants by layer and role; what is missing is fitted on the recorded tensors.
     """
     scheme, given = get(spec), params or {}
     errors: dict[int, float] = {}
-    for i, (r, o) in enumerate(zip(records, exact, strict=True)):
-        layer_scheme = scheme.for_layer(i, len(records))
-        packed = compress(layer_scheme, r.k, r.v, layer=r.layer, seed=seed, params=given.get(r.layer))
+    caching = list(dict.fromkeys(r.owner for r in records))
+    for r, o in zip(records, exact, strict=True):
+        layer_scheme = scheme.for_layer(caching.index(r.owner), len(caching))
+        packed = compress(layer_scheme, r.k, r.v, layer=r.owner, seed=seed, params=given.get(r.owner))
         rounded = replace(r, q=rounded_queries(r.q, packed.key.codec, packed.key.params, r.k.shape[1]))
         errors[r.layer] = ((rounded.output(*packed.decode()) - o).norm() / o.norm().clamp_min(1e-30)).item()
     worst = max(errors, key=lambda layer: errors[layer])
