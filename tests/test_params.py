@@ -199,6 +199,13 @@ def test_each_spec_gets_its_file(fitted, saved, tmp_path):
     assert [None if f is None else f.spec for f in found] == [None, SPECS[0], SPECS[1], None]
 
 
+def test_two_specs_of_one_scheme_share_its_file(saved):
+    schemes = [kvcodec.get(SPECS[1]), kvcodec.get("hqmq:s=24,r=3,outliers=3")]
+    assert schemes[0] == schemes[1]
+    assert str(schemes[0]) != str(schemes[1])
+    assert [f and f.spec for f in match_params([saved], schemes)] == [SPECS[1], SPECS[1]]
+
+
 def test_a_file_for_no_spec_and_two_for_one_are_refused(fitted, saved):
     with pytest.raises(SpecError, match=r"fitted for hqmq-s24_r3:outliers=3, which is not among the specs given \(den"):
         match_params([saved], [kvcodec.get("dense")])

@@ -346,8 +346,10 @@ def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[K
                 f"{name}: fitted for {fitted.spec}, which is not among the specs given ({given}); add that spec, "
                 f"or leave the file out."
             )
-        at = schemes.index(fitted.scheme)
-        if (other := found[at]) is not None:
-            raise SpecError(f"{name} and {other.file}: both fitted for {fitted.spec}; pass one file for each spec.")
-        found[at] = fitted
+        if (other := found[schemes.index(fitted.scheme)]) is not None:
+            raise SpecError(
+                f"{name} and {other.file or 'params'}: both fitted for {fitted.spec}; pass one file for each spec."
+            )
+        # one scheme may go by two specs, int-4 and int:bits=4
+        found = [fitted if scheme == fitted.scheme else had for scheme, had in zip(schemes, found, strict=True)]
     return found
