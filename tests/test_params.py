@@ -90,6 +90,20 @@ def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, 
                 assert all(torch.equal(held[name], x) for name, x in wanted.items())
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda layers: {str(layer): roles for layer, roles in layers.items()}, r"layers \['0', '1', '2'\]; Llama"),
+        (lambda layers: {7: layers[0]}, r"layers \[7\]; LlamaForCausalLM caches keys and values in layers \[0, 1, 2\]"),
+        (lambda layers: {0: {"keys": layers[0]["key"]}}, r"params of layer 0 are for \['keys'\]; pass them for 'key'"),
+    ],
+    ids=["layers as text", "no such layer", "no such role"],
+)
+def test_constants_that_nothing_would_use_are_refused(model, fitted, change, text):
+    with pytest.raises(FitError, match=text):
+        kvcodec.cache_for(model.model, SPECS[1], params=change(fitted[SPECS[1]].layers))
+
+
 def test_constants_of_the_file_and_of_the_prefill_differ(model, fitted):
     own = kvcodec.cache_for(model.model, SPECS[1], prefill="decoded", probe=False)
     given = kvcodec.cache_for(model.model, SPECS[1], prefill="decoded", probe=False, params=fitted[SPECS[1]])

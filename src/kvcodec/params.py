@@ -311,6 +311,23 @@ def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Rol
     return [site for site in every if site[2].needs_sample or site[2].needs_queries]
 
 
+def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
+    """Refuse constants of layers or roles that the model ``name`` does not have: nothing would use them.
+
+    Raises
+    ------
+    FitError
+    """
+    if unknown := [layer for layer, roles in given.items() if roles and layer not in layers]:
+        raise FitError(
+            f"params hold constants of layers {unknown}; {name} caches keys and values in layers {list(layers)}, "
+            f"which are integers. Pass {{layer: {{'key': Params, 'value': Params}}}}."
+        )
+    for layer, roles in given.items():
+        if unknown_roles := [role for role in roles if role not in ROLES]:
+            raise FitError(f"params of layer {layer} are for {unknown_roles}; pass them for 'key' and 'value'.")
+
+
 def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -> None:
     """Refuse a scheme whose constants need queries where they were not given: no prefill can fit those.
 

@@ -25,7 +25,7 @@ from kvcodec.cache import LayerCache
 from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.integrations.layers import PackedLayer, Prefill, WindowedLayer
 from kvcodec.integrations.plan import Attention, ModelPlan, check_fits, check_layouts, plan_for
-from kvcodec.params import FittedParams, LayerParams, check_queries, load_params
+from kvcodec.params import FittedParams, LayerParams, check_given, check_queries, load_params
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
@@ -215,7 +215,8 @@ def cache_for(
     FormatError
         If the params file is damaged, or was fitted for another scheme, model or seed.
     FitError
-        If the constants need the model's queries and no params are given.
+        If the constants need the model's queries and no params are given, or params are given for layers or roles
+        that the model does not have.
     UnsupportedError
         If the model or one of its layers cannot be served; the text names the layer and the reason.
 
@@ -241,6 +242,7 @@ attention='decoded')
     schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
     check_layouts(plan, schemes, page_tokens)
     given = _given(params, model_or_config, scheme, seed)
+    check_given(plan.name, [layer.index for layer in kv_layers], given)
     check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = OutlierProbe(scheme) if probe else None
     build = _builder(attention, plan, schemes, model_or_config, max_len)
