@@ -64,7 +64,7 @@ def test_the_search_through_all_directions_finds_the_codes():
     assert torch.equal(search(x.double(), params), codes)
 
 
-@pytest.mark.parametrize("spec", ["turboquant-2", "turboquant-4", "ultra-tq"])
+@pytest.mark.parametrize("spec", ["turboquant-2", "turboquant-4", "turboquant-qjl-3", "ultra-tq"])
 def test_the_search_through_all_levels_finds_the_codes(spec):
     codec = kvcodec.get(spec).key
     params = codec.fit(Site(0, "key", 2, 64))

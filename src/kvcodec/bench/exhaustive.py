@@ -14,7 +14,7 @@ from kvcodec.codec import Codec, Params
 from kvcodec.codecs.additive import Additive
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 
 PIECE = 1 << 22
@@ -36,7 +36,8 @@ def exhaustive(codec: Codec) -> tuple[int, Search] | None:
     if isinstance(codec, Octopus):
         return 4**codec.direction_bits, _directions
     if isinstance(codec, TurboQuant):
-        return 2**codec.bits, _levels
+        # one of QJL's bits is the sign of a sketch, which is no codeword
+        return 2 ** (codec.bits - isinstance(codec, TurboQuantQJL)), _levels
     if isinstance(codec, UltraTQ):
         return 16, _levels
     return None
