@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 
 import kvcodec
 from kvcodec import sealed
+from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import FitError, FormatError, SpecError
 from kvcodec.fit import fit_model
+from kvcodec.integrations import layers
 from kvcodec.params import KIND, FittedParams, identify, load_params, match_params, read_params, same_weights
 from tests.eval.leaning import leaning
 from tests.eval.tiny import TEXT, tiny_llama, tiny_loaded
@@ -88,6 +90,20 @@ def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, 
             if wanted is not None:
                 held = layer.roles[role].params
                 assert all(torch.equal(held[name], x) for name, x in wanted.items())
+
+
+def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model, fitted, monkeypatch):
+    whole = kvcodec.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
+    prefill(model.model, whole)
+    monkeypatch.setattr(layers, "APPEND_TOKENS", 20)
+    sizes = []
+    append = LayerCache.append
+    monkeypatch.setattr(LayerCache, "append", lambda self, k, v: (sizes.append(k.shape[2]), append(self, k, v)))
+    parts = kvcodec.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
+    prefill(model.model, parts)
+    assert max(sizes) == 20
+    for a, b in zip(whole.layer_caches, parts.layer_caches, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.decode(), b.decode(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcodec.cache import LayerCache
-from kvcodec.codec import check_tensor
+from kvcodec.codec import ROLES, check_tensor
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.attention import PackedKV
 from kvcodec.integrations.plan import Attention
@@ -128,7 +128,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
-        sampled = any(codec.needs_sample for codec in (self.cache.scheme.key, self.cache.scheme.value))
+        scheme, given = self.cache.scheme, self.cache.fitted  # given constants need no sample of the whole prefill
+        sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
         if n <= APPEND_TOKENS or self.attention == "fused" or (sampled and not self.filled):
             self.cache.append(keys, values)
             return
