@@ -201,11 +201,14 @@ def test_fields_by_definition(inner, dim, c, slots, seed):
     assert torch.equal(y[~where], inner.from_code(inner.decode(expected, constants), constants)[~where])
 
 
-def test_the_threshold_is_frozen_at_c_medians_of_each_head():
+def test_the_threshold_is_frozen_at_c_medians_of_each_sequence_and_head():
     x = gauss(2, 2, 300, 64) * torch.tensor([1.0, 10.0]).view(1, 2, 1, 1)
     median = Med(GroupInt(4, 0), 3).fit(Site(0, "key", 2, 64), x)["threshold"]
-    assert median.shape == (1, 2)
-    assert median[0].tolist() == pytest.approx([3 * 1.832, 30 * 1.832], rel=0.05)  # median of chi_4: 1.832
+    assert median.shape == (2, 2)
+    for row in range(2):
+        for head in range(2):
+            lengths = x[row, head].unflatten(-1, (-1, 4)).double().norm(dim=-1).flatten()
+            assert float(median[row, head]) == pytest.approx(3 * float(lengths.median()), rel=1e-6)
     assert torch.allclose(Med(GroupInt(4, 0), 5).fit(Site(0, "key", 2, 64), x)["threshold"], median * 5 / 3)
 
 
@@ -321,10 +324,19 @@ def test_constants_of_each_sequence_move_with_it():
     k[1] *= 10
     cache = kvcodec.LayerCache(kvcodec.KVScheme(key=codec, value=Med(GroupInt(4, 32))))
     cache.append(k, v)
-    assert {n: p.shape[0] for n, p in cache.roles["key"].params.items()} == {"inner.norm": 2, "threshold": 1}
+    assert {n: p.shape[0] for n, p in cache.roles["key"].params.items()} == {"inner.norm": 2, "threshold": 2}
     swapped = cache.decode()[0].flip(0)
     cache.select(torch.tensor([1, 0]))
     assert torch.equal(cache.decode()[0], swapped)
+
+
+def test_a_sequence_in_a_batch_gets_the_bytes_it_gets_alone():
+    k, v = lumpy(2, 3, 2, 40, 64).half()
+    k[1] *= 20
+    together, alone = (kvcodec.LayerCache(kvcodec.get("int-4:outliers=3")) for _ in range(2))
+    together.append(k, v)
+    alone.append(k[:1], v[:1])
+    assert torch.equal(together.decode()[0][:1], alone.decode()[0])
 
 
 def test_no_tokens_make_no_bytes():

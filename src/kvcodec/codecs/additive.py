@@ -139,7 +139,9 @@ class Additive(Codec):
 
         def search(head: int) -> Tensor:
             own = length[:, head, ..., None]
-            u = (chunks[:, head].double() / own).masked_fill_(own == 0, 0.0)
+            u = chunks[:, head]
+            if self.reading != "normalised":  # whose search is by angle, whatever the length
+                u = (u.double() / own).masked_fill_(own == 0, 0.0)
             return self._search(u.reshape(-1, 4), params, head).reshape(length[:, head].shape)
 
         codes = torch.stack(each_head(search, x.shape[1], x.numel(), x.device), 1)
@@ -159,7 +161,7 @@ class Additive(Codec):
         return (direction * length[..., None]).flatten(-2)[..., :dim]
 
     def _search(self, u: Tensor, params: Params, head: int) -> Tensor:
-        """Rows of the codebook for unit vectors ``u [n, 4]``; the lowest on ties."""
+        """Rows of the codebook for ``u [n, 4]``, unit vectors unless the search is by angle; the lowest on ties."""
         if self.reading == "normalised":
             return nearest_entry(u, params["codebook"][0, head].double(), by="angle")
         if self.reading == "raw":

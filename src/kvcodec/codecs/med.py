@@ -130,7 +130,8 @@ class Med(Wrapper):
         Returns
         -------
         dict
-            The inner codec's constants, and ``threshold [1, H]`` float32: C times the sample's median chunk length.
+            The inner codec's constants, and ``threshold [B, H]`` float32: C times the median chunk length of each
+            sequence of the sample.
 
         Raises
         ------
@@ -192,16 +193,16 @@ class Med(Wrapper):
         return ((above > 0).sum(-1) - self.slots).clamp_min(0)
 
     def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Threshold ``[1, H]``, and the sample with zeros in place of the outliers that find room."""
+        """Threshold ``[B, H]``, and the sample with zeros in place of the outliers that find room."""
         if sample is None or sample.numel() == 0:
             raise FitError(
                 "Med: the threshold of outliers needs a sample [batch, kv_heads, tokens, head_dim] to find the median; "
                 "got none. Pass keys or values to fit, or use outliers=off."
             )
         chunks = split_chunks(sample.float())
-        median = chunk_lengths(chunks).transpose(0, 1).flatten(1).median(1).values
+        median = chunk_lengths(chunks).flatten(2).median(2).values  # of each sequence: no row depends on its neighbours
         threshold = torch.where(median > 0, self.c * median, LARGEST)  # mostly zeros: nothing to compare with
-        threshold = threshold.clamp_max(LARGEST)[None].float()
+        threshold = threshold.clamp_max(LARGEST).float()
         flags = _longest(_above(chunks, threshold), self.slots)
         return threshold, _zeroed(chunks, flags, sample.shape[-1])
 
@@ -216,7 +217,7 @@ def with_outliers(codec: Codec, outliers: Outliers, slots: int) -> Codec:
 
 
 def _above(chunks: Tensor, threshold: Tensor) -> Tensor:
-    """Lengths of ``chunks [B, H, N, n, 4]`` above ``threshold [1, H]``, float64; -1 below."""
+    """Lengths of ``chunks [B, H, N, n, 4]`` above ``threshold [B or 1, H]``, float64; -1 below."""
     length = chunk_lengths(chunks)
     return torch.where(length > threshold.double()[..., None, None], length, -1.0)
 

@@ -41,6 +41,8 @@ Pitfalls
    (D = 64): relative MSE 0.45. Real keys with loud channels, not a loud mean, are what this rotation is for.
 2. Token norms share one scale among all channels: on keys that stay uneven after the rotation norm=block is better, at
    16 (g - 1) / D bits more.
+3. ``calibrated`` on a prefill of several sequences fits one table for all of them, so a sequence's bytes depend on its
+   neighbours; constants from ``kvcodec fit`` do not.
 
 Use: 4-bit keys where values need per-group offsets: the accuracy variant of UltraQuant, 4.56 bits in all.
 

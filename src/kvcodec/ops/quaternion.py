@@ -140,7 +140,7 @@ def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) ->
     Parameters
     ----------
     x : Tensor ``[n, 4]``
-        At most 2 long; held to 2^-38, so that every sum is exact.
+        For ``distance`` at most 2 long and held to 2^-38, so that every sum is exact; for ``angle`` of any length.
     table : Tensor float64 ``[m, 4]``
         Multiples of 2^-11, at most 2 in size.
     by : {"angle", "distance"}
@@ -150,7 +150,7 @@ def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) ->
     -------
     Tensor int64 ``[n]``
     """
-    x = (x.T.double() * FINE).round_().div_(FINE).contiguous()
+    x = scaled(x.T.contiguous()) if by == "angle" else (x.T.double() * FINE).round_().div_(FINE).contiguous()
     # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
     offset = table.square().sum(1, keepdim=True) * (-0.5 if by == "distance" else 0.0)
     if by == "distance" or x.shape[1] < MANY:
