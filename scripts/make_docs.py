@@ -78,7 +78,10 @@ def method_page(name: str) -> str:
     module = inspect.getmodule(method_of(first).recipe)
     path = f"src/{module.__name__.replace('.', '/')}.py" if module else ""
     text = sections(inspect.getdoc(module) or "")
-    options = [(f"`{o['name']}`", f"`{o['type']}`", f"`{o['default']}`", o["doc"] or "–") for o in described["options"]]
+    options = [
+        (f"`{o['name']}`", f"`{_spelled(o['type'])}`", f"`{_spelled(o['default'])}`", o["doc"] or "–")
+        for o in described["options"]
+    ]
     parts = [f"# {name}", described["summary"], f"From: {described['source']}. Code: `{path}`."]
     for title, words in (("What it is for", "Use:"), ("When not to use it", "Not for:")):
         if title in text:
@@ -129,6 +132,13 @@ def _presets_of(name: str) -> list[str]:
     return [p for p in kvcodec.presets() if method_of(p).name == name]
 
 
+def _spelled(value: Any) -> str:
+    """As a spec takes it."""
+    if value == "bool":
+        return "true|false"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def _prose(text: str) -> str:
     return " ".join(text.split())
 
@@ -169,6 +179,8 @@ def _measured(name: str) -> list[str]:
         f"uncompressed model has a perplexity of {base:.2f}. Protocol and meaning of the columns: "
         f"[results](../results.md).{_fitted(rows)}"
     )
+    if any(row.get("fitted") == "prefill" for row in rows):
+        text += " Constants were fitted on each window itself, not on another text."
     return ["## Measured", text, table]
 
 
