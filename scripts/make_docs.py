@@ -108,14 +108,13 @@ def method_page(name: str) -> str:
 
 def _fitted(rows: Sequence[dict[str, Any]]) -> str:
     """Where the constants of the rows come from, if data had a say."""
-    if not any(row.get("fitted") for row in rows):
-        return ""
-    files = [f"of `{r['spec']}` on {r['params']['tokens']} tokens of another text" for r in rows if r.get("params")]
-    return (
-        " Constants were fitted "
-        + "; ".join([*files, "otherwise on each window itself" if files else "on each window itself"])
-        + "."
-    )
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("fitted"):
+            params = row.get("params")
+            place = f"{params['tokens']} tokens of another text" if params else "each window itself"
+            places.setdefault(place, []).append(f"`{row['spec']}`")
+    return "".join(f" Constants of {', '.join(specs)} were fitted on {place}." for place, specs in places.items())
 
 
 def index_page() -> str:
@@ -179,8 +178,6 @@ def _measured(name: str) -> list[str]:
         f"uncompressed model has a perplexity of {base:.2f}. Protocol and meaning of the columns: "
         f"[results](../results.md).{_fitted(rows)}"
     )
-    if any(row.get("fitted") == "prefill" for row in rows):
-        text += " Constants were fitted on each window itself, not on another text."
     return ["## Measured", text, table]
 
 
