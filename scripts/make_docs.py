@@ -78,7 +78,10 @@ def method_page(name: str) -> str:
     module = inspect.getmodule(method_of(first).recipe)
     path = f"src/{module.__name__.replace('.', '/')}.py" if module else ""
     text = sections(inspect.getdoc(module) or "")
-    options = [(f"`{o['name']}`", f"`{o['type']}`", f"`{o['default']}`", o["doc"] or "–") for o in described["options"]]
+    options = [
+        (f"`{o['name']}`", f"`{_spelled(o['type'])}`", f"`{_spelled(o['default'])}`", o["doc"] or "–")
+        for o in described["options"]
+    ]
     parts = [f"# {name}", described["summary"], f"From: {described['source']}. Code: `{path}`."]
     for title, words in (("What it is for", "Use:"), ("When not to use it", "Not for:")):
         if title in text:
@@ -105,14 +108,13 @@ def method_page(name: str) -> str:
 
 def _fitted(rows: Sequence[dict[str, Any]]) -> str:
     """Where the constants of the rows come from, if data had a say."""
-    if not any(row.get("fitted") for row in rows):
-        return ""
-    files = [f"of `{r['spec']}` on {r['params']['tokens']} tokens of another text" for r in rows if r.get("params")]
-    return (
-        " Constants were fitted "
-        + "; ".join([*files, "otherwise on each window itself" if files else "on each window itself"])
-        + "."
-    )
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("fitted"):
+            params = row.get("params")
+            place = f"{params['tokens']} tokens of another text" if params else "each window itself"
+            places.setdefault(place, []).append(f"`{row['spec']}`")
+    return "".join(f" Constants of {', '.join(specs)} were fitted on {place}." for place, specs in places.items())
 
 
 def index_page() -> str:
@@ -127,6 +129,13 @@ def index_page() -> str:
 
 def _presets_of(name: str) -> list[str]:
     return [p for p in kvcodec.presets() if method_of(p).name == name]
+
+
+def _spelled(value: Any) -> str:
+    """As a spec takes it."""
+    if value == "bool":
+        return "true|false"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _prose(text: str) -> str:

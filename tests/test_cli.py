@@ -77,6 +77,8 @@ def test_describe_shows_every_option_and_field(capsys):
     _, out, _ = run(capsys, "describe", "saw-int4:rotate=kv")
     for part in ("saw-int4:rotate=kv", "rotate=kv", "k|kv|none, default k", "key.codes", "uint8 [64]", "4.25"):
         assert part in out
+    for spelled in ("block=none  ", "default none", "hessian=false  ", "default false"):
+        assert spelled in out, "an option is printed as a spec takes it"
     _, out, _ = run(capsys, "describe", "saw-int4:rotate=kv", "--json", "-")
     assert json.loads(out) == json.loads(json.dumps(kvcodec.describe("saw-int4:rotate=kv")))
 

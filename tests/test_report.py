@@ -151,6 +151,8 @@ def test_styles_are_fixed_distinct_and_follow_the_method() -> None:
     assert style_of("int-4") == style_of("int-8:group=32") == STYLES["int"]
     assert style_of("saw-int4:rotate=kv") == STYLES["saw-int4"]
     assert style_of("mine-4") == style_of("mine-2:x=1")  # a codec that is one new file
+    methods = kvcodec.names()
+    assert len({style_of(method) for method in methods}) == len(methods), "two methods look alike in every figure"
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

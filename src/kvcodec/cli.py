@@ -192,7 +192,7 @@ def _describe(args: argparse.Namespace) -> int:
         lines += ["", "options" if found["options"] else "no options"]
         for o in found["options"]:
             lines.append(
-                f"  {o['name']}={_scalar(o['value'])}  ({o['type']}, default {_scalar(o['default'])})  {o['doc']}"
+                f"  {o['name']}={_option(o['value'])}  ({o['type']}, default {_option(o['default'])})  {o['doc']}"
             )
         lines += ["", f"bytes of a page of {found['page_tokens']} tokens of one head, in this order"]
         for f in found["layout"]:
@@ -318,6 +318,11 @@ def _collect(source: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _scalar(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _option(value: Any) -> str:
+    """As a spec takes it: true, false, none."""
+    return str(value).lower() if value is None or isinstance(value, bool) else _scalar(value)
 
 
 def _warning_line(

@@ -33,6 +33,8 @@ STYLES = {
     "ultraquant": Style("#882255", "X"),
     "turboquant": Style("#44aa99", "<"),
     "polarquant": Style("#aa4499", ">"),
+    "octopus-qjl": Style("#3d1f99", "*"),
+    "turboquant-qjl": Style("#1b6e60", "p"),
 }
 # for methods that are not in the table (a codec that is one new file): chosen by name, the same in every figure
 SPARE_COLORS = ("#332288", "#117733", "#aa7744", "#771155", "#225577")
@@ -244,11 +246,14 @@ def _source_panel(axes: Any, source: str, rows: Sequence[Row]) -> dict[str, Any]
     if shown and source in ("Gaussian keys", "unit-sphere keys"):
         rates = [r["bits"] for r in shown]
         axes.plot(rates, [4.0**-rate for rate in rates], color="0.5", lw=1, ls=":", zorder=0)
-        axes.annotate("Shannon's bound, 4^-bits", (rates[0], 4.0 ** -rates[0]), fontsize=6, color="0.4", va="top")
+        axes.annotate(
+            "Shannon's bound, 4^-bits", (rates[-1], 4.0 ** -rates[-1]), xytext=(-8, 0), textcoords="offset points",
+            fontsize=6, color="0.4", ha="right",
+        )  # fmt: skip
     what = "layers" if " of " in source else "seeds"
     axes.set_title(f"{source} (D = {rows[0]['head_dim']}; {rows[0]['samples']} {what})", fontsize=9, loc="left")
     axes.set_yscale("log")
-    axes.margins(x=0.16)
+    axes.margins(x=0.22)
     _calm(axes)
     if left_out := [r["spec"] for r in rows if r["bits"] > MOST_BITS]:
         axes.set_xlabel(f"above {MOST_BITS:.0f} bits, not shown: {', '.join(left_out)}", fontsize=7)

@@ -74,6 +74,19 @@ def test_verdicts_and_counts(rows):
     )
 
 
+def test_what_no_paper_prints_is_not_shown_as_a_papers_number():
+    table = f"{claims.NOT_PRINTED}: codebooks"
+    rows = [
+        Claim("a", "mse", "0.50", 0.5).row("octopus", "Table 4"),
+        Claim("b", "mse", "0.30", 0.3).row("octopus", table),
+    ]
+    assert "1 are in no paper" in report.summary(rows)
+    printed, other = report.markdown(rows, {}, {}).split(f"### {table}")
+    assert "| what | paper |" in printed
+    assert "| what | reference |" in other
+    assert "reference" in report.terminal(rows).split(table)[1].splitlines()[1]
+
+
 def test_terminal_shows_paper_ours_and_difference(rows):
     text = report.terminal(rows)
     assert "OCTOPUS, arXiv:2605.21226, Table 4" in text

@@ -36,7 +36,7 @@ Pitfalls: not the method of arXiv:2502.00527, which has the same name. Keeping |
 are short by 1 - E cos. Rows that the rotation does not spread (loud channels at D = 80) fall outside the narrow laws of
 the upper levels.
 
-Use: comparing with papers that use it; keeping the length of every vector exactly.
+Use: comparing with papers that use it; keeping the length of every vector, up to the rounding of its norm.
 
 Not for: least error: at equal bytes turboquant has half to two thirds of its MSE.
 """

@@ -36,7 +36,8 @@ there.
 Use: serving: one token is one row of bytes, so pages, prefix reuse and batching work as in 16 bit, at 4.25 bits; the
 only preset with fused kernels so far.
 
-Not for: less than 4 bits, or the last tenth of a percent of accuracy at 4: kivi-4 and int-8 hold more.
+Not for: less than 4 bits, or least loss: on the small model measured, perplexity rises by 5 %, with kivi-4 at 5.7 bits
+in all by 1 %, with int-8 by less than 0.1 %.
 """
 
 from dataclasses import dataclass

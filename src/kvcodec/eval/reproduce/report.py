@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import KVError
-from kvcodec.eval.reproduce.claims import PAPERS, axes_of
+from kvcodec.eval.reproduce.claims import NOT_PRINTED, PAPERS, axes_of
 from kvcodec.eval.reproduce.rate_distortion import STUDY
 from kvcodec.eval.rows import Row, check_writable, plain, versions, write_json
 from kvcodec.plot import curves_figure, rate_distortion_figure
@@ -30,8 +30,21 @@ def summary(claims: Sequence[Row]) -> str:
     holding = sum(bool(r["holds"]) for r in claims)
     close = sum(abs(r["relative_error"]) <= CLOSE for r in claims)
     corrected = sum(r.get("spec") is not None for r in claims)
+    unprinted = sum(not is_printed(r) for r in claims)
     text = f"{holding} of {len(claims)} figures hold, {close} of them within 1 %"
+    if unprinted:
+        text += f"; {unprinted} are in no paper: their reference was computed from its text"
     return f"{text}; {corrected} are held to a corrected value instead of the printed one." if corrected else f"{text}."
+
+
+def is_printed(row: Row) -> bool:
+    """Whether the paper prints the table that a row belongs to."""
+    return not str(row["table"]).startswith(NOT_PRINTED)
+
+
+def source_of(row: Row) -> str:
+    """Heading of the column that ours is compared with."""
+    return "paper" if is_printed(row) else "reference"
 
 
 def verdict(row: Row) -> str:
@@ -57,7 +70,7 @@ def terminal(rows: Sequence[Row]) -> str:
     lines: list[str] = []
     for (paper, table), block in _by_table(claims).items():
         lines += ["", f"{PAPERS.get(paper, paper)}, {table}"]
-        cells = [("", "", "paper", "corrected", "ours", "difference", "")]
+        cells = [("", "", source_of(block[0]), "corrected", "ours", "difference", "")]
         for r in block:
             spec, name = number(r.get("spec")), f"{r['item']}, {r['metric']}"
             mark = " (partial)" if r.get("partial") else ""
@@ -155,7 +168,8 @@ def _markdown_table(table: str, block: Sequence[Row], figure: str | None) -> lis
     lines = [f"### {table}", ""]
     if figure:
         lines += [f"![{table}]({figure})", ""]
-    lines += ["| what | paper | corrected | ours | difference | | note |", "|---|---:|---:|---:|---:|---|---|"]
+    lines += [f"| what | {source_of(block[0])} | corrected | ours | difference | | note |"]
+    lines += ["|---|---:|---:|---:|---:|---|---|"]
     for r in block:
         cells = [f"{r['item']}, {r['metric']}", number(r["printed"]), number(r.get("spec")), number(r["ours"])]
         cells += [percent(r["relative_error"]), verdict(r), r["note"]]
