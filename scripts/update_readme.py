@@ -6,7 +6,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     columns   what its columns mean
     speed     the speed sentence, from the rows in benchmarks/results/h200/*.json
     generate  the same through generate, from the rows of shape GENERATE
-    best      the best preset measured at each of BUDGETS, from benchmarks/results/h200/quality_smollm2-135m.json
+    best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
     presets   the registry, as `kvcodec list` prints it
 """
 
@@ -24,6 +24,7 @@ from kvcodec.report import cell, columns_of, with_reference
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
 ALL_RESULTS = Path("benchmarks/results/h200/quality_smollm2-135m.json")
+VARIANTS = Path("benchmarks/results/h200/quality_smollm2-135m_variants.json")
 BUDGETS = (2.3, 3.3, 4.3, 5.0)
 SPEED = Path("benchmarks/results/h200")
 SHAPES = {
@@ -130,11 +131,13 @@ def _list(words: list[str]) -> str:
 
 
 def best_block(root: Path) -> str:
-    """For each budget of true bits, the preset with the least KL among those that hold no more; a table."""
+    """For each budget of true bits, what has the least KL among presets and options that hold no more; a table."""
     path = root / ALL_RESULTS
     rows = [row for row in rows_of(path) if "spec" in row] if path.is_file() else []
     if not rows:
         raise MissingResultError(f"{ALL_RESULTS} does not exist; compare every preset and put the JSON there.")
+    presets = len(rows)
+    rows += [row for row in rows_of(root / VARIANTS) if "spec" in row] if (root / VARIANTS).is_file() else []
     lines = ["| at most | best | bits in all | KL | perplexity | next best |", "|---:|---|---:|---:|---:|---|"]
     for budget in BUDGETS:
         fitting = sorted((r for r in rows if r["effective_bits"] <= budget), key=lambda r: r["kl"])
@@ -149,8 +152,9 @@ def best_block(root: Path) -> str:
     base = rows[0]["uncompressed"]["perplexity"]
     tokens = f"{rows[0]['windows']} windows of {rows[0]['window_tokens']} tokens"
     return "\n".join(lines) + (
-        f"\n\n{len(rows)} presets on {rows[0]['model']}, {tokens}; bits of every byte held, windows and dense layers "
-        f"included, which weigh less in longer contexts; uncompressed perplexity {base:.2f}."
+        f"\n\n{presets} presets and {len(rows) - presets} options of them on {rows[0]['model']}, {tokens}; bits of "
+        f"every byte held, windows and dense layers included, which weigh less in longer contexts; uncompressed "
+        f"perplexity {base:.2f}."
     )
 
 

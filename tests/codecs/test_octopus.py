@@ -380,3 +380,19 @@ def test_the_four_bracketing_levels_hold_the_best_of_all_directions(bits):
     chosen = codec._round(t, _Tables(params)) >> 2
     best = (table @ t).amax(0)
     assert ((table[chosen.long()] * t.T).sum(1) >= best - 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "widths"),
+    [
+        ("octopus-4:split=2", (6, 2)),
+        ("octopus-3:split=0", (3, 3)),
+        ("octopus-2:split=-1", (1, 3)),
+        ("octopus-4:split=-2", (2, 6)),
+    ],
+)
+def test_every_split_of_table_4_is_a_spec(spec, widths):
+    key = kvcodec.get(spec).key
+    assert (key.direction_bits, key.norm_bits) == widths
+    with pytest.raises(kvcodec.SpecError, match="norm_bits=0 is not allowed"):
+        kvcodec.get("octopus-2:split=2")

@@ -49,7 +49,7 @@ Not for: head_dim without a large power of two in it (80: blocks of 16 spread ou
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
 Rounding = Literal["scalar", "local_2x2", "local_3x3", "full"]
-Split = Literal["paper", "plus"]
+Split = Literal["paper", "plus", -2, -1, 0, 1, 2]
 Norm = Literal["fp16", "fp32"]
 
 OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (0, 1)}
@@ -248,16 +248,15 @@ class _Tables:
 def split_bits(bits: int, split: Split) -> tuple[int, int]:
     """(b_dir, b_nrm) of the paper's b.
 
-    >>> split_bits(4, "paper"), split_bits(4, "plus"), split_bits(1, "paper")
-    ((5, 3), (5, 4), (1, 1))
+    >>> split_bits(4, "paper"), split_bits(4, "plus"), split_bits(1, "paper"), split_bits(4, -2)
+    ((5, 3), (5, 4), (1, 1), (2, 6))
     """
     if bits not in (1, 2, 3, 4):
         raise SpecError(f"octopus: bits={bits} is not allowed; use 1, 2, 3 or 4.")
-    if split not in ("paper", "plus"):
-        raise SpecError(f"octopus: split={split!r} is not allowed; use paper, (b+1, b-1), or plus, (b+1, b).")
-    if split == "plus":
-        return bits + 1, bits
-    return (bits + 1, bits - 1) if bits > 1 else (1, 1)  # 0 bits have no codebook; (1, 1) fits the printed b = 1 rows
+    if split not in get_args(Split):
+        raise SpecError(f"octopus: split={split!r} is not allowed; use paper, plus, or d of -2..2 for (b+d, b-d).")
+    offset = split if isinstance(split, int) else min(1, bits - 1)  # (1, 1) fits the printed b = 1 rows
+    return (bits + 1, bits) if split == "plus" else (bits + offset, bits - offset)
 
 
 @register(
@@ -281,8 +280,8 @@ def octopus(
         At 1 the keys have (b_dir, b_nrm) = (1, 1) and the values 2 bits.
     rounding : {"scalar", "local_2x2", "local_3x3", "full"}
         Encoder's direction search; local_3x3 equals full, local_2x2 is the weak set as printed.
-    split : {"paper", "plus"}
-        (b_dir, b_nrm): paper is (b+1, b-1), plus is (b+1, b), one bit per triplet more and the better one at its rate.
+    split : {"paper", "plus", -2, -1, 0, 1, 2}
+        (b_dir, b_nrm): paper (b+1, b-1); plus (b+1, b), better at its rate; a number d (b+d, b-d), as in Table 4.
     window : int
         Newest tokens kept dense.
     group : int

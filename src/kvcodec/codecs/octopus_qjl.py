@@ -132,8 +132,8 @@ def octopus_qjl(
         The paper's b of keys and values; keys cost b + 1/3 bits, one more for the residual's sign, and two norms.
     rounding : {"scalar", "local_2x2", "local_3x3", "full"}
         Encoder's direction search; the paper's scores are those of scalar.
-    split : {"paper", "plus"}
-        (b_dir, b_nrm): paper is (b+1, b-1), plus is (b+1, b).
+    split : {"paper", "plus", -2, -1, 0, 1, 2}
+        (b_dir, b_nrm): paper (b+1, b-1), plus (b+1, b), a number d (b+d, b-d).
     window : int
         Newest tokens kept dense.
     group : int
