@@ -241,7 +241,9 @@ def _in_cells(y: Tensor, table: Tensor) -> Tensor:
     start = 0
     sizes = cell.bincount(minlength=len(counts)).tolist()
     for entries, names, own, count in zip(table[rivals].split(counts), tell, y.split(sizes, 1), counts, strict=True):
-        for part in own.split(SCORES // count + 1, 1):
+        most = SCORES // count + 1
+        # nearly all cells are small: a split of one costs as much as a product
+        for part in (own,) if own.shape[1] <= most else own.split(most, 1):
             score = space[: count * part.shape[1]].view(count, -1)
             torch.mm(entries, part, out=score)
             torch.ge(score, score.amax(0), out=score)
