@@ -1,6 +1,7 @@
 """Docs follow the registry: every method has its page, a codec in one file too; links and paths exist."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -66,6 +67,22 @@ def test_the_committed_pages_are_what_the_script_writes(make_docs: ModuleType, t
         assert committed.read_text() == path.read_text(), f"{committed.name} is stale: run `make docs` and commit it"
     written = {p.name for p in (tmp_path / "codecs").iterdir()}
     assert {p.name for p in (ROOT / "docs/codecs").iterdir()} == written, "pages of methods that are gone"
+
+
+def test_what_the_docs_say_of_codec_speed_is_what_was_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/cpu/codec_speed.json").read_text())
+    assert {r["spec"] for r in rows if "job" not in r} == set(kvcodec.presets()), "a preset was not timed"
+
+    def slowest(metric: str) -> float:
+        return max(r["values"]["p50"] for r in rows if r["metric"] == metric)
+
+    assert slowest("encode_vs_int4") <= 40
+    assert slowest("decode_vs_int4") <= 15
+    every = {r["spec"]: r["values"]["p50"] for r in rows if r["metric"] == "exhaustive_vs_encode"}
+    assert all(18 <= every[f"hqmq-s{s}_r{r}"] <= 36 for s in (96, 192) for r in (3, 4, 6))
+    rivals = [r["values"]["p50"] for r in rows if r["metric"] == "encode_vs_preset"]
+    assert len(rivals) == 4
+    assert 0.95 <= min(rivals) <= max(rivals) <= 1.45
 
 
 def test_the_api_page_has_every_public_name(make_docs: ModuleType) -> None:

@@ -348,7 +348,7 @@ def test_unknown_options(spec, message):
 def test_recipe_called_directly_checks_its_arguments():
     with pytest.raises(SpecError, match="bits=5 is not allowed; use 1, 2, 3 or 4"):
         octopus(bits=5)
-    with pytest.raises(SpecError, match="split='even' is not allowed; use paper, plus, or d of -2..2"):
+    with pytest.raises(SpecError, match=r"split='even' is not allowed; use paper, plus, or d of -2\.\.2"):
         octopus(split="even")
     with pytest.raises(SpecError, match="rounding='3x3' is not allowed; use scalar, local_2x2, local_3x3 or full"):
         octopus(rounding="3x3")
