@@ -4,7 +4,7 @@ Correctness comes first: every shape is checked against fp32 attention on the de
 the sizes that are timed, and nothing is timed after a failure. Results go to one JSON file per
 shape, which is never overwritten.
 
-    python benchmarks/run_h200.py --out DIR [--shapes llm64k,video] [--sweep] [--commit ID]
+    python benchmarks/run_h200.py --out DIR [--shapes llm64k,video] [--sweep] [--codec int-4] [--commit ID]
 """
 
 import argparse
@@ -18,7 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvcodec.kernels.decode_attention as decode
 from kvcodec.bench.timing import Timer
-from kvcodec.kernels import saw_int4
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.kernels import _int4_encode
 
 SEED = 20261121
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,11 +35,15 @@ SHAPES = {
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
+CODECS = {"saw-int4": "saw_int4", "int-4": "group_int"}
+
+
 class Problem:
     """One shape: queries, bf16 keys and values, and the packed pool, pages in random order."""
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, name, spec):
+        self.name, self.spec, self.stem = name, spec, CODECS[spec]
+        self.kernels = decode.CODECS[self.stem]
         b, hq, h, d, t = self.shape = SHAPES[name]
         gen = torch.Generator(DEVICE).manual_seed(SEED)
         kw = {"device": DEVICE, "dtype": torch.bfloat16, "generator": gen}
@@ -45,36 +51,39 @@ class Problem:
         self.k = torch.randn(b, h, t, d, **kw)
         self.v = torch.randn(b, h, t, d, **kw)
         columns = -(-t // PAGE)
-        self.pages = torch.zeros(b * columns, h, saw_int4.page_bytes(d, PAGE), dtype=torch.uint8, device=DEVICE)
+        self.pages = torch.zeros(b * columns, h, self.kernels.page_bytes(d, PAGE), dtype=torch.uint8, device=DEVICE)
         order = torch.randperm(b * columns, device=DEVICE, generator=gen)
         self.table = order.view(b, columns).int().contiguous()
         self.lens = torch.full((b,), t, dtype=torch.int32, device=DEVICE)
         self.last = self.lens - 1
         self.start = torch.zeros(b, dtype=torch.int32, device=DEVICE)
-        self.sizes = {"key_block": d & -d, "value_block": 1, "page_tokens": PAGE}
+        self.sizes = {"key_block": d & -d if spec == "saw-int4" else 1, "value_block": 1, "page_tokens": PAGE}
         self.encode()
 
     def encode(self):
-        saw_int4.encode_to_pages(self.k, self.v, self.pages, self.table, self.start, **self.sizes)
+        self.kernels.encode_to_pages(self.k, self.v, self.pages, self.table, self.start, **self.sizes)
 
     def append(self):
         """Encode one token per sequence, the last one again."""
-        saw_int4.encode_to_pages(self.k[:, :, -1:], self.v[:, :, -1:], self.pages, self.table, self.last, **self.sizes)
+        self.kernels.encode_to_pages(
+            self.k[:, :, -1:], self.v[:, :, -1:], self.pages, self.table, self.last, **self.sizes
+        )
 
     def encode_with(self, rows, warps):
-        saw_int4._launch(self.k, self.v, self.pages, self.table, self.start, None, self.sizes["key_block"], 1, PAGE,
-                         rows, warps)  # fmt: skip
+        _int4_encode.launch(self.kernels.quantize, self.kernels.PAIRED, self.k, self.v, self.pages, self.table,
+                            self.start, None, self.sizes["key_block"], 1, PAGE, (rows, warps))  # fmt: skip
 
     def attend(self):
         return decode.decode_attention(
             self.q, self.pages, self.table, self.lens, scale=self.shape[3] ** -0.5, num_kv_heads=self.shape[2],
-            **self.sizes,
+            codec=self.stem, **self.sizes,
         )  # fmt: skip
 
     def attend_with(self, config, pdl=True):
         _, _, h, d, _ = self.shape
-        return decode._launch(self.q, self.pages, self.table, self.lens, d**-0.5, d & -d, 1, PAGE, h, None, None,
-                              None, None, None, None, None, config, "saw_int4", pdl)[0]  # fmt: skip
+        return decode._launch(self.q, self.pages, self.table, self.lens, d**-0.5,
+                              self.sizes["key_block"], 1, PAGE, h, None, None, None, None, None, None, None, config,
+                              self.stem, pdl)[0]  # fmt: skip
 
     def sdpa(self, packed):
         b, hq, h, d, _ = self.shape
@@ -86,11 +95,12 @@ class Problem:
 
     def decoded(self, b, h):
         """Decode one head from the bytes with the reference codec, fp32 [T, D] each."""
-        from kvcodec.codecs.saw_int4 import SawInt4
         from kvcodec.layout import PageLayout
 
         d, t = self.shape[3:]
         codecs = {"key": SawInt4(d & -d), "value": SawInt4(1)}
+        if self.spec == "int-4":
+            codecs = dict.fromkeys(codecs, GroupInt(4, 0))
         layout = PageLayout(codecs["key"].layout(d), codecs["value"].layout(d), PAGE)
         own = self.pages[self.table[b].long(), h]
         out = []
@@ -191,7 +201,7 @@ def measure(problem, timer, commit):
         "commit": commit,
         "seed": SEED,
     }  # fmt: skip
-    bits = saw_int4.page_bytes(d, PAGE) * 8 / (PAGE * d * 2)
+    bits = problem.kernels.page_bytes(d, PAGE) * 8 / (PAGE * d * 2)
     rows = []
 
     def add(spec, bits, metric, unit, values, **more):
@@ -206,10 +216,10 @@ def measure(problem, timer, commit):
     encode = timer.cold(problem.encode, reps)
     append = timer.cold(problem.append, reps)
     for state, values in ours.items():
-        add("saw-int4", bits, f"decode_us_{state}", "us", values)
-    add("saw-int4", bits, "decode_us_cold_again", "us", again)
-    add("saw-int4", bits, "encode_us", "us", encode)
-    add("saw-int4", bits, "append_us", "us", append)
+        add(problem.spec, bits, f"decode_us_{state}", "us", values)
+    add(problem.spec, bits, "decode_us_cold_again", "us", again)
+    add(problem.spec, bits, "encode_us", "us", encode)
+    add(problem.spec, bits, "append_us", "us", append)
     for row in bars:
         for state in ("cold", "clean", "warm"):
             add("dense", 16.0, f"decode_us_{state}", "us", row[state], backend=row["backend"], form=row["form"])
@@ -217,7 +227,7 @@ def measure(problem, timer, commit):
         best = min(bars, key=lambda r: r[state]["p50"])
         ratio = {p: round(best[state]["p50"] / ours[state][p], 3) for p in ("p80", "p50", "p20")}
         ratio = {"p20": ratio["p80"], "p50": ratio["p50"], "p80": ratio["p20"]}
-        add("saw-int4", bits, f"speedup_vs_bf16_{state}", "x", ratio, backend=best["backend"], form=best["form"])
+        add(problem.spec, bits, f"speedup_vs_bf16_{state}", "x", ratio, backend=best["backend"], form=best["form"])
         print(f"RESULT {problem.name} {state}: {ours[state]} against {best['backend']} {best[state]}: {ratio['p50']}x")
     print(f"RESULT {problem.name} cold again {again}, encode {encode}, append {append}", flush=True)
     return rows
@@ -236,16 +246,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--codec", choices=CODECS, default="saw-int4")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--sweep", action="store_true", help="time launch constants instead")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     timer = Timer()
     for name in args.shapes.split(","):
-        path = args.out / f"{'sweep' if args.sweep else 'saw-int4'}_{name}.json"
+        path = args.out / f"{'sweep_' if args.sweep else ''}{args.codec}_{name}.json"
         if path.exists():
             sys.exit(f"{path} exists; results are not overwritten")
-        problem = Problem(name)
+        problem = Problem(name, args.codec)
         wrong = problem.check(problem.attend)
         if wrong:
             sys.exit(f"RED, nothing timed: {wrong}")

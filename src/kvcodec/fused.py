@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache import LayerCache
-from kvcodec.codec import ROLES, check_tensor
+from kvcodec.codec import ROLES, Codec, check_tensor
+from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
+
+SERVED = "int-4 (one asymmetric grid per token) and saw-int4 (zero=rounded, pack=neighbours, no kmeans or hessian)"
 
 
 def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0) -> str:
@@ -25,10 +28,12 @@ def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device, capacit
 
     ``capacity`` as in ``FusedLayerCache``: a static cache has no place for tokens held dense.
     """
-    if not isinstance(scheme.key, SawInt4) or not isinstance(scheme.value, SawInt4):
-        return f"fused kernels exist for saw-int4 only, without kmeans and hessian, not for {scheme}"
-    if scheme.key.kernel is None or scheme.value.kernel is None:
-        return f"the saw-int4 kernels read zero=rounded, pack=neighbours only, not {scheme}"
+    # by type, not by the name alone: a codec of another package may have the same one
+    stems = [c.kernel if isinstance(c, SawInt4 | GroupInt) else None for c in (scheme.key, scheme.value)]
+    if not all(stems):
+        return f"fused kernels exist for {SERVED}, not for {scheme}"
+    if stems[0] != stems[1]:
+        return f"keys and values need the same kernel, not {stems[0]} and {stems[1]} as in {scheme}"
     if capacity and (scheme.sink or scheme.window):
         return f"sink={scheme.sink}, window={scheme.window} need a cache that grows; leave max_len out"
     if importlib.util.find_spec("triton") is None:
@@ -36,8 +41,15 @@ def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device, capacit
     knobs = importlib.import_module("triton").knobs
     if device.type != "cuda" and not knobs.runtime.interpret:
         return f"device {device} is not a GPU"
-    kernels = importlib.import_module("kvcodec.kernels.saw_int4")
-    return str(kernels.supports(head_dim, scheme.key.block_for(head_dim), scheme.value.block_for(head_dim)))
+    kernels = importlib.import_module(f"kvcodec.kernels.{stems[0]}")
+    return str(
+        kernels.supports(head_dim, _hadamard_order(scheme.key, head_dim), _hadamard_order(scheme.value, head_dim))
+    )
+
+
+def _hadamard_order(codec: Codec, head_dim: int) -> int:
+    """Order of the rotation that the kernels apply for the codec; 1 for none."""
+    return codec.block_for(head_dim) if isinstance(codec, SawInt4) else 1
 
 
 class FusedLayerCache(LayerCache):
@@ -95,9 +107,10 @@ class FusedLayerCache(LayerCache):
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # first live slot
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
         dim = keys.shape[-1]
-        assert isinstance(self.scheme.key, SawInt4)
-        assert isinstance(self.scheme.value, SawInt4)
-        self.key_block, self.value_block = self.scheme.key.block_for(dim), self.scheme.value.block_for(dim)
+        assert self.scheme.key.kernel is not None
+        self.kernel = self.scheme.key.kernel  # a name and not the module: caches are copied and saved
+        self.key_block = _hadamard_order(self.scheme.key, dim)
+        self.value_block = _hadamard_order(self.scheme.value, dim)
         if self.reserve:
             for tensor in (self.store.pages, self.store.table, self.seq_lens, self.first, self.bad):
                 torch._dynamo.mark_static_address(tensor)
@@ -108,7 +121,7 @@ class FusedLayerCache(LayerCache):
         Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): a NaN or Inf
         is stored as a zero row and raises a device flag that ``check`` reads.
         """
-        from kvcodec.kernels.saw_int4 import encode_to_pages
+        from kvcodec.kernels.decode_attention import CODECS
 
         n = keys.shape[2]
         if n != 1:
@@ -141,7 +154,7 @@ class FusedLayerCache(LayerCache):
                 f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
                 f"fit. Make it larger (max_len) or crop it."
             )
-        encode_to_pages(
+        CODECS[self.kernel].encode_to_pages(
             keys,
             values,
             self.store.pages,
@@ -222,6 +235,7 @@ class FusedLayerCache(LayerCache):
             dense_v=dense_v,
             sinks=sinks,
             start=first,
+            codec=self.kernel,
         )
         assert isinstance(out, Tensor)
         return out

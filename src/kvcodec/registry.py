@@ -376,11 +376,11 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
 
 
 def kernels_for(scheme: KVScheme) -> dict[str, bool]:
-    """Whether fused kernels exist for both codecs of a scheme: ``{"encode": bool, "decode": bool}``.
+    """Whether one fused kernel serves both codecs of a scheme: ``{"encode": bool, "decode": bool}``.
 
     A kernel is the sibling of its codec: ``kernels/<stem>.py`` for ``codecs/<stem>.py``. Triton is not imported.
     """
-    found = True
-    for codec in (scheme.key, scheme.value):
-        found &= codec.kernel is not None and importlib.util.find_spec(f"kvcodec.kernels.{codec.kernel}") is not None
+    stem = scheme.key.kernel
+    found = stem is not None and stem == scheme.value.kernel
+    found = found and importlib.util.find_spec(f"kvcodec.kernels.{stem}") is not None
     return {"encode": found, "decode": found}

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 import kvcodec
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.med import Med
+from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
+from kvcodec.fused import fused_refusal
 from kvcodec.ops.bitpack import unpack
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -288,3 +290,39 @@ def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
     packed = kvcodec.compress(f"{spec}{more}outliers=3,slots=1", x, x)
     assert packed.effective_bits == kvcodec.get(spec).effective_bits(128) + 0.25 + 0.5
     assert torch.equal(packed.decode()[0][..., ~bulk], x[..., ~bulk])
+
+
+@pytest.mark.parametrize(
+    ("spec", "served"),
+    [
+        ("int-4", True),
+        ("int-2", False),
+        ("int-3", False),
+        ("int-8", False),
+        ("int-4:symmetric=true", False),
+        ("int-4:group=32", False),
+        ("int-4:outliers=3", False),
+        ("kivi-4", False),
+    ],
+)
+def test_the_kernels_read_one_configuration(spec, served):
+    assert kvcodec.describe(spec)["kernels"] == {"encode": served, "decode": served}
+    refused = fused_refusal(kvcodec.get(spec), 128, torch.device("cpu"))
+    assert ("fused kernels exist for int-4" in refused) != served
+    assert GroupInt(4, 32, "tokens").kernel is None
+
+
+def test_keys_and_values_of_two_kernels_are_refused():
+    mixed = kvcodec.KVScheme(key=SawInt4(), value=GroupInt(4, 0))
+    refused = fused_refusal(mixed, 128, torch.device("cpu"))
+    assert "keys and values need the same kernel, not saw_int4 and group_int" in refused
+    assert kvcodec.registry.kernels_for(mixed) == {"encode": False, "decode": False}
+
+
+def test_a_codec_of_another_package_is_not_taken_for_ours():
+    class Stranger(SawInt4.__base__):
+        kernel = "group_int"
+        layout = encode = decode = GroupInt.layout
+
+    scheme = kvcodec.KVScheme(key=Stranger(), value=Stranger())
+    assert "fused kernels exist for int-4" in fused_refusal(scheme, 128, torch.device("cpu"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.fused import FusedLayerCache
@@ -34,8 +35,10 @@ def model_on(device: str, name: str) -> Any:
     return model
 
 
-def run(model: Any, attention: str, ids: torch.Tensor, *, max_len: int | None = None, **options: Any) -> Any:
-    cache = cache_for(model, "saw-int4", attention=attention, max_len=max_len, probe=False)
+def run(
+    model: Any, attention: str, ids: torch.Tensor, *, max_len: int | None = None, spec: str = "saw-int4", **options: Any
+) -> Any:
+    cache = cache_for(model, spec, attention=attention, max_len=max_len, probe=False)
     return go_on(model, cache, ids, **options), cache
 
 
@@ -65,6 +68,19 @@ def case_greedy(device: str) -> None:
         assert_close(fused, run(model, "streamed", prompt(1, 14))[0])
         layers = len(cache.layers)
         assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
+
+
+def case_int4(device: str) -> None:
+    """int-4: generate on a cache that grows and on a static one, on the same tokens as the reference."""
+    model = model_on(device, "llama-gqa")
+    streamed, _ = run(model, "streamed", prompt(2, 10), spec="int-4")
+    for max_len in (None, 64) if device == "cuda" else (64,):
+        fused, cache = run(model, "fused", prompt(2, 10), spec="int-4", max_len=max_len)
+        assert_close(fused, streamed)
+        layers = len(cache.layers)
+        assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
+    with pytest.raises(UnsupportedError, match=r"fused kernels exist for int-4 .* not for int-8"):
+        run(model, "fused", prompt(1, 10), spec="int-8")
 
 
 def case_static(device: str) -> None:
@@ -140,7 +156,12 @@ def case_beams(device: str) -> None:
 
 def case_sink_and_window(device: str) -> None:
     """Tokens held dense join the packed ones by log-sum-exp, with learned sinks, after crops and evictions."""
-    scheme = kvcodec.KVScheme(key=SawInt4(), value=SawInt4(1), sink=3, window=5)
+    for key, value in ((SawInt4(), SawInt4(1)), (GroupInt(4, 0), GroupInt(4, 0))):
+        sink_and_window(device, kvcodec.KVScheme(key=key, value=value, sink=3, window=5))
+
+
+def sink_and_window(device: str, scheme: kvcodec.KVScheme) -> None:
+    """Compare a fused and a reference cache of a scheme through appends, a crop and an eviction."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 2, 90, 64, generator=generator).to(device) for _ in range(2))
     q, logits = torch.randn(2, 4, 1, 64, generator=generator).to(device), torch.tensor([0.5, -1.0, 2.0, 0.0]).to(device)
@@ -162,8 +183,14 @@ def case_sink_and_window(device: str) -> None:
 
 def case_full_static_cache_is_flagged(device: str) -> None:
     """What a captured step writes beyond the capacity is dropped, not written elsewhere, and said by check."""
+    for spec in ("saw-int4", "int-4"):
+        full_static_cache(device, spec)
+
+
+def full_static_cache(device: str, spec: str) -> None:
+    """Fill a static cache, go on, and crop, reset and refill it."""
     k = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    cache = FusedLayerCache(kvcodec.get("saw-int4"), capacity=64)
+    cache = FusedLayerCache(kvcodec.get(spec), capacity=64)
     cache.append(k, k)
     before = cache.store.pages.clone()
     cache.append(k[:, :, :1], k[:, :, :1])
@@ -196,10 +223,11 @@ def case_compiled(device: str) -> None:
         return  # the interpreter is not traced
     model = model_on(device, "llama-gqa")
     model.generation_config.disable_compile = False
-    streamed = run(model, "streamed", prompt(2, 10), max_new_tokens=24)[0]
-    fused, cache = run(model, "fused", prompt(2, 10), max_len=128, max_new_tokens=24)
-    assert cache.report()["compiled"]
-    assert_close(fused, streamed)
+    for spec in ("saw-int4", "int-4"):
+        streamed = run(model, "streamed", prompt(2, 10), max_new_tokens=24, spec=spec)[0]
+        fused, cache = run(model, "fused", prompt(2, 10), max_len=128, max_new_tokens=24, spec=spec)
+        assert cache.report()["compiled"]
+        assert_close(fused, streamed)
 
 
 def case_cuda_graph(device: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 INTERPRETED = (
     "greedy",
+    "int4",
     "left_padding",
     "holes_are_refused",
     "static_overflow_is_refused",

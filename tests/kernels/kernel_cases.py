@@ -1,4 +1,4 @@
-"""Checks of the saw-int4 kernels against the reference codec, on any device.
+"""Checks of the kernels (saw-int4, unless a case says int-4) against the reference codec, on any device.
 
 Run on a CPU in Triton's interpreter (`test_interpreter.py`, a process of its own, because the
 choice is made when the kernels are imported) and on a GPU (`test_gpu.py`). Each case raises
@@ -12,11 +12,17 @@ import torch
 P_DEFAULT = 64
 
 
-def reference(x, block):
-    """Return the payload and the decoded rows (model basis, fp32) of the reference codec."""
+def codec_of(stem, block):
+    """Return the reference codec of a kernel module."""
+    from kvcodec.codecs.group_int import GroupInt
     from kvcodec.codecs.saw_int4 import SawInt4
 
-    codec = SawInt4(block)
+    return SawInt4(block) if stem == "saw_int4" else GroupInt(4, 0)
+
+
+def reference(x, block, stem="saw_int4"):
+    """Return the payload and the decoded rows (model basis, fp32) of the reference codec."""
+    codec = codec_of(stem, block)
     payload = codec.encode(codec.to_code(x.cpu().float(), {}), {})
     return payload, codec.from_code(codec.decode(payload, {}), {})
 
@@ -36,12 +42,14 @@ class Pool:
     """Keys, values and a poisoned, permuted page pool that holds their encoding."""
 
     def __init__(self, device, *, batch=2, heads=2, tokens=100, dim=128, page=P_DEFAULT, key_block=None,
-                 value_block=1, dtype=torch.float32, seed=0, value_scale=0.3):  # fmt: skip
-        from kvcodec.kernels import saw_int4
+                 value_block=1, dtype=torch.float32, seed=0, value_scale=0.3, codec="saw_int4"):  # fmt: skip
+        from kvcodec.kernels.decode_attention import CODECS
 
         g = torch.Generator().manual_seed(seed)
         self.dim, self.page, self.heads, self.tokens, self.batch = dim, page, heads, tokens, batch
-        self.key_block = dim & -dim if key_block is None else key_block
+        self.codec, self.kernels = codec, CODECS[codec]
+        whole = dim & -dim if codec == "saw_int4" else 1
+        self.key_block = whole if key_block is None else key_block
         self.value_block = value_block
         columns = -(-tokens // page) + 1
         shape = (batch, heads, tokens, dim)
@@ -49,34 +57,34 @@ class Pool:
         self.v = torch.randn(shape, generator=g).mul(value_scale).to(dtype).to(device)
         # poison: scales of NaN, so that a read of a slot that was never written shows
         self.pages = torch.full(
-            (batch * columns + 1, heads, saw_int4.page_bytes(dim, page)), 255, dtype=torch.uint8, device=device
+            (batch * columns + 1, heads, self.kernels.page_bytes(dim, page)), 255, dtype=torch.uint8, device=device
         )
         order = torch.randperm(batch * columns + 1, generator=g)[: batch * columns]
         self.table = order.view(batch, columns).int().to(device)
         self.sizes = {"key_block": self.key_block, "value_block": value_block, "page_tokens": page}
 
-    def encode(self, first=0, last=None, bad=None):
-        from kvcodec.kernels import saw_int4
+    def layout(self):
+        """Return where the reference lays every plane of a page."""
+        from kvcodec.layout import PageLayout
 
+        blocks = (self.key_block, self.value_block)
+        return PageLayout(*(codec_of(self.codec, block).layout(self.dim) for block in blocks), self.page)
+
+    def encode(self, first=0, last=None, bad=None):
         last = self.tokens if last is None else last
         start = torch.full((self.batch,), first, dtype=torch.int32, device=self.k.device)
-        saw_int4.encode_to_pages(
+        self.kernels.encode_to_pages(
             self.k[:, :, first:last], self.v[:, :, first:last], self.pages, self.table, start, bad=bad, **self.sizes
         )
         return self
 
     def fill(self):
         """Write the pages with the reference codec, so that attention is tested alone."""
-        from kvcodec.codecs.saw_int4 import SawInt4
-        from kvcodec.layout import PageLayout
-
-        layout = PageLayout(
-            SawInt4(self.key_block).layout(self.dim), SawInt4(self.value_block).layout(self.dim), self.page
-        )
+        layout = self.layout()
         table, token = self.table.cpu().long(), torch.arange(self.tokens)
         pages = self.pages.cpu()
         for role, x, block in (("key", self.k, self.key_block), ("value", self.v, self.value_block)):
-            payload, _ = reference(x, block)
+            payload, _ = reference(x, block, self.codec)
             for plane in layout.planes:
                 if plane.role == role:
                     view = layout.view(pages, plane)
@@ -87,12 +95,7 @@ class Pool:
 
     def payload(self, role):
         """Read one role's fields back, [B, H, T, ...] on the CPU."""
-        from kvcodec.codecs.saw_int4 import SawInt4
-        from kvcodec.layout import PageLayout
-
-        layout = PageLayout(
-            SawInt4(self.key_block).layout(self.dim), SawInt4(self.value_block).layout(self.dim), self.page
-        )
+        layout = self.layout()
         pages, table = self.pages.cpu(), self.table.cpu().long()
         assert layout.page_bytes == pages.shape[-1]
         token = torch.arange(self.tokens)
@@ -106,9 +109,7 @@ class Pool:
 
     def decoded(self, role):
         """Decode the bytes in the pages with the reference codec, model basis."""
-        from kvcodec.codecs.saw_int4 import SawInt4
-
-        codec = SawInt4(self.key_block if role == "key" else self.value_block)
+        codec = codec_of(self.codec, self.key_block if role == "key" else self.value_block)
         return codec.from_code(codec.decode(self.payload(role), {}), {})
 
     def attend(self, q, lens, **options):
@@ -117,8 +118,9 @@ class Pool:
         lens = torch.as_tensor(lens, dtype=torch.int32, device=q.device)
         options = {"scale": self.dim**-0.5, **options}
         return decode_attention(
-            q, self.pages, self.table, lens, num_kv_heads=self.heads, return_lse=True, **self.sizes, **options
-        )
+            q, self.pages, self.table, lens, num_kv_heads=self.heads, return_lse=True, codec=self.codec, **self.sizes,
+            **options,
+        )  # fmt: skip
 
 
 def nibbles(codes):
@@ -194,9 +196,56 @@ def check_formulas(device):
     assert (error <= rows[:3].abs().amax(-1) * 2.0**-9 + 1e-9).all(), f"constant rows are off by {error}"
 
 
-def check_append(device):
+def check_equal_bytes(device, dim, dtype, page, tokens=100, batch=1):
+    """int-4 rotates nothing and sums nothing: every byte is the reference's."""
+    pool = Pool(device, batch=batch, dim=dim, dtype=dtype, page=page, tokens=tokens, codec="group_int").encode()
+    for role, x in (("key", pool.k), ("value", pool.v)):
+        want, _ = reference(x, 1, "group_int")
+        got = pool.payload(role)
+        assert set(got) == set(want) == {"codes", "scale", "zero"}
+        for name in want:
+            assert torch.equal(got[name], want[name]), f"{role} {name}: {(got[name] != want[name]).sum()} differ"
+    used = torch.zeros(pool.pages.shape[0], dtype=torch.bool)
+    used[pool.table.cpu()[:, : -(-tokens // page)].flatten().long()] = True
+    assert (pool.pages.cpu()[~used] == 255).all(), "a page that no token belongs to was written"
+
+
+def check_int4_formulas(device):
+    """int-4 where fp16 bites: constants, the range's ends, subnormal scales, an offset above the minimum."""
+    pool = Pool(device, batch=1, heads=1, tokens=16, dim=64, codec="group_int")
+    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    rows[0] = 0.0
+    rows[1] = 3.0
+    rows[2] = -1e-3
+    rows[3] = 65504.0
+    rows[4] = -65504.0
+    rows[5] = 1000.3  # fp16 holds 1000.5: each channel lies below the offset
+    rows[6] *= 1e-6
+    rows[7] = rows[7].clamp(-1, 1) * 65504
+    rows[8, :2] = torch.tensor([65504.0, -60000.0])
+    rows[9] = rows[9].abs() + 100.0
+    rows[10] = torch.linspace(0.0, 65504.0, 64)  # 15 steps, rounded, reach beyond the range
+    rows[11, 7] = 1e4
+    pool.k[0, 0] = rows.to(device)
+    pool.encode()
+    zero = rows.amin(-1, keepdim=True).half()
+    scale = ((rows.amax(-1, keepdim=True) - zero.float()) / 15).clamp_min(2.0**-24).half()
+    beyond = zero.float() + 15 * scale.float() > 65504
+    assert beyond.any(), "no row tries the smaller step"
+    scale = torch.where(beyond, (scale.view(torch.int16) - 1).view(torch.float16), scale)
+    got = pool.payload("key")
+    assert torch.equal(got["zero"][0, 0], zero), "offsets"
+    assert torch.equal(got["scale"][0, 0], scale), "scales"
+    code = torch.round((rows - zero.float()) / scale.float()).clamp(0, 15)
+    assert torch.equal(nibbles(got["codes"])[0, 0].float(), code), "codes"
+    want, _ = reference(rows, 1, "group_int")
+    assert torch.equal(got["codes"][0, 0], want["codes"]), "codes of the reference"
+
+
+def check_append(device, codec="saw_int4", value_block=64):
     """Token by token into a NaN pool gives the bytes of one call; strided and offset inputs."""
-    same = {"batch": 1, "tokens": 18, "dim": 64, "page": 16, "value_block": 64, "dtype": torch.float16}
+    same = {"batch": 1, "tokens": 18, "dim": 64, "page": 16, "dtype": torch.float16}
+    same |= {"value_block": value_block, "codec": codec}
     whole = Pool(device, **same).encode()
     parts = Pool(device, **same)
     parts.encode(0, 15)
@@ -215,11 +264,11 @@ def check_append(device):
     assert all(torch.equal(a[n], b[n]) for n in a), "strided key"
 
 
-def check_bad(device):
+def check_bad(device, codec="saw_int4"):
     """NaN, Inf and a magnitude without a scale raise the flag; that row reads as zeros."""
     for value, expect in ((1.0, 0), (math.nan, 1), (math.inf, 1), (-math.inf, 1), (5e8, 1)):
         for which in ("k", "v"):
-            pool = Pool(device, batch=1, heads=1, tokens=3, dim=64, page=16)
+            pool = Pool(device, batch=1, heads=1, tokens=3, dim=64, page=16, codec=codec)
             getattr(pool, which)[0, 0, 1, 5] = value
             bad = torch.zeros(1, dtype=torch.int32, device=device)
             pool.encode(bad=bad)
@@ -250,9 +299,9 @@ def check_far_pages(device):
     assert torch.equal(*results)
 
 
-def check_same_bits(device, dim):
+def check_same_bits(device, dim, codec="saw_int4"):
     """One live token: o is its decoded value, lse its score; both from the same bits to 1e-6."""
-    pool = Pool(device, batch=1, heads=1, tokens=18, dim=dim, page=16, key_block=1, value_scale=3.0).fill()
+    pool = Pool(device, batch=1, heads=1, tokens=18, dim=dim, page=16, key_block=1, value_scale=3.0, codec=codec).fill()
     k, v = pool.decoded("key")[0, 0], pool.decoded("value")[0, 0]
     for t in (0, 15, 17):
         for d in (0, 3, dim - 1):
@@ -268,10 +317,13 @@ def check_same_bits(device, dim):
 
 def check_attention(device, *, dim=128, group=4, page=P_DEFAULT, value_block=1, lens=(100, 37), start=None,
                     dense=None, sinks=False, splits=None, dtype=torch.float32, key_block=None,
-                    value_scale=0.3, q_scale=1.0, heads=1):  # fmt: skip
+                    value_scale=0.3, q_scale=1.0, heads=1, codec="saw_int4", offset=0.0):  # fmt: skip
     """Error against float64 on the decoded values <= 2x that of bf16 attention in torch."""
     pool = Pool(device, batch=len(lens), heads=heads, tokens=max(*lens, 1), dim=dim, page=page,
-                value_block=value_block, key_block=key_block, value_scale=value_scale).fill()  # fmt: skip
+                value_block=value_block, key_block=key_block, value_scale=value_scale, codec=codec)  # fmt: skip
+    pool.k += offset
+    pool.v += offset * value_scale
+    pool.fill()
     g = torch.Generator().manual_seed(11)
     q = torch.randn(len(lens), heads * group, 1, dim, generator=g).mul(q_scale).to(dtype).to(device)
     options = {}
@@ -318,17 +370,16 @@ def check_flip_is_seen(device):
     assert not torch.equal(pool.payload("key")["codes"], want["codes"])
 
 
-def check_graph_break_free(device, backend):
+def check_graph_break_free(device, backend, codec="saw_int4"):
     """torch.compile traces both operators whole, and the compiled step gives the same bytes."""
-    from kvcodec.kernels import saw_int4
-    from kvcodec.kernels.decode_attention import decode_attention
+    from kvcodec.kernels.decode_attention import CODECS, decode_attention
 
-    pool = Pool(device, batch=1, heads=1, tokens=18, dim=64, page=16)
-    eager = Pool(device, batch=1, heads=1, tokens=18, dim=64, page=16).encode()
+    pool = Pool(device, batch=1, heads=1, tokens=18, dim=64, page=16, codec=codec)
+    eager = Pool(device, batch=1, heads=1, tokens=18, dim=64, page=16, codec=codec).encode()
 
     def step(q, k, v, pages, table, start, lens):
-        saw_int4.encode_to_pages(k, v, pages, table, start, **pool.sizes)
-        return decode_attention(q, pages, table, lens, scale=0.125, num_kv_heads=1, **pool.sizes) * 2
+        CODECS[codec].encode_to_pages(k, v, pages, table, start, **pool.sizes)
+        return decode_attention(q, pages, table, lens, scale=0.125, num_kv_heads=1, codec=codec, **pool.sizes) * 2
 
     q = torch.randn(1, 2, 1, 64, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
@@ -339,12 +390,12 @@ def check_graph_break_free(device, backend):
     assert relative(got, want * 2) <= 1e-6, relative(got, want * 2)
 
 
-def check_cuda_graph(device):
+def check_cuda_graph(device, codec="saw_int4", value_block=128):
     """One captured decode step (append, then attend) replayed at growing lengths equals eager."""
-    from kvcodec.kernels import saw_int4
     from kvcodec.kernels.decode_attention import decode_attention, workspace_numel
 
-    make = {"batch": 2, "tokens": 300, "dim": 128, "dtype": torch.bfloat16, "value_block": 128}
+    make = {"batch": 2, "tokens": 300, "dim": 128, "dtype": torch.bfloat16}
+    make |= {"value_block": value_block, "codec": codec}
     pool, eager = Pool(device, **make).encode(0, 60), Pool(device, **make).encode()
     q = torch.randn(2, 14, 1, 128, device=device, dtype=torch.bfloat16)
     k, v = pool.k[:, :, :1].clone(), pool.v[:, :, :1].clone()
@@ -353,10 +404,11 @@ def check_cuda_graph(device):
     space = torch.empty(workspace_numel(2, 14, 128, 3), device=device)
 
     def step():
-        saw_int4.encode_to_pages(k, v, pool.pages, pool.table, at, bad=bad, **pool.sizes)
+        pool.kernels.encode_to_pages(k, v, pool.pages, pool.table, at, bad=bad, **pool.sizes)
         out = decode_attention(
-            q, pool.pages, pool.table, lens, scale=0.09, num_kv_heads=2, workspace=space, num_splits=3, **pool.sizes
-        )
+            q, pool.pages, pool.table, lens, scale=0.09, num_kv_heads=2, workspace=space, num_splits=3, codec=codec,
+            **pool.sizes,
+        )  # fmt: skip
         at.add_(1)
         lens.add_(1)
         return out
@@ -394,7 +446,26 @@ def check_deterministic(device):
         assert torch.equal(lse, lse_again)
 
 
-GPU_ONLY = {
+def int4_attention(**options):
+    return lambda device: check_attention(device, codec="group_int", **options)
+
+
+INT4_GPU_ONLY = {
+    "int4-cuda-graph": lambda d: check_cuda_graph(d, "group_int", 1),
+    "int4-compile-inductor": lambda d: check_graph_break_free(d, "inductor", "group_int"),
+    "int4-bytes-128-bf16-long": lambda d: check_equal_bytes(d, 128, torch.bfloat16, 64, tokens=8000),
+    "int4-bytes-80-fp16-long": lambda d: check_equal_bytes(d, 80, torch.float16, 16, tokens=8000),
+    "int4-bytes-256-fp32-long": lambda d: check_equal_bytes(d, 256, torch.float32, 64, tokens=8000),
+    "int4-attention-bf16-4096": int4_attention(group=8, lens=(4096, 1000), dtype=torch.bfloat16, heads=2),
+    "int4-attention-bf16-80": int4_attention(dim=80, group=4, lens=(1000, 63), dtype=torch.bfloat16),
+    "int4-attention-bf16-256-group-16": int4_attention(
+        dim=256, group=16, lens=(700, 64), dtype=torch.bfloat16, dense=(100, (0, 3), (100, 70))
+    ),
+    "int4-attention-bf16-one-long-split": int4_attention(lens=(16384, 16384), dtype=torch.bfloat16, splits=1),
+    "int4-attention-bf16-offset": int4_attention(lens=(4096, 1000), dtype=torch.bfloat16, offset=3.0),
+}
+
+GPU_ONLY = INT4_GPU_ONLY | {
     "cuda-graph": check_cuda_graph,
     "deterministic": check_deterministic,
     "compile-inductor": lambda d: check_graph_break_free(d, "inductor"),
@@ -420,7 +491,33 @@ GPU_ONLY = {
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-CASES = {
+INT4_CASES = {
+    "int4-bytes-64-fp32": lambda d: check_equal_bytes(d, 64, FP32, 64, tokens=17),
+    "int4-bytes-80-bf16": lambda d: check_equal_bytes(d, 80, BF16, 16, tokens=33),
+    "int4-bytes-128-bf16": lambda d: check_equal_bytes(d, 128, BF16, 64, tokens=70, batch=2),
+    "int4-bytes-256-fp16": lambda d: check_equal_bytes(d, 256, FP16, 48, tokens=50),
+    "int4-formulas": check_int4_formulas,
+    "int4-append": lambda d: check_append(d, "group_int", 1),
+    "int4-bad-input": lambda d: check_bad(d, "group_int"),
+    "int4-same-bits-64": lambda d: check_same_bits(d, 64, "group_int"),
+    "int4-same-bits-80": lambda d: check_same_bits(d, 80, "group_int"),
+    "int4-attention-64-group-1": int4_attention(dim=64, group=1, lens=(0, 1, 63), splits=3),
+    "int4-attention-80-group-4": int4_attention(dim=80, page=16, lens=(63, 17), splits=2),
+    "int4-attention-128-group-8": int4_attention(group=8, lens=(1000, 63), splits=2),
+    "int4-attention-256-group-12": int4_attention(dim=256, group=12, page=16, lens=(40, 1), splits=2),
+    "int4-attention-two-heads-start": int4_attention(dim=64, heads=2, start=(5, 33), lens=(130, 33), splits=2),
+    "int4-attention-dense": int4_attention(dim=64, lens=(30, 0), page=16, dense=(40, (0, 3), (40, 20)), splits=2),
+    "int4-attention-sinks": int4_attention(
+        dim=64, lens=(20, 9), page=16, dense=(8, (0, 0), (8, 0)), sinks=True, splits=1
+    ),
+    "int4-attention-small-values": int4_attention(dim=64, value_scale=1e-5, page=16, lens=(30, 9), splits=1),
+    "int4-attention-large-values": int4_attention(dim=64, value_scale=1e4, page=16, lens=(30, 9), splits=1),
+    "int4-attention-large-query": int4_attention(dim=64, q_scale=30.0, page=16, lens=(30, 9), splits=1),
+    "int4-attention-offset": int4_attention(dim=64, offset=3.0, page=16, lens=(63, 9), splits=1),
+    "int4-attention-page-48": int4_attention(dim=64, page=48, lens=(60, 9), splits=1),
+}
+
+CASES = INT4_CASES | {
     "bytes-128-bf16": lambda d: check_bytes(d, 128, BF16, 64, tokens=70, batch=2),
     "bytes-128-fp16-values-rotated": lambda d: check_bytes(d, 128, FP16, 16, value_block=128, tokens=18),
     "bytes-64-fp32": lambda d: check_bytes(d, 64, FP32, 64, tokens=17),

@@ -20,7 +20,10 @@ if __name__ == "__main__":
     from kernel_cases import CASES, GPU_ONLY, check_graph_break_free
 
     torch.set_num_threads(1)
-    cases = CASES | {"compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager")}
+    cases = CASES | {
+        "compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager"),
+        "int4-compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager", "group_int"),
+    }
     if device != "cpu":
         cases |= GPU_ONLY
     result = {}

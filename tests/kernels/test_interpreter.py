@@ -10,6 +10,7 @@ import pytest
 from kernel_cases import CASES
 
 pytest.importorskip("triton", reason="the kernels need triton")
+COMPILED = ("compile-aot-eager", "int4-compile-aot-eager")
 HERE = pathlib.Path(__file__).parent
 
 
@@ -24,10 +25,10 @@ def outcome():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", [*CASES, "compile-aot-eager"])
+@pytest.mark.parametrize("name", [*CASES, *COMPILED])
 def test_case(outcome, name):
     assert outcome[name] == "", outcome[name]
 
 
 def test_every_case_ran(outcome):
-    assert set(outcome) == {*CASES, "compile-aot-eager"}
+    assert set(outcome) == {*CASES, *COMPILED}

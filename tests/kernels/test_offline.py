@@ -22,7 +22,7 @@ import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcodec.kernels import _decode, saw_int4
+from kvcodec.kernels import _decode, _int4_encode, group_int, saw_int4
 from kvcodec.kernels._common import next_pow2
 
 BIN = pathlib.Path(nvidia.__file__).parent / "bin"
@@ -57,7 +57,7 @@ def compiled(kernel, types, constants, warps, stages, tmp_path):
     return code, loops, int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr).group(1))
 
 
-def decode(tmp_path, dim, tile=8, block=64, warps=1, stages=3, dense=0):
+def decode(tmp_path, dim, tile=8, block=64, warps=1, stages=3, dense=0, codec=saw_int4):
     types = {
         "q_ptr": "*bf16", "pages16": "*i16", "pages32": "*i32", "table": "*i32", "seq_lens": "*i32",
         "part_o": "*fp32", "part_m": "*fp32", "part_l": "*fp32", "stride_qb": INT, "stride_qh": INT,
@@ -67,26 +67,28 @@ def decode(tmp_path, dim, tile=8, block=64, warps=1, stages=3, dense=0):
     if dense:
         types |= {"dense_k": "*bf16", "dense_v": "*bf16", "dense_lens": "*i32"}
         types |= dict.fromkeys(("skb", "skh", "skn", "svb", "svh", "svn"), INT)
-    hooks = saw_int4.HOOKS
+    block_of_keys = dim & -dim if codec is saw_int4 else 1
     constants = {
         "skb": 0, "skh": 0, "skn": 0, "svb": 0, "svh": 0, "svn": 0, "D": dim, "DQ": next_pow2(dim // 4), "P": 64,
-        "BN": block, "NH": tile, "MT": 1, "DENSE": dense > 0, "BND": 32, "KBLOCK": dim & -dim, "ASM": True, "PDL": True,
-        "PAGE_BYTES": saw_int4.page_bytes(dim, 64),
-        **{name.upper(): hook for name, hook in hooks._asdict().items()},
+        "BN": block, "NH": tile, "MT": 1, "DENSE": dense > 0, "BND": 32, "KBLOCK": block_of_keys, "ASM": True,
+        "PDL": True,
+        "PAGE_BYTES": codec.page_bytes(dim, 64),
+        **{name.upper(): hook for name, hook in codec.HOOKS._asdict().items()},
     }  # fmt: skip
     return compiled(_decode._split_kernel, types, constants, warps, stages, tmp_path)
 
 
-def encode(tmp_path, dim, pointer="*i64", kind=0):
-    rows, warps = saw_int4.ENCODE_CONFIG
+def encode(tmp_path, dim, pointer="*i64", kind=0, codec=saw_int4):
+    rows, warps = _int4_encode.ENCODE_CONFIG
     types = dict.fromkeys(("k_ptr", "v_ptr"), pointer) | {
         "pages16": "*i16", "pages32": "*i32", "table": "*i32", "start": "*i32", "bad": "*i32", "n": INT,
         "heads": INT, "skb": INT, "skh": INT, "skn": INT, "svb": INT, "svh": INT, "svn": INT, "stride_table": INT,
         "slots": INT,
     }  # fmt: skip
-    constants = {"D": dim, "DQ": next_pow2(dim // 4), "P": 64, "BT": rows, "KBLOCK": dim & -dim, "VBLOCK": 1,
-                 "KIND": kind, "ASM": True}  # fmt: skip
-    return compiled(saw_int4._encode_kernel, types, constants, warps, 1, tmp_path)
+    constants = {"D": dim, "DQ": next_pow2(dim // 4), "P": 64, "BT": rows,
+                 "KBLOCK": dim & -dim if codec is saw_int4 else 1, "VBLOCK": 1, "KIND": kind, "ASM": True,
+                 "PAIRED": codec.PAIRED, "QUANTIZE": codec.quantize}  # fmt: skip
+    return compiled(_int4_encode._encode_kernel, types, constants, warps, 1, tmp_path)
 
 
 def opcode(instruction):
@@ -97,9 +99,17 @@ def spills(code):
     return [x for x in code if opcode(x) in ("LDL", "STL")]
 
 
-@pytest.mark.parametrize(("dim", "budget"), [(128, 1.72), (64, 2.35)])
-def test_decode_loop(tmp_path, dim, budget):
-    code, loops, registers = decode(tmp_path, dim)
+@pytest.mark.parametrize(
+    ("codec", "dim", "budget"),
+    [
+        pytest.param(saw_int4, 128, 1.72, id="saw-int4-128"),
+        pytest.param(saw_int4, 64, 2.35, id="saw-int4-64"),
+        pytest.param(group_int, 128, 1.72, id="int-4-128"),
+        pytest.param(group_int, 64, 2.35, id="int-4-64"),
+    ],
+)
+def test_decode_loop(tmp_path, codec, dim, budget):
+    code, loops, registers = decode(tmp_path, dim, codec=codec)
     bodies = [code[a : b + 1] for a, b in loops]
     # the pipelined loop is the one that copies to shared memory asynchronously and multiplies
     main = [b for b in bodies if any(opcode(x) == "HMMA" for x in b) and any(opcode(x) == "LDGSTS" for x in b)]
@@ -137,6 +147,8 @@ def test_decode_loop_counts_more_without_assembly(tmp_path, monkeypatch):
         (128, {"tile": 16, "warps": 2}),
         (256, {"warps": 2, "stages": 2}),
         (256, {"warps": 2, "stages": 2, "tile": 16, "block": 32}),
+        (128, {"dense": 128, "codec": group_int}),
+        (256, {"warps": 2, "stages": 2, "codec": group_int}),
     ],
 )  # fmt: skip
 def test_decode_does_not_spill(tmp_path, dim, options):
@@ -145,12 +157,20 @@ def test_decode_does_not_spill(tmp_path, dim, options):
     assert not any(opcode(x) == "HGMMA" for x in code)
 
 
-@pytest.mark.parametrize(("pointer", "kind", "budget"), [("*i64", 0, 22.5), ("*i64", 1, 24.0), ("*fp32", 2, 30.0)])
-def test_encode(tmp_path, pointer, kind, budget):
-    code, _, registers = encode(tmp_path, 128, pointer, kind)
+@pytest.mark.parametrize(
+    ("codec", "pointer", "kind", "budget"),
+    [
+        pytest.param(saw_int4, "*i64", 0, 22.5, id="saw-int4-bf16"),
+        pytest.param(saw_int4, "*i64", 1, 24.0, id="saw-int4-fp16"),
+        pytest.param(saw_int4, "*fp32", 2, 30.0, id="saw-int4-fp32"),
+        pytest.param(group_int, "*i64", 0, 22.5, id="int-4-bf16"),
+    ],
+)
+def test_encode(tmp_path, codec, pointer, kind, budget):
+    code, _, registers = encode(tmp_path, 128, pointer, kind, codec)
     assert not spills(code), spills(code)[:4]
     assert registers <= 255
-    rows, warps = saw_int4.ENCODE_CONFIG
+    rows, warps = _int4_encode.ENCODE_CONFIG
     # both branches (K rotated, V not) are in the program, and each runs one
     per_element = len(code) * 32 * warps / (2 * rows * 128)
     assert per_element <= budget, f"{per_element:.2f} instructions per element"

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels import _common, saw_int4
+from kvcodec.kernels import _common, _int4_encode, group_int, saw_int4
 from kvcodec.kernels import decode_attention as decode
 
 SIZES = {"key_block": 64, "value_block": 1, "page_tokens": 16}
@@ -81,16 +81,21 @@ def test_cpu_tensors_are_refused():
 def test_supports(head_dim):
     assert saw_int4.supports(head_dim, head_dim & -head_dim, 1, 64) == ""
     assert saw_int4.supports(head_dim + 8)
+    assert group_int.supports(head_dim) == ""
+    assert "the int-4 kernels take" in group_int.supports(head_dim + 8)
+    assert "key_block=16, value_block=1; int-4 rotates nothing" in group_int.supports(head_dim, 16)
 
 
-def test_page_bytes_are_the_layouts():
-    from kvcodec.codecs.saw_int4 import SawInt4
+@pytest.mark.parametrize("stem", ["saw_int4", "group_int"])
+def test_page_bytes_are_the_layouts(stem):
+    from kernel_cases import codec_of
+
     from kvcodec.layout import PageLayout
 
-    for dim in saw_int4.HEAD_DIMS:
+    for dim in _int4_encode.HEAD_DIMS:
         for page in (16, 48, 64):
-            layout = PageLayout(SawInt4().layout(dim), SawInt4(1).layout(dim), page)
-            assert saw_int4.page_bytes(dim, page) == layout.page_bytes
+            layout = PageLayout(codec_of(stem, 1).layout(dim), codec_of(stem, 1).layout(dim), page)
+            assert decode.CODECS[stem].page_bytes(dim, page) == layout.page_bytes
 
 
 def test_importing_the_library_leaves_triton_alone():

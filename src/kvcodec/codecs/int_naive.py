@@ -22,7 +22,8 @@ Deviations: none; there is no paper to deviate from. Relative MSE on Gaussian to
 Pitfalls: one outlier channel sets the step of the whole token. Keys of models with a key bias (Qwen2.5) have such
 channels, and INT4 keys break there; use saw-int4 or kivi. With ``outliers=3`` the paper's int4 still does (Table 2).
 
-Use: a baseline, and models whose keys have no outlier channels (probe: ``cache.report()["keys"]``).
+Use: a baseline, and models whose keys have no outlier channels (probe: ``cache.report()["keys"]``). int-4 has fused
+kernels, without options.
 
 Not for: keys with a few loud channels (Qwen2-like): one of them sets the step of all others. saw-int4 costs the same
 bytes and spreads it; ``outliers=3`` holds it apart, for 1.25 bits more (D = 128; 2.25 at D = 64, where groups of 32,

@@ -33,8 +33,8 @@ Deviations from the paper
 Pitfalls: z is negative for all-positive rows and above 15 for all-negative ones; a 4-bit z loses 10 % relative MSE
 there.
 
-Use: serving: one token is one row of bytes, so pages, prefix reuse and batching work as in 16 bit, at 4.25 bits; the
-only preset with fused kernels so far.
+Use: serving: one token is one row of bytes, so pages, prefix reuse and batching work as in 16 bit, at 4.25 bits;
+with fused kernels.
 
 Not for: less than 4 bits, or least loss: on the small model measured, perplexity rises by 5 %, with kivi-4 at 5.7 bits
 in all by 1 %, with int-8 by less than 0.1 %.

@@ -23,8 +23,8 @@ What a codec supplies (`Hooks`, jit functions handed over as ``constexpr``):
 ``finish``     four fp32 planes of the unnormalised output in code basis
 =============  ====================================================================================
 
-A codec joins by a module of its own in this package that holds ``HOOKS``, ``supports`` and
-``page_bytes``.
+A codec joins by a module of its own in this package that holds ``HOOKS``, ``supports``,
+``page_bytes`` and ``encode_to_pages``.
 
 Shapes and the grid depend only on the capacity of the block table, lengths live on the device, and
 nothing synchronises, so the operator is safe in a CUDA graph and in ``torch.compile``.
@@ -212,7 +212,7 @@ def _attend(
                    workspace, config, codec, True)  # fmt: skip
 
 
-# see `kvcodec.kernels.saw_int4`: compiled graphs trace the operator, eager calls skip the dispatcher
+# see `kvcodec.kernels._int4_encode`: compiled graphs trace the operator, eager calls skip the dispatcher
 _op = torch.library.custom_op("kvcodec::decode_attention", _attend, mutates_args=("workspace",))
 
 

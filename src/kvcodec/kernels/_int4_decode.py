@@ -1,7 +1,7 @@
-"""SAW-INT4's parts of fused decode attention; the page and the maths are in `saw_int4`.
+"""Parts of fused decode attention for 4-bit codes with a scale and a zero point per token and head.
 
 Scores without unpacking: a granule holds channels 4g..4g+3; four masked copies of it are the fp16
-subnormals code * 2**-24 (x16 for odd channels), so  q.k' = s (2**24 sum_j dot(m_j, q_j) - z sum q).
+subnormals code * 2**-24 (x16 for odd channels), so  q.code = 2**24 sum_j dot(m_j, q_j).
 The x16 goes into q, resp. into the output planes; 2**24 into one factor per token.
 
 K and V are the first operand, tokens resp. channels as its rows, and up to 16 heads the narrow
@@ -19,12 +19,10 @@ import triton.language as tl
 from kvcodec.kernels._common import (
     SUBNORMAL,
     butterfly,
-    fold8,
     hadamard,
     mask_granule,
     sqrt_order,
 )
-from kvcodec.kernels._decode import Hooks
 
 
 @triton.jit
@@ -102,62 +100,52 @@ def prepare(x, scale2, DQ: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
-def _unpack_word(w):
-    """Split the 32-bit word of a token into (scale, zero), fp32."""
-    s = (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    z = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return s.to(tl.float32), z.to(tl.float32)
-
-
-@triton.jit
-def load_k(at16, at32, slot, live, D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr,
-           MASKED: tl.constexpr):  # fmt: skip
-    """Load key granules [BN, DQ] int16 and the words of scale and zero [BN] int32."""
+def load_key_codes(at16, slot, live, D: tl.constexpr, DQ: tl.constexpr, MASKED: tl.constexpr):
+    """Load key granules [BN, DQ] int16."""
     g = tl.arange(0, DQ)
     at = (at16 + slot * (D // 4))[:, None] + g[None, :]
-    words = at32 + P * D // 8 + slot
     if MASKED:
         w = tl.load(at, live[:, None] & (g < D // 4)[None, :], other=0)
-        sz = tl.load(words, live, other=0)
+    elif DQ == D // 4:
+        w = tl.load(at)
     else:
-        if DQ == D // 4:
-            w = tl.load(at)
-        else:
-            w = tl.load(at, (g < D // 4)[None, :], other=0)
-        sz = tl.load(words)
-    return w, sz
+        w = tl.load(at, (g < D // 4)[None, :], other=0)
+    return w
 
 
 @triton.jit
-def load_v(at16, at32, slot, live, D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr,
-           MASKED: tl.constexpr):  # fmt: skip
-    """Load value granules [DQ, BN] int16 and the words of scale and zero [BN] int32."""
+def load_value_codes(at16, slot, live, D: tl.constexpr, DQ: tl.constexpr, MASKED: tl.constexpr):
+    """Load value granules [DQ, BN] int16; `at16` is where the plane begins."""
     g = tl.arange(0, DQ)
-    at = (at16 + P * (D + 8) // 4 + slot * (D // 4))[None, :] + g[:, None]
-    words = at32 + P * (D + 8) // 8 + P * D // 8 + slot
+    at = (at16 + slot * (D // 4))[None, :] + g[:, None]
     if MASKED:
         w = tl.load(at, live[None, :] & (g < D // 4)[:, None], other=0)
-        sz = tl.load(words, live, other=0)
+    elif DQ == D // 4:
+        w = tl.load(at)
     else:
-        if DQ == D // 4:
-            w = tl.load(at)
-        else:
-            w = tl.load(at, (g < D // 4)[:, None], other=0)
-        sz = tl.load(words)
-    return w, sz
+        w = tl.load(at, (g < D // 4)[:, None], other=0)
+    return w
 
 
 @triton.jit
-def score(q, w, words, ASM: tl.constexpr):
-    """Return scores [BN, N] in log2 units."""
+def load_words(at, live, MASKED: tl.constexpr):
+    """Load one word per token [BN]; zero for dead tokens."""
+    if MASKED:
+        w = tl.load(at, live, other=0)
+    else:
+        w = tl.load(at)
+    return w
+
+
+@triton.jit
+def score_codes(q, w, ASM: tl.constexpr):
+    """Return q.code [BN, N] and sum(q) [N], both in units of 2**-24 / c, and that unit's inverse."""
     q0, q1, q2, q3, qsum, undo = q
-    s, z = _unpack_word(words)
     d = tl.dot(mask_granule(w, 0, 0x000F, ASM), q0)
     d = tl.dot(mask_granule(w, 0, 0x00F0, ASM), q1, d)
     d = tl.dot(mask_granule(w, 8, 0x000F, ASM), q2, d)
     d = tl.dot(mask_granule(w, 8, 0x00F0, ASM), q3, d)
-    # in this order one factor per token and two operations per score are left
-    return (d - qsum[None, :] * z[:, None]) * (s * undo)[:, None]
+    return d, qsum, undo
 
 
 @triton.jit
@@ -171,18 +159,20 @@ def init(N: tl.constexpr, DQ: tl.constexpr):
 
 
 @triton.jit
-def accumulate(acc, p, alpha, w, words, ASM: tl.constexpr):
-    """Add V^T P of one block; the accumulators hold sum p (s / ref) 1024 code."""
-    a0, a1, a2, a3, bias, ref = acc
-    s, z = _unpack_word(words)
-    # the largest scale seen, cut to a power of two: rounding P s / ref to fp16 keeps 11 bits
+def reference_scale(ref, s):
+    """Return the new reference, the largest scale seen cut to a power of two, and its inverse.
+
+    Rounding P s / ref to fp16 then keeps 11 bits.
+    """
     top = (tl.max(s, 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     new = tl.maximum(ref, top)
     inv = (0x7F000000 - new.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    alpha = alpha * (ref * inv)
-    ps = p * (s * (inv * 1024.0))[:, None]
-    alpha = alpha[None, :]
-    bias = bias * alpha + fold8(ps * z[:, None])
+    return new, inv
+
+
+@triton.jit
+def add_values(a0, a1, a2, a3, alpha, ps, w, ASM: tl.constexpr):
+    """Return the planes times `alpha` [1, N], plus codes^T `ps` [BN, N]."""
     ps = ps.to(tl.float16)
     # each block starts from zero: the tensor core truncates its sums, thousands of steps in one
     # accumulator shrink it, and subtracting the zero points magnifies that a hundredfold.  fma and
@@ -196,18 +186,13 @@ def accumulate(acc, p, alpha, w, words, ASM: tl.constexpr):
     a1 = tl.fma(a1, alpha, b1)
     a2 = tl.fma(a2, alpha, b2)
     a3 = tl.fma(a3, alpha, b3)
-    return a0, a1, a2, a3, bias, new
+    return a0, a1, a2, a3
 
 
 @triton.jit
-def finish(acc):
-    """Return the four fp32 planes [DQ, N] of the unnormalised output."""
-    a0, a1, a2, a3, bias, ref = acc
-    c = ref * 0.0009765625
-    b = (tl.sum(bias, 0) * c)[None, :]
-    even = c * SUBNORMAL
+def finish_planes(a0, a1, a2, a3, ref, b):
+    """Return four fp32 planes [DQ, N] in units of the values, plus `b` [N]."""
+    b = b[None, :]
+    even = (ref * 0.0009765625) * SUBNORMAL
     odd = even * 0.0625
-    return a0 * even - b, a1 * odd - b, a2 * even - b, a3 * odd - b
-
-
-HOOKS = Hooks(load_q, prepare, load_k, score, load_v, init, accumulate, finish)
+    return a0 * even + b, a1 * odd + b, a2 * even + b, a3 * odd + b
