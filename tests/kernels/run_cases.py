@@ -1,4 +1,4 @@
-"""Run cases of `kernel_cases` in this process and print one JSON object: case -> "" or what failed.
+"""Run cases of `kernel_cases` and `int4_cases` in this process and print one JSON object: case -> "" or what failed.
 
 Usage: run_cases.py [--device cuda] [case ...]        default: all cases, Triton's interpreter
 """
@@ -17,15 +17,18 @@ if __name__ == "__main__":
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
+    from int4_cases import INT4_CASES, INT4_GPU_ONLY
     from kernel_cases import CASES, GPU_ONLY, check_graph_break_free
 
     torch.set_num_threads(1)
-    cases = CASES | {
+    cases = {
+        **CASES,
+        **INT4_CASES,
         "compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager"),
         "int4-compile-aot-eager": lambda d: check_graph_break_free(d, "aot_eager", "group_int"),
     }
     if device != "cpu":
-        cases |= GPU_ONLY
+        cases |= GPU_ONLY | INT4_GPU_ONLY
     result = {}
     for name in names or cases:
         begin = time.perf_counter()

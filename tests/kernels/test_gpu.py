@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from int4_cases import INT4_CASES, INT4_GPU_ONLY
 from kernel_cases import CASES, GPU_ONLY
 
 pytestmark = [
@@ -10,6 +11,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [*CASES, *GPU_ONLY])
+ALL = CASES | GPU_ONLY | INT4_CASES | INT4_GPU_ONLY
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_case(name):
-    {**CASES, **GPU_ONLY}[name]("cuda")
+    ALL[name]("cuda")

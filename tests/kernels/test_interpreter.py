@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from int4_cases import INT4_CASES
 from kernel_cases import CASES
 
 pytest.importorskip("triton", reason="the kernels need triton")
-COMPILED = ("compile-aot-eager", "int4-compile-aot-eager")
+ALL = (*CASES, *INT4_CASES, "compile-aot-eager", "int4-compile-aot-eager")
 HERE = pathlib.Path(__file__).parent
 
 
@@ -25,10 +26,10 @@ def outcome():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", [*CASES, *COMPILED])
+@pytest.mark.parametrize("name", ALL)
 def test_case(outcome, name):
     assert outcome[name] == "", outcome[name]
 
 
 def test_every_case_ran(outcome):
-    assert set(outcome) == {*CASES, *COMPILED}
+    assert set(outcome) == set(ALL)
