@@ -331,8 +331,8 @@ def test_constants_of_each_sequence_move_with_it():
 
 
 def test_a_sequence_in_a_batch_gets_the_bytes_it_gets_alone():
-    k, v = lumpy(2, 3, 2, 40, 64).half()
-    k[1] *= 20
+    k, v = ((gauss(3, 2, 40, 64, seed=s) ** 3).half() for s in (1, 2))  # outliers of every size
+    k[1:] *= 20
     together, alone = (kvcodec.LayerCache(kvcodec.get("int-4:outliers=3")) for _ in range(2))
     together.append(k, v)
     alone.append(k[:1], v[:1])
