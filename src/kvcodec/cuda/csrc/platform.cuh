@@ -1,0 +1,150 @@
+// What the kernels use of the machine, in one place: half-precision registers, tensor cores, warp exchange, asynchronous
+// copies. Inline PTX and no header, so that NVRTC compiles it without a CUDA toolkit. A host compiler gets the same names
+// from an emulator (tests/cuda/emulator.h), which runs a block's threads one after another.
+//
+// A half2 is held as uint32_t, low half first.
+#pragma once
+
+#ifdef KV_EMULATE
+#include "emulator.h"
+#else
+
+using uint8_t = unsigned char;
+using int8_t = signed char;
+using uint16_t = unsigned short;
+using int16_t = short;
+using uint32_t = unsigned int;
+using int32_t = int;
+using uint64_t = unsigned long long;
+using int64_t = long long;
+
+#define KV_DEV __device__ __forceinline__
+#define KV_CONST __host__ __device__ static constexpr
+#define KV_KERNEL extern "C" __global__
+#define KV_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define KV_GRID_CONSTANT const __grid_constant__
+#define KV_UNROLL _Pragma("unroll")
+#define KV_NO_UNROLL _Pragma("unroll 1")
+#define KV_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+namespace kv {
+
+KV_DEV int thread() { return threadIdx.x; }
+KV_DEV int block_x() { return blockIdx.x; }
+KV_DEV int block_y() { return blockIdx.y; }
+KV_DEV int block_z() { return blockIdx.z; }
+KV_DEV int grid_x() { return gridDim.x; }
+
+KV_DEV void sync_threads() { __syncthreads(); }
+KV_DEV void sync_warp() { __syncwarp(); }
+KV_DEV bool any(bool p) { return __any_sync(0xffffffffu, p); }
+KV_DEV bool all(bool p) { return __all_sync(0xffffffffu, p); }
+KV_DEV uint32_t ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
+KV_DEV float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+KV_DEV double shfl_xor(double x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+KV_DEV uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+KV_DEV float shfl(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+KV_DEV double shfl(double x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+KV_DEV uint32_t shfl(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+// -- numbers -----------------------------------------------------------------------------------------------------------
+KV_DEV uint32_t float_bits(float x) { return __float_as_uint(x); }
+KV_DEV float bits_float(uint32_t x) { return __uint_as_float(x); }
+KV_DEV uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x); }
+KV_DEV double bits_double(uint64_t x) { return __longlong_as_double((int64_t)x); }
+KV_DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float log2_fast(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// correctly rounded, never contracted to a multiply-add: what bit-equal encoders are made of
+KV_DEV float add(float a, float b) { return __fadd_rn(a, b); }
+KV_DEV float sub(float a, float b) { return __fsub_rn(a, b); }
+KV_DEV float mul(float a, float b) { return __fmul_rn(a, b); }
+KV_DEV float div(float a, float b) { return __fdiv_rn(a, b); }
+KV_DEV float sqrt(float a) { return __fsqrt_rn(a); }
+KV_DEV double add(double a, double b) { return __dadd_rn(a, b); }
+KV_DEV double sub(double a, double b) { return __dsub_rn(a, b); }
+KV_DEV double mul(double a, double b) { return __dmul_rn(a, b); }
+KV_DEV double div(double a, double b) { return __ddiv_rn(a, b); }
+KV_DEV double sqrt(double a) { return __dsqrt_rn(a); }
+KV_DEV float round_even(float a) { float y; asm("cvt.rni.f32.f32 %0, %1;" : "=f"(y) : "f"(a)); return y; }
+KV_DEV double round_even(double a) { double y; asm("cvt.rni.f64.f64 %0, %1;" : "=d"(y) : "d"(a)); return y; }
+KV_DEV float minimum(float a, float b) { return fminf(a, b); }
+KV_DEV float maximum(float a, float b) { return fmaxf(a, b); }
+
+// -- 16-bit floating point -------------------------------------------------------------------------------------------------
+KV_DEV uint16_t half_bits(float x) { uint16_t y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+KV_DEV uint16_t half_bits(double x) { uint16_t y; asm("cvt.rn.f16.f64 %0, %1;" : "=h"(y) : "d"(x)); return y; }
+KV_DEV float half_float(uint16_t x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+KV_DEV uint16_t bf16_bits(float x) { uint16_t y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+KV_DEV float bf16_float(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
+KV_DEV uint32_t pack_half2(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+KV_DEV uint32_t hadd2(uint32_t a, uint32_t b) { uint32_t y; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+KV_DEV uint32_t hmul2(uint32_t a, uint32_t b) { uint32_t y; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+// -- bits --------------------------------------------------------------------------------------------------------------------
+KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// bits [shift, shift + 32) of high:low, shift taken modulo 32
+KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
+
+// -- tensor cores and matrices of 16-bit numbers -----------------------------------------------------------------------------
+// d [16 x 8] += a [16 x 16] b [16 x 8]; with lane = 4 g + j
+//   a0 row g, columns 2j 2j+1;  a1 row g+8;  a2 row g, columns 2j+8 2j+9;  a3 row g+8
+//   b0 rows 2j 2j+1, column g;  b1 rows 2j+8 2j+9      d0 d1 row g, columns 2j 2j+1;  d2 d3 row g+8
+KV_DEV void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// transpose of an 8 x 8 matrix of 16-bit numbers: lane 4 g + j holds row g, columns 2j 2j+1
+KV_DEV uint32_t transpose8(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// -- copies from global to shared memory, 16 bytes each, that run beside other work ----------------------------------------
+KV_DEV void copy16(void* shared, const void* global) {
+  uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
+}
+KV_DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> KV_DEV void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// -- between kernels of a stream: the next one may be launched early, and waits for the results of this one --------------
+KV_DEV void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+KV_DEV void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace kv
+#endif
+
+namespace kv {
+
+// a 16-bit or 32-bit floating point number in memory, by its code: 0 fp16, 1 bf16, 2 fp32
+KV_DEV float load_real(const void* at, int64_t i, int kind) {
+  if (kind == 2) return ((const float*)at)[i];
+  uint16_t x = ((const uint16_t*)at)[i];
+  return kind == 0 ? half_float(x) : bf16_float(x);
+}
+KV_DEV void store_real(void* at, int64_t i, float x, int kind) {
+  if (kind == 2) ((float*)at)[i] = x;
+  else ((uint16_t*)at)[i] = kind == 0 ? half_bits(x) : bf16_bits(x);
+}
+
+constexpr int align16(int n) { return (n + 15) / 16 * 16; }
+
+}  // namespace kv
