@@ -19,7 +19,8 @@ using uint64_t = unsigned long long;
 using int64_t = long long;
 
 #define KV_DEV __device__ __forceinline__
-#define KV_CONST __host__ __device__ static constexpr
+#define KV_CONST __host__ __device__ static constexpr  // of a class
+#define KV_CONSTEXPR __host__ __device__ constexpr   // of a namespace
 #define KV_KERNEL extern "C" __global__
 #define KV_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define KV_GRID_CONSTANT const __grid_constant__
