@@ -9,6 +9,7 @@
 #include "emulator.h"
 #else
 
+#ifdef __CUDACC_RTC__
 using uint8_t = unsigned char;
 using int8_t = signed char;
 using uint16_t = unsigned short;
@@ -17,10 +18,14 @@ using uint32_t = unsigned int;
 using int32_t = int;
 using uint64_t = unsigned long long;
 using int64_t = long long;
+#else
+#include <cstdint>
+#endif
 
 #define KV_DEV __device__ __forceinline__
-#define KV_CONST __host__ __device__ static constexpr  // of a class
-#define KV_CONSTEXPR __host__ __device__ constexpr   // of a namespace
+#define KV_CONST static constexpr                            // a class's number
+#define KV_FUNCTION __host__ __device__ static constexpr     // a class's function of constants
+#define KV_CONSTEXPR __host__ __device__ constexpr           // a namespace's function of constants
 #define KV_KERNEL extern "C" __global__
 #define KV_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define KV_GRID_CONSTANT const __grid_constant__
@@ -135,6 +140,9 @@ KV_DEV void wait_for_previous() {
 
 namespace kv {
 
+struct alignas(16) Words4 { uint32_t a, b, c, d; };
+struct alignas(8) Words2 { uint32_t a, b; };
+
 // a 16-bit or 32-bit floating point number in memory, by its code: 0 fp16, 1 bf16, 2 fp32
 KV_DEV float load_real(const void* at, int64_t i, int kind) {
   if (kind == 2) return ((const float*)at)[i];
@@ -146,6 +154,23 @@ KV_DEV void store_real(void* at, int64_t i, float x, int kind) {
   else ((uint16_t*)at)[i] = kind == 0 ? half_bits(x) : bf16_bits(x);
 }
 
-constexpr int align16(int n) { return (n + 15) / 16 * 16; }
+// N neighbouring 32-bit words, in loads as wide as their alignment is known to be: the address is a multiple of 4 N bytes, or of 4
+template <int N> KV_DEV void load_words(uint32_t (&w)[N], const void* at) {
+  if (N % 4 == 0) {
+    KV_UNROLL
+    for (int i = 0; i < N / 4; ++i) {
+      const Words4 x = ((const Words4*)at)[i];
+      w[4 * i] = x.a, w[4 * i + 1] = x.b, w[4 * i + 2] = x.c, w[4 * i + 3] = x.d;
+    }
+  } else if (N == 2) {
+    const Words2 x = *(const Words2*)at;
+    w[0] = x.a, w[N - 1] = x.b;
+  } else {
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) w[i] = ((const uint32_t*)at)[i];
+  }
+}
+
+KV_CONSTEXPR int align16(int n) { return (n + 15) / 16 * 16; }
 
 }  // namespace kv

@@ -1,0 +1,407 @@
+// Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
+//
+// Work split. CTA (split, KV head x tile of 8 query heads, sequence) owns a run of tiles of T tokens; its warps take them in turn. Each warp
+// keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies, and its own online softmax; nothing in the
+// loop waits for another warp. Tokens (for values: channels) are the 16 rows of the tensor-core tile and the heads its 8 columns, so the
+// codes go from shared memory through registers into the tensor core and nothing decoded is written anywhere.
+//
+// A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
+//   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
+//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there
+//  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
+//   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
+//   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
+//   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two that goes into q
+//   keys(planes, table, token, part, lane, r)   raw numbers
+//   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
+//   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT: key = s K_UNIT k_weight raw + z
+//  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
+//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:   as above, any weight
+//   V_BLOCKED     value = v_bscale(planes, block, channel) v_weight raw (+ v_bzero(planes, block, channel) if V_BLOCK_ZERO)
+// Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies it exactly).
+//
+// Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is fp16: an online softmax
+// whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a reference of their own, so that fp16 holds them.
+//
+// Partials (m, l, o) of every split and of the dense tokens are merged in combine.cuh.
+#pragma once
+#include "finish.cuh"
+#include "tile.cuh"
+
+namespace kv {
+
+// The query of 8 heads in the basis of the codes: B operands of the tensor core, and what undoes their scaling.
+template <class K, int D> struct Query {
+  uint32_t r[K::K_REGS];       // head g, channels of part j
+  float sum[K::GROUPS][2];     // sum over a group's channels of the rounded q; heads 2j, 2j+1
+  float scale[2];              // scores = dot * scale, in powers of two
+};
+
+template <class K, int D> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live, int warps) {
+  constexpr int N = D / 32;
+  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+  KV_NO_UNROLL
+  for (int n = warp; n < 8; n += warps) {
+    float x[N];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) x[i] = 0.0f;
+    if (n < live) {
+      const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) x[i] = load_real(a.q, at + lane + 32 * i, a.q_kind);
+    }
+    multiply_row<D>(x, a.key, b, h, lane);
+    hadamard_row<D>(x, (int)a.key.block, lane);
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) shared[n * D + lane + 32 * i] = x[i];
+  }
+  sync_threads();
+  const float* mine = shared + g * D;
+  float top = 0.0f;
+  for (int c = j; c < D; c += 4) top = maximum(top, mine[c] < 0 ? -mine[c] : mine[c]);
+  top = maximum(top, shfl_xor(top, 1));
+  top = maximum(top, shfl_xor(top, 2));
+  // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
+  int exponent = (int)(float_bits(top) >> 23) - 127;
+  exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
+  exponent -= K::K_BLOCKED ? 0 : 9;
+  const float down = bits_float((uint32_t)(127 - exponent) << 23), up = bits_float((uint32_t)(127 + exponent) << 23);
+  KV_UNROLL
+  for (int group = 0; group < K::GROUPS; ++group) {
+    float sum = 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < K::K_REGS / K::GROUPS; ++k) {
+      const int r = group * (K::K_REGS / K::GROUPS) + k;
+      const int c0 = K::k_channel(j, 2 * r), c1 = K::k_channel(j, 2 * r + 1);
+      const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
+      const float x0 = c0 < 0 ? 0.0f : mine[c0] * down * w0, x1 = c1 < 0 ? 0.0f : mine[c1] * down * w1;
+      q.r[r] = pack_half2(x0, x1);
+      sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
+    }
+    sum += shfl_xor(sum, 1);
+    sum += shfl_xor(sum, 2);
+    q.sum[group][0] = shfl(sum, 8 * j);
+    q.sum[group][1] = shfl(sum, 8 * j + 4);
+  }
+  q.scale[0] = shfl(up, 8 * j) * a.scale2;
+  q.scale[1] = shfl(up, 8 * j + 4) * a.scale2;
+}
+
+// scores of 16 tokens: s[0..1] token g, heads 2j 2j+1; s[2..3] token g + 8
+template <class K, int D, class P>
+KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const uint8_t* table, int token, int lane,
+                   const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[4]) {
+  constexpr int PER = K::K_REGS / K::GROUPS;
+  const int j = lane % 4, at = token + lane / 4;
+  uint32_t x[K::K_REGS], y[K::K_REGS];
+  K::keys(planes, table, at, j, lane, x);
+  K::keys(planes, table, at + 8, j, lane, y);
+  KV_UNROLL
+  for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
+  KV_UNROLL
+  for (int group = 0; group < K::GROUPS; ++group) {
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    KV_UNROLL
+    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
+      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
+      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+    }
+    if constexpr (K::K_BLOCKED) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
+    } else {
+      const float sx = K::k_scale(planes, at, group), sy = K::k_scale(planes, at + 8, group);
+      s[0] += d[0] * sx, s[1] += d[1] * sx, s[2] += d[2] * sy, s[3] += d[3] * sy;
+      if constexpr (K::HAS_K_ZERO) {
+        const float zx = K::k_zero(planes, at, group), zy = K::k_zero(planes, at + 8, group);
+        s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx, s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
+      }
+    }
+  }
+  s[0] *= q.scale[0], s[1] *= q.scale[1], s[2] *= q.scale[0], s[3] *= q.scale[1];
+}
+
+// bits of 1 / w as fp16, w a power of two between 2^-14 and 2^14
+KV_CONSTEXPR uint32_t inverse_half(float w) {
+  int exponent = 15;
+  for (; w < 1.0f; w *= 2.0f) ++exponent;
+  for (; w > 1.0f; w *= 0.5f) --exponent;
+  return (uint32_t)exponent << 10;
+}
+template <class K> KV_DEV uint32_t unweighted(uint32_t q, int r) {
+  return hmul2(q, inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16);
+}
+
+// scale and zero of 32 tokens' channels go into q: block_q = q s, and the zeros' share of every score
+template <class K, int D, class P>
+KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const Query<K, D>& q, const P& planes, int block, int lane) {
+  uint32_t s[K::K_REGS], z[K::K_REGS];
+  K::k_block(planes, block, lane % 4, s, z);
+  KV_UNROLL
+  for (int i = 0; i < 4; ++i) zero[i] = 0.0f;
+  KV_UNROLL
+  for (int k = 0; k < K::K_REGS; k += 2) {
+    block_q[k] = hmul2(q.r[k], s[k]);
+    block_q[k + 1] = hmul2(q.r[k + 1], s[k + 1]);
+    mma(zero, z[k], z[k], z[k + 1], z[k + 1], unweighted<K>(q.r[k], k), unweighted<K>(q.r[k + 1], k + 1));
+  }
+}
+
+// out += V^T P of 16 tokens; p as `scores` gives them, scaled; dead tokens' numbers are dropped when MASKED
+template <class V, int D, bool MASKED, class P>
+KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const float (&p)[4], const P& planes, const uint8_t* table, int token, int lane,
+                       int live_from, int live_to) {
+  const int g = lane / 4, j = lane % 4;
+  const uint32_t b0 = transpose8(pack_half2(p[0], p[1])), b1 = transpose8(pack_half2(p[2], p[3]));
+  KV_UNROLL
+  for (int odd = 0; odd < 2; ++odd) {
+    const int at = token + 2 * j + odd;
+    uint32_t x[V::V_REGS], y[V::V_REGS];
+    V::values(planes, table, at, g, lane, x);
+    V::values(planes, table, at + 8, g, lane, y);
+    if (MASKED) {
+      const bool keep_x = at >= live_from && at < live_to, keep_y = at + 8 >= live_from && at + 8 < live_to;
+      KV_UNROLL
+      for (int r = 0; r < V::V_REGS; ++r) x[r] = keep_x ? x[r] : 0u, y[r] = keep_y ? y[r] : 0u;
+    }
+    // one token's two channels share a register, so each product takes P in one half and zero in the other
+    const uint32_t low0 = odd ? b0 >> 16 : b0 & 0xffffu, low1 = odd ? b1 >> 16 : b1 & 0xffffu;
+    const uint32_t high0 = odd ? b0 & 0xffff0000u : b0 << 16, high1 = odd ? b1 & 0xffff0000u : b1 << 16;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);
+      mma(out[k][1], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], high0, high1);
+    }
+  }
+}
+
+// blocked values: the sum of 32 tokens is taken apart, times the channels' scales
+template <class V, int D, class P>
+KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4], const float (&mass)[4], const P& planes,
+                        int block, int lane) {
+  KV_UNROLL
+  for (int k = 0; k < V::V_REGS / 2; ++k) {
+    KV_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int e0 = 4 * k + i;  // element: register 2k + (i / 2), half i % 2
+      const int c = V::v_channel(lane / 4, e0);
+      if (c < 0) continue;
+      const float s = V::v_bscale(planes, block, c);
+      float* to = &out[k][i % 2][i / 2 * 2];
+      const float* from = &part[k][i % 2][i / 2 * 2];
+      to[0] += from[0] * s;
+      to[1] += from[1] * s;
+      if constexpr (V::V_BLOCK_ZERO) {
+        const float z = V::v_bzero(planes, block, c) * (1.0f / V::v_weight(e0));
+        to[0] += mass[0] * z;
+        to[1] += mass[1] * z;
+      }
+    }
+  }
+}
+
+template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct Decoder {
+  KV_CONST int TILE = page_bytes<K, V>(T);
+  KV_CONST int RING = WARPS * STAGES * TILE;
+  KV_CONST int MERGE = (WARPS * 8 * D + 2 * WARPS * 8) * 4;  // the warps' results, in the ring's place
+  KV_CONST int TABLES = align16(K::TABLE) + align16(V::TABLE);
+  KV_CONST int QUERY = 8 * D * 4;
+  KV_CONST int SHARED = TABLES + QUERY + (RING > MERGE ? RING : MERGE);
+  KV_CONST int SUBS = T / 16;
+  KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
+  static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0), "a tile is part of a page and holds whole blocks");
+
+  struct State {
+    Softmax softmax;
+    float bias[2];   // sum of p times the values' zeros
+    float reference; // of the values' scales
+    float out[V::V_REGS / 2][2][4];
+  };
+
+  template <bool MASKED>
+  KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at, const uint8_t* k_table, const uint8_t* v_table,
+                          int lane, int live_from, int live_to) {
+    const Planes<K, T> keys{at};
+    const Planes<V, T> values{at + planes_bytes<K>(T)};
+    const int g = lane / 4;
+    float s[SUBS][4], vs[SUBS][2];
+    uint32_t block_q[K::K_REGS];
+    float block_zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      if constexpr (K::K_BLOCKED) {
+        if (sub % 2 == 0) enter_block<K, D>(block_q, block_zero, q, keys, sub / 2, lane);
+      }
+      scores<K, D>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      if (a.softcap > 0.0f) soft_cap(s[sub], a.softcap);
+      KV_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int token = 16 * sub + 8 * half + g;
+        const bool live = !MASKED || (token >= live_from && token < live_to);
+        if (!live) s[sub][2 * half] = s[sub][2 * half + 1] = minus_infinity();
+        if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? V::v_scale(values, token) : 0.0f;
+        else vs[sub][half] = 1.0f;
+      }
+    }
+    float top[2] = {s[0][0], s[0][1]}, largest = 0.0f;
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      top[0] = maximum(top[0], maximum(s[sub][0], s[sub][2]));
+      top[1] = maximum(top[1], maximum(s[sub][1], s[sub][3]));
+      if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
+    }
+    if (any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) {
+      float factor[2];
+      st.softmax.raise(top, factor);
+      st.bias[0] *= factor[0], st.bias[1] *= factor[1];
+      if constexpr (V::HAS_V_SCALE) {
+        const float biggest = warp_max(largest);
+        if (biggest > 16.0f * st.reference) {
+          const float next = maximum(bits_float(float_bits(biggest) & 0x7f800000u), 1e-30f);  // a power of two: scaling by it rounds nothing
+          factor[0] *= st.reference / next, factor[1] *= st.reference / next;
+          st.reference = next;
+        }
+      }
+      KV_UNROLL
+      for (int k = 0; k < V::V_REGS / 2; ++k) {
+        KV_UNROLL
+        for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
+      }
+    }
+    const float inverse = V::HAS_V_SCALE ? (st.reference > 0.0f ? 1.0f / st.reference : 0.0f) : 1.0f;
+    float fresh[V::V_REGS / 2][2][4], mass[4];
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      float p[4];
+      st.softmax.weigh(s[sub], p);
+      if constexpr (V::HAS_V_ZERO) {
+        KV_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int token = 16 * sub + 8 * half + g;
+          const float z = !MASKED || (token >= live_from && token < live_to) ? V::v_zero(values, token) : 0.0f;
+          st.bias[0] += p[2 * half] * z;
+          st.bias[1] += p[2 * half + 1] * z;
+        }
+      }
+      if constexpr (V::HAS_V_SCALE) {
+        const float x = vs[sub][0] * inverse, y = vs[sub][1] * inverse;
+        p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
+      }
+      if constexpr (V::V_BLOCKED) {
+        if (sub % 2 == 0) {
+          KV_UNROLL
+          for (int k = 0; k < V::V_REGS / 2; ++k) {
+            KV_UNROLL
+            for (int i = 0; i < 8; ++i) fresh[k][i / 4][i % 4] = 0.0f;
+          }
+          mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
+        }
+        add_values<V, D, MASKED>(fresh, p, values, v_table, 16 * sub, lane, live_from, live_to);
+        if constexpr (V::V_BLOCK_ZERO) {
+          const uint32_t one = 0x3c003c00u;
+          mma(mass, one, one, one, one, transpose8(pack_half2(p[0], p[1])), transpose8(pack_half2(p[2], p[3])));
+        }
+        if (sub % 2 == 1) leave_block<V, D>(st.out, fresh, mass, values, sub / 2, lane);
+      } else {
+        add_values<V, D, MASKED>(st.out, p, values, v_table, 16 * sub, lane, live_from, live_to);
+      }
+    }
+  }
+
+  KV_DEV static void run(const DecodeArgs& a) {
+    KV_DYNAMIC_SHARED(shared);
+    launch_dependents();
+    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+    const int split = block_x(), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
+    const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
+    if (split == a.splits) {
+      dense_partial<D, WARPS>(a, b, h, first_head, live_heads, (float*)shared);
+      return;
+    }
+    uint8_t* k_table = shared;
+    uint8_t* v_table = shared + align16(K::TABLE);
+    float* query = (float*)(shared + TABLES);
+    uint8_t* ring = shared + TABLES + QUERY + warp * STAGES * TILE;
+
+    const int end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
+    const int begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
+    const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
+    const int from = first + (int)((int64_t)split * tiles / a.splits), to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
+
+    // the page id of the next fetch is read one fetch ahead
+    const int32_t* row = a.page_table + b * a.table_row;
+    const int64_t stride = page_bytes<K, V>(P);
+    int fetched = from + warp;
+    int page = fetched < to ? row[fetched * T / P] : 0;
+    auto fetch = [&](int stage) {
+      if (fetched < to) {
+        const int next = fetched + WARPS;
+        const int ahead = next < to ? row[next * T / P] : 0;
+        fetch_tile<K, V, P, T>(ring + stage * TILE, a.pages + ((int64_t)page * a.heads + h) * stride, fetched * T % P, lane);
+        page = ahead;
+        fetched = next;
+      }
+      copy_commit();
+    };
+    KV_UNROLL
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
+
+    if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
+    if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
+    Query<K, D> q;
+    load_query<K, D>(q, query, a, b, h, first_head, live_heads, WARPS);  // synchronises the threads, for the tables as well
+
+    State st;
+    st.softmax.start();
+    st.bias[0] = st.bias[1] = st.reference = 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] = 0.0f;
+    }
+    int stage = 0;
+    KV_NO_UNROLL
+    for (int t = from + warp; t < to; t += WARPS) {
+      fetch(stage == 0 ? STAGES - 1 : stage - 1);
+      copy_wait<STAGES - 1>();
+      sync_warp();
+      const uint8_t* at = ring + stage * TILE;
+      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T);
+      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T);
+      sync_warp();  // everyone has read this stage before it is filled again
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    copy_wait<0>();
+    sync_threads();
+
+    // merge the warps
+    st.softmax.finish();
+    float bias[2] = {st.bias[0], st.bias[1]};
+    KV_UNROLL
+    for (int bit = 4; bit < 32; bit *= 2) bias[0] += shfl_xor(bias[0], bit), bias[1] += shfl_xor(bias[1], bit);
+    float* merge = (float*)(shared + TABLES + QUERY);
+    float* merge_m = merge + WARPS * 8 * D;
+    float* merge_l = merge_m + WARPS * 8;
+    const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int c = V::v_channel(g, 4 * k + i);
+        if (c < 0) continue;
+        const float w = V::v_weight(4 * k + i) * reference;
+        float* to = merge + (warp * 8 + 2 * j) * D + c;
+        to[0] = st.out[k][i % 2][i / 2 * 2] * w + bias[0];
+        to[D] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
+      }
+    }
+    if (g == 0) {
+      KV_UNROLL
+      for (int n = 0; n < 2; ++n) merge_m[warp * 8 + 2 * j + n] = st.softmax.m[n], merge_l[warp * 8 + 2 * j + n] = st.softmax.l[n];
+    }
+    sync_threads();
+    merge_warps<D, WARPS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, split);
+  }
+};
+
+}  // namespace kv

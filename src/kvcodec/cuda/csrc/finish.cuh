@@ -1,0 +1,169 @@
+// What happens to sums (m, l, o) of attention: over the warps of a CTA, over the splits of a sequence, with dense tokens and learned sinks; and back
+// to the model's basis. All sums are fp32, unnormalised, with respect to 2^m.
+#pragma once
+#include "softmax.cuh"
+
+namespace kv {
+
+// normalise one row in the codes' basis, rotate it back, add what is in the model's basis already, store
+template <int D> KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], const float (&dense)[D / 32], float m, float l, int b, int h, int head, int lane) {
+  const float total_inverse = l > 0.0f ? 1.0f / l : 0.0f;
+  KV_UNROLL
+  for (int i = 0; i < D / 32; ++i) x[i] *= total_inverse;
+  hadamard_row<D>(x, (int)a.value.block, lane);
+  multiply_row<D>(x, a.value, b, h, lane);
+  const int64_t at = b * a.out_batch + head * a.out_head;
+  KV_UNROLL
+  for (int i = 0; i < D / 32; ++i) store_real(a.out, at + lane + 32 * i, x[i] + dense[i] * total_inverse, a.out_kind);
+  if (lane == 0) a.lse[b * (int64_t)(a.heads * a.group) + head] = l > 0.0f ? (m + log2_fast(l)) * 0.69314718055994531f : minus_infinity();
+}
+
+// a learned sink is one more logit without a value
+KV_DEV void add_sink(const DecodeArgs& a, int head, float& m, float& l, float& factor) {
+  factor = 1.0f;
+  if (!a.sinks) return;
+  const float sink = a.sinks[head] * 1.4426950408889634f;
+  if (sink == minus_infinity()) return;
+  const float next = maximum(m, sink);
+  factor = m == minus_infinity() ? 0.0f : exp2_fast(m - next);
+  l = l * factor + exp2_fast(sink - next);
+  m = next;
+}
+
+// merge the warps of this CTA and either store the result or leave a partial for `combine`
+template <int D, int WARPS>
+KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, const float* ls, int b, int h, int first_head, int live, int slot) {
+  const int warp = thread() / 32, lane = thread() % 32;
+  KV_NO_UNROLL
+  for (int n = warp; n < live; n += WARPS) {
+    float m = minus_infinity(), l = 0.0f, x[D / 32];
+    for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w * 8 + n]);
+    KV_UNROLL
+    for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
+    for (int w = 0; w < WARPS; ++w) {
+      if (ms[w * 8 + n] == minus_infinity()) continue;  // a warp without tokens
+      const float factor = exp2_fast(ms[w * 8 + n] - m);
+      l += ls[w * 8 + n] * factor;
+      KV_UNROLL
+      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * D + lane + 32 * i] * factor;
+    }
+    const int head = first_head + n;
+    if (a.slots == 1) {
+      float factor, none[D / 32];
+      add_sink(a, head, m, l, factor);
+      KV_UNROLL
+      for (int i = 0; i < D / 32; ++i) x[i] *= factor, none[i] = 0.0f;
+      store_row<D>(a, x, none, m, l, b, h, head, lane);
+    } else {
+      const int64_t at = (b * (int64_t)(a.heads * a.group) + head) * a.slots + slot;
+      KV_UNROLL
+      for (int i = 0; i < D / 32; ++i) a.part_o[at * D + lane + 32 * i] = x[i];
+      if (lane == 0) a.part_m[at] = m, a.part_l[at] = l;
+    }
+  }
+}
+
+// attention over tokens held dense (sink and window), plainly in fp32: they are few, and other CTAs read codes meanwhile
+template <int D, int WARPS> KV_DEV void dense_partial(const DecodeArgs& a, int b, int h, int first_head, int live, float* shared) {
+  constexpr int N = D / 32, STEP = 4;
+  const int warp = thread() / 32, lane = thread() % 32;
+  int from = a.dense_start ? a.dense_start[b] : 0, to = a.dense_lens ? a.dense_lens[b] : a.dense_width;
+  from = from > 0 ? from : 0;
+  to = to < a.dense_width ? to : a.dense_width;
+  KV_NO_UNROLL
+  for (int n = warp; n < live; n += WARPS) {
+    const int head = first_head + n;
+    float q[N], o[N], m = minus_infinity(), l = 0.0f;
+    const int64_t q_at = b * a.q_batch + head * a.q_head;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) q[i] = load_real(a.q, q_at + lane + 32 * i, a.q_kind) * a.scale2, o[i] = 0.0f;
+    const int64_t k_at = b * a.dense_k_batch + h * a.dense_k_head, v_at = b * a.dense_v_batch + h * a.dense_v_head;
+    KV_NO_UNROLL
+    for (int t = from; t < to; t += STEP) {
+      float s[STEP], top = minus_infinity();
+      KV_UNROLL
+      for (int k = 0; k < STEP; ++k) {
+        s[k] = 0.0f;
+        if (t + k < to) {
+          KV_UNROLL
+          for (int i = 0; i < N; ++i) s[k] += q[i] * load_real(a.dense_k, k_at + (t + k) * a.dense_k_token + lane + 32 * i, a.dense_kind);
+        }
+      }
+      KV_UNROLL
+      for (int bit = 16; bit; bit /= 2) {
+        KV_UNROLL
+        for (int k = 0; k < STEP; ++k) s[k] += shfl_xor(s[k], bit);
+      }
+      if (a.softcap > 0.0f) soft_cap(s, a.softcap);
+      KV_UNROLL
+      for (int k = 0; k < STEP; ++k) {
+        if (t + k >= to) s[k] = minus_infinity();
+        top = maximum(top, s[k]);
+      }
+      const float next = maximum(m, top), factor = exp2_fast(m - next);
+      m = next;
+      l *= factor;
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) o[i] *= factor;
+      KV_UNROLL
+      for (int k = 0; k < STEP; ++k) {
+        const float p = exp2_fast(s[k] - m);
+        l += p;
+        if (t + k < to) {
+          KV_UNROLL
+          for (int i = 0; i < N; ++i) o[i] += p * load_real(a.dense_v, v_at + (t + k) * a.dense_v_token + lane + 32 * i, a.dense_kind);
+        }
+      }
+    }
+    const int64_t at = (b * (int64_t)(a.heads * a.group) + head) * a.slots + a.splits;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) a.part_o[at * D + lane + 32 * i] = o[i];
+    if (lane == 0) a.part_m[at] = m, a.part_l[at] = l;
+  }
+}
+
+// merge the partials of one query head; one CTA per row of [B * HQ]
+template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
+  constexpr int N = D / 32;
+  KV_DYNAMIC_SHARED(shared_bytes);  // (2 WARPS D + 3 WARPS) floats
+  float* shared = (float*)shared_bytes;
+  const int warp = thread() / 32, lane = thread() % 32;
+  const int64_t row = block_x();
+  const int head = (int)(row % (a.heads * a.group)), b = (int)(row / (a.heads * a.group));
+  wait_for_previous();
+  float top = minus_infinity(), m, l = 0.0f, x[N], dense[N];
+  for (int s = thread() % 32; s < a.slots; s += 32) top = maximum(top, a.part_m[row * a.slots + s]);
+  m = warp_max(top);
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
+  for (int s = warp; s < a.slots; s += WARPS) {
+    const float ms = a.part_m[row * a.slots + s];
+    if (ms == minus_infinity()) continue;
+    const float factor = exp2_fast(ms - m);
+    l += a.part_l[row * a.slots + s] * factor;
+    const float* from = a.part_o + (row * a.slots + s) * D;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      const float o = from[lane + 32 * i] * factor;
+      if (s < a.splits) x[i] += o;
+      else dense[i] += o;
+    }
+  }
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) shared[warp * D + lane + 32 * i] = x[i], shared[(WARPS + warp) * D + lane + 32 * i] = dense[i];
+  if (lane == 0) shared[2 * WARPS * D + warp] = l;
+  sync_threads();
+  if (warp) return;
+  for (int w = 1; w < WARPS; ++w) {
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) x[i] += shared[w * D + lane + 32 * i], dense[i] += shared[(WARPS + w) * D + lane + 32 * i];
+    l += shared[2 * WARPS * D + w];
+  }
+  float factor;
+  add_sink(a, head, m, l, factor);
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] *= factor, dense[i] *= factor;
+  store_row<D>(a, x, dense, m, l, b, head / a.group, head, lane);
+}
+
+}  // namespace kv

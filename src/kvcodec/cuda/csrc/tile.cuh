@@ -1,0 +1,53 @@
+// Tiles: where the planes of a run of tokens lie, in a page and in shared memory, and how a warp fetches them.
+//
+// A reader R says BLOCK, PLANES and plane_bytes(p), the bytes of one block in plane p. Planes follow one another, each start a
+// multiple of 16 bytes, in a page of P tokens as in a tile of T tokens.
+#pragma once
+#include "platform.cuh"
+
+namespace kv {
+
+template <class R> KV_CONSTEXPR int plane_run(int p, int tokens) { return R::plane_bytes(p) * (tokens / R::BLOCK); }
+
+// offset of plane p when every plane holds that many tokens; p = PLANES: the bytes of all
+template <class R> KV_CONSTEXPR int plane_offset(int p, int tokens) {
+  int at = 0;
+  for (int i = 0; i < p; ++i) at += align16(plane_run<R>(i, tokens));
+  return at;
+}
+template <class R> KV_CONSTEXPR int planes_bytes(int tokens) { return plane_offset<R>(R::PLANES, tokens); }
+
+// the planes of one role in a tile of T tokens; planes[p] is where plane p begins
+template <class R, int T> struct Planes {
+  const uint8_t* base;
+  KV_DEV const uint8_t* operator[](int p) const { return base + plane_offset<R>(p, T); }
+};
+
+template <class K, class V> KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
+
+// start fetching tokens [first, first + T) of a page: one 16-byte copy per lane and turn
+template <class R, int P, int T> KV_DEV void fetch_role(uint8_t* tile, const uint8_t* page, int first, int lane) {
+  KV_UNROLL
+  for (int p = 0; p < R::PLANES; ++p) {
+    const int bytes = align16(plane_run<R>(p, T));
+    const uint8_t* from = page + plane_offset<R>(p, P) + plane_run<R>(p, first);
+    uint8_t* to = tile + plane_offset<R>(p, T);
+    KV_UNROLL
+    for (int at = 0; at < bytes; at += 512)
+      if (at + 512 <= bytes || at + lane * 16 < bytes) copy16(to + at + lane * 16, from + at + lane * 16);
+  }
+}
+
+template <class K, class V, int P, int T> KV_DEV void fetch_tile(uint8_t* tile, const uint8_t* page, int first, int lane) {
+  if (P == T) {  // the planes of a whole page are one run
+    const int bytes = page_bytes<K, V>(T);
+    KV_UNROLL
+    for (int at = 0; at < bytes; at += 512)
+      if (at + 512 <= bytes || at + lane * 16 < bytes) copy16(tile + at + lane * 16, page + at + lane * 16);
+  } else {
+    fetch_role<K, P, T>(tile, page, first, lane);
+    fetch_role<V, P, T>(tile + planes_bytes<K>(T), page + planes_bytes<K>(P), first, lane);
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,60 @@
+// Between the model's basis and a codec's, for one row of D numbers: lane holds channels lane + 32 i.
+#pragma once
+#include "args.cuh"
+
+namespace kv {
+
+// x <- diag(H, ..., H) x, H the orthonormal Sylvester-Hadamard matrix of that order; its own inverse
+template <int D> KV_DEV void hadamard_row(float (&x)[D / 32], int order, int lane) {
+  KV_UNROLL
+  for (int bit = 1; bit < 32; bit *= 2) {
+    if (bit < order) {
+      KV_UNROLL
+      for (int i = 0; i < D / 32; ++i) {
+        float other = shfl_xor(x[i], bit);
+        x[i] = lane & bit ? other - x[i] : x[i] + other;
+      }
+    }
+  }
+  KV_UNROLL
+  for (int step = 1; step < D / 32; step *= 2) {
+    if (32 * step < order) {
+      KV_UNROLL
+      for (int i = 0; i < D / 32; ++i) {
+        if (!(i & step) && i + step < D / 32) {
+          float a = x[i], b = x[i + step];
+          x[i] = a + b;
+          x[i + step] = a - b;
+        }
+      }
+    }
+  }
+  if (order > 1) {
+    float unit = 1.0f;  // order ** -0.5, exact or rounded once
+    int left = order;
+    for (; left >= 4; left >>= 2) unit *= 0.5f;
+    if (left == 2) unit *= 0.70710678118654752f;
+    KV_UNROLL
+    for (int i = 0; i < D / 32; ++i) x[i] *= unit;
+  }
+}
+
+template <int D> KV_DEV void multiply_row(float (&x)[D / 32], const Side& side, int batch, int head, int lane) {
+  if (!side.factor) return;
+  const float* at = side.factor + batch * side.factor_batch + (int64_t)head * D;
+  KV_UNROLL
+  for (int i = 0; i < D / 32; ++i) x[i] *= at[lane + 32 * i];
+}
+
+KV_DEV float warp_sum(float x) {
+  KV_UNROLL
+  for (int bit = 16; bit; bit /= 2) x += shfl_xor(x, bit);
+  return x;
+}
+KV_DEV float warp_max(float x) {
+  KV_UNROLL
+  for (int bit = 16; bit; bit /= 2) x = maximum(x, shfl_xor(x, bit));
+  return x;
+}
+
+}  // namespace kv
