@@ -16,13 +16,13 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec
-from kvcodec.cuda.build import Kernel, Program, load, refusal
+from kvcodec.cuda.build import Kernel, Program, load, refusal, shared_memory
 from kvcodec.cuda.sides import Reader, SideTensors, reader
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout
@@ -157,7 +157,7 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     """
     least = 32 if pair.blocked else 16
     tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    # two CTAs a multiprocessor hide each other's starts and ends; long tiles and three stages keep enough bytes in flight
+    # two CTAs a multiprocessor hide each other's starts and ends; long tiles and three stages keep bytes in flight
     for resident in (2, 1):
         for tile in tiles:
             for warps, stages in ((4, 3), (4, 2), (2, 3), (2, 2)):
@@ -187,9 +187,7 @@ def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
-    return Machine(
-        found.multi_processor_count, found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor
-    )
+    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -285,7 +283,8 @@ def _attend(
         q = q.contiguous()
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    dense_strides, dense_kind, width = (0,) * 6, 0, 0
+    dense_strides: tuple[int, ...] = (0,) * 6
+    dense_kind = width = 0
     if dense_k is not None and dense_v is not None and dense_k.shape[2]:
         dense_k = dense_k if dense_k.stride(3) == 1 else dense_k.contiguous()
         dense_v = dense_v if dense_v.stride(3) == 1 else dense_v.contiguous()
@@ -331,9 +330,7 @@ _op = torch.library.custom_op("kvcodec::cuda_decode_attention", _attend, mutates
 
 
 @_op.register_fake
-def _(q, pages, table, seq_lens, scale, pair_text, num_kv_heads, key_tables, key_factor, key_order, value_tables,
-      value_factor, value_order, dense_k, dense_v, dense_lens, dense_start, sinks, start, softcap, workspace,
-      config):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -445,12 +442,15 @@ def _check(
         )
     if (dense_k is None) != (dense_v is None):
         raise ShapeError(f"{name}: dense_k and dense_v come together or not at all.")
-    if dense_k is not None and dense_v is not None:
-        if dense_k.dtype != dense_v.dtype or dense_k.dtype not in KINDS or dense_k.shape != dense_v.shape:
-            raise ShapeError(
-                f"{name}: dense_k is {dense_k.dtype} {list(dense_k.shape)}, dense_v {dense_v.dtype} "
-                f"{list(dense_v.shape)}; use one floating dtype and one shape."
-            )
+    if (
+        dense_k is not None
+        and dense_v is not None
+        and (dense_k.dtype != dense_v.dtype or dense_k.dtype not in KINDS or dense_k.shape != dense_v.shape)
+    ):
+        raise ShapeError(
+            f"{name}: dense_k is {dense_k.dtype} {list(dense_k.shape)}, dense_v {dense_v.dtype} "
+            f"{list(dense_v.shape)}; use one floating dtype and one shape."
+        )
     if sinks is not None and sinks.numel() != num_q_heads:
         raise ShapeError(f"{name}: sinks has {sinks.numel()} logits; one per query head, {num_q_heads}, is needed.")
     for what, side in (("key", key), ("value", value)):

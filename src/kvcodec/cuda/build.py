@@ -107,6 +107,17 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Most bytes of shared memory that a block of threads can have."""
+    driver = importlib.import_module("cuda.bindings.driver")
+    wanted = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    index = torch.cuda.current_device() if device.index is None else device.index
+    status, size = driver.cuDeviceGetAttribute(wanted, index)
+    _check(driver, int(status), "tell the size of shared memory")
+    return int(size)
+
+
 # -- compiling -----------------------------------------------------------------------------------------------------
 
 

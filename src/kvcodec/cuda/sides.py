@@ -79,6 +79,8 @@ class Encoder:
     divide : bool
     block : int
         Tokens per block: 1, or 32 for a struct that encodes a block at a time.
+    team : int
+        Lanes of a warp that share a row: the struct's ``TEAM``.
     """
 
     type: str
@@ -89,6 +91,7 @@ class Encoder:
     divide: bool = False
     order: int = 1
     block: int = 1
+    team: int = 32
 
 
 Find = Callable[[Codec, int, Role], "Reader | str"]
@@ -156,7 +159,9 @@ def tensors_for(side: Reader | Encoder, params: Params, heads: int, head_dim: in
     if side.tables is not None:
         tables = side.tables(params).contiguous()
         if tables.dtype != torch.uint8 or tables.dim() != 2 or tables.shape[0] not in (1, heads):
-            raise UnsupportedError(f"{side.type}: tables are {tables.dtype} {list(tables.shape)}, not [{heads} or 1, n].")
+            raise UnsupportedError(
+                f"{side.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes]."
+            )
     if side.factor:
         factor = params[side.factor].float()
         factor = factor.expand(factor.shape[0], heads, head_dim).contiguous()
@@ -219,5 +224,11 @@ def _bool(x: bool) -> str:
     return "true" if x else "false"
 
 
-for _codec, _find in ((SawInt4, _saw), (GroupInt, _group_int), (Fp8, _fp8), (InnerQ, _innerq), (UltraQuant, _ultraquant)):
+for _codec, _find in (
+    (SawInt4, _saw),
+    (GroupInt, _group_int),
+    (Fp8, _fp8),
+    (InnerQ, _innerq),
+    (UltraQuant, _ultraquant),
+):
     add_reader(_codec, _find)
