@@ -37,23 +37,25 @@ template <class K, int D> struct Query {
   float scale[2];              // scores = dot * scale, in powers of two
 };
 
-template <class K, int D> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live, int warps) {
-  constexpr int N = D / 32;
+template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live) {
+  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS;
   const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
-  KV_NO_UNROLL
-  for (int n = warp; n < 8; n += warps) {
-    float x[N];
+  float x[ROWS][N];
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {  // all loads before the first use
+    const int n = warp + row * WARPS;
+    const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
     KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] = 0.0f;
-    if (n < live) {
-      const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) x[i] = load_real(a.q, at + lane + 32 * i, a.q_kind);
-    }
-    multiply_row<D>(x, a.key, b, h, lane);
-    hadamard_row<D>(x, (int)a.key.block, lane);
+    for (int i = 0; i < N; ++i) x[row][i] = n < live ? load_real(a.q, at + lane + 32 * i, a.q_kind) : 0.0f;
+  }
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {
+    const int n = warp + row * WARPS;
+    if (n >= 8) break;
+    multiply_row<D>(x[row], a.key, b, h, lane);
+    hadamard_row<D>(x[row], (int)a.key.block, lane);
     KV_UNROLL
-    for (int i = 0; i < N; ++i) shared[n * D + lane + 32 * i] = x[i];
+    for (int i = 0; i < N; ++i) shared[n * D + lane + 32 * i] = x[row][i];
   }
   sync_threads();
   const float* mine = shared + g * D;
@@ -200,7 +202,8 @@ KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V
   }
 }
 
-template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct Decoder {
+// P tokens to a page, T to a tile; CAP: scores have a soft cap
+template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false> struct Decoder {
   KV_CONST int TILE = page_bytes<K, V>(T);
   KV_CONST int RING = WARPS * STAGES * TILE;
   KV_CONST int MERGE = (WARPS * 8 * D + 2 * WARPS * 8) * 4;  // the warps' results, in the ring's place
@@ -214,7 +217,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
   struct State {
     Softmax softmax;
     float bias[2];   // sum of p times the values' zeros
-    float reference; // of the values' scales
+    float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][2][4];
   };
 
@@ -233,7 +236,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         if (sub % 2 == 0) enter_block<K, D>(block_q, block_zero, q, keys, sub / 2, lane);
       }
       scores<K, D>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
-      if (a.softcap > 0.0f) soft_cap(s[sub], a.softcap);
+      if (CAP) soft_cap(s[sub], a.softcap);
       KV_UNROLL
       for (int half = 0; half < 2; ++half) {
         const int token = 16 * sub + 8 * half + g;
@@ -257,8 +260,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
       if constexpr (V::HAS_V_SCALE) {
         const float biggest = warp_max(largest);
         if (biggest > 16.0f * st.reference) {
-          const float next = maximum(bits_float(float_bits(biggest) & 0x7f800000u), 1e-30f);  // a power of two: scaling by it rounds nothing
-          factor[0] *= st.reference / next, factor[1] *= st.reference / next;
+          // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
+          const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
+          st.inverse = bits_float(0x7f000000u - float_bits(next));
+          factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
           st.reference = next;
         }
       }
@@ -268,7 +273,6 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
       }
     }
-    const float inverse = V::HAS_V_SCALE ? (st.reference > 0.0f ? 1.0f / st.reference : 0.0f) : 1.0f;
     float fresh[V::V_REGS / 2][2][4], mass[4];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -284,7 +288,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         }
       }
       if constexpr (V::HAS_V_SCALE) {
-        const float x = vs[sub][0] * inverse, y = vs[sub][1] * inverse;
+        const float x = vs[sub][0] * st.inverse, y = vs[sub][1] * st.inverse;
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
       if constexpr (V::V_BLOCKED) {
@@ -315,7 +319,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
     const int split = block_x(), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
     if (split == a.splits) {
-      dense_partial<D, WARPS>(a, b, h, first_head, live_heads, (float*)shared);
+      dense_partial<D, WARPS, CAP>(a, b, h, first_head, live_heads, (float*)shared);
       return;
     }
     uint8_t* k_table = shared;
@@ -349,11 +353,11 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
     Query<K, D> q;
-    load_query<K, D>(q, query, a, b, h, first_head, live_heads, WARPS);  // synchronises the threads, for the tables as well
+    load_query<K, D, WARPS>(q, query, a, b, h, first_head, live_heads);  // synchronises the threads, for the tables as well
 
     State st;
     st.softmax.start();
-    st.bias[0] = st.bias[1] = st.reference = 0.0f;
+    st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
