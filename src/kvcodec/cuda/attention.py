@@ -193,8 +193,8 @@ def _machine(device: torch.device) -> Machine:
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def program(pair: Pair, config: Config) -> Program:
-    """Return the source of ``kv_decode`` and ``kv_combine`` for a pair."""
+def program(pair: Pair, config: Config, cap: bool = False) -> Program:
+    """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
     threads = config.warps * 32
     headers = sorted({pair.key.header, pair.value.header})
     source = "\n".join(
@@ -202,7 +202,7 @@ def program(pair: Pair, config: Config) -> Program:
             '#include "decode.cuh"',
             *(f'#include "{name}"' for name in headers),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{config.tile}, {config.warps}, {config.stages}>;",
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {pair.tile_bytes(config.tile)}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
@@ -217,8 +217,9 @@ def program(pair: Pair, config: Config) -> Program:
 
 
 @lru_cache(maxsize=256)
-def _kernels(pair: Pair, config: Config, device: torch.device) -> tuple[Kernel, ...]:
-    return load(program(pair, config), ("kv_decode", "kv_combine"), device, pair.name)
+def _kernels(pair: Pair, config: Config, cap: bool, device: torch.device) -> tuple[Kernel, ...]:
+    # the number of splits is no part of the program
+    return load(program(pair, config, cap), ("kv_decode", "kv_combine"), device, pair.name)
 
 
 ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "11q" + "10i2f")
@@ -316,10 +317,10 @@ def _attend(
         KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, chosen.splits, slots, capacity, width,
         scale * LOG2E, softcap,
     )  # fmt: skip
-    decode, combine = _kernels(pair, chosen, q.device)
+    decode, combine = _kernels(pair, chosen._replace(splits=0), softcap > 0.0, q.device)
     decode.launch((slots, num_kv_heads * tiles, batch), chosen.warps * 32, shared_bytes(pair, chosen), args)
     if slots > 1:
-        shared = (2 * COMBINE_WARPS * dim + 3 * COMBINE_WARPS) * 4
+        shared = (2 * COMBINE_WARPS * (dim + 1) + slots) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel
         combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
     return o, lse
