@@ -29,7 +29,7 @@ using Context = void*;  // the stack pointer; what a call must preserve lies on 
 __attribute__((naked, noinline, noipa)) inline void change(Context*, Context) {
   asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n\t"
       "movq %rsp, (%rdi); movq %rsi, %rsp\n\t"
-      "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
+      "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; popq %rdx; jmpq *%rdx");
 }
 inline void change(Context& from, Context& to) { change(&from, to); }
 inline void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
@@ -81,6 +81,11 @@ struct Warp {
   uint32_t out[LANES][4];                  // exchange is complete and overwrites them
 };
 
+struct Range {
+  void* at;
+  size_t bytes;
+};
+
 struct Machine {
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
@@ -98,6 +103,7 @@ struct Machine {
   bool running;
   int64_t exchanges;
   char error[1024];
+  std::vector<Range> buffers;        // global ones
 };
 
 inline Machine machine;
@@ -268,6 +274,13 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   if (address >= m.stacks && address < m.stacks + MAX_THREADS * STACK) {
     fail("a thread's stack is full at code %#llx", code);
   }
+  for (const Range& r : m.buffers) {
+    long long byte = (long long)((uintptr_t)address - (uintptr_t)r.at);
+    if (byte < -2 * (long long)page() || byte >= (long long)(r.bytes + 2 * page())) continue;
+    bool inside = byte >= 0 && byte < (long long)r.bytes;
+    fail("%s a global buffer: byte %lld of %zu at code %#llx", inside ? "write to read-only" : "access outside", byte,
+         r.bytes, code);
+  }
   fail("access outside any buffer: address %p at code %#llx", (void*)address, code);
 }
 
@@ -383,8 +396,21 @@ KV_EMULATED_API void kv_emulated_clear() { kv::emulated::machine.error[0] = 0; }
 KV_EMULATED_API void kv_emulated_seed(uint64_t seed) { kv::emulated::seed_set = seed; }
 KV_EMULATED_API int64_t kv_emulated_exchanges() { return kv::emulated::machine.exchanges; }
 // a global buffer that ends (up to 15 bytes of alignment) at a page nobody may touch, filled with 0xff
-KV_EMULATED_API void* kv_emulated_alloc(size_t bytes) { return kv::emulated::guarded(bytes, 16); }
+KV_EMULATED_API void* kv_emulated_alloc(size_t bytes) {
+  void* at = kv::emulated::guarded(bytes, 16);
+  if (at) kv::emulated::machine.buffers.push_back({at, bytes});
+  return at;
+}
+// makes it read-only
+KV_EMULATED_API void kv_emulated_protect(void* at, size_t bytes) {
+  uintptr_t p = kv::emulated::page(), first = (uintptr_t)at / p * p;
+  mprotect((void*)first, ((uintptr_t)at + bytes + p - 1) / p * p - first, PROT_READ);
+}
 KV_EMULATED_API void kv_emulated_free(void* at, size_t bytes) {
+  std::vector<kv::emulated::Range>& all = kv::emulated::machine.buffers;
+  for (size_t i = 0; i < all.size(); i++) {
+    if (all[i].at == at) all[i] = all.back(), all.pop_back();
+  }
   kv::emulated::free_guarded((unsigned char*)at, bytes, 16);
 }
 
