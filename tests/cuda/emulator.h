@@ -24,6 +24,7 @@
 
 #define KV_DEV inline
 #define KV_CONST static constexpr
+#define KV_FUNCTION static constexpr
 #define KV_CONSTEXPR constexpr
 #define KV_KERNEL extern "C"
 #define KV_BOUNDS(threads, blocks)
