@@ -1,0 +1,117 @@
+"""C++ structs and look-up tables of the row encoders that decide in fp32 and settle what is close in double.
+
+The layout of every table is stated beside the struct that reads it, in csrc/encode_*.cuh.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params
+from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.ultra_tq import GROUP, UltraTQ
+from kvcodec.ops.hadamard import power_of_two_divisor
+from kvcodec.ops.lloyd_max import midpoints
+
+SLACK = 2.0**-20
+"""How far, relative to the number itself, fp32 may be off before double decides; four times what can happen."""
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """How ``encode_with_table`` of csrc/encode_table.cuh writes a codec's rows.
+
+    Parameters
+    ----------
+    type, header : str
+        The C++ struct and the file that defines it.
+    tables : callable
+        Params -> uint8 ``[H or 1, bytes]`` on their device.
+    factor : str
+        Name of the constant that rows are multiplied with on their way into the code basis; empty: none.
+    order : int
+        Of the Hadamard rotation behind that; 1 for none.
+    """
+
+    type: str
+    header: str
+    tables: Callable[[Params], Tensor]
+    factor: str = ""
+    order: int = 1
+
+
+def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
+    """Return how rows of ``codec`` are encoded with tables; None: not here.
+
+    Examples
+    --------
+    >>> row_encoder(TurboQuant(4), 128).type
+    'kv::TurboQuantRow<128, 4, false>'
+    """
+    order = power_of_two_divisor(head_dim)
+    if type(codec) is TurboQuant:
+        name = f"kv::TurboQuantRow<{head_dim}, {codec.bits}, {_flag(codec.norm == 'fp32')}>"
+        return RowEncoder(name, "encode_turboquant.cuh", _nearest(codec.bits), "signs", order)
+    if type(codec) is UltraTQ:
+        blocks = codec.norm == "block"
+        shift = max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 0
+        name = f"kv::UltraTqRow<{head_dim}, {_flag(blocks)}, {shift}>"
+        return RowEncoder(name, "encode_ultra_tq.cuh", _nearest(4), "", order)
+    return None
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _nearest(bits: int) -> Callable[[Params], Tensor]:
+    def build(params: Params) -> Tensor:
+        levels = params["levels"]
+        return level_table(midpoints(levels[0].double()), bits)[None].to(levels.device)
+
+    return build
+
+
+def level_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
+    """Table of ``Levels<bits>`` in csrc/encode_sums.cuh.
+
+    Parameters
+    ----------
+    walls : Tensor float64 ``[n]``
+        Ascending, at most ``2**bits - 1``; what is counted is how many lie below a number.
+    bits : int
+    error : float, optional
+        Bound on the error of the numbers compared, doubled at least; default: ``SLACK`` of the largest wall.
+
+    Returns
+    -------
+    Tensor uint8 ``[16 + 64 * 2**bits + 8 * 2**bits]``, on the CPU
+    """
+    walls = walls.cpu()
+    cells = 8 << bits
+    n = len(walls)
+    if error is None:
+        error = SLACK * float(walls.abs().max()) if n else 0.0
+    span = float(walls[-1] - walls[0]) if n else 0.0
+    scale = float(torch.tensor((cells - 4) / span if span > 0 else 1.0, dtype=torch.float32))
+    first = 2 - round(float(walls[0]) * scale) if n else 0  # the cell of u is round(u * scale) + first
+    # what a cell spans, and a hundredth more; the outer ones have no end
+    edges = (torch.arange(cells + 1, dtype=torch.float64) - 0.5 - first) / scale
+    reach = 2 * error + 0.01 / scale
+    low, high = edges[:-1] - reach, edges[1:] + reach
+    low[0], high[-1] = -torch.inf, torch.inf
+    below = torch.searchsorted(walls, low)
+    inside = torch.searchsorted(walls, high, right=True) - below
+    # without a wall inside the next one below or above serves as well: u is known to be on one side of it
+    near = torch.where(inside > 0, below, (below - 1).clamp_min(0))
+    padded = torch.cat([walls, walls.new_full(((1 << bits) - n,), torch.inf)])
+    wall = padded[near].float()
+    wall[inside > 1] = torch.nan  # never sure
+    if n == 0:
+        wall[:] = torch.finfo(torch.float32).max
+    head = torch.tensor([scale, 2.0**23 + first, error, 0.0])
+    entries = torch.stack([wall.view(torch.int32), near.int()], 1)
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (head, entries, padded)])
