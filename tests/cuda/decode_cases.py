@@ -147,7 +147,7 @@ extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 extern "C" void run(const kv::DecodeArgs* a, int batch) {{
   kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel::SHARED, decode, *a);
   if (a->slots > 1)
-    kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, (2 * MERGERS * {dim} + 3 * MERGERS) * 4, combine, *a);
+    kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, kv::combine_shared({dim}, MERGERS, a->slots), combine, *a);
 }}
 """
 

@@ -72,6 +72,10 @@ def _align16(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def _align128(n: int) -> int:
+    return -(-n // 128) * 128
+
+
 def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
     """Return the pair of two codecs, or the reason why the kernels do not read it."""
     sides = reader(key, head_dim, "key"), reader(value, head_dim, "value")
@@ -131,10 +135,10 @@ H200 = Machine(132, 232448, 233472)
 
 def shared_bytes(pair: Pair, config: Config) -> int:
     """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
-    tables = _align16(pair.key.shared) + _align16(pair.value.shared)
-    ring = config.warps * config.stages * pair.tile_bytes(config.tile)
-    merge = (config.warps * 8 * pair.head_dim + 2 * config.warps * 8) * 4
-    return tables + 8 * pair.head_dim * 4 + max(ring, merge)
+    tables = _align128(_align16(pair.key.shared) + _align16(pair.value.shared))
+    row = pair.head_dim + pair.head_dim // 4 + 1  # kv::row_floats
+    ring = config.warps * config.stages * _align128(pair.tile_bytes(config.tile))
+    return tables + _align128(32 * (row + 1)) + max(ring, config.warps * 32 * (row + 2))
 
 
 @lru_cache(maxsize=256)
@@ -157,14 +161,16 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     """
     least = 32 if pair.blocked else 16
     tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    # two CTAs a multiprocessor hide each other's starts and ends; long tiles and three stages keep bytes in flight
-    for resident in (2, 1):
-        for tile in tiles:
-            for warps, stages in ((4, 3), (4, 2), (2, 3), (2, 2)):
-                config = Config(tile, warps, stages, resident, 1)
-                need = shared_bytes(pair, config)
-                if need <= machine.shared_block and resident * (need + 1024) <= machine.shared_sm:
-                    return config._replace(splits=_splits(config, units, capacity, machine))
+    # Few sequences: one CTA with many warps a multiprocessor leaves few partials to merge. Many: two CTAs hide each
+    # other's starts and ends. Long tiles cost the fewest instructions; two stages keep enough bytes in flight.
+    wide = ((1, 8, 2), (2, 4, 2), (1, 4, 2), (1, 2, 2))
+    narrow = ((2, 4, 2), (1, 8, 2), (1, 4, 2), (1, 2, 2))
+    for tile in tiles:
+        for resident, warps, stages in wide if 4 * units <= machine.sms else narrow:
+            config = Config(tile, warps, stages, resident, 1)
+            need = shared_bytes(pair, config)
+            if need <= machine.shared_block and resident * (need + 1024) <= machine.shared_sm:
+                return config._replace(splits=_splits(config, units, capacity, machine))
     raise UnsupportedError(
         f"{pair.name}: needs {shared_bytes(pair, Config(tiles[-1], 2, 2, 1, 1))} bytes of shared memory in a block; "
         f"this GPU has {machine.shared_block}."
@@ -174,16 +180,18 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
 def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
     slots = config.resident * machine.sms
     most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
-    if units >= slots:
-        # whole waves of whole sequences; few of them leave a long last one
-        wanted = 1 if units >= 4 * slots or units % slots == 0 else -(-2 * slots // units)
+    if 2 * units > slots:
+        # whole sequences save the merge; a last wave that is nearly empty is worth cutting them
+        waves = units / slots
+        whole = waves / math.ceil(waves)
+        wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
     else:
         wanted = max(1, slots // max(units, 1))
     return min(wanted, most)
 
 
 @lru_cache
-def _machine(device: torch.device) -> Machine:
+def machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
@@ -204,7 +212,7 @@ def program(pair: Pair, config: Config, cap: bool = False) -> Program:
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
-            f'static_assert(Decode::TILE == {pair.tile_bytes(config.tile)}, "planes as the codec lays them out");',
+            f'static_assert(Decode::TILE == {_align128(pair.tile_bytes(config.tile))}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
@@ -268,6 +276,19 @@ def text_of(pair: Pair) -> str:
     return text
 
 
+def pair_of(text: str) -> Pair:
+    """Return the pair that ``text_of`` has named.
+
+    Raises
+    ------
+    UnsupportedError
+        Nothing was named so.
+    """
+    if text not in _PAIRS:
+        raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
+    return _PAIRS[text]
+
+
 def _attend(
     q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, pair_text: str, num_kv_heads: int,
     key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
@@ -294,7 +315,7 @@ def _attend(
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * pair.page_tokens
-    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, _machine(q.device))
+    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, machine(q.device))
     slots = chosen.splits + (dense_k is not None)
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
