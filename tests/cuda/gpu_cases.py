@@ -145,7 +145,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tens
     s = s if hidden is None else s.masked_fill(hidden, -math.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], -1)
-        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
     return s.softmax(-1) @ v if s.shape[-1] else torch.zeros_like(q, dtype=torch.float64)
 
 
@@ -161,7 +161,7 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Te
     s = s if hidden is None else s.masked_fill(hidden, -math.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
-        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
     return (s.softmax(-1).bfloat16().float() @ v.float()).bfloat16()
 
 
@@ -215,7 +215,7 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
         if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
             worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
     result = {**c._asdict(), "seed": seed, "decode": worst, "reference_encode": layer.note}
-    if rng.random() < 0.2 and dtype != torch.float32 and tokens >= 2:
+    if rng.random() < 0.2 and tokens >= 2:
         result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
     return result
 

@@ -4,8 +4,11 @@ A chunk of a prompt has tens to thousands of queries, so arithmetic and not memo
 per chunk of history, at the speed of memory, and the tensor cores see 16-bit numbers. Nothing is rotated back: queries
 go into the basis of the codes, outputs come out of it, which costs as much as the queries are long.
 
-Pitfall: staged numbers are rounded to 16 bits, decode attention's are not; the two agree to the error of 16-bit
-attention over decoded keys and values.
+Numbers are staged as fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one, whose
+last bits bf16 would lose. Beyond 65504 they saturate, which only a rotated key of such a size can reach.
+
+Pitfall: decode attention does not round codes to 16 bits, this does; the two agree to the error of 16-bit attention
+over decoded keys and values.
 """
 
 import ctypes
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import partial
+from kvcodec.codec import FP16_MAX
 from kvcodec.cuda.attention import Pair, _at, _side, pair_of
 from kvcodec.cuda.build import Kernel, Program, load
 from kvcodec.cuda.sides import SideTensors
@@ -86,7 +90,7 @@ def _kernel(pair: Pair, device: torch.device) -> Kernel:
 
 def unpack(
     pages: Tensor, table: Tensor, first: int, count: int, *, pair: str, key: SideTensors, value: SideTensors,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float16,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Unpack tokens ``[first, first + count)`` of every sequence.
 
@@ -134,11 +138,11 @@ def unpack(
 
 
 def into_codes(q: Tensor, key: SideTensors) -> Tensor:
-    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, of q's dtype."""
+    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
     x = q.float()
     if key.factor is not None:
         x = x * key.factor.repeat_interleave(q.shape[1] // key.factor.shape[1], 1)[:, :, None]
-    return block_hadamard(x, key.order).to(q.dtype)
+    return block_hadamard(x, key.order).clamp(-FP16_MAX, FP16_MAX).half()
 
 
 def out_of_codes(x: Tensor, value: SideTensors) -> Tensor:
@@ -185,7 +189,6 @@ def attend_pages(
     """
     read = pair_of(pair)
     heads, dim, tile = pages.shape[1], read.head_dim, tile_tokens(read)
-    dtype = q.dtype if q.dtype != torch.float32 else torch.float16
     coded = into_codes(q, key)
     per_token = 2 * 2 * q.shape[0] * heads * dim
     chunk = max(tile, STAGING_BYTES // per_token // tile * tile)
@@ -193,7 +196,7 @@ def attend_pages(
     total: Scored | None = None
     while begin < last:
         count = min(chunk, last - begin)
-        k, v = unpack(pages, table, begin, count, pair=pair, key=key, value=value, dtype=dtype)
+        k, v = unpack(pages, table, begin, count, pair=pair, key=key, value=value)
         skip = max(0, first - begin)
         part = score(coded, k[:, :, skip:], v[:, :, skip:], scale)
         total = part if total is None else join(total, part)

@@ -22,6 +22,9 @@ struct UnpackArgs {
   int32_t kind;               // 0 fp16, 1 bf16
 };
 
+// fp16 saturates: a rotated key may be larger than what the cache was given
+KV_DEV uint16_t round16(float x, int kind) { return kind == 0 ? half_bits(minimum(maximum(x, -65504.0f), 65504.0f)) : bf16_bits(x); }
+
 template <class R, int T> KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const uint8_t* table, int token, int part, int lane) {
   uint32_t r[R::K_REGS];
   R::keys(planes, table, token, part, lane, r);
@@ -107,7 +110,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
-          if (c >= 0) rows[(8 * half + g) * ROW + c] = a.kind == 0 ? half_bits(x[e]) : bf16_bits(x[e]);
+          if (c >= 0) rows[(8 * half + g) * ROW + c] = round16(x[e], a.kind);
         }
       }
       sync_warp();
@@ -121,7 +124,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
         KV_UNROLL
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
-          if (c >= 0) rows[token * ROW + c] = a.kind == 0 ? half_bits(x[e]) : bf16_bits(x[e]);
+          if (c >= 0) rows[token * ROW + c] = round16(x[e], a.kind);
         }
       }
       sync_warp();
