@@ -1,8 +1,4 @@
-"""What the host does around the CUDA kernels: the cache of compiled programs, structs, tables of launch constants, refusals.
-
-The operators run complete on CPU tensors: their programs are compiled by g++ against the emulator, and the launches that
-they would make on a GPU are made there, with the same structs.
-"""
+"""What the host does around the CUDA kernels: compiled programs in the cache, structs, launch constants, refusals."""
 
 import ctypes
 import os
@@ -12,70 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Site
+from kvcodec.codec import ROLES, Params
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.cuda import attention, build, encode, sides
 from kvcodec.cuda.build import Program
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.layout import PageLayout
-from kvcodec.pages import PageStore
 from tests.cuda import harness
 
 CPU = torch.device("cpu")
 SAW = kvcodec.get("saw-int4:rotate=kv")
 
-# -- the emulated machine in the place of a GPU --------------------------------------------------------------------------
-
-_LAUNCH = """
-extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, int shared) {{
-  kv::launch(x, y, z, threads, shared, {name}, *a);
-}}
-"""
-
-
-class Emulated:
-    """Stands for ``build.Kernel``: the same launch, on the CPU."""
-
-    def __init__(self, library: harness.Library, name: str) -> None:
-        self.library, self.name = library, name
-        self.launches: list[tuple[tuple[int, int, int], int, int, bool]] = []
-
-    def launch(self, grid: Any, threads: int, shared: int, args: Any, *, early: bool = False) -> None:
-        self.launches.append((grid, threads, shared, early))
-        self.library.enter(f"run_{self.name}", ctypes.byref(args), *grid, threads, shared)
-
-
-def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emulated, ...]:
-    library = harness.build(program.source + "".join(_LAUNCH.format(name=n, args=args) for n in names))
-    return tuple(Emulated(library, name) for name in names)
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Operators that launch on the emulator; what they launched, by kernel."""
-    made: dict[str, Any] = {}
-
-    def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
-        args = "kv::EncodeArgs" if "kv_encode" in names else "kv::DecodeArgs"
-        kernels = emulated(program, tuple(names), args)
-        made.update(zip(names, kernels, strict=True))
-        return kernels
-
-    for module in (attention, encode):
-        monkeypatch.setattr(module, "load", load)
-        monkeypatch.setattr(module, "_refused", lambda device: "")
-    attention._kernels.cache_clear()
-    encode._kernel.cache_clear()
-    yield made
-    attention._kernels.cache_clear()
-    encode._kernel.cache_clear()
-
-
-# -- structs ---------------------------------------------------------------------------------------------------------------
+# -- structs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +67,7 @@ def _codes(text: str) -> list[tuple[int, str]]:
     return found
 
 
-# -- the cache of compiled programs -------------------------------------------------------------------------------------
+# -- the cache of compiled programs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -148,7 +94,7 @@ def test_a_program_is_kept_by_all_it_is_made_of(sources: Program) -> None:
     (folder / "b.cuh").write_text("int changed;\n")
     others.append(build.cache_key(sources, "sm_90", "nvrtc 13.0"))
     assert len({key, *others}) == 6
-    with pytest.raises(FileNotFoundError, match="'gone.cuh' is in none of"):
+    with pytest.raises(FileNotFoundError, match=r"'gone\.cuh' is in none of"):
         build.included(sources._replace(source='#include "gone.cuh"\n'))
 
 
@@ -237,7 +183,7 @@ def test_nvrtc_compiles_what_the_operators_ask_for(
         build.compile_program(Program('#include "decode.cuh"\nstatic_assert(sizeof(kv::DecodeArgs) == 1, "no");'), arch)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +274,7 @@ def test_encode_refuses_what_does_not_fit() -> None:
             encode.encode_to_pages(**(given | changes))
 
 
-# -- which codec has which kernel ---------------------------------------------------------------------------------------
+# -- which codec has which kernel ------------------------------------------------------------------------------------
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:
@@ -371,7 +317,7 @@ def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
         assert pair.tile_bytes(64) == scheme.page_layout(128, 64).page_bytes
 
 
-# -- launch constants ------------------------------------------------------------------------------------------------------
+# -- launch constants ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [s for s in kvcodec.presets() if s != "dense"])
@@ -385,11 +331,9 @@ def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
             pytest.skip(pair)
         for machine in (attention.H200, a100, ada):
             for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
-                try:
-                    config = attention.config_for(pair, units, capacity, machine)
-                except UnsupportedError as error:
-                    assert machine is not attention.H200, error
+                if machine is not attention.H200 and not _fits(pair, machine):
                     continue
+                config = attention.config_for(pair, units, capacity, machine)
                 need = attention.shared_bytes(pair, config)
                 assert need <= machine.shared_block
                 assert config.resident * (need + 1024) <= machine.shared_sm
@@ -398,119 +342,15 @@ def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
                 assert 1 <= config.splits <= max(1, capacity // (config.tile * config.warps) + 1)
 
 
+def _fits(pair: attention.Pair, machine: attention.Machine) -> bool:
+    least = attention.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
+    return attention.shared_bytes(pair, least) + 1024 <= machine.shared_block
+
+
 def test_launch_constants_that_fit_nowhere_are_refused() -> None:
     pair = attention.pair_for(SAW.key, SAW.value, 128, 64)
     with pytest.raises(UnsupportedError, match="this GPU has 1024"):
         attention.config_for(pair, 1, 64, attention.Machine(1, 1024, 1024))
-
-
-# -- the operators, complete ---------------------------------------------------------------------------------------------
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, dense: tuple[Tensor, Tensor] | None, lens: Any, start: Any, sinks: Any,
-              softcap: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention in float64: output [B, HQ, 1, D] and log-sum-exp."""
-    b, hq, _, d = q.shape
-    group = hq // k.shape[1]
-    out, lse = torch.zeros(b, hq, 1, d, dtype=torch.float64), torch.full((b, hq), -torch.inf, dtype=torch.float64)
-    for i in range(b):
-        keys, values = (x[i, :, start[i] : lens[i]].double() for x in (k, v))
-        if dense is not None:
-            keys, values = (torch.cat([x, y[i].double()], 1) for x, y in zip((keys, values), dense, strict=True))
-        for n in range(hq):
-            s = keys[n // group] @ q[i, n, 0].double() * d**-0.5
-            if softcap:
-                s = softcap * torch.tanh(s / softcap)
-            if sinks is not None:
-                s = torch.cat([s, sinks[n : n + 1].double()])
-            if len(s):
-                p = s.softmax(0)
-                lse[i, n] = s.logsumexp(0)
-                out[i, n, 0] = p[: values.shape[1]] @ values[n // group]
-    return out, lse
-
-
-def fill(key: Codec, value: Codec, dim: int, heads: int, lens: list[int], page: int) -> tuple[Any, ...]:
-    """Pages in a random order with encoded random tokens; also the decoded keys and values, and the constants."""
-    rng = torch.Generator().manual_seed(1)
-    b, tokens = len(lens), -(-max(lens) // page) * page
-    layout = PageLayout(key.layout(dim), value.layout(dim), page)
-    store = PageStore(layout, b, heads, CPU, tokens)
-    store.table = torch.randperm(store.pages.shape[0], generator=rng).to(torch.int32).view_as(store.table)
-    params, decoded = {}, []
-    for role, codec in zip(ROLES, (key, value), strict=True):
-        x = torch.randn(b, heads, tokens, dim, generator=rng)
-        site = Site(0, role, heads, dim)
-        params[role] = codec.fit(site, x if codec.needs_sample else None)
-        payload = codec.encode(codec.to_code(x, params[role]), params[role])
-        store.write(role, 0, payload)
-        decoded.append(codec.from_code(codec.decode(payload, params[role]), params[role]))
-    return store, params, decoded
-
-
-@pytest.mark.parametrize("case", ["plain", "split", "everything", "override"])
-def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
-    """The operator on CPU tensors, its launches on the emulator: strides, page tables, dense tokens, sinks, soft cap."""
-    dim, heads, group, page = 64, 2, 3, 64
-    lens, start = ([100, 0, 37], [0, 0, 0]) if case != "everything" else ([130, 5, 64], [17, 5, 0])
-    store, params, (k, v) = fill(SAW.key, SAW.value, dim, heads, lens, page)
-    pair = attention.pair_for(SAW.key, SAW.value, dim, page)
-    rng = torch.Generator().manual_seed(2)
-    q = torch.randn(3, 1, heads * group, dim, generator=rng).transpose(1, 2)  # as a model's projection leaves it
-    options: dict[str, Any] = {}
-    dense = sinks = None
-    if case == "split":
-        options["config"] = attention.Config(32, 2, 2, 1, 3)
-    if case == "override":
-        options["config"] = attention.Config(16, 1, 2, 1, 1)
-    if case == "everything":
-        dense = tuple(torch.randn(3, heads, 7, dim, generator=rng).bfloat16() for _ in ROLES)
-        sinks = torch.randn(heads * group, generator=rng).bfloat16()
-        options = {
-            "dense_k": dense[0],
-            "dense_v": dense[1],
-            "sinks": sinks,
-            "start": torch.tensor(start, dtype=torch.int32),
-            "softcap": 20.0,
-            "config": attention.Config(32, 2, 3, 1, 2),
-        }
-    got, lse = attention.decode_attention(
-        q,
-        store.pages,
-        store.table,
-        torch.tensor(lens, dtype=torch.int32),
-        pair=attention.text_of(pair),
-        key=sides.tensors_for(pair.key, params["key"], heads, dim),
-        value=sides.tensors_for(pair.value, params["value"], heads, dim),
-        scale=dim**-0.5,
-        num_kv_heads=heads,
-        **options,
-    )
-    want, want_lse = reference(q, k, v, dense, lens, start, sinks, options.get("softcap", 0.0))
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-3)
-    chosen = options.get("config") or attention.config_for(pair, 6, store.table.shape[1] * page, attention.H200)
-    slots = chosen.splits + (dense is not None)
-    grid, threads, shared, early = machine["kv_decode"].launches[0]
-    assert (grid, threads, early) == ((slots, heads, 3), chosen.warps * 32, False)
-    assert shared == attention.shared_bytes(pair, chosen)
-    merged = [launch[0] for launch in machine["kv_combine"].launches]
-    assert merged == ([(3 * heads * group, 1, 1)] if slots > 1 else [])
-
-
-def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> None:
-    store, params, (k, v) = fill(SAW.key, SAW.value, 64, 1, [50], 64)
-    pair = attention.pair_for(SAW.key, SAW.value, 64, 64)
-    q = torch.randn(1, 11, 1, 64, generator=torch.Generator().manual_seed(3)).half()
-    tensors = sides.tensors_for(pair.key, params["key"], 1, 64)
-    got, _ = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor([50], dtype=torch.int32), pair=attention.text_of(pair), key=tensors,
-        value=tensors, scale=64**-0.5, num_kv_heads=1,
-    )  # fmt: skip
-    assert machine["kv_decode"].launches[0][0][1:] == (2, 1)
-    assert got.dtype == torch.float16
-    want, _ = reference(q, k, v, None, [50], [0], None, 0.0)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
 
 
 def test_constants_become_what_the_kernels_take() -> None:

@@ -23,8 +23,10 @@ from kvcodec.cuda.sides import Encoder, SideTensors, encoder
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout
 
-WARPS = 4
-"""Of a block, ``kv::ENCODE_WARPS``."""
+ROW_THREADS, TABLE_THREADS = 128, 256
+"""Of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
+ROWS_PER_WARP = 4
+"""Of the encoders whose rows are held by eight lanes; the others take four steps."""
 MOST_BLOCKS = 1 << 16
 """Along the rows of a sequence; more rows than that share blocks."""
 
@@ -74,27 +76,42 @@ def target_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Tar
     )
 
 
-def _role(side: Encoder) -> str:
-    """C++ type of one role: the encoder behind its way into the code basis."""
-    how = "kv::FACTOR_NONE" if not side.factor else "kv::FACTOR_OVER" if side.divide else "kv::FACTOR_TIMES"
-    return f"kv::Role<{side.type}, {side.order}, {how}>"
+def _factor(side: Encoder) -> str:
+    return "kv::FACTOR_NONE" if not side.factor else "kv::FACTOR_OVER" if side.divide else "kv::FACTOR_TIMES"
 
 
-def program(target: Target, roles: tuple[str, ...]) -> Program:
-    """Return the source of ``kv_encode`` for one role, or for both at once."""
+def _threads(target: Target, side: Encoder) -> int:
+    if side.form == "blocks":
+        return 2 * target.head_dim
+    return TABLE_THREADS if side.form == "table" else ROW_THREADS
+
+
+def _program(target: Target, roles: tuple[str, ...]) -> Program:
+    """Return the source of ``kv_encode`` for one role, or for both at once if both go row by row."""
     sides = [side for role in roles if (side := target.side(role)) is not None]
-    types = [_role(side) for side in sides]
-    call = (
-        f"kv::encode_pair<{', '.join(types)}>(a)"
-        if len(sides) == 2
-        else f"kv::encode_side<{types[0]}>(a, a.{roles[0]})"
-    )
+    first = sides[0]
+    types = [f"kv::Role<{side.type}, {side.order}, {_factor(side)}>" for side in sides]
+    checks = [f'static_assert(kv::ENCODE_THREADS == {ROW_THREADS}, "threads as the host counts them");']
+    if len(sides) == 2:
+        call = f"kv::encode_pair<{', '.join(types)}>(a)"
+    elif first.form == "rows":
+        call = f"kv::encode_side<{types[0]}>(a, a.{roles[0]})"
+    elif first.form == "blocks":
+        call = f"kv::encode_blocks<{first.type}, {_factor(first)}>(a, a.{roles[0]})"
+        checks = [
+            f'static_assert({first.type}::THREADS == {_threads(target, first)}, "threads as the host counts them");'
+        ]
+    else:
+        call = f"kv::encode_with_table<{types[0]}>(a, a.{roles[0]})"
+        checks = [
+            f'static_assert(kv::TABLE_THREADS == {TABLE_THREADS}, "threads as the host counts them");',
+            f'static_assert(kv::table_bytes<{first.type}>() == {first.shared}, "shared memory as the host counts it");',
+        ]
     source = "\n".join(
         [
-            '#include "encode.cuh"',
             *(f'#include "{name}"' for name in sorted({side.header for side in sides})),
-            f'static_assert(kv::ENCODE_WARPS == {WARPS}, "warps as the host counts them");',
-            "KV_KERNEL void KV_BOUNDS(kv::ENCODE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {",
+            *checks,
+            f"KV_KERNEL void KV_BOUNDS({_threads(target, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
             f"  {call};",
             "}",
             "",
@@ -104,9 +121,18 @@ def program(target: Target, roles: tuple[str, ...]) -> Program:
     return Program(source, fma=False, folders=folders)  # the reference's bits: nothing is contracted
 
 
+def programs(target: Target, roles: tuple[str, ...] = ROLES) -> dict[tuple[str, ...], Program]:
+    """Return the launches that write these roles: the roles of each, and its program."""
+    there = tuple(role for role in roles if target.side(role) is not None)
+    sides = [side for role in there if (side := target.side(role)) is not None]
+    together = len(sides) == 2 and all(side.form == "rows" for side in sides)
+    return {group: _program(target, group) for group in ((there,) if together else tuple((role,) for role in there))}
+
+
 @lru_cache(maxsize=256)
-def _kernel(target: Target, roles: tuple[str, ...], device: torch.device) -> Kernel:
-    return load(program(target, roles), ("kv_encode",), device, target.name)[0]
+def _kernels(target: Target, roles: tuple[str, ...], device: torch.device) -> dict[tuple[str, ...], Kernel]:
+    made = programs(target, roles)
+    return {group: load(program, ("kv_encode",), device, target.name)[0] for group, program in made.items()}
 
 
 ARGS = struct.Struct("<3Q" + 2 * "4Q7q" + "2q4i")
@@ -180,21 +206,24 @@ def _encode(
         target.page_bytes, table.stride(0), KINDS[some.dtype], target.page_tokens,
         table.shape[1] * target.page_tokens, pages.shape[1],
     )  # fmt: skip
-    roles = tuple(x)
-    sides = [target.side(role) for role in roles]
-    together = len(roles) == 2 and all(side is not None and side.block == 1 for side in sides)
-    for group in (roles,) if together else tuple((role,) for role in roles):
-        blocks = max(_blocks(target.side(role), x[role]) for role in group)
-        kernel = _kernel(target, group, some.device)
-        kernel.launch((blocks, some.shape[0], len(group)), WARPS * 32, 0, args)
+    for group, kernel in _kernels(target, tuple(x), some.device).items():
+        side = target.side(group[0])
+        assert side is not None
+        blocks = max(_blocks(target, role, x[role]) for role in group)
+        kernel.launch((blocks, some.shape[0], len(group)), _threads(target, side), side.shared, args)
 
 
-def _blocks(side: Encoder | None, x: Tensor) -> int:
-    """Blocks of threads along the rows of a sequence, so that every warp has one step unless rows are very many."""
+def _blocks(target: Target, role: str, x: Tensor) -> int:
+    """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
+    side = target.side(role)
     assert side is not None
-    rows = x.shape[1] * (x.shape[2] // side.block)
-    each = 1 if side.block > 1 else WARPS * 32 // side.team
-    return max(1, min(-(-rows // each), MOST_BLOCKS))
+    heads, tokens = x.shape[1], x.shape[2]
+    if side.form == "blocks":
+        return max(1, min(heads * (tokens // side.block), MOST_BLOCKS))
+    rows = ROWS_PER_WARP * _threads(target, side) // 32
+    if side.form == "table":  # a block stays with one head; it loads tables first, which a few steps make up for
+        return heads * max(1, min(-(-tokens // (2 * rows)), MOST_BLOCKS // heads))
+    return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
 
 
 # compiled graphs trace the operator, eager calls skip the dispatcher

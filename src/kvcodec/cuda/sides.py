@@ -7,9 +7,11 @@ Between the bases the kernels know two linear maps, in this order for queries an
 and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go back the other way.
 """
 
+import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +19,8 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant
-from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.build import CSRC
 from kvcodec.errors import UnsupportedError
@@ -66,21 +64,25 @@ class Reader:
     order: int = 1
 
 
+Form = Literal["rows", "blocks", "table"]
+
+
 @dataclass(frozen=True)
 class Encoder:
     """How the encode kernels write one role; as ``Reader``.
 
     Parameters
     ----------
-    type, header, folder, tables, order
-        As ``Reader``; ``tables`` is what the struct's ``row`` gets.
+    type, header, folder, tables, order, block
+        As ``Reader``; ``tables`` is what the struct gets.
     factor : str
         Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by.
     divide : bool
-    block : int
-        Tokens per block: 1, or 32 for a struct that encodes a block at a time.
-    team : int
-        Lanes of a warp that share a row: the struct's ``TEAM``.
+    form : {"rows", "blocks", "table"}
+        Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
+        encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
+    shared : int
+        With form="table": bytes of dynamic shared memory, ``table_bytes``; the program asserts it.
     """
 
     type: str
@@ -91,7 +93,8 @@ class Encoder:
     divide: bool = False
     order: int = 1
     block: int = 1
-    team: int = 32
+    form: Form = "rows"
+    shared: int = 0
 
 
 Find = Callable[[Codec, int, Role], "Reader | str"]
@@ -232,3 +235,56 @@ for _codec, _find in (
     (UltraQuant, _ultraquant),
 ):
     add_reader(_codec, _find)
+
+
+def _write_saw(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    assert isinstance(codec, SawInt4)
+    if codec.pack != "neighbours":
+        return f"the kernels write pack=neighbours, not {codec}"
+    name = f"kv::EncodeSaw<{dim}, {_bool(codec.zero == 'float')}>"
+    return Encoder(name, "encode_saw.cuh", order=codec.block_for(dim))
+
+
+def _write_group_int(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    assert isinstance(codec, GroupInt)
+    if codec.group not in (0, 32):
+        return f"the kernels write groups of 32 or of all channels, not {codec}"
+    if codec.along == "channels":
+        name = f"kv::EncodeGroupInt<{dim}, {codec.bits}, {codec.group}, {_bool(codec.symmetric)}>"
+        return Encoder(name, "encode_int.cuh")
+    name = f"kv::EncodeTokensInt<{dim}, {codec.bits}, {codec.group}, {_bool(codec.symmetric)}>"
+    return Encoder(name, "encode_blocks.cuh", block=codec.group, form="blocks")
+
+
+def _write_fp8(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    assert isinstance(codec, Fp8)
+    return Encoder(f"kv::EncodeFp8<{dim}, {_bool(codec.scaled)}>", "encode_fp8.cuh")
+
+
+def _write_innerq(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    assert isinstance(codec, InnerQ)
+    factor, reading = "norm" if codec.norm else "", f"kv::{codec.symmetric.upper()}"
+    if codec.along == "channels":
+        name = f"kv::EncodeInnerq<{dim}, {codec.bits}, {reading}>"
+        return Encoder(name, "encode_innerq.cuh", factor=factor, divide=True)
+    name = f"kv::EncodeTokensInnerq<{dim}, {codec.bits}, {reading}, {_bool(codec.hybrid)}>"
+    return Encoder(name, "encode_blocks.cuh", factor=factor, divide=True, block=codec.block_tokens, form="blocks")
+
+
+def _write_ultraquant(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    assert isinstance(codec, UltraQuant)
+    order = power_of_two_divisor(dim) if codec.rotate else 1
+    bits = int.from_bytes(struct.pack(">d", codec.c), "big")  # of the double
+    unit = math.ceil(math.log2(order) / 2)
+    name = f"kv::EncodeUltraquant<{dim}, 0x{bits:x}ull, {_bool(codec.scale == 'real')}, {unit}>"
+    return Encoder(name, "encode_ultraquant.cuh", order=order)
+
+
+for _codec, _write in (
+    (SawInt4, _write_saw),
+    (GroupInt, _write_group_int),
+    (Fp8, _write_fp8),
+    (InnerQ, _write_innerq),
+    (UltraQuant, _write_ultraquant),
+):
+    add_encoder(_codec, _write)
