@@ -27,11 +27,13 @@
 #define KV_CONST static constexpr
 #define KV_FUNCTION static constexpr
 #define KV_CONSTEXPR constexpr
+#define KV_FUNCTION static constexpr
 #define KV_KERNEL extern "C"
 #define KV_BOUNDS(threads, blocks)
 #define KV_GRID_CONSTANT const
 #define KV_UNROLL
 #define KV_NO_UNROLL
+#define KV_SHARED(type, name, count) alignas(16) static type name[count]
 #define KV_DYNAMIC_SHARED(name) unsigned char* name = kv::emulated::machine.shared
 
 namespace kv {
@@ -116,6 +118,9 @@ inline double sub(double a, double b) { return a - b; }
 inline double mul(double a, double b) { return a * b; }
 inline double div(double a, double b) { return a / b; }
 inline double sqrt(double a) { return __builtin_sqrt(a); }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline float rcp_fast(float x) { return 1.0f / x; }
 inline float round_even(float a) { return nearbyintf(a); }
 inline double round_even(double a) { return nearbyint(a); }
 inline float minimum(float a, float b) { return fminf(a, b); }
@@ -169,6 +174,9 @@ inline uint32_t hmul2(uint32_t a, uint32_t b) {
   using namespace emulated;
   return half_bits(low(a) * low(b)) | (uint32_t)half_bits(high(a) * high(b)) << 16;
 }
+
+// -- one word for all threads -------------------------------------------------------------------------------------------------
+inline void atomic_max(int32_t* at, int32_t x) { *at = x > *at ? x : *at; }
 
 // -- bits -------------------------------------------------------------------------------------------------------------
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {

@@ -32,6 +32,7 @@ using int64_t = long long;
 #define KV_UNROLL _Pragma("unroll")
 #define KV_NO_UNROLL _Pragma("unroll 1")
 #define KV_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define KV_SHARED(type, name, count) __shared__ __align__(16) type name[count]  // of a block, inside a function
 
 namespace kv {
 
@@ -71,6 +72,9 @@ KV_DEV double sub(double a, double b) { return __dsub_rn(a, b); }
 KV_DEV double mul(double a, double b) { return __dmul_rn(a, b); }
 KV_DEV double div(double a, double b) { return __ddiv_rn(a, b); }
 KV_DEV double sqrt(double a) { return __dsqrt_rn(a); }
+KV_DEV float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+KV_DEV double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+KV_DEV float rcp_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }  // within an ulp
 KV_DEV float round_even(float a) { float y; asm("cvt.rni.f32.f32 %0, %1;" : "=f"(y) : "f"(a)); return y; }
 KV_DEV double round_even(double a) { double y; asm("cvt.rni.f64.f64 %0, %1;" : "=d"(y) : "d"(a)); return y; }
 KV_DEV float minimum(float a, float b) { return fminf(a, b); }
@@ -94,6 +98,9 @@ KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
+
+// -- one word for all threads -------------------------------------------------------------------------------------------------
+KV_DEV void atomic_max(int32_t* at, int32_t x) { atomicMax(at, x); }
 
 // -- bits --------------------------------------------------------------------------------------------------------------------
 KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }

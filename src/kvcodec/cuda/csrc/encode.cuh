@@ -1,0 +1,219 @@
+// Encoding into pages: rows of keys and values, each one token of one head, to the bytes of the reference codec.
+//
+// A kernel is instantiated by a few lines of source:
+//
+//     #include "encode.cuh"
+//     #include "encode_saw.cuh"
+//     KV_KERNEL void KV_BOUNDS(kv::ENCODE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs args) {
+//       kv::encode_pair<kv::Role<kv::EncodeSaw<128>, 128>, kv::Role<kv::EncodeSaw<128>>>(args);
+//     }
+//
+//   encode_pair<K, V>          keys in block_z = 0, values in block_z = 1: one launch for both. Grid (x, B, 2)
+//   encode_side<R>(args, args.key)      one role only. Grid (x, B, 1)
+//   Any x >= 1 is right, since the blocks stride over the H * N rows of a sequence; max over roles of
+//   ceil(H * N / ROLE::BLOCK_ROWS) gives every warp one step. ENCODE_THREADS threads, no dynamic shared memory.
+//
+// Role<Codec, ORDER, FACTOR> is the way into the code basis: x, times or over factor[b, h, c], then the block-diagonal Hadamard
+// matrix of ORDER (1: none), bit by bit as ops/hadamard.py has it: sums in double, times ORDER**-0.5, rounded to fp32.
+//
+// A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity is not
+// stored and raises *bad to 2.
+//
+// Row codecs: a struct template on D, in encode_<name>.cuh, lanes of a warp share a row:
+//
+//   TEAM = 32                  lanes of a row
+//   PLANES, plane_bytes(p)     bytes of one token in plane p, as layout() of the Python codec has them
+//   SCRATCH                    bytes of shared memory per warp that row() needs besides, 16-byte aligned; 0: none
+//   row(const float (&y)[D / 32], int lane, const uint8_t* tables, uint8_t* out, uint8_t* scratch)
+//                              y[i] is channel lane + 32 i in the code basis. All 32 lanes call it with the same row. Writes every
+//                              byte of all planes of this token to `out` (shared memory: plane p starts at row_offset<Codec>(p),
+//                              4-byte aligned; `out` itself at 16). Ends with kv::sync_warp().
+//
+// Quad codecs do four rows per warp, eight lanes each, and pack what a lane holds without shared memory:
+//
+//   TEAM = 8
+//   PLANES, plane_bytes(p)
+//   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES])
+//                              y[4 i + e] is channel 32 i + 4 part + e of the row of lanes 8 r .. 8 r + 7 (part = lane % 8). at[p]
+//                              is where plane p of the row lies in global memory. Stores only if live; every stored word is
+//                              and-ed with keep (0 for a row that cannot be held). All lanes must reach every exchange.
+#pragma once
+#include "encode_args.cuh"
+
+namespace kv {
+
+constexpr int ENCODE_WARPS = 4;
+constexpr int ENCODE_THREADS = 32 * ENCODE_WARPS;
+constexpr float HALF_MAX = 65504.0f;
+
+enum Factor { FACTOR_NONE, FACTOR_TIMES, FACTOR_OVER };
+
+// how rows of a role come into the code basis
+template <class C, int ROTATION = 1, int HOW = FACTOR_NONE> struct Role {
+  using Codec = C;
+  KV_CONST int ORDER = ROTATION;
+  KV_CONST int FACTOR = HOW;
+  KV_CONST int WARP_ROWS = 32 / C::TEAM;
+  KV_CONST int BLOCK_ROWS = ENCODE_WARPS * WARP_ROWS;
+};
+
+// where plane p of a token begins in row()'s `out`
+template <class C> KV_CONSTEXPR int row_offset(int p) {
+  int offset = 0;
+  for (int q = 0; q < p; q++) offset += (C::plane_bytes(q) + 3) / 4 * 4;
+  return offset;
+}
+
+// 2^-k/2 as Python's (2^k)**-0.5 gives it
+KV_CONSTEXPR double inverse_root(int order) {
+  double c = 1.0;
+  for (; order >= 4; order /= 4) c *= 0.5;
+  return order == 2 ? c * 0.70710678118654757 : c;
+}
+
+// -- into the code basis -----------------------------------------------------------------------------------------------------
+template <int TEAM> KV_DEV int channel_of(int part, int k) {
+  return TEAM == 32 ? part + 32 * k : 32 * (k / 4) + 4 * part + k % 4;
+}
+
+// the elements of a lane: bits of k are the channel bits that TEAM leaves in registers
+template <int TEAM, int N>
+KV_DEV void load_row(float (&y)[N], const void* x, int64_t at, int part, int kind) {
+  if (TEAM == 32) {
+    KV_UNROLL for (int k = 0; k < N; k++) y[k] = load_real(x, at + part + 32 * k, kind);
+  } else if (kind == 2) {
+    const uint64_t* from = (const uint64_t*)((const float*)x + at + 4 * part);
+    KV_UNROLL for (int k = 0; k < N; k += 2) {
+      uint64_t w = from[16 * (k / 4) + k % 4 / 2];
+      y[k] = bits_float((uint32_t)w);
+      y[k + 1] = bits_float((uint32_t)(w >> 32));
+    }
+  } else {
+    const uint64_t* from = (const uint64_t*)((const uint16_t*)x + at + 4 * part);
+    uint32_t w[N / 2];
+    KV_UNROLL for (int i = 0; i < N / 4; i++) {
+      uint64_t four = from[8 * i];
+      w[2 * i] = (uint32_t)four;
+      w[2 * i + 1] = (uint32_t)(four >> 32);
+    }
+    if (kind == 1) {
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
+    } else {
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = half_float((uint16_t)(w[k / 2] >> 16 * (k % 2)));
+    }
+  }
+}
+
+// y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
+template <int TEAM, int ORDER, int N> KV_DEV void rotate_row(float (&y)[N], int part) {
+  double s[N];
+  KV_UNROLL for (int k = 0; k < N; k++) s[k] = (double)y[k];
+  KV_UNROLL for (int bit = 1; bit < ORDER; bit *= 2) {
+    int lane_bit = TEAM == 32 ? (bit < 32 ? bit : 0) : (bit >= 4 && bit < 32 ? bit / 4 : 0);
+    int step = TEAM == 32 ? bit / 32 : bit < 4 ? bit : bit / 8;  // between partners within a lane
+    if (lane_bit) {
+      double sign = part & lane_bit ? -1.0 : 1.0;
+      KV_UNROLL for (int k = 0; k < N; k++) s[k] = fma(s[k], sign, shfl_xor(s[k], lane_bit));
+    } else {
+      KV_UNROLL for (int k = 0; k < N; k++) {
+        if (k & step) continue;
+        double a = s[k], b = s[k | step];
+        s[k] = add(a, b);
+        s[k | step] = sub(a, b);
+      }
+    }
+  }
+  KV_UNROLL for (int k = 0; k < N; k++) y[k] = (float)mul(s[k], inverse_root(ORDER));
+}
+
+// -- from shared memory to a page ----------------------------------------------------------------------------------------------
+template <class T, int BYTES> KV_DEV void copy_as(uint8_t* to, const uint8_t* from, int lane, bool keep) {
+  KV_UNROLL for (int i = lane; i < BYTES / (int)sizeof(T); i += 32) ((T*)to)[i] = keep ? ((const T*)from)[i] : (T)0;
+}
+template <class C, int P = 0>
+KV_DEV void copy_planes(uint8_t* const (&at)[C::PLANES], const uint8_t* out, int lane, bool keep) {
+  if constexpr (P < C::PLANES) {
+    constexpr int BYTES = C::plane_bytes(P);
+    const uint8_t* from = out + row_offset<C>(P);
+    if constexpr (BYTES % 4 == 0) copy_as<uint32_t, BYTES>(at[P], from, lane, keep);
+    else if constexpr (BYTES % 2 == 0) copy_as<uint16_t, BYTES>(at[P], from, lane, keep);
+    else copy_as<uint8_t, BYTES>(at[P], from, lane, keep);
+    copy_planes<C, P + 1>(at, out, lane, keep);
+  }
+}
+
+KV_DEV void raise(int32_t* bad, int32_t level) {
+  if (bad) atomic_max(bad, level);
+}
+
+// where the planes of a token begin in its page
+template <class C>
+KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, int32_t slot) {
+  int32_t column = slot / a.page_tokens, place = slot % a.page_tokens;
+  int64_t page = a.page_table[b * a.table_row + column];
+  uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
+  KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
+    at[p] = plane + place * C::plane_bytes(p);
+    plane += align16(C::plane_bytes(p) * a.page_tokens);
+  }
+}
+
+// all rows of one role
+template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
+  using C = typename R::Codec;
+  constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
+  int lane = thread() % 32, warp = thread() / 32, part = lane % TEAM, b = block_y();
+  uint32_t rows = (uint32_t)(a.heads * s.tokens), step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
+  for (uint32_t first = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS; first < rows; first += step) {
+    uint32_t row = first + lane / TEAM;
+    bool live = row < rows;
+    if (!live) row = first;
+    int head = (int)(row / (uint32_t)s.tokens);
+    int64_t n = row % (uint32_t)s.tokens;
+    float y[N];
+    load_row<TEAM>(y, s.x, b * s.batch + head * s.head + n * s.token, part, a.kind);
+    int64_t slot = s.first[b] + n;
+    if (live && slot >= a.capacity) {
+      if (part == 0) raise(a.bad, 2);
+      live = false;
+    }
+    if (!any(live)) continue;
+    uint8_t* at[C::PLANES];
+    locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
+
+    bool good = true;  // false for NaN too
+    KV_UNROLL for (int k = 0; k < N; k++) good = good && (y[k] <= HALF_MAX && y[k] >= -HALF_MAX);
+    good = (ballot(!good) >> (lane - part) & (uint32_t)((1ull << TEAM) - 1)) == 0;
+    if (!good) {
+      if (live && part == 0) raise(a.bad, 1);
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
+    }
+    if (R::FACTOR != FACTOR_NONE) {
+      const float* factor = s.factor + b * s.factor_batch + head * C::DIM;
+      KV_UNROLL for (int k = 0; k < N; k++) {
+        float f = factor[channel_of<TEAM>(part, k)];
+        y[k] = R::FACTOR == FACTOR_TIMES ? mul(y[k], f) : div(y[k], f);
+      }
+    }
+    if constexpr (R::ORDER > 1) rotate_row<TEAM, R::ORDER>(y, part);
+
+    if constexpr (TEAM == 32) {
+      constexpr int OUT = align16(row_offset<C>(C::PLANES)), EACH = OUT + align16(C::SCRATCH);
+      KV_SHARED(uint8_t, shared, ENCODE_WARPS * EACH);
+      uint8_t* out = shared + warp * EACH;
+      C::row(y, lane, s.tables + head * s.table_head, out, out + OUT);
+      copy_planes<C>(at, out, lane, good);
+      sync_warp();  // before the next row overwrites it
+    } else {
+      C::quad(y, part, good ? 0xffffffffu : 0u, live, at);
+    }
+  }
+}
+
+// keys and values in one launch
+template <class K, class V> KV_DEV void encode_pair(const EncodeArgs& a) {
+  if (block_z() == 0) encode_side<K>(a, a.key);
+  else encode_side<V>(a, a.value);
+}
+
+}  // namespace kv
