@@ -125,6 +125,9 @@ inline float round_even(float a) { return nearbyintf(a); }
 inline double round_even(double a) { return nearbyint(a); }
 inline float minimum(float a, float b) { return fminf(a, b); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
+inline double minimum(double a, double b) { return fmin(a, b); }
+inline double maximum(double a, double b) { return fmax(a, b); }
+inline float absolute(float a) { return fabsf(a); }
 
 // -- 16-bit floating point --------------------------------------------------------------------------------------------
 inline uint16_t half_bits(double x) {
