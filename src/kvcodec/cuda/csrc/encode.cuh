@@ -48,6 +48,12 @@ constexpr float HALF_MAX = 65504.0f;
 
 enum Factor { FACTOR_NONE, FACTOR_TIMES, FACTOR_OVER };
 
+template <bool FIRST, class A, class B> struct Either { using Type = A; };
+template <class A, class B> struct Either<false, A, B> { using Type = B; };
+template <bool FIRST, class A, class B> using either = typename Either<FIRST, A, B>::Type;
+template <class T> struct IsVoid { static constexpr bool YES = false; };
+template <> struct IsVoid<void> { static constexpr bool YES = true; };
+
 // how rows of a role come into the code basis
 template <class C, int ROTATION = 1, int HOW = FACTOR_NONE> struct Role {
   using Codec = C;
@@ -146,15 +152,15 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
   if (bad) atomic_max(bad, level);
 }
 
-// where the planes of a token begin in its page
-template <class C>
+// where the planes of a token, or of a block of GROUP tokens, begin in its page
+template <class C, int GROUP = 1>
 KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, int32_t slot) {
-  int32_t column = slot / a.page_tokens, place = slot % a.page_tokens;
+  int32_t column = slot / a.page_tokens, place = slot % a.page_tokens / GROUP, blocks = a.page_tokens / GROUP;
   int64_t page = a.page_table[b * a.table_row + column];
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
   KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
     at[p] = plane + place * C::plane_bytes(p);
-    plane += align16(C::plane_bytes(p) * a.page_tokens);
+    plane += align16(C::plane_bytes(p) * blocks);
   }
 }
 
@@ -182,7 +188,7 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
     locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
 
     bool good = true;  // false for NaN too
-    KV_UNROLL for (int k = 0; k < N; k++) good = good && (y[k] <= HALF_MAX && y[k] >= -HALF_MAX);
+    KV_UNROLL for (int k = 0; k < N; k++) good = good && absolute(y[k]) <= HALF_MAX;
     good = (ballot(!good) >> (lane - part) & (uint32_t)((1ull << TEAM) - 1)) == 0;
     if (!good) {
       if (live && part == 0) raise(a.bad, 1);
