@@ -27,7 +27,6 @@
 #define KV_CONST static constexpr
 #define KV_FUNCTION static constexpr
 #define KV_CONSTEXPR constexpr
-#define KV_FUNCTION static constexpr
 #define KV_KERNEL extern "C"
 #define KV_BOUNDS(threads, blocks)
 #define KV_GRID_CONSTANT const
