@@ -190,8 +190,8 @@ def _launch(library: harness.Library, index: int, case: Case, call: Call, params
         side = Side(x=memory.put(x), first=memory.put(first), tokens=x.shape[2])
         side.batch, side.head, side.token = x.stride()[:3]
         if case.factor:
-            norm = params["norm"]
-            side.factor, side.factor_batch = memory.put(norm), norm.stride(0) if len(norm) > 1 else 0
+            factor = 1.0 / params["norm"].double()
+            side.factor, side.factor_batch = memory.put(factor), factor.stride(0) if len(factor) > 1 else 0
         args = Args(memory.put(pages, True), memory.put(table), memory.put(bad, True), side, Side())
         args.page_bytes, args.table_row, args.kind = layout.page_bytes, table.stride(0), KINDS.index(x.dtype)
         args.page_tokens, args.heads = call.page_tokens, x.shape[1]
