@@ -30,6 +30,12 @@
 
 namespace kv {
 
+// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the codes' basis
+// (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells where the D signs s lie.
+template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
+template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
+template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
+
 // The query of 8 heads in the basis of the codes: B operands of the tensor core, and what undoes their scaling.
 template <class K, int D> struct Query {
   uint32_t r[K::K_REGS];       // head g, channels of part j
@@ -38,7 +44,7 @@ template <class K, int D> struct Query {
 };
 
 template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live) {
-  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS;
+  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
   const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
   float x[ROWS][N];
   KV_UNROLL
@@ -57,15 +63,26 @@ template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, floa
     float top = 0.0f;
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
-      shared[n * row_floats(D) + skew(lane + 32 * i)] = x[row][i];
+      shared[n * WIDTH + skew(lane + 32 * i)] = x[row][i];
       top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
     }
+    if constexpr (is_sketched<K>(0)) {
+      const float* signs = K::sketch(a.key.table + h * a.key.table_head);
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) x[row][i] *= signs[lane + 32 * i];
+      hadamard_row<D>(x[row], D, lane);
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) {
+        shared[n * WIDTH + skew(D + lane + 32 * i)] = x[row][i];
+        top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
+      }
+    }
     top = warp_max(top);
-    if (lane == 0) shared[8 * row_floats(D) + n] = top;
+    if (lane == 0) shared[8 * WIDTH + n] = top;
   }
   sync_threads();
-  const float* mine = shared + g * row_floats(D);
-  const float top = shared[8 * row_floats(D) + g];
+  const float* mine = shared + g * WIDTH;
+  const float top = shared[8 * WIDTH + g];
   // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
   int exponent = (int)(float_bits(top) >> 23) - 127;
   exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
@@ -212,7 +229,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
   KV_CONST int RING = WARPS * STAGES * TILE;
   KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the ring's place
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int QUERY = (8 * (row_floats(D) + 1) * 4 + 127) / 128 * 128;
+  KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SHARED = TABLES + QUERY + (RING > MERGE ? RING : MERGE);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
