@@ -28,8 +28,6 @@ KV_KERNEL void KV_BOUNDS(128, 1) nested(const uint32_t* x, float* y, int n, int 
   }
   y[thread()] = total;
 }
-<<<<<<< HEAD
-=======
 // a rare branch does more of the same; votes make the compiler provide for a warp that has diverged
 KV_KERNEL void KV_BOUNDS(128, 1) branching(const uint32_t* x, float* y, int n) {
   float d[4] = {0, 0, 0, 0};
@@ -45,7 +43,6 @@ KV_KERNEL void KV_BOUNDS(128, 1) branching(const uint32_t* x, float* y, int n) {
   }
   y[thread()] = d[0] + d[1] + d[2] + d[3];
 }
->>>>>>> wt-enca
 KV_KERNEL void straight(float* y) { y[thread()] = add(mul(y[thread()], 3.0f), 1.0f); }
 KV_KERNEL void fused(float* y) { y[thread()] = y[thread()] * 3.0f + 1.0f; }
 // 200 numbers that live at once and 64 registers to hold them
@@ -65,27 +62,16 @@ KV_KERNEL void KV_BOUNDS(1024, 1) spilling(const float* x, float* y) {
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loops_and_their_instructions(arch):
     kernels = compile_kernels(SOURCE, arch)
-<<<<<<< HEAD
-    assert set(kernels) == {"nested", "straight", "fused", "spilling"}
-    nested = kernels["nested"]
-    assert len(nested.loops) == 2
-    inner, outer = nested.loop_with("HMMA"), nested.loop_with("LDGSTS")
-=======
     assert set(kernels) == {"nested", "branching", "straight", "fused", "spilling"}
     nested = kernels["nested"]
     assert len(nested.loops) == 2
     inner, outer = nested.loop_with("HMMA").code, nested.loop_with("LDGSTS").code
->>>>>>> wt-enca
     assert mix(inner)["HMMA"] == 1
     assert mix(inner)["MOVM"] == 1
     assert not {"LDGSTS", "MUFU"} & set(mix(inner))
     assert {"LDGSTS", "MUFU", "SHFL", "HMMA"} <= set(mix(outer))
     assert 5 < len(inner) < len(outer) < len(nested.code)
-<<<<<<< HEAD
-    assert nested.loops_with("HMMA", "LDGSTS") == [outer]
-=======
     assert [x.code for x in nested.loops_with("HMMA", "LDGSTS")] == [outer]
->>>>>>> wt-enca
     assert not nested.loops_with("DADD")
     assert not kernels["straight"].loops
     assert not kernels["straight"].loops_with()
@@ -94,8 +80,6 @@ def test_loops_and_their_instructions(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-<<<<<<< HEAD
-=======
 def test_the_shortest_way_around_a_loop(arch):
     loop = compile_kernels(SOURCE, arch)["branching"].loop_with("HMMA", "VOTE")
     once, often = loop.shortest("HMMA"), loop.shortest("HMMA", 2)
@@ -111,7 +95,6 @@ def test_the_shortest_way_around_a_loop(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
->>>>>>> wt-enca
 def test_spills_and_registers(arch):
     kernels = compile_kernels(SOURCE, arch)
     spilling, nested = kernels["spilling"], kernels["nested"]

@@ -13,15 +13,10 @@
 //   Any x >= 1 is right, since the blocks stride over the H * N rows of a sequence; max over roles of
 //   ceil(H * N / ROLE::BLOCK_ROWS) gives every warp one step. ENCODE_THREADS threads, no dynamic shared memory.
 //
-<<<<<<< HEAD
-// Role<Codec, ORDER, FACTOR> is the way into the code basis: x, times or over factor[b, h, c], then the block-diagonal Hadamard
-// matrix of ORDER (1: none), bit by bit as ops/hadamard.py has it: sums in double, times ORDER**-0.5, rounded to fp32.
-=======
 // Role<Codec, ORDER, FACTOR> is the way into the code basis, bit by bit the reference's: x, by FACTOR
 //   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
 //   FACTOR_OVER                over a float32 norm[b, h, c]: factor holds its reciprocal, 1.0 / norm in float64
 // then the block-diagonal Hadamard matrix of ORDER (1: none), ops/hadamard.py: sums in double, times ORDER**-0.5, rounded to fp32.
->>>>>>> wt-enca
 //
 // A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity is not
 // stored and raises *bad to 2.
@@ -117,8 +112,6 @@ KV_DEV void load_row(float (&y)[N], const void* x, int64_t at, int part, int kin
   }
 }
 
-<<<<<<< HEAD
-=======
 // x times a factor; or over a norm whose reciprocal is the factor. The product in double is within 2^-52 of the quotient, and a
 // quotient of floats is further than 2^-49 away from where rounding to float changes (the midpoints have 25 bits, so that
 // x - norm * midpoint is no less than a unit of its 49 bits): this is the quotient as IEEE rounds it, and costs a quarter.
@@ -127,7 +120,6 @@ template <int HOW> KV_DEV float factored(float x, const void* factor, int64_t i)
   return (float)mul((double)x, ((const double*)factor)[i]);
 }
 
->>>>>>> wt-enca
 // y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
 template <int TEAM, int ORDER, int N> KV_DEV void rotate_row(float (&y)[N], int part) {
   double s[N];
@@ -170,13 +162,6 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
   if (bad) atomic_max(bad, level);
 }
 
-<<<<<<< HEAD
-// where the planes of a token, or of a block of GROUP tokens, begin in its page
-template <class C, int GROUP = 1>
-KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, int32_t slot) {
-  int32_t column = slot / a.page_tokens, place = slot % a.page_tokens / GROUP, blocks = a.page_tokens / GROUP;
-  int64_t page = a.page_table[b * a.table_row + column];
-=======
 // the page of a slot
 KV_DEV int64_t page_of(const EncodeArgs& a, int b, uint32_t slot) {
   return a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
@@ -186,7 +171,6 @@ KV_DEV int64_t page_of(const EncodeArgs& a, int b, uint32_t slot) {
 template <class C, int GROUP = 1>
 KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int64_t page, int head, uint32_t slot) {
   int32_t place = (int32_t)(slot % (uint32_t)a.page_tokens / GROUP), blocks = a.page_tokens / GROUP;
->>>>>>> wt-enca
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
   KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
     at[p] = plane + place * C::plane_bytes(p);
@@ -199,28 +183,6 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
   using C = typename R::Codec;
   constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
   int lane = thread() % 32, warp = thread() / 32, part = lane % TEAM, b = block_y();
-<<<<<<< HEAD
-  uint32_t rows = (uint32_t)(a.heads * s.tokens), step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
-  for (uint32_t first = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS; first < rows; first += step) {
-    uint32_t row = first + lane / TEAM;
-    bool live = row < rows;
-    if (!live) row = first;
-    int head = (int)(row / (uint32_t)s.tokens);
-    int64_t n = row % (uint32_t)s.tokens;
-    float y[N];
-    load_row<TEAM>(y, s.x, b * s.batch + head * s.head + n * s.token, part, a.kind);
-    int64_t slot = s.first[b] + n;
-    if (live && slot >= a.capacity) {
-      if (part == 0) raise(a.bad, 2);
-      live = false;
-    }
-    if (!any(live)) continue;
-    uint8_t* at[C::PLANES];
-    locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
-
-    bool good = true;  // false for NaN too
-    KV_UNROLL for (int k = 0; k < N; k++) good = good && absolute(y[k]) <= HALF_MAX;
-=======
   uint32_t tokens = (uint32_t)s.tokens, rows = a.heads * tokens, step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
   uint32_t start = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS;
   if (start >= rows) return;
@@ -243,23 +205,12 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
 
     bool good = true;  // false for NaN too
     KV_UNROLL for (int k = 0; k < N; k++) good &= absolute(y[k]) <= HALF_MAX;
->>>>>>> wt-enca
     good = (ballot(!good) >> (lane - part) & (uint32_t)((1ull << TEAM) - 1)) == 0;
     if (!good) {
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
     if (R::FACTOR != FACTOR_NONE) {
-<<<<<<< HEAD
-      const float* factor = s.factor + b * s.factor_batch + head * C::DIM;
-      KV_UNROLL for (int k = 0; k < N; k++) {
-        float f = factor[channel_of<TEAM>(part, k)];
-        y[k] = R::FACTOR == FACTOR_TIMES ? mul(y[k], f) : div(y[k], f);
-      }
-    }
-    if constexpr (R::ORDER > 1) rotate_row<TEAM, R::ORDER>(y, part);
-
-=======
       int64_t at = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_of<TEAM>(part, k));
     }
@@ -267,7 +218,6 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
 
     uint8_t* at[C::PLANES];
     locate<C>(at, a, s, page, head, slot);
->>>>>>> wt-enca
     if constexpr (TEAM == 32) {
       constexpr int OUT = align16(row_offset<C>(C::PLANES)), EACH = OUT + align16(C::SCRATCH);
       KV_SHARED(uint8_t, shared, ENCODE_WARPS * EACH);
