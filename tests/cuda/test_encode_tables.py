@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site
+from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
@@ -180,3 +181,13 @@ def test_octopus_with_other_candidates(rounding: Literal["scalar", "local_2x2", 
     encoders = Encoders(codecs, 128)
     for codec in codecs:
         encoders.check(codec, random_rows(13, 128).half())
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_hqmq(dim: int) -> None:
+    pairs = ((24, 3), (48, 4), (96, 4), (192, 6), (96, 3), (24, 6)) if dim in (64, 128) else ((24, 3), (96, 4))
+    codecs = [Hqmq(s, r) for s, r in pairs]
+    encoders = Encoders(codecs, dim)
+    for i, codec in enumerate(codecs):
+        encoders.check(codec, random_rows(49, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
+    encoders.check(codecs[1], random_rows(48, dim) * torch.logspace(-44, 0, 48)[:, None], seed=1)

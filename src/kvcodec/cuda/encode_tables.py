@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params
+from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import GROUP, UltraTQ
+from kvcodec.cuda.hqmq_tables import hqmq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
 
@@ -68,6 +70,9 @@ def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
             f"kv::{ROUNDINGS[codec.rounding]}>"
         )
         return RowEncoder(name, "encode_octopus.cuh", _octopus(codec), "signs", order)
+    if type(codec) is Hqmq and codec.packing == "ceil":
+        name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
+        return RowEncoder(name, "encode_hqmq.cuh", lambda params: hqmq_table(params["secondary"][0]))
     return None
 
 
