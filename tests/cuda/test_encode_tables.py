@@ -2,12 +2,15 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.cuda.encode_tables import row_encoder
@@ -160,3 +163,31 @@ def test_ultra_tq(dim: int) -> None:
     for i, codec in enumerate(codecs):
         encoders.check(codec, random_rows(49, dim, i).half())
         encoders.check(codec, random_rows(48, dim) * torch.logspace(-30, 0, 48)[:, None])
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_octopus(dim: int) -> None:
+    codecs = [Octopus(*bits) for bits in ((1, 1), (3, 1), (4, 2), (5, 3), (3, 2), (5, 4), (2, 6))]
+    codecs.append(Octopus(4, 3, norm="fp32"))
+    encoders = Encoders(codecs, dim)
+    for i, codec in enumerate(codecs):
+        encoders.check(codec, random_rows(49, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
+    encoders.check(codecs[3], random_rows(48, dim) * torch.logspace(-44, 0, 48)[:, None], seed=1)
+
+
+@pytest.mark.parametrize("rounding", ["scalar", "local_2x2", "full"])
+def test_octopus_with_other_candidates(rounding: Literal["scalar", "local_2x2", "full"]) -> None:
+    codecs = [Octopus(3, 1, rounding), Octopus(7, 2, rounding)]
+    encoders = Encoders(codecs, 128)
+    for codec in codecs:
+        encoders.check(codec, random_rows(13, 128).half())
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_hqmq(dim: int) -> None:
+    pairs = ((24, 3), (48, 4), (96, 4), (192, 6), (96, 3), (24, 6)) if dim in (64, 128) else ((24, 3), (96, 4))
+    codecs = [Hqmq(s, r) for s, r in pairs]
+    encoders = Encoders(codecs, dim)
+    for i, codec in enumerate(codecs):
+        encoders.check(codec, random_rows(49, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
+    encoders.check(codecs[1], random_rows(48, dim) * torch.logspace(-44, 0, 48)[:, None], seed=1)

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import GROUP, UltraTQ
+from kvcodec.cuda.hqmq_tables import hqmq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
 
+ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "ROUND_3X3", "full": "ROUND_FULL"}
 SLACK = 2.0**-20
 """How far, relative to the number itself, fp32 may be off before double decides; four times what can happen."""
 
@@ -60,6 +64,15 @@ def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
         shift = max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 0
         name = f"kv::UltraTqRow<{head_dim}, {_flag(blocks)}, {shift}>"
         return RowEncoder(name, "encode_ultra_tq.cuh", _nearest(4), "", order)
+    if type(codec) is Octopus:
+        name = (
+            f"kv::OctopusRow<{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {_flag(codec.norm == 'fp32')}, "
+            f"kv::{ROUNDINGS[codec.rounding]}>"
+        )
+        return RowEncoder(name, "encode_octopus.cuh", _octopus(codec), "signs", order)
+    if type(codec) is Hqmq and codec.packing == "ceil":
+        name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
+        return RowEncoder(name, "encode_hqmq.cuh", lambda params: hqmq_table(params["secondary"][0]))
     return None
 
 
@@ -71,6 +84,20 @@ def _nearest(bits: int) -> Callable[[Params], Tensor]:
     def build(params: Params) -> Tensor:
         levels = params["levels"]
         return level_table(midpoints(levels[0].double()), bits)[None].to(levels.device)
+
+    return build
+
+
+def _octopus(codec: Octopus) -> Callable[[Params], Tensor]:
+    def build(params: Params) -> Tensor:
+        xi, rho, directions = (params[name][0].cpu().double() for name in ("xi", "rho", "directions"))
+        walls = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+        parts = (
+            level_table(walls, codec.direction_bits, SLACK),
+            level_table(midpoints(rho), codec.norm_bits),
+            torch.nn.functional.pad(directions, (0, 1)).float().view(torch.uint8).flatten(),
+        )
+        return torch.cat(parts)[None].to(params["xi"].device)
 
     return build
 
