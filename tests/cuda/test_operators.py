@@ -187,6 +187,7 @@ WRITTEN = (
     ),
     *("saw-int4", "saw-int4:rotate=kv,zero=float", "kivi-2", "kivi-4", "innerq-base", "innerq-small", "innerq-hybrid"),
     *("innerq-base:symmetric=full", "ultraquant", "ultraquant:scale=real", "ultra-tq"),
+    *("dense", "dense:dtype=bfloat16"),
 )
 
 
@@ -240,6 +241,32 @@ def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page
             sides.SideTensors(None, None, 1) if side is None else sides.tensors_for(side, params[role], heads, dim)
         )
     return store, (target, given, params)
+
+
+READ = ("dense", "dense:dtype=bfloat16", "saw-int4", "int-4")
+"""As many readers as there are ways of the host to serve them; every reader has tests of its own."""
+
+
+@pytest.mark.parametrize("spec", READ)
+@pytest.mark.parametrize("dim", [64, 96])
+def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]) -> None:
+    scheme, heads = kvcodec.get(spec), 2
+    pair = attention.pair_for(scheme.key, scheme.value, dim, 64)
+    if isinstance(pair, str):
+        pytest.skip(pair)
+    store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, [75, 33], 64)
+    q = torch.randn(2, 4, 1, dim, generator=torch.Generator().manual_seed(8))
+    given = [
+        sides.tensors_for(side, params[role], heads, dim)
+        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+    ]
+    got, _ = attention.decode_attention(
+        q, store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32), pair=attention.text_of(pair),
+        key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads,
+        config=attention.Config(32, 2, 2, 1, 1),
+    )  # fmt: skip
+    want, _ = reference(q, k, v, None, [75, 33], [0, 0], None, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("spec", ["int-4", "kivi-2", "ultra-tq"])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
+from kvcodec.codecs.dense import Dense
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
@@ -174,6 +175,13 @@ def tensors_for(side: Reader | Encoder, params: Params, heads: int, head_dim: in
 # -- the codecs of this package --------------------------------------------------------------------------------------
 
 
+def _dense(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, Dense)
+    if codec.dtype == "float32":
+        return f"the kernels read 16-bit numbers, not {codec}"
+    return Reader(f"kv::ReadDense<{dim}, {_bool(codec.dtype == 'bfloat16')}>", "read_dense.cuh")
+
+
 def _saw(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, SawInt4)
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
@@ -228,6 +236,7 @@ def _bool(x: bool) -> str:
 
 
 for _codec, _find in (
+    (Dense, _dense),
     (SawInt4, _saw),
     (GroupInt, _group_int),
     (Fp8, _fp8),
@@ -235,6 +244,13 @@ for _codec, _find in (
     (UltraQuant, _ultraquant),
 ):
     add_reader(_codec, _find)
+
+
+def _write_dense(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    assert isinstance(codec, Dense)
+    if codec.dtype == "float32":
+        return f"the kernels write 16-bit numbers, not {codec}"
+    return Encoder(f"kv::EncodeDense<{dim}, {_bool(codec.dtype == 'bfloat16')}>", "encode_dense.cuh")
 
 
 def _write_saw(codec: Codec, dim: int, role: Role) -> Encoder | str:
@@ -281,6 +297,7 @@ def _write_ultraquant(codec: Codec, dim: int, role: Role) -> Encoder | str:
 
 
 for _codec, _write in (
+    (Dense, _write_dense),
     (SawInt4, _write_saw),
     (GroupInt, _write_group_int),
     (Fp8, _write_fp8),
