@@ -108,6 +108,7 @@ KV_KERNEL void mistake(int kind, int32_t* in, int32_t* out) {
   if (kind == 16 && t == 3) shfl_xor(1.0, 1);
   else if (kind == 16) shfl_xor(1.0f, 1);
   if (kind == 17 && t == 33) copy16(shared, out);
+  for (volatile int i = 0; kind == 19 && t == 33; i = i) {}
   if (kind == 18 && t >= 32) return;  // allowed
   if (kind == 18) sync_threads();
   sync_warp();
@@ -413,6 +414,24 @@ def test_mistakes_are_found(kind, message):
     out = torch.zeros(14, dtype=torch.int32)[1:] if kind == 17 else torch.zeros(13, dtype=torch.int32)
     with pytest.raises(EmulationError, match=message):
         build(MISTAKES).call("run_mistake", kind, values, Out(out))
+
+
+def test_an_endless_loop_ends(monkeypatch):
+    monkeypatch.setenv("KV_EMULATE_SECONDS", "1")
+    with pytest.raises(EmulationError, match=r"thread 33 .*an endless loop"):
+        build(MISTAKES).call("run_mistake", 19, torch.zeros(64, dtype=torch.int32), None)
+
+
+def test_fibers_of_other_processors():
+    """The portable way of changing stacks, which x86-64 does not take."""
+    library = build(MISTAKES, ("-DKV_EMULATE_UCONTEXT",))
+    values, out = torch.zeros(64, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
+    for kind, message in ((1, "deadlock"), (10, r"thread 33 .*read-only"), (12, "stack is full")):
+        with pytest.raises(EmulationError, match=message):
+            library.call("run_mistake", kind, values, Out(out))
+    library.call("run_mistake", 0, values, Out(out), seed=2)
+    x, y = copies(0, 4, build(COPIES, ("-DKV_EMULATE_UCONTEXT",)))
+    assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("kind", [0, 18])
