@@ -88,7 +88,7 @@ struct Range {
 };
 
 struct Machine {
-  int walled = 0;  // stacks with a wall below
+
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
   Context main;

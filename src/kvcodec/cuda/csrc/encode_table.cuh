@@ -68,11 +68,8 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
         KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
       }
       if (R::FACTOR != FACTOR_NONE) {
-        const float* factor = s.factor + b * s.factor_batch + head * C::DIM;
-        KV_UNROLL for (int k = 0; k < N; k++) {
-          float f = factor[channel_of<8>(part, k)];
-          y[k] = R::FACTOR == FACTOR_TIMES ? mul(y[k], f) : div(y[k], f);
-        }
+        const int64_t first_factor = b * s.factor_batch + head * C::DIM;
+        KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, first_factor + channel_of<8>(part, k));
       }
       if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
       C::quad(y, part, good ? 0xffffffffu : 0u, live, at, C::TABLE ? (const uint8_t*)shared : table, scratch);
