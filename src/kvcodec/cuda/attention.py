@@ -268,6 +268,13 @@ def text_of(pair: Pair) -> str:
     return text
 
 
+def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
+    """Return the splits that ``decode_attention`` chooses for these sizes."""
+    pair = _PAIRS[pair_text]
+    units = q.shape[0] * num_kv_heads * -(-(q.shape[1] // num_kv_heads) // HEADS)
+    return config_for(pair, units, table.shape[1] * pair.page_tokens, _machine(q.device)).splits
+
+
 def _attend(
     q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, pair_text: str, num_kv_heads: int,
     key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
