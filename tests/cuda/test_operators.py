@@ -3,8 +3,6 @@
 Their programs are compiled by g++; the launches that they would make on a GPU are made there, with the same structs.
 """
 
-import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,58 +12,11 @@ from torch import Tensor
 import kvcodec
 from kvcodec.codec import ROLES, Codec, Site
 from kvcodec.cuda import attention, encode, sides
-from kvcodec.cuda.build import Program
 from kvcodec.layout import PageLayout
 from kvcodec.pages import PageStore
-from tests.cuda import harness
 
 CPU = torch.device("cpu")
 SAW = kvcodec.get("saw-int4:rotate=kv")
-
-_LAUNCH = """
-extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, int shared) {{
-  kv::launch(x, y, z, threads, shared, {name}, *a);
-}}
-"""
-
-
-class Emulated:
-    """Stands for ``build.Kernel``: the same launch, on the CPU."""
-
-    def __init__(self, library: harness.Library, name: str) -> None:
-        self.library, self.name = library, name
-        self.launches: list[tuple[tuple[int, int, int], int, int, bool]] = []
-
-    def launch(self, grid: Any, threads: int, shared: int, args: Any, *, early: bool = False) -> None:
-        self.launches.append((grid, threads, shared, early))
-        self.library.enter(f"run_{self.name}", ctypes.byref(args), *grid, threads, shared)
-
-
-def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emulated, ...]:
-    library = harness.build(program.source + "".join(_LAUNCH.format(name=n, args=args) for n in names))
-    return tuple(Emulated(library, name) for name in names)
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Operators that launch on the emulator; what they launched, by kernel."""
-    made: dict[str, Any] = {}
-
-    def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
-        args = "kv::EncodeArgs" if "kv_encode" in names else "kv::DecodeArgs"
-        kernels = emulated(program, tuple(names), args)
-        made.update(zip(names, kernels, strict=True))
-        return kernels
-
-    for module in (attention, encode):
-        monkeypatch.setattr(module, "load", load)
-        monkeypatch.setattr(module, "_refused", lambda device: "")
-    attention._kernels.cache_clear()
-    encode._kernels.cache_clear()
-    yield made
-    attention._kernels.cache_clear()
-    encode._kernels.cache_clear()
-
 
 def reference(q: Tensor, k: Tensor, v: Tensor, dense: tuple[Tensor, Tensor] | None, lens: Any, start: Any, sinks: Any,
               softcap: float) -> tuple[Tensor, Tensor]:  # fmt: skip

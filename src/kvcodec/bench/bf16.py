@@ -139,5 +139,3 @@ def missing(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return f"not available: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-
-

@@ -209,4 +209,3 @@ def _preset_rows(
         base = best.times[state]["p50"]
         more = {"backend": best.rival.backend, "form": best.rival.form, "bf16_us": base, **common}
         yield recorder.add(spec, bits, f"speedup_vs_bf16_{state}", "x", shape.name, ratio(base, values), **more)
-

@@ -8,17 +8,15 @@ codecs, encodes 4096 tokens per head. Every decoded value is known, whatever the
 Only ``packed_operator``, ``encode_operator`` and ``prefill_operator`` know how the kernels are called.
 """
 
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
-from kvcodec.bench.shapes import PAGE_TOKENS, Shape
+from kvcodec.bench.shapes import Shape
 from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.fused import FusedLayerCache

@@ -186,5 +186,3 @@ def prefill_error(packed: Packed, q: Tensor, found: Tensor) -> tuple[float, floa
     for x in (found[b, heads][:, rows], low):
         errors.append(float((x.double() - exact).norm() / exact.norm()))
     return errors[0], errors[1]
-
-

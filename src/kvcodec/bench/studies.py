@@ -132,7 +132,13 @@ def _innerq_totals(table: Table) -> Study:
     )  # fmt: skip
 
 
-INNERQ_OVERHEAD = {"kivi-2": 22.1, "turboquant-4": 31.9, "innerq-base": 18.3, "innerq-hybrid": 18.7, "innerq-small": 18.2}
+INNERQ_OVERHEAD = {
+    "kivi-2": 22.1,
+    "turboquant-4": 31.9,
+    "innerq-base": 18.3,
+    "innerq-hybrid": 18.7,
+    "innerq-small": 18.2,
+}
 """Table 5, totals, us."""
 
 

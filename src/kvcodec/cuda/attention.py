@@ -15,6 +15,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from kvcodec.codec import Codec
 from kvcodec.cuda.build import Kernel, Program, load, refusal, shared_memory
-from kvcodec.cuda.sides import Reader, SideTensors, reader
+from kvcodec.cuda.sides import Reader, SideTensors, includes, reader
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout
 
@@ -85,6 +86,8 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     k, v = sides
     assert isinstance(k, Reader)
     assert isinstance(v, Reader)
+    if v.borrowing and v.table_name == k.table_name:
+        v = replace(v, type=v.borrowing, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         return f"page_tokens={page_tokens} is not a multiple of {step}"
@@ -204,11 +207,10 @@ def machine(device: torch.device) -> Machine:
 def program(pair: Pair, config: Config, cap: bool = False) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
     threads = config.warps * 32
-    headers = sorted({pair.key.header, pair.value.header})
     source = "\n".join(
         [
             '#include "decode.cuh"',
-            *(f'#include "{name}"' for name in headers),
+            *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
@@ -287,6 +289,13 @@ def pair_of(text: str) -> Pair:
     if text not in _PAIRS:
         raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
     return _PAIRS[text]
+
+
+def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
+    """Return the splits that ``decode_attention`` chooses for these sizes."""
+    pair = _PAIRS[pair_text]
+    units = q.shape[0] * num_kv_heads * -(-(q.shape[1] // num_kv_heads) // HEADS)
+    return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device)).splits
 
 
 def _attend(

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Codec
 from kvcodec.cuda.attention import KINDS, MOST_SEQUENCES
 from kvcodec.cuda.build import Kernel, Program, load, refusal
-from kvcodec.cuda.sides import Encoder, SideTensors, encoder
+from kvcodec.cuda.sides import Encoder, SideTensors, encoder, includes
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout
 
@@ -109,7 +109,7 @@ def _program(target: Target, roles: tuple[str, ...]) -> Program:
         ]
     source = "\n".join(
         [
-            *(f'#include "{name}"' for name in sorted({side.header for side in sides})),
+            *includes(*sides),
             *checks,
             f"KV_KERNEL void KV_BOUNDS({_threads(target, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
             f"  {call};",

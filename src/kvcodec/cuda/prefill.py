@@ -23,7 +23,7 @@ from kvcodec.attention import partial
 from kvcodec.codec import FP16_MAX
 from kvcodec.cuda.attention import Pair, _at, _side, pair_of
 from kvcodec.cuda.build import Kernel, Program, load
-from kvcodec.cuda.sides import SideTensors
+from kvcodec.cuda.sides import SideTensors, includes
 from kvcodec.errors import ShapeError
 from kvcodec.ops.hadamard import block_hadamard
 
@@ -70,7 +70,7 @@ def program(pair: Pair) -> Program:
     source = "\n".join(
         [
             '#include "unpack.cuh"',
-            *(f'#include "{name}"' for name in sorted({pair.key.header, pair.value.header})),
+            *includes(pair.key, pair.value),
             f"using Unpack = kv::Unpacker<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
             f"{tile_tokens(pair)}, {WARPS}>;",
             f'static_assert(Unpack::SHARED == {shared_bytes(pair)}, "shared memory as the host counts it");',

@@ -7,10 +7,12 @@ Between the bases the kernels know two linear maps, in this order for queries an
 and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go back the other way.
 """
 
+import importlib
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -53,6 +55,12 @@ class Reader:
         Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
     order : int
         Hadamard order; 1 for none.
+    table_name : str
+        Equal names have equal tables at every site; empty: each site has its own.
+    borrowing : str
+        The struct for values that uses the keys' table of the same name, which lies before its own place.
+    also : tuple of str
+        Further files that the struct needs.
     """
 
     type: str
@@ -63,6 +71,9 @@ class Reader:
     tables: Callable[[Params], Tensor] | None = None
     factor: str = ""
     order: int = 1
+    table_name: str = ""
+    borrowing: str = ""
+    also: tuple[str, ...] = ()
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -98,6 +109,12 @@ class Encoder:
     shared: int = 0
 
 
+def includes(*sides: "Reader | Encoder") -> list[str]:
+    """Lines that include what the structs of these sides need."""
+    names = {name for side in sides for name in (side.header, *(side.also if isinstance(side, Reader) else ()))}
+    return [f'#include "{name}"' for name in sorted(names)]
+
+
 Find = Callable[[Codec, int, Role], "Reader | str"]
 FindEncoder = Callable[[Codec, int, Role], "Encoder | str"]
 _READERS: dict[type[Codec], Find] = {}
@@ -116,6 +133,7 @@ def add_encoder(codec: type[Codec], find: FindEncoder) -> None:
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader | str:
     """Return how keys or values of this codec are read, or the reason why they cannot be."""
+    _load()
     found = _READERS.get(type(codec))
     if found is None:
         return f"no CUDA kernel reads {codec}"
@@ -124,10 +142,17 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader | str:
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder | str:
     """Return how keys or values of this codec are written, or the reason why the PyTorch reference must do it."""
+    _load()
     found = _ENCODERS.get(type(codec))
     if found is None:
         return f"no CUDA kernel encodes {codec}"
     return _dims(codec, head_dim) or found(codec, head_dim, role)
+
+
+@lru_cache(maxsize=1)
+def _load() -> None:
+    """Let the package's own codecs with tables add their entries; that module imports this one."""
+    importlib.import_module("kvcodec.cuda.sides_tables")
 
 
 def _dims(codec: Codec, head_dim: int) -> str:
@@ -223,14 +248,6 @@ def _innerq(codec: Codec, dim: int, role: Role) -> Reader | str:
     )
 
 
-def _ultraquant(codec: Codec, dim: int, role: Role) -> Reader | str:
-    assert isinstance(codec, UltraQuant)
-    if codec.scale != "pow2" or codec.queries != "exact":
-        return f"the kernels read scale=pow2 with exact queries, not {codec}"
-    order = power_of_two_divisor(dim) if codec.rotate else 1
-    return Reader(f"kv::ReadUltraQuant<{dim}>", "read_group.cuh", order=order)
-
-
 def _bool(x: bool) -> str:
     return "true" if x else "false"
 
@@ -241,7 +258,6 @@ for _codec, _find in (
     (GroupInt, _group_int),
     (Fp8, _fp8),
     (InnerQ, _innerq),
-    (UltraQuant, _ultraquant),
 ):
     add_reader(_codec, _find)
 

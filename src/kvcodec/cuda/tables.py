@@ -3,6 +3,8 @@
 A table is uint8 ``[1 or H, bytes]``: one for all KV heads, or one of each.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,21 @@ def level_table(levels: Tensor, bits: int) -> Tensor:
     if per == 1:
         entries = entries.expand(-1, 2)
     return entries.contiguous().view(torch.uint8).flatten()
+
+
+def level_bytes(bits: int) -> int:
+    """Bytes of shared memory of ``LevelTable<bits>``: 128 for every index."""
+    return 128 << bits * {1: 8, 2: 4, 3: 2, 4: 2}.get(bits, 1)
+
+
+def with_sketch(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:
+    """Return the function that tabulates what ``ReadSketch`` needs: signs of the sketch, then the stage's tables."""
+
+    def build(params: Params) -> Tensor:
+        signs = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
+        return torch.cat([signs, stage(params).expand(signs.shape[0], -1)], 1)
+
+    return build
 
 
 def turboquant_table(params: Params, head_dim: int) -> Tensor:

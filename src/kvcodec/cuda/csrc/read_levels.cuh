@@ -13,7 +13,7 @@ namespace kv {
 
 // A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words. Runs that begin inside a word
 // read up to one word behind their end: the norms' plane follows.
-template <int RUN, int PARTS> struct Stream {
+template <int RUN, int PARTS> struct PartStream {
   KV_CONST int WORDS = (RUN + 31) / 32;
   KV_CONST bool ALIGNED = RUN % 32 == 0 || RUN == 16 || RUN == 8;
   KV_FUNCTION int words_read() {
@@ -144,13 +144,13 @@ template <int D, int BITS> struct LevelRows {
   KV_FUNCTION int v_channel(int part, int e) { return e < D / 8 ? part * (D / 8) + e : -1; }
 
   KV_DEV static void keys(const uint8_t* row, const uint8_t* table, int part, int lane, uint32_t (&r)[K_REGS]) {
-    uint32_t w[Stream<D / 4 * BITS, 4>::WORDS];
-    Stream<D / 4 * BITS, 4>::load(row, part, w);
+    uint32_t w[PartStream<D / 4 * BITS, 4>::WORDS];
+    PartStream<D / 4 * BITS, 4>::load(row, part, w);
     Table::look_up(w, table, lane, r);
   }
   KV_DEV static void values(const uint8_t* row, const uint8_t* table, int part, int lane, uint32_t (&r)[V_REGS]) {
-    uint32_t w[Stream<D / 8 * BITS, 8>::WORDS];
-    Stream<D / 8 * BITS, 8>::load(row, part, w);
+    uint32_t w[PartStream<D / 8 * BITS, 8>::WORDS];
+    PartStream<D / 8 * BITS, 8>::load(row, part, w);
     Table::look_up(w, table, lane, r);
   }
 };

@@ -9,8 +9,8 @@
 
 namespace kv {
 
-// Base: the reader of the stage, whose k_scale is gamma / UNIT (UNIT by its square, a whole number)
-template <class Base, int D, int UNIT2> struct ReadSketch {
+// Base: the reader of the stage, whose k_scale is gamma / sqrt(D)
+template <class Base, int D> struct ReadSketch {
   static_assert((D & (D - 1)) == 0, "the sketch of other sizes is no Hadamard matrix that the skeleton has");
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Base::PLANES + 2;
@@ -63,13 +63,7 @@ template <class Base, int D, int UNIT2> struct ReadSketch {
     const float stage = Base::k_scale(planes, token, 0);
     if (group == 0) return stage;
     const float g = half_float(((const uint16_t*)planes[Base::PLANES + 1])[token]);
-    // sqrt(pi / 2) UNIT / sqrt(D)
-    return stage * g * (1.2533141373155003f * root(UNIT2) / root(D));
-  }
-  KV_FUNCTION float root(int n) {
-    double x = n;
-    for (int i = 0; i < 40; ++i) x = 0.5 * (x + n / x);
-    return (float)x;
+    return stage * g * 1.2533141373155003f;  // sqrt(pi / 2)
   }
 };
 

@@ -20,8 +20,8 @@ constexpr int TABLE_NONE = 2;      // keys: in registers
 
 template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   static_assert(!REAL || WAY != TABLE_NONE, "real scales need the table's range");
-  using Keys = Stream<D, 4>;
-  using Values = Stream<D / 2, 8>;
+  using Keys = PartStream<D, 4>;
+  using Values = PartStream<D / 2, 8>;
   using Pairs = LevelTable<4>;
   KV_CONST int SCALES = D / 32;
   KV_CONST int SHIFT = 6;
