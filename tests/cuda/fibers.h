@@ -227,19 +227,22 @@ inline void fiber_entry() {
 }
 
 // -- memory with an end -----------------------------------------------------------------------------------------------
-// bytes that end at a page nobody may touch, and start behind one; 'align' a power of two
+constexpr size_t GUARD = 1ull << 30;  // addresses only, no memory: on either side
+
+// bytes in 'align', a power of two, that end where nobody may touch for a while, and start behind such a place
 inline unsigned char* guarded(size_t bytes, size_t align) {
   size_t room = (bytes + align - 1) / align * align, p = page(), pages = (room + p - 1) / p * p;
-  void* at = mmap(nullptr, pages + 2 * p, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* at = mmap(nullptr, pages + 2 * GUARD, PROT_NONE, kind, -1, 0);
   if (at == MAP_FAILED) return nullptr;
-  unsigned char* first = (unsigned char*)at + p;
+  unsigned char* first = (unsigned char*)at + GUARD;
   if (pages && mprotect(first, pages, PROT_READ | PROT_WRITE)) return nullptr;
   memset(first, 0xff, pages);
   return first + pages - room;
 }
 inline void free_guarded(unsigned char* at, size_t bytes, size_t align) {
   size_t room = (bytes + align - 1) / align * align, p = page(), pages = (room + p - 1) / p * p;
-  munmap(at + room - pages - p, pages + 2 * p);
+  munmap(at + room - pages - GUARD, pages + 2 * GUARD);
 }
 
 // a fault while a kernel runs is the kernel's: leave by the launch's own stack
@@ -268,7 +271,7 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   if (signal == SIGFPE) fail("integer division by zero at code %#llx", code);
   unsigned char* address = (unsigned char*)info->si_addr;
   long long at = (long long)((uintptr_t)address - (uintptr_t)m.shared);
-  if (at >= -(1 << 12) && at < (long long)m.shared_room + (1 << 12)) {
+  if (at >= -(long long)(GUARD + page()) && at < (long long)(m.shared_room + GUARD)) {
     fail("access outside the shared memory: byte %lld of %zu at code %#llx", at, m.shared_bytes, code);
   }
   if (address >= m.stacks && address < m.stacks + MAX_THREADS * STACK) {
@@ -276,7 +279,7 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   }
   for (const Range& r : m.buffers) {
     long long byte = (long long)((uintptr_t)address - (uintptr_t)r.at);
-    if (byte < -2 * (long long)page() || byte >= (long long)(r.bytes + 2 * page())) continue;
+    if (byte < -(long long)(GUARD + page()) || byte >= (long long)(r.bytes + GUARD)) continue;
     bool inside = byte >= 0 && byte < (long long)r.bytes;
     fail("%s a global buffer: byte %lld of %zu at code %#llx", inside ? "write to read-only" : "access outside", byte,
          r.bytes, code);

@@ -39,7 +39,7 @@ FLAGS = (
     "-ffp-contract=off",  # add and mul of platform.cuh are rounded one by one
     "-fno-strict-aliasing",  # as nvcc: bytes are read as words
     *("-fsanitize=" + _CHECKS, "-fsanitize-undefined-trap-on-error"),
-    *("-fno-gnu-unique", "-fno-semantic-interposition"),  # names of one library do not stand in for another's
+    *("-fno-gnu-unique", "-Wl,-Bsymbolic"),  # a kernel named as a function of libc is not that function
 )
 
 

@@ -37,30 +37,35 @@ template <class K, int D> struct Query {
   float scale[2];              // scores = dot * scale, in powers of two
 };
 
-template <class K, int D> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live, int warps) {
-  constexpr int N = D / 32;
+template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live) {
+  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS;
   const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
-  KV_NO_UNROLL
-  for (int n = warp; n < 8; n += warps) {
-    float x[N];
+  float x[ROWS][N];
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {  // all loads before the first use
+    const int n = warp + row * WARPS;
+    const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
     KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] = 0.0f;
-    if (n < live) {
-      const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) x[i] = load_real(a.q, at + lane + 32 * i, a.q_kind);
+    for (int i = 0; i < N; ++i) x[row][i] = n < live ? load_real(a.q, at + lane + 32 * i, a.q_kind) : 0.0f;
+  }
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {
+    const int n = warp + row * WARPS;
+    if (n >= 8) break;
+    multiply_row<D>(x[row], a.key, b, h, lane);
+    hadamard_row<D>(x[row], (int)a.key.block, lane);
+    float top = 0.0f;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      shared[n * row_floats(D) + skew(lane + 32 * i)] = x[row][i];
+      top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
     }
-    multiply_row<D>(x, a.key, b, h, lane);
-    hadamard_row<D>(x, (int)a.key.block, lane);
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) shared[n * D + lane + 32 * i] = x[i];
+    top = warp_max(top);
+    if (lane == 0) shared[8 * row_floats(D) + n] = top;
   }
   sync_threads();
-  const float* mine = shared + g * D;
-  float top = 0.0f;
-  for (int c = j; c < D; c += 4) top = maximum(top, mine[c] < 0 ? -mine[c] : mine[c]);
-  top = maximum(top, shfl_xor(top, 1));
-  top = maximum(top, shfl_xor(top, 2));
+  const float* mine = shared + g * row_floats(D);
+  const float top = shared[8 * row_floats(D) + g];
   // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
   int exponent = (int)(float_bits(top) >> 23) - 127;
   exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
@@ -74,7 +79,7 @@ template <class K, int D> KV_DEV void load_query(Query<K, D>& q, float* shared, 
       const int r = group * (K::K_REGS / K::GROUPS) + k;
       const int c0 = K::k_channel(j, 2 * r), c1 = K::k_channel(j, 2 * r + 1);
       const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
-      const float x0 = c0 < 0 ? 0.0f : mine[c0] * down * w0, x1 = c1 < 0 ? 0.0f : mine[c1] * down * w1;
+      const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
       q.r[r] = pack_half2(x0, x1);
       sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
     }
@@ -200,12 +205,14 @@ KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V
   }
 }
 
-template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct Decoder {
-  KV_CONST int TILE = page_bytes<K, V>(T);
+// P tokens to a page, T to a tile; CAP: scores have a soft cap
+template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false> struct Decoder {
+  // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
+  KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int RING = WARPS * STAGES * TILE;
-  KV_CONST int MERGE = (WARPS * 8 * D + 2 * WARPS * 8) * 4;  // the warps' results, in the ring's place
-  KV_CONST int TABLES = align16(K::TABLE) + align16(V::TABLE);
-  KV_CONST int QUERY = 8 * D * 4;
+  KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the ring's place
+  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
+  KV_CONST int QUERY = (8 * (row_floats(D) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SHARED = TABLES + QUERY + (RING > MERGE ? RING : MERGE);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
@@ -214,7 +221,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
   struct State {
     Softmax softmax;
     float bias[2];   // sum of p times the values' zeros
-    float reference; // of the values' scales
+    float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][2][4];
   };
 
@@ -233,7 +240,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         if (sub % 2 == 0) enter_block<K, D>(block_q, block_zero, q, keys, sub / 2, lane);
       }
       scores<K, D>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
-      if (a.softcap > 0.0f) soft_cap(s[sub], a.softcap);
+      if (CAP) soft_cap(s[sub], a.softcap);
       KV_UNROLL
       for (int half = 0; half < 2; ++half) {
         const int token = 16 * sub + 8 * half + g;
@@ -257,8 +264,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
       if constexpr (V::HAS_V_SCALE) {
         const float biggest = warp_max(largest);
         if (biggest > 16.0f * st.reference) {
-          const float next = maximum(bits_float(float_bits(biggest) & 0x7f800000u), 1e-30f);  // a power of two: scaling by it rounds nothing
-          factor[0] *= st.reference / next, factor[1] *= st.reference / next;
+          // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
+          const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
+          st.inverse = bits_float(0x7f000000u - float_bits(next));
+          factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
           st.reference = next;
         }
       }
@@ -268,7 +277,6 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
       }
     }
-    const float inverse = V::HAS_V_SCALE ? (st.reference > 0.0f ? 1.0f / st.reference : 0.0f) : 1.0f;
     float fresh[V::V_REGS / 2][2][4], mass[4];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -284,7 +292,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         }
       }
       if constexpr (V::HAS_V_SCALE) {
-        const float x = vs[sub][0] * inverse, y = vs[sub][1] * inverse;
+        const float x = vs[sub][0] * st.inverse, y = vs[sub][1] * st.inverse;
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
       if constexpr (V::V_BLOCKED) {
@@ -317,7 +325,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
     const int split = block_x(), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
     if (split == a.splits) {
-      dense_partial<D, WARPS>(a, b, h, first_head, live_heads, (float*)shared);
+      dense_partial<D, WARPS, CAP>(a, b, h, first_head, live_heads, (float*)shared);
       return;
     }
     uint8_t* k_table = shared;
@@ -351,11 +359,11 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
     Query<K, D> q;
-    load_query<K, D>(q, query, a, b, h, first_head, live_heads, WARPS);  // synchronises the threads, for the tables as well
+    load_query<K, D, WARPS>(q, query, a, b, h, first_head, live_heads);  // synchronises the threads, for the tables as well
 
     State st;
     st.softmax.start();
-    st.bias[0] = st.bias[1] = st.reference = 0.0f;
+    st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
@@ -382,7 +390,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
     KV_UNROLL
     for (int bit = 4; bit < 32; bit *= 2) bias[0] += shfl_xor(bias[0], bit), bias[1] += shfl_xor(bias[1], bit);
     float* merge = (float*)(shared + TABLES + QUERY);
-    float* merge_m = merge + WARPS * 8 * D;
+    float* merge_m = merge + WARPS * 8 * row_floats(D);
     float* merge_l = merge_m + WARPS * 8;
     const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
     KV_UNROLL
@@ -392,9 +400,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES> struct D
         const int c = V::v_channel(g, 4 * k + i);
         if (c < 0) continue;
         const float w = V::v_weight(4 * k + i) * reference;
-        float* to = merge + (warp * 8 + 2 * j) * D + c;
+        float* to = merge + (warp * 8 + 2 * j) * row_floats(D) + skew(c);
         to[0] = st.out[k][i % 2][i / 2 * 2] * w + bias[0];
-        to[D] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
+        to[row_floats(D)] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
       }
     }
     if (g == 0) {

@@ -45,7 +45,7 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
       const float factor = exp2_fast(ms[w * 8 + n] - m);
       l += ls[w * 8 + n] * factor;
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * D + lane + 32 * i] * factor;
+      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * row_floats(D) + skew(lane + 32 * i)] * factor;
     }
     const int head = first_head + n;
     if (a.slots == 1) {
@@ -64,7 +64,7 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
 }
 
 // attention over tokens held dense (sink and window), plainly in fp32: they are few, and other CTAs read codes meanwhile
-template <int D, int WARPS> KV_DEV void dense_partial(const DecodeArgs& a, int b, int h, int first_head, int live, float* shared) {
+template <int D, int WARPS, bool CAP> KV_DEV void dense_partial(const DecodeArgs& a, int b, int h, int first_head, int live, float* shared) {
   constexpr int N = D / 32, STEP = 4;
   const int warp = thread() / 32, lane = thread() % 32;
   int from = a.dense_start ? a.dense_start[b] : 0, to = a.dense_lens ? a.dense_lens[b] : a.dense_width;
@@ -94,7 +94,7 @@ template <int D, int WARPS> KV_DEV void dense_partial(const DecodeArgs& a, int b
         KV_UNROLL
         for (int k = 0; k < STEP; ++k) s[k] += shfl_xor(s[k], bit);
       }
-      if (a.softcap > 0.0f) soft_cap(s, a.softcap);
+      if (CAP) soft_cap(s, a.softcap);
       KV_UNROLL
       for (int k = 0; k < STEP; ++k) {
         if (t + k >= to) s[k] = minus_infinity();
@@ -122,42 +122,73 @@ template <int D, int WARPS> KV_DEV void dense_partial(const DecodeArgs& a, int b
   }
 }
 
-// merge the partials of one query head; one CTA per row of [B * HQ]
+// merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on their way before
+// the weights are known.
 template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
-  constexpr int N = D / 32;
-  KV_DYNAMIC_SHARED(shared_bytes);  // (2 WARPS D + 3 WARPS) floats
-  float* shared = (float*)shared_bytes;
+  constexpr int N = D / 32, CHUNK = 8;
+  KV_DYNAMIC_SHARED(shared_bytes);  // floats: 2 WARPS D of sums, 2 WARPS of maxima and sums of l, slots of weights
+  float* sums = (float*)shared_bytes;
+  float* of_warps = sums + 2 * WARPS * D;
+  float* weights = of_warps + 2 * WARPS;
   const int warp = thread() / 32, lane = thread() % 32;
   const int64_t row = block_x();
   const int head = (int)(row % (a.heads * a.group)), b = (int)(row / (a.heads * a.group));
   wait_for_previous();
-  float top = minus_infinity(), m, l = 0.0f, x[N], dense[N];
-  for (int s = thread() % 32; s < a.slots; s += 32) top = maximum(top, a.part_m[row * a.slots + s]);
-  m = warp_max(top);
+  const float* part = a.part_o + row * a.slots * D;
+  // a lane sums N neighbouring channels of every WARPS-th slot
+  float first[CHUNK][N];
+  KV_UNROLL
+  for (int k = 0; k < CHUNK; ++k) {
+    const int s = warp + k * WARPS;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) first[k][i] = s < a.slots ? part[(int64_t)s * D + lane * N + i] : 0.0f;
+  }
+  float m = minus_infinity(), l = 0.0f;
+  for (int s = thread(); s < a.slots; s += WARPS * 32) m = maximum(m, weights[s] = a.part_m[row * a.slots + s]);
+  m = warp_max(m);
+  if (lane == 0) of_warps[warp] = m;
+  sync_threads();
+  for (int w = 0; w < WARPS; ++w) m = maximum(m, of_warps[w]);
+  for (int s = thread(); s < a.slots; s += WARPS * 32) {
+    const float weight = weights[s] == minus_infinity() ? 0.0f : exp2_fast(weights[s] - m);
+    l += weight * a.part_l[row * a.slots + s];
+    weights[s] = weight;
+  }
+  l = warp_sum(l);
+  if (lane == 0) of_warps[WARPS + warp] = l;
+  sync_threads();
+  float x[N], dense[N];
   KV_UNROLL
   for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
-  for (int s = warp; s < a.slots; s += WARPS) {
-    const float ms = a.part_m[row * a.slots + s];
-    if (ms == minus_infinity()) continue;
-    const float factor = exp2_fast(ms - m);
-    l += a.part_l[row * a.slots + s] * factor;
-    const float* from = a.part_o + (row * a.slots + s) * D;
+  auto take = [&](int s, const float (&o)[N]) {
+    const float weight = s < a.slots ? weights[s] : 0.0f;
+    if (weight == 0.0f) return;  // an empty slot holds arbitrary numbers
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
-      const float o = from[lane + 32 * i] * factor;
-      if (s < a.splits) x[i] += o;
-      else dense[i] += o;
+      if (s < a.splits) x[i] += weight * o[i];
+      else dense[i] += weight * o[i];
     }
+  };
+  KV_UNROLL
+  for (int k = 0; k < CHUNK; ++k) take(warp + k * WARPS, first[k]);
+  for (int s = warp + CHUNK * WARPS; s < a.slots; s += WARPS) {
+    float o[N];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) o[i] = part[(int64_t)s * D + lane * N + i];
+    take(s, o);
   }
   KV_UNROLL
-  for (int i = 0; i < N; ++i) shared[warp * D + lane + 32 * i] = x[i], shared[(WARPS + warp) * D + lane + 32 * i] = dense[i];
-  if (lane == 0) shared[2 * WARPS * D + warp] = l;
+  for (int i = 0; i < N; ++i) sums[warp * D + lane * N + i] = x[i], sums[(WARPS + warp) * D + lane * N + i] = dense[i];
   sync_threads();
   if (warp) return;
-  for (int w = 1; w < WARPS; ++w) {
+  l = 0.0f;
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
+  KV_UNROLL
+  for (int w = 0; w < WARPS; ++w) {
     KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] += shared[w * D + lane + 32 * i], dense[i] += shared[(WARPS + w) * D + lane + 32 * i];
-    l += shared[2 * WARPS * D + w];
+    for (int i = 0; i < N; ++i) x[i] += sums[w * D + lane + 32 * i], dense[i] += sums[(WARPS + w) * D + lane + 32 * i];
+    l += of_warps[WARPS + w];
   }
   float factor;
   add_sink(a, head, m, l, factor);
@@ -165,5 +196,7 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   for (int i = 0; i < N; ++i) x[i] *= factor, dense[i] *= factor;
   store_row<D>(a, x, dense, m, l, b, head / a.group, head, lane);
 }
+// bytes of shared memory that `combine` takes
+KV_CONSTEXPR int combine_shared(int head_dim, int warps, int slots) { return (2 * warps * head_dim + 2 * warps + slots) * 4; }
 
 }  // namespace kv

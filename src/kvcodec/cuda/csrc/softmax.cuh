@@ -9,9 +9,9 @@ KV_DEV float minus_infinity() { return bits_float(0xff800000u); }
 
 // x = softcap * log2(e) * tanh(x / (softcap * log2(e))): scores are in powers of two
 KV_DEV void soft_cap(float (&s)[4], float softcap) {
-  const float unit = softcap * 1.4426950408889634f;
+  const float unit = softcap * 1.4426950408889634f, inverse = 2.0f / softcap;
   KV_UNROLL
-  for (int i = 0; i < 4; ++i) s[i] = unit * (1.0f - 2.0f / (exp2_fast(s[i] / unit * 2.8853900817779268f) + 1.0f));
+  for (int i = 0; i < 4; ++i) s[i] = unit * (1.0f - 2.0f / (exp2_fast(s[i] * inverse) + 1.0f));
 }
 
 struct Softmax {
