@@ -15,10 +15,11 @@ from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.tables import level_table, turboquant_table, ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
-from tests.cuda.harness import Library, Out, build
+from tests.cuda.harness import Out, build
 
 DIMS = (64, 96, 128, 256)
 TOKENS = 256
+NO_TABLE = torch.zeros(1, dtype=torch.uint8)
 
 # one warp unpacks 256 tokens as the kernel would, and writes what each register stands for
 _KEYS = """
@@ -53,6 +54,10 @@ extern "C" void run_keys(const uint8_t* bytes, const uint8_t* table, float* out)
 extern "C" int64_t bytes() {{ return kv::planes_bytes<R>(T); }}
 """
 _VALUES = """
+template <class Q> static float scale(const kv::Planes<Q, T>& planes, int token) {{
+  if constexpr (Q::HAS_V_SCALE) return Q::v_scale(planes, token);
+  return 1.0f;
+}}
 KV_KERNEL void values(const uint8_t* bytes, const uint8_t* table, float* out) {{
   KV_DYNAMIC_SHARED(shared);
   const kv::Planes<R, T> planes{{prepare(shared, bytes, table)}};
@@ -60,11 +65,9 @@ KV_KERNEL void values(const uint8_t* bytes, const uint8_t* table, float* out) {{
   for (int token = lane % 4; token < T; token += 4) {{
     uint32_t r[R::V_REGS];
     R::values(planes, shared, token, lane / 4, lane, r);
-    float scale = 1.0f;
-    if constexpr (R::HAS_V_SCALE) scale = R::v_scale(planes, token);
     for (int e = 0; e < 2 * R::V_REGS; ++e) {{
       const int c = R::v_channel(lane / 4, e);
-      if (c >= 0) out[token * D + c] += number(r[e / 2], e) * R::v_weight(e) * scale;
+      if (c >= 0) out[token * D + c] += number(r[e / 2], e) * R::v_weight(e) * scale<R>(planes, token);
     }}
   }}
 }}
@@ -74,10 +77,11 @@ extern "C" void run_values(const uint8_t* bytes, const uint8_t* table, float* ou
 """
 
 
-def unpacked(reader: str, header: str, dim: int, role: Role, codec: Codec, payload: Payload, table: Tensor) -> Tensor:
-    """What the reader makes of a payload of 256 tokens, float32 ``[256, D]``: scale * weight * raw."""
-    source = (_KEYS + _VALUES if role == "value" else _KEYS).format(reader=reader, header=header, dim=dim)
-    library: Library = build(source)
+def unpacked(
+    reader: str, header: str, dim: int, role: Role, codec: Codec, payload: Payload, table: Tensor, both: bool = True
+) -> Tensor:
+    """What the reader makes of a payload of 256 tokens, float32 ``[256, D]``; ``both``: it reads either role."""
+    library = build((_KEYS + _VALUES if both else _KEYS).format(reader=reader, header=header, dim=dim))
     layout = codec.layout(dim)
     parts = []
     for field in layout.fields:
@@ -138,7 +142,7 @@ def test_ultra_tq_codes(dim: int, norm: Any) -> None:
     params = fitted(codec, dim)
     payload = {"codes": all_bytes(dim, dim // 2), "norm": norms(1 if norm == "token" else dim // 32)}
     reader = f"ReadUltraTQ<{dim}, {str(norm == 'block').lower()}>"
-    got = unpacked(reader, "read_levels.cuh", dim, "key", codec, payload, ultra_tq_table(params, norm))
+    got = unpacked(reader, "read_levels.cuh", dim, "key", codec, payload, ultra_tq_table(params, norm), both=False)
     close(got, codec.decode(payload, params)[0, 0], 2.0**-11 if norm == "token" else 2.0**-10 + 2.0**-20)
 
 
@@ -163,8 +167,7 @@ def test_ultraquant_codes(dim: int, way: str) -> None:
     payload["codes"] = torch.where((scale == 0).repeat_interleave(16, -1), 0, payload["codes"])  # as encoders leave it
     reader = f"ReadUltraQuant<{dim}, kv::TABLE_{'OWN' if way == 'value' else way}>"
     role: Role = "value" if way == "value" else "key"
-    # values have no reader without a table, so keys are built alone
-    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, torch.zeros(1, dtype=torch.uint8))
+    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, NO_TABLE, both=way != "NONE")
     assert torch.equal(got, codec.decode(payload, {})[0, 0])
 
 
@@ -174,7 +177,7 @@ def test_ultraquant_real_scales(dim: int, role: Role) -> None:
     codec = UltraQuant(role == "key", scale="real")
     payload = {"codes": all_bytes(dim, dim // 2), "scale": norms(dim // 32)}
     reader = f"ReadUltraQuant<{dim}, kv::TABLE_OWN, true>"
-    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, torch.zeros(1, dtype=torch.uint8))
+    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, NO_TABLE)
     close(got, codec.decode(payload, {})[0, 0], 2.0**-11)
 
 
@@ -184,9 +187,10 @@ def test_tiny_scales_vanish() -> None:
     payload = {"codes": all_bytes(64, 32), "scale": exponents(64, -120, 0)}
     payload["codes"] = torch.where((payload["scale"] == 0).repeat_interleave(16, -1), 0, payload["codes"])
     want = codec.decode(payload, {})[0, 0]
-    none = torch.zeros(1, dtype=torch.uint8)
+    role: Role
     for reader, role, bound in (("OWN", "key", 2.0**-19), ("OWN", "value", 2.0**-19), ("NONE", "key", 2.0**-24)):
-        got = unpacked(f"ReadUltraQuant<64, kv::TABLE_{reader}>", "read_ultraquant.cuh", 64, role, codec, payload, none)
+        name, both = f"ReadUltraQuant<64, kv::TABLE_{reader}>", reader == "OWN"
+        got = unpacked(name, "read_ultraquant.cuh", 64, role, codec, payload, NO_TABLE, both)
         assert float((got - want).abs().max()) <= bound
 
 

@@ -222,11 +222,14 @@ template <int D, bool BLOCK_NORM = false> struct ReadUltraTQ {
   template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     Rows::keys(planes[0] + token * Rows::ROW, table, part, lane, r);
     if (BLOCK_NORM) {
+      // runs of eight channels that share a norm in every part
+      constexpr int SPAN = NORMS % 4 == 0 ? 4 : NORMS % 2 == 0 ? 2 : 1;
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) {  // eight channels: one norm
-        const uint32_t norm = ((const uint16_t*)planes[1])[token * NORMS + (part * (D / 32) + i) / 4] * 0x10001u;
+      for (int i = 0; i < D / 32; i += SPAN) {
+        const int group = (part * (D / 32 / SPAN) + i / SPAN) / (4 / SPAN);
+        const uint32_t norm = ((const uint16_t*)planes[1])[token * NORMS + group] * 0x10001u;
         KV_UNROLL
-        for (int k = 4 * i; k < 4 * i + 4; ++k) r[k] = hmul2(r[k], norm);
+        for (int k = 4 * i; k < 4 * (i + SPAN); ++k) r[k] = hmul2(r[k], norm);
       }
     }
   }

@@ -6,9 +6,10 @@
 // The table takes time in shared memory, the registers in the pipe of shifts and masks, so one for keys and one for values is best.
 //
 // Scales are powers of two, which multiply an fp16 number exactly unless the product is subnormal:
-//   by table      code 2^E is held over 2^6: exact for E >= -17, in steps of 2^-18 below; E beyond 21 (|x| > 2^22) is out of range
+//   by table      code 2^E is (code / 8) (2^E / 8) 64: exact for E >= -17, off by 2^-19 at most below; E beyond 18 is out of range, which
+//                 numbers of up to 2^18 / c have
 //   registers     code 2^E is held over the token's largest 2^E, which stays in fp32: exact from 2^-24 of it up
-// scale=real: codes are held over 8, so that a product with any fp16 scale is one; it is rounded, once.
+// scale=real: the product of code / 8 with any fp16 scale is an fp16 number; it is rounded, once.
 #pragma once
 #include "read_levels.cuh"
 
@@ -24,16 +25,16 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   using Values = PartStream<D / 2, 8>;
   using Pairs = LevelTable<4>;
   KV_CONST int SCALES = D / 32;
-  KV_CONST int SHIFT = 6;
+  KV_CONST float HELD = 0.125f;  // codes in the table; with powers of two their scales as well
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = 2;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D / 2 : REAL ? 2 * SCALES : SCALES; }
 
   KV_CONST int TABLE = WAY == TABLE_OWN ? Pairs::BYTES : 0;
-  KV_DEV static uint32_t number(int code) {  // fp16 bits; over 8 with real scales
+  KV_DEV static uint32_t number(int code) {  // fp16 bits
     const float whole = bits_float((code & 6 ? (uint32_t)(code >> 1 & 3) + 126 : 126) << 23);  // 2^(e-1), 1/2 for subnormals
     const float size = code & 6 ? whole * (code & 1 ? 1.5f : 1.0f) : code & 1 ? whole : 0.0f;
-    return half_bits(REAL ? size * 0.125f : size) | (code & 8) << 12;
+    return half_bits(size * HELD) | (code & 8) << 12;
   }
   KV_DEV static void fill(uint8_t* to, const uint8_t*, int thread, int threads) {
     for (int n = thread; n < TABLE / 16; n += threads) {
@@ -51,10 +52,17 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     r[3] = prmt(odd, 0u, 0x2404);
   }
 
+  // runs of 4 or 8 channels (`pieces` of them in a group) that share a scale in every part
+  KV_FUNCTION int span(int pieces) {
+    int n = 1;
+    for (; 2 * n <= pieces && SCALES % (2 * n) == 0; n *= 2) {}
+    return n;
+  }
+
   // both halves: the scale of a group, as raw numbers hold it
   template <class P> KV_DEV static uint32_t factor(const P& planes, int token, int group) {
     if (REAL) return ((const uint16_t*)planes[1])[token * SCALES + group] * 0x10001u;
-    const float f = bits_float((uint32_t)planes[1][token * SCALES + group] << 23) * (1.0f / (1 << SHIFT));
+    const float f = bits_float((uint32_t)planes[1][token * SCALES + group] << 23) * HELD;
     return pack_half2(f, f);
   }
 
@@ -97,24 +105,28 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     Keys::load(planes[0] + token * (D / 2), part, w);
     const uint32_t most = WAY == TABLE_NONE ? top(planes, token) : 0u;
     if (WAY != TABLE_NONE) Pairs::look_up(w, table, lane, r);
+    constexpr int SPAN = span(4);
     KV_UNROLL
-    for (int i = 0; i < D / 32; ++i) {  // a word: eight channels of one group
-      const int group = (part * (D / 32) + i) / 4;
-      if (WAY == TABLE_NONE) place(w[i], r + 4 * i);
+    for (int i = 0; i < SCALES; i += SPAN) {
+      const int group = (part * (SCALES / SPAN) + i / SPAN) / (4 / SPAN);
       const uint32_t f = WAY == TABLE_NONE ? factor_below(planes, token, group, most) : factor(planes, token, group);
       KV_UNROLL
-      for (int k = 4 * i; k < 4 * i + 4; ++k) r[k] = hmul2(r[k], f);
+      for (int word = i; word < i + SPAN; ++word) {
+        if (WAY == TABLE_NONE) place(w[word], r + 4 * word);
+        KV_UNROLL
+        for (int k = 4 * word; k < 4 * word + 4; ++k) r[k] = hmul2(r[k], f);
+      }
     }
   }
   // with real scales 2^(3 + r), 4^r >= the rotation's order
   KV_FUNCTION float k_unit() {
-    float u = 8.0f;
+    float u = 1.0f / HELD;
     for (int spread = 1; D % (2 * spread) == 0; spread *= 4) u *= 2.0f;
     return u;
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) {
     if (REAL) return k_unit();
-    if (WAY != TABLE_NONE) return 1 << SHIFT;
+    if (WAY != TABLE_NONE) return 1.0f / (HELD * HELD);
     return bits_float(top(planes, token) >> 1 & 0x7f800000u) * 0.5f;  // 2^-14 is in the code and 2^15 in the factor
   }
 
@@ -124,17 +136,18 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   KV_CONST bool HAS_V_SCALE = false;
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
-  KV_FUNCTION float v_weight(int) { return REAL ? 8.0f : 1 << SHIFT; }
+  KV_FUNCTION float v_weight(int) { return REAL ? 1.0f / HELD : 1.0f / (HELD * HELD); }
   template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
     static_assert(WAY != TABLE_NONE, "values are looked up");
     uint32_t w[Values::WORDS];
     Values::load(planes[0] + token * (D / 2), part, w);
     Pairs::look_up(w, WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, lane, r);
+    constexpr int SPAN = span(8);
     KV_UNROLL
-    for (int i = 0; i < D / 32; ++i) {  // four channels of one group
-      const uint32_t f = factor(planes, token, (part * (D / 32) + i) / 8);
-      r[2 * i] = hmul2(r[2 * i], f);
-      r[2 * i + 1] = hmul2(r[2 * i + 1], f);
+    for (int i = 0; i < SCALES; i += SPAN) {
+      const uint32_t f = factor(planes, token, (part * (SCALES / SPAN) + i / SPAN) / (8 / SPAN));
+      KV_UNROLL
+      for (int k = 2 * i; k < 2 * (i + SPAN); ++k) r[k] = hmul2(r[k], f);
     }
   }
 };
