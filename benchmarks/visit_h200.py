@@ -37,10 +37,8 @@ def run(command: list[str], seconds: float, log: Path) -> int:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     late = threading.Event()
-    with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    how = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with log.open("a", encoding="utf-8") as file, subprocess.Popen(command, **how) as process:
         watch = threading.Timer(seconds, lambda: (late.set(), process.kill()))
         watch.start()
         assert process.stdout is not None
@@ -59,6 +57,7 @@ def bench(part: str, args: argparse.Namespace, left: float) -> int:
     command += ["--commit", args.commit] if args.commit else []
     command += ["--specs", args.presets] if args.presets else []
     command += ["--shapes", args.shapes] if args.shapes and part == "decode" else []
+    command += ["--engine", args.engine] if args.engine else []
     command += ["--no-libraries"] if args.no_libraries else []
     end = time.monotonic() + left
     while (left := end - time.monotonic()) > 15:
@@ -76,6 +75,7 @@ def main() -> int:
     parser.add_argument("--presets", help="specs, comma-separated; default: each bench's own list")
     parser.add_argument("--shapes", help="of decode: names or groups, e.g. spine,saw,sweep1; default: all groups")
     parser.add_argument("--no-libraries", action="store_true", help="of rivals, torch's SDPA alone")
+    parser.add_argument("--engine", choices=("cuda",), help="kernels to use, not those that a cache chooses")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows and logs")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all parts together (%(default)s)")
     parser.add_argument("--commit", default="", help="stamped on the rows; default: what git says here")
@@ -93,8 +93,8 @@ def main() -> int:
             continue
         if part == "tests":
             there = [t for t in TESTS if (ROOT / t).exists()]
-            command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-m", "gpu", "-p", "no:cacheprovider", *there]
-            status = run(command, left, args.out / "visit.log")
+            command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-m", "gpu", "-p", "no:cacheprovider"]
+            status = run([*command, *there], left, args.out / "visit.log")
         else:
             status = bench(part, args, left)
         results[part] = f"exit {status} after {time.monotonic() - begun:.0f} s"

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.bench.gpu_stubs import CPU, use_reference
 
 from kvcodec.bench.packed import Gate, Pools, gate, packed_operator, scheme_of
 from kvcodec.bench.shapes import PRESETS, Shape
 from kvcodec.codec import ROLES
+from tests.bench.gpu_stubs import CPU, use_reference
 
 ODD = Shape("odd", 2, 6, 2, 128, 421)
 
@@ -37,6 +37,7 @@ def test_tokens_are_the_shapes_and_windows_are_among_them(spec, pools):
     for role in ROLES:
         state = packed.cache.roles[role]
         parts = state.dense("sink").shape[2], state.encoded, state.dense("window").shape[2]
+        assert packed.encoded[role] == state.encoded
         assert sum(parts) == len(packed.cache) == 421
         assert parts[:2] == (scheme.sink, scheme.encoded_tokens(role, 421))
 
