@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -22,7 +23,7 @@
 #pragma GCC visibility push(hidden)
 
 // -- changing stacks --------------------------------------------------------------------------------------------------
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(KV_EMULATE_UCONTEXT)
 namespace kv::emulated {
 using Context = void*;  // the stack pointer; what a call must preserve lies on the stack
 // swapcontext would do: but it asks the kernel for the signal mask each time
@@ -93,6 +94,7 @@ struct Machine {
   Fiber* current;
   Warp* warp;
   unsigned char* stacks;
+  int guards;  // stacks whose lowest page is out of bounds
   unsigned char* shared;
   size_t shared_bytes, shared_room;  // asked for; up to the guard page
   int threads, live, waiting;        // in sync_threads
@@ -227,19 +229,22 @@ inline void fiber_entry() {
 }
 
 // -- memory with an end -----------------------------------------------------------------------------------------------
-// bytes that end at a page nobody may touch, and start behind one; 'align' a power of two
+constexpr size_t GUARD = 1ull << 30;  // addresses only, no memory: on either side
+
+// bytes in 'align', a power of two, that end where nobody may touch for a while, and start behind such a place
 inline unsigned char* guarded(size_t bytes, size_t align) {
   size_t room = (bytes + align - 1) / align * align, p = page(), pages = (room + p - 1) / p * p;
-  void* at = mmap(nullptr, pages + 2 * p, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* at = mmap(nullptr, pages + 2 * GUARD, PROT_NONE, kind, -1, 0);
   if (at == MAP_FAILED) return nullptr;
-  unsigned char* first = (unsigned char*)at + p;
+  unsigned char* first = (unsigned char*)at + GUARD;
   if (pages && mprotect(first, pages, PROT_READ | PROT_WRITE)) return nullptr;
   memset(first, 0xff, pages);
   return first + pages - room;
 }
 inline void free_guarded(unsigned char* at, size_t bytes, size_t align) {
   size_t room = (bytes + align - 1) / align * align, p = page(), pages = (room + p - 1) / p * p;
-  munmap(at + room - pages - p, pages + 2 * p);
+  munmap(at + room - pages - GUARD, pages + 2 * GUARD);
 }
 
 // a fault while a kernel runs is the kernel's: leave by the launch's own stack
@@ -249,6 +254,10 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   sigemptyset(&set);
   sigaddset(&set, signal);
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  if (!m.running && signal == SIGVTALRM) {  // between two blocks
+    snprintf(m.error, sizeof m.error, "the launch takes longer than KV_EMULATE_SECONDS of processor time");
+    return;
+  }
   if (!m.running) {  // not ours: die of it
     ::signal(signal, SIG_DFL);
     return;
@@ -265,10 +274,13 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   if (signal == SIGILL || signal == SIGTRAP) {
     fail("undefined behaviour (alignment, index, shift, overflow) at code %#llx", code);
   }
+  if (signal == SIGVTALRM) {
+    fail("longer than KV_EMULATE_SECONDS of processor time: an endless loop? at code %#llx", code);
+  }
   if (signal == SIGFPE) fail("integer division by zero at code %#llx", code);
   unsigned char* address = (unsigned char*)info->si_addr;
   long long at = (long long)((uintptr_t)address - (uintptr_t)m.shared);
-  if (at >= -(1 << 12) && at < (long long)m.shared_room + (1 << 12)) {
+  if (at >= -(long long)(GUARD + page()) && at < (long long)(m.shared_room + GUARD)) {
     fail("access outside the shared memory: byte %lld of %zu at code %#llx", at, m.shared_bytes, code);
   }
   if (address >= m.stacks && address < m.stacks + MAX_THREADS * STACK) {
@@ -276,7 +288,7 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   }
   for (const Range& r : m.buffers) {
     long long byte = (long long)((uintptr_t)address - (uintptr_t)r.at);
-    if (byte < -2 * (long long)page() || byte >= (long long)(r.bytes + 2 * page())) continue;
+    if (byte < -(long long)(GUARD + page()) || byte >= (long long)(r.bytes + GUARD)) continue;
     bool inside = byte >= 0 && byte < (long long)r.bytes;
     fail("%s a global buffer: byte %lld of %zu at code %#llx", inside ? "write to read-only" : "access outside", byte,
          r.bytes, code);
@@ -285,9 +297,10 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
 }
 
 struct FaultHandlers {
-  static constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP};
-  struct sigaction before[5];
+  static constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGVTALRM}, COUNT = 6;
+  struct sigaction before[COUNT];
   stack_t stack_before;
+  itimerval timer_before;
   FaultHandlers() {
     static unsigned char room[64 << 10];  // a handler needs a stack of its own: a fiber's may be what overflowed
     stack_t stack = {};
@@ -297,10 +310,15 @@ struct FaultHandlers {
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &action, &before[i]);
+    for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], &action, &before[i]);
+    const char* text = getenv("KV_EMULATE_SECONDS");
+    itimerval timer = {};
+    timer.it_value.tv_sec = text ? atoi(text) : 120;
+    setitimer(ITIMER_VIRTUAL, &timer, &timer_before);
   }
   ~FaultHandlers() {
-    for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &before[i], nullptr);
+    setitimer(ITIMER_VIRTUAL, &timer_before, nullptr);
+    for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
   }
 };
@@ -349,8 +367,9 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     void* at = mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
-    for (int t = 0; t < MAX_THREADS; t++) mprotect(m.stacks + (size_t)t * STACK, page(), PROT_NONE);
   }
+  // for the threads that there are: every guard is two mappings, of which a process with many libraries runs out
+  for (; m.guards < threads; m.guards++) mprotect(m.stacks + (size_t)m.guards * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;

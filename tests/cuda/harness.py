@@ -39,7 +39,7 @@ FLAGS = (
     "-ffp-contract=off",  # add and mul of platform.cuh are rounded one by one
     "-fno-strict-aliasing",  # as nvcc: bytes are read as words
     *("-fsanitize=" + _CHECKS, "-fsanitize-undefined-trap-on-error"),
-    *("-fno-gnu-unique", "-fno-semantic-interposition"),  # names of one library do not stand in for another's
+    *("-fno-gnu-unique", "-Wl,-Bsymbolic"),  # a kernel named as a function of libc is not that function
 )
 
 
@@ -197,7 +197,6 @@ def _argument(memory: Memory, value: Any) -> Any:
 
 
 def _run(command: Sequence[str], source: str) -> str:
-    # the parent's preload libraries are the parent's
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-20000:]}")

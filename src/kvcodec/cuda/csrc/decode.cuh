@@ -54,15 +54,18 @@ template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, floa
     if (n >= 8) break;
     multiply_row<D>(x[row], a.key, b, h, lane);
     hadamard_row<D>(x[row], (int)a.key.block, lane);
+    float top = 0.0f;
     KV_UNROLL
-    for (int i = 0; i < N; ++i) shared[n * D + lane + 32 * i] = x[row][i];
+    for (int i = 0; i < N; ++i) {
+      shared[n * row_floats(D) + skew(lane + 32 * i)] = x[row][i];
+      top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
+    }
+    top = warp_max(top);
+    if (lane == 0) shared[8 * row_floats(D) + n] = top;
   }
   sync_threads();
-  const float* mine = shared + g * D;
-  float top = 0.0f;
-  for (int c = j; c < D; c += 4) top = maximum(top, mine[c] < 0 ? -mine[c] : mine[c]);
-  top = maximum(top, shfl_xor(top, 1));
-  top = maximum(top, shfl_xor(top, 2));
+  const float* mine = shared + g * row_floats(D);
+  const float top = shared[8 * row_floats(D) + g];
   // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
   int exponent = (int)(float_bits(top) >> 23) - 127;
   exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
@@ -76,7 +79,7 @@ template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, floa
       const int r = group * (K::K_REGS / K::GROUPS) + k;
       const int c0 = K::k_channel(j, 2 * r), c1 = K::k_channel(j, 2 * r + 1);
       const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
-      const float x0 = c0 < 0 ? 0.0f : mine[c0] * down * w0, x1 = c1 < 0 ? 0.0f : mine[c1] * down * w1;
+      const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
       q.r[r] = pack_half2(x0, x1);
       sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
     }
@@ -204,11 +207,12 @@ KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap
 template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false> struct Decoder {
-  KV_CONST int TILE = page_bytes<K, V>(T);
+  // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
+  KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int RING = WARPS * STAGES * TILE;
-  KV_CONST int MERGE = (WARPS * 8 * D + 2 * WARPS * 8) * 4;  // the warps' results, in the ring's place
-  KV_CONST int TABLES = align16(K::TABLE) + align16(V::TABLE);
-  KV_CONST int QUERY = 8 * D * 4;
+  KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the ring's place
+  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
+  KV_CONST int QUERY = (8 * (row_floats(D) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SHARED = TABLES + QUERY + (RING > MERGE ? RING : MERGE);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
@@ -384,7 +388,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     KV_UNROLL
     for (int bit = 4; bit < 32; bit *= 2) bias[0] += shfl_xor(bias[0], bit), bias[1] += shfl_xor(bias[1], bit);
     float* merge = (float*)(shared + TABLES + QUERY);
-    float* merge_m = merge + WARPS * 8 * D;
+    float* merge_m = merge + WARPS * 8 * row_floats(D);
     float* merge_l = merge_m + WARPS * 8;
     const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
     KV_UNROLL
@@ -394,9 +398,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
         const int c = V::v_channel(g, 4 * k + i);
         if (c < 0) continue;
         const float w = V::v_weight(4 * k + i) * reference;
-        float* to = merge + (warp * 8 + 2 * j) * D + c;
+        float* to = merge + (warp * 8 + 2 * j) * row_floats(D) + skew(c);
         to[0] = st.out[k][i % 2][i / 2 * 2] * w + bias[0];
-        to[D] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
+        to[row_floats(D)] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
       }
     }
     if (g == 0) {

@@ -45,7 +45,7 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
       const float factor = exp2_fast(ms[w * 8 + n] - m);
       l += ls[w * 8 + n] * factor;
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * D + lane + 32 * i] * factor;
+      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * row_floats(D) + skew(lane + 32 * i)] * factor;
     }
     const int head = first_head + n;
     if (a.slots == 1) {

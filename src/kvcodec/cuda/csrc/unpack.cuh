@@ -1,0 +1,134 @@
+// Pages to dense keys and values in the basis of the codes: what a prefill over packed history attends to.
+//
+// One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded once, to fp16 or bf16.
+#pragma once
+#include "args.cuh"
+#include "tile.cuh"
+
+namespace kv {
+
+struct UnpackArgs {
+  const uint8_t* pages;       // [num_pages, H, page_bytes]
+  const int32_t* page_table;  // [B, columns]
+  const uint8_t* k_table;     // look-up tables of KV head h at k_table + h * k_table_head
+  const uint8_t* v_table;
+  void* keys;                 // [B, H, count, D]
+  void* values;
+  int64_t k_table_head, v_table_head;
+  int64_t table_row;
+  int32_t heads;
+  int32_t first;              // token of the first row, a multiple of 16 and of the codecs' blocks
+  int32_t count;              // tokens to unpack; the last tile may be cut
+  int32_t kind;               // 0 fp16, 1 bf16
+};
+
+template <class R, int T> KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const uint8_t* table, int token, int part, int lane) {
+  uint32_t r[R::K_REGS];
+  R::keys(planes, table, token, part, lane, r);
+  if constexpr (R::K_BLOCKED) {
+    uint32_t s[R::K_REGS], z[R::K_REGS];
+    R::k_block(planes, token / 32, part, s, z);
+    KV_UNROLL
+    for (int e = 0; e < 2 * R::K_REGS; ++e) {
+      const int shift = e % 2 * 16;
+      x[e] = half_float((uint16_t)(r[e / 2] >> shift)) * (R::k_weight(e) * R::K_UNIT) * half_float((uint16_t)(s[e / 2] >> shift)) + half_float((uint16_t)(z[e / 2] >> shift));
+    }
+  } else {
+    KV_UNROLL
+    for (int e = 0; e < 2 * R::K_REGS; ++e) {
+      const int group = e / 2 / (R::K_REGS / R::GROUPS);
+      x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::k_weight(e) * R::k_scale(planes, token, group);
+      if constexpr (R::HAS_K_ZERO) x[e] += R::k_zero(planes, token, group);
+    }
+  }
+}
+
+template <class R, int T> KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const uint8_t* table, int token, int part, int lane) {
+  uint32_t r[R::V_REGS];
+  R::values(planes, table, token, part, lane, r);
+  KV_UNROLL
+  for (int e = 0; e < 2 * R::V_REGS; ++e) {
+    x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
+    if constexpr (R::V_BLOCKED) {
+      const int c = R::v_channel(part, e);
+      if (c < 0) continue;
+      x[e] *= R::v_bscale(planes, token / 32, c);
+      if constexpr (R::V_BLOCK_ZERO) x[e] += R::v_bzero(planes, token / 32, c);
+    } else {
+      if constexpr (R::HAS_V_SCALE) x[e] *= R::v_scale(planes, token);
+      if constexpr (R::HAS_V_ZERO) x[e] += R::v_zero(planes, token);
+    }
+  }
+}
+
+// P tokens to a page, fetched T at a time (T = 16, or 32 where a codec has blocks of tokens); grid (ceil(count / (T WARPS)), H, B)
+template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
+  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
+  KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
+  KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
+  KV_CONST int SHARED = TABLES + WARPS * (TILE + 16 * ROW * 2);
+
+  KV_DEV static void store(const UnpackArgs& a, void* to, const uint16_t* rows, int b, int h, int first, int lane) {
+    uint16_t* out = (uint16_t*)to + ((int64_t)(b * (int64_t)a.heads + h) * a.count + first - a.first) * D;
+    KV_UNROLL
+    for (int at = lane; at < 16 * D / 8; at += 32) {
+      const int token = at / (D / 8), c = at % (D / 8) * 8;
+      if (first - a.first + token < a.count) *(Words4*)(out + token * D + c) = *(const Words4*)(rows + token * ROW + c);
+    }
+  }
+
+  KV_DEV static void run(const UnpackArgs& a) {
+    KV_DYNAMIC_SHARED(shared);
+    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4, h = block_y(), b = block_z();
+    uint8_t* k_table = shared;
+    uint8_t* v_table = shared + align16(K::TABLE);
+    uint8_t* tile = shared + TABLES + warp * (TILE + 16 * ROW * 2);
+    uint16_t* rows = (uint16_t*)(tile + TILE);
+    const int first = a.first + (block_x() * WARPS + warp) * T;
+    const bool mine = first < a.first + a.count;
+    if (mine) {
+      const int64_t page = a.page_table[b * a.table_row + first / P];
+      fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * (int64_t)page_bytes<K, V>(P), first % P, lane);
+    }
+    copy_commit();
+    if (K::TABLE) K::fill(k_table, a.k_table + h * a.k_table_head, thread(), WARPS * 32);
+    if (V::TABLE) V::fill(v_table, a.v_table + h * a.v_table_head, thread(), WARPS * 32);
+    copy_wait<0>();
+    sync_threads();
+    if (!mine) return;
+    const Planes<K, T> key_planes{tile};
+    const Planes<V, T> value_planes{tile + planes_bytes<K>(T)};
+    KV_NO_UNROLL
+    for (int sub = 0; sub < T; sub += 16) {
+      KV_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float x[2 * K::K_REGS];
+        unpack_keys<K, T>(x, key_planes, k_table, sub + 8 * half + g, j, lane);
+        KV_UNROLL
+        for (int e = 0; e < 2 * K::K_REGS; ++e) {
+          const int c = K::k_channel(j, e);
+          if (c >= 0) rows[(8 * half + g) * ROW + c] = a.kind == 0 ? half_bits(x[e]) : bf16_bits(x[e]);
+        }
+      }
+      sync_warp();
+      store(a, a.keys, rows, b, h, first + sub, lane);
+      sync_warp();
+      KV_UNROLL
+      for (int turn = 0; turn < 4; ++turn) {
+        const int token = 4 * turn + j;
+        float x[2 * V::V_REGS];
+        unpack_values<V, T>(x, value_planes, v_table, sub + token, g, lane);
+        KV_UNROLL
+        for (int e = 0; e < 2 * V::V_REGS; ++e) {
+          const int c = V::v_channel(g, e);
+          if (c >= 0) rows[token * ROW + c] = a.kind == 0 ? half_bits(x[e]) : bf16_bits(x[e]);
+        }
+      }
+      sync_warp();
+      store(a, a.values, rows, b, h, first + sub, lane);
+      sync_warp();
+    }
+  }
+};
+
+}  // namespace kv
