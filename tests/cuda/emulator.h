@@ -32,6 +32,7 @@
 #define KV_GRID_CONSTANT const
 #define KV_UNROLL
 #define KV_NO_UNROLL
+#define KV_SHARED(type, name, count) alignas(16) static type name[count]
 #define KV_DYNAMIC_SHARED(name) unsigned char* name = kv::emulated::machine.shared
 
 namespace kv {
@@ -116,10 +117,16 @@ inline double sub(double a, double b) { return a - b; }
 inline double mul(double a, double b) { return a * b; }
 inline double div(double a, double b) { return a / b; }
 inline double sqrt(double a) { return __builtin_sqrt(a); }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline float rcp_fast(float x) { return 1.0f / x; }
 inline float round_even(float a) { return nearbyintf(a); }
 inline double round_even(double a) { return nearbyint(a); }
 inline float minimum(float a, float b) { return fminf(a, b); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
+inline double minimum(double a, double b) { return fmin(a, b); }
+inline double maximum(double a, double b) { return fmax(a, b); }
+inline float absolute(float a) { return fabsf(a); }
 
 // -- 16-bit floating point --------------------------------------------------------------------------------------------
 inline uint16_t half_bits(double x) {
@@ -169,6 +176,9 @@ inline uint32_t hmul2(uint32_t a, uint32_t b) {
   using namespace emulated;
   return half_bits(low(a) * low(b)) | (uint32_t)half_bits(high(a) * high(b)) << 16;
 }
+
+// -- one word for all threads -------------------------------------------------------------------------------------------------
+inline void atomic_max(int32_t* at, int32_t x) { *at = x > *at ? x : *at; }
 
 // -- bits -------------------------------------------------------------------------------------------------------------
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {

@@ -94,7 +94,6 @@ struct Machine {
   Fiber* current;
   Warp* warp;
   unsigned char* stacks;
-  int guards;  // stacks whose lowest page is out of bounds
   unsigned char* shared;
   size_t shared_bytes, shared_room;  // asked for; up to the guard page
   int threads, live, waiting;        // in sync_threads
@@ -367,9 +366,8 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     void* at = mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
+    for (int t = 0; t < threads; t++) mprotect(m.stacks + (size_t)t * STACK, page(), PROT_NONE);
   }
-  // for the threads that there are: every guard is two mappings, of which a process with many libraries runs out
-  for (; m.guards < threads; m.guards++) mprotect(m.stacks + (size_t)m.guards * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;
@@ -392,6 +390,9 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     }
   }
   free_guarded(m.shared, shared_bytes, PAGE_SLACK);
+  // a process has some 65,000 mappings; a library that kept two for each stack would leave room for 31 others
+  munmap(m.stacks, STACK * MAX_THREADS);
+  m.stacks = nullptr;
 }
 
 }  // namespace kv::emulated

@@ -73,14 +73,16 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
   KV_SHARED(BlockShared<B>, all, 1);
   BlockShared<B>& m = all[0];
   int quad = thread() % (D / 4), lot = thread() / (D / 4), b = block_y(), c0 = 4 * quad;
+  int64_t first_slot = s.first[b];
   int32_t per_head = (int32_t)(s.tokens / B::G);
   for (int64_t unit = block_x(); unit < (int64_t)per_head * a.heads; unit += grid_x()) {
     int head = (int)(unit / per_head);
-    int64_t n = unit % per_head * B::G, slot = s.first[b] + n;
+    int64_t n = unit % per_head * B::G, slot = first_slot + n;
     if (slot + B::G > a.capacity) {
       if (thread() == 0) raise(a.bad, 2);
       continue;
     }
+    int64_t page = page_of(a, b, (uint32_t)slot);
     float y[EACH][4], low[4], high[4];
     bool good = true;
     KV_UNROLL for (int j = 0; j < EACH; j++) {
@@ -88,14 +90,12 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
       if (t >= B::G) t = lot % B::G;  // again a token of the block: changes neither minimum nor maximum
       int64_t at = b * s.batch + head * s.head + (n + t) * s.token;
       load_row<8>(y[j], s.x, at + c0 / 32 * 32, quad % 8, a.kind);
-      KV_UNROLL for (int e = 0; e < 4; e++) good = good && absolute(y[j][e]) <= HALF_MAX;
+      KV_UNROLL for (int e = 0; e < 4; e++) good &= absolute(y[j][e]) <= HALF_MAX;
     }
     if (FACTOR != FACTOR_NONE) {
-      const float* factor = s.factor + b * s.factor_batch + head * D + c0;
+      int64_t at = b * s.factor_batch + head * D + c0;
       KV_UNROLL for (int j = 0; j < EACH; j++) {
-        KV_UNROLL for (int e = 0; e < 4; e++) {
-          y[j][e] = FACTOR == FACTOR_TIMES ? mul(y[j][e], factor[e]) : div(y[j][e], factor[e]);
-        }
+        KV_UNROLL for (int e = 0; e < 4; e++) y[j][e] = factored<FACTOR>(y[j][e], s.factor, at + e);
       }
     }
     KV_UNROLL for (int e = 0; e < 4; e++) {
@@ -112,7 +112,7 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
     KV_UNROLL for (int w = 0; w < B::THREADS / 32; w++) keep = m.bad[w] ? 0u : keep;
     if (keep == 0 && thread() == 0) raise(a.bad, 1);
     uint8_t* at[B::PLANES];
-    locate<B, B::G>(at, a, s, b, head, (int32_t)slot);
+    locate<B, B::G>(at, a, s, page, head, (uint32_t)slot);
 
     int c = thread();
     uint32_t scale = 0, zero = 0, other = 0;
