@@ -65,11 +65,11 @@ class Pair(NamedTuple):
 
     def tile_bytes(self, tokens: int) -> int:
         """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
-        return sum(_align16(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
+        return sum(_align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
 
 
-def _align16(n: int) -> int:
-    return -(-n // 16) * 16
+def _align(n: int, to: int = 16) -> int:
+    return -(-n // to) * to
 
 
 def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
@@ -131,10 +131,11 @@ H200 = Machine(132, 232448, 233472)
 
 def shared_bytes(pair: Pair, config: Config) -> int:
     """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
-    tables = _align16(pair.key.shared) + _align16(pair.value.shared)
-    ring = config.warps * config.stages * pair.tile_bytes(config.tile)
-    merge = (config.warps * 8 * pair.head_dim + 2 * config.warps * 8) * 4
-    return tables + 8 * pair.head_dim * 4 + max(ring, merge)
+    tables = _align(_align(pair.key.shared) + _align(pair.value.shared), 128)
+    row = pair.head_dim + pair.head_dim // 4 + 1  # kv::row_floats
+    ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
+    merge = config.warps * 8 * (row + 2) * 4
+    return tables + _align(8 * (row + 1) * 4, 128) + max(ring, merge)
 
 
 @lru_cache(maxsize=256)
@@ -183,7 +184,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
 
 
 @lru_cache
-def _machine(device: torch.device) -> Machine:
+def machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
@@ -195,7 +196,7 @@ def _machine(device: torch.device) -> Machine:
 
 def program(pair: Pair, config: Config, cap: bool = False) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
-    threads = config.warps * 32
+    threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
     headers = sorted({pair.key.header, pair.value.header})
     source = "\n".join(
         [
@@ -204,7 +205,7 @@ def program(pair: Pair, config: Config, cap: bool = False) -> Program:
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
-            f'static_assert(Decode::TILE == {pair.tile_bytes(config.tile)}, "planes as the codec lays them out");',
+            f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
@@ -268,11 +269,24 @@ def text_of(pair: Pair) -> str:
     return text
 
 
+def pair_of(text: str) -> Pair:
+    """Return the pair that ``text_of`` named.
+
+    Raises
+    ------
+    UnsupportedError
+        It has not been named here.
+    """
+    if text not in _PAIRS:
+        raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
+    return _PAIRS[text]
+
+
 def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
     """Return the splits that ``decode_attention`` chooses for these sizes."""
     pair = _PAIRS[pair_text]
     units = q.shape[0] * num_kv_heads * -(-(q.shape[1] // num_kv_heads) // HEADS)
-    return config_for(pair, units, table.shape[1] * pair.page_tokens, _machine(q.device)).splits
+    return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device)).splits
 
 
 def _attend(
@@ -301,7 +315,7 @@ def _attend(
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * pair.page_tokens
-    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, _machine(q.device))
+    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, machine(q.device))
     slots = chosen.splits + (dense_k is not None)
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
@@ -425,9 +439,7 @@ def _check(
             f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
             f"sequence."
         )
-    if text not in _PAIRS:
-        raise UnsupportedError(f"{name}: pair={text!r} is unknown; pass text_of(pair_for(...)).")
-    pair = _PAIRS[text]
+    pair = pair_of(text)
     batch, num_q_heads, _, dim = q.shape
     if dim != pair.head_dim or num_q_heads % heads:
         raise ShapeError(
