@@ -118,6 +118,12 @@ KV_DEV uint32_t high2(uint32_t x) {
 
 // -- bits --------------------------------------------------------------------------------------------------------------------
 KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// c + the sum of products of unsigned bytes: picks and scales a byte in one operation, off the pipe of shifts and masks
+KV_DEV uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 
