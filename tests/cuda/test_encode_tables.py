@@ -11,7 +11,8 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Site
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.cuda.encode_tables import row_encoder
 from tests.cuda.harness import build
@@ -191,3 +192,12 @@ def test_hqmq(dim: int) -> None:
     for i, codec in enumerate(codecs):
         encoders.check(codec, random_rows(49, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
     encoders.check(codecs[1], random_rows(48, dim) * torch.logspace(-44, 0, 48)[:, None], seed=1)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_qjl(dim: int) -> None:
+    codecs = [TurboQuantQJL(3), TurboQuantQJL(2, "fp32"), OctopusQJL(5, 3), OctopusQJL(4, 2), OctopusQJL(1, 1)]
+    encoders = Encoders(codecs, dim)
+    for i, codec in enumerate(codecs):
+        encoders.check(codec, random_rows(25, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
+    encoders.check(codecs[2], random_rows(24, dim) * torch.logspace(-44, 0, 24)[:, None], seed=1)

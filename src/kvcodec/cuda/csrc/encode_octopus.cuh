@@ -1,6 +1,7 @@
 // OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, direction by octahedral coordinates, length along it.
 #pragma once
-#include "encode_turboquant.cuh"
+#include "encode_sums.cuh"
+#include "encode_table.cuh"
 
 namespace kv {
 
@@ -49,7 +50,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow {
     if (part < 3 * TRIPLETS - D) mine[D + part] = 0.0f;
     clear_spare<TRIPLETS>(codes, part);
     double gamma = sqrt(sum_of_squares(y));
-    store_norm<WIDE>(at[1], div(gamma, TurboQuantRow<D, 1, false>::root(D)), part, keep, live);
+    store_norm<WIDE>(at[1], div(gamma, root(D)), part, keep, live);
     float wide = (float)gamma;
     float inverse = wide > TINY_ROW ? rcp_fast(wide) : bits_float(0x7fffffffu);  // a NaN: never sure
     sync_warp();

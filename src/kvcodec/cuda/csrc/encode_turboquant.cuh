@@ -68,12 +68,6 @@ template <int D, int BITS, bool WIDE> struct TurboQuantRow {
     store_norm<WIDE>(at[1], div(gamma[0], root(D)), part, keep, live);
     LevelCodes<D, BITS>::store(y, gamma, part, keep, live, at[0], table, scratch);
   }
-
-  // Python's D ** 0.5
-  KV_FUNCTION double root(int dim) {
-    return dim == 64 ? 8.0 : dim == 96 ? 9.797958971132712 : dim == 128 ? 11.313708498984761 : dim == 192
-        ? 13.856406460551018 : 16.0;
-  }
 };
 
 }  // namespace kv
