@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params
 from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import GROUP, UltraTQ
+from kvcodec.codecs.wrapper import inside
 from kvcodec.cuda.hqmq_tables import hqmq_table
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.hadamard import power_of_two_divisor
@@ -41,6 +43,8 @@ class RowEncoder:
         Name of the constant that rows are multiplied with on their way into the code basis; empty: none.
     order : int
         Of the Hadamard rotation behind that; 1 for none.
+    own : str
+        Name of a constant ``[B or 1, H]`` that takes the factor's place in the arguments; empty: none.
     """
 
     type: str
@@ -48,6 +52,7 @@ class RowEncoder:
     tables: Callable[[Params], Tensor]
     factor: str = ""
     order: int = 1
+    own: str = ""
 
 
 def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
@@ -79,6 +84,10 @@ def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
     if type(codec) is Hqmq and codec.packing == "ceil":
         name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
         return RowEncoder(name, "encode_hqmq.cuh", lambda params: hqmq_table(params["secondary"][0]))
+    if type(codec) is Med and type(codec.inner) is Hqmq and (inner := row_encoder(codec.inner, head_dim)):
+        name = f"kv::MedRow<{inner.type}, {min(codec.slots, head_dim // 4)}>"
+        tables = inner.tables
+        return RowEncoder(name, "encode_hqmq.cuh", lambda params: tables(inside(params)), own="threshold")
     return None
 
 

@@ -9,9 +9,8 @@ enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/oct
 
 // Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM> of a length,
 // float directions[4^DIR][4], the fourth 0
-template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow {
+template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 2;
   KV_CONST int TRIPLETS = (D + 2) / 3;
   KV_CONST int BITS = 2 * DIR + NRM;

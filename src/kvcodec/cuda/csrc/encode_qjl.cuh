@@ -75,10 +75,9 @@ template <int D> struct Sketch {
 
 // TurboQuant with BITS bits (one less than the scheme's), then the sketch. Table: Levels<BITS>, float levels[2^BITS] filled up to 16
 // bytes, Sketch
-template <int D, int BITS, bool WIDE> struct TurboQuantQjlRow {
+template <int D, int BITS, bool WIDE> struct TurboQuantQjlRow : TableRow {
   using Plain = TurboQuantRow<D, BITS, WIDE>;
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 4;
   KV_FUNCTION int plane_bytes(int p) { return p < 2 ? Plain::plane_bytes(p) : p == 2 ? D / 8 : 2; }
   KV_CONST int CENTRES = Levels<BITS>::BYTES;
@@ -111,10 +110,9 @@ template <int D, int BITS, bool WIDE> struct TurboQuantQjlRow {
 };
 
 // OCTOPUS, then the sketch. Table: OctopusRow's, float rho[2^NRM] filled up to 16 bytes, Sketch
-template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusQjlRow {
+template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusQjlRow : TableRow {
   using Plain = OctopusRow<D, DIR, NRM, WIDE, ROUNDING>;
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 4;
   KV_FUNCTION int plane_bytes(int p) { return p < 2 ? Plain::plane_bytes(p) : p == 2 ? D / 8 : 2; }
   KV_CONST int RHO = Plain::BYTES;

@@ -54,9 +54,8 @@ template <int D, int BITS> struct LevelCodes {
 };
 
 // BITS 1 to 6; WIDE: the norm in fp32, not fp16. Table: Levels<BITS> of u
-template <int D, int BITS, bool WIDE> struct TurboQuantRow {
+template <int D, int BITS, bool WIDE> struct TurboQuantRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 2;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D * BITS / 8 : WIDE ? 4 : 2; }
   KV_CONST int TABLE = Levels<BITS>::BYTES;
