@@ -1,0 +1,211 @@
+// HQMQ (codecs/hqmq.py): chunks of four as quaternions, the best of 24 S products p q_s, a length in steps of the longest's.
+//
+// The search turns a chunk x by the Hurwitz unit p nearest to it, y = conj(p) x: <p y, p p' q> = <y, p' q>, so that one table of
+// what is near serves all 24 places. There |y_1| + |y_2| + |y_3| <= y_0, and the cell of (y_1, y_2, y_3) / y_0 in a grid lists
+// the few products that can be best in it. fp32 finds the best of those; where the second comes too close, all of them are
+// tried in double, which is exact (ops/quaternion.py), the lowest code first.
+#pragma once
+#include "encode_med.cuh"
+
+namespace kv {
+
+// Table: Two entries[PAIRS] four halves each, products p' q_s cell by cell, filled up with a zero; uint16 names[PAIRS][2], s << 5 | p';
+// uint16 cells[CELLS], first pair << 4 | pairs, 0: not listed; uint8 times[24][24], the unit p p'; at a multiple of
+// 16 float secondary[S][4]
+template <int S> struct HqmqSearch {
+  KV_CONST int SIDE = 15;  // cells along an axis, odd: 0 lies in the middle of one
+  KV_CONST int CELLS = SIDE * SIDE * SIDE;
+  KV_CONST int PAIRS = S == 24 ? 1792 : S == 48 ? 2176 : S == 96 ? 2688 : 3840;
+  KV_CONST int NAMES = 16 * PAIRS;
+  KV_CONST int LISTS = NAMES + 4 * PAIRS;
+  KV_CONST int TIMES = LISTS + 2 * CELLS;
+  KV_CONST int SECONDARY = align16(TIMES + 24 * 24);
+  KV_CONST int BYTES = SECONDARY + 16 * S;
+
+  struct alignas(16) Two { uint32_t word[4]; };
+  struct alignas(16) Four { float w, x, y, z; };
+
+  KV_DEV static float low(uint32_t x) { return half_float((uint16_t)x); }
+  KV_DEV static float high(uint32_t x) { return half_float((uint16_t)(x >> 16)); }
+
+  // 24 s + p of the product with the largest inner product with x
+  KV_DEV static uint32_t find(const uint8_t* table, const float (&x)[4]) {
+    bool sure = true;
+    uint32_t code = guess(table, x, sure);
+    if (!sure) code = exact(table, x);
+    return code;
+  }
+
+  // In fp32. r is off by less than 2^-20 (a chunk is at most sqrt 2 y_0 long; y has three roundings, the reciprocal one
+  // ulp), so a difference of two scores, which are at most 1 apart, by less than 2^-19; cells reach 2^-18 further than their walls.
+  KV_DEV static uint32_t guess(const uint8_t* table, const float (&x)[4], bool& sure) {
+    constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: around it fp32 holds whole numbers only, so the addition rounds
+    constexpr float SCALE = 0.5f * SIDE * (1.0f - 1.0f / 128.0f);  // the octahedron's corners lie inside the outer cells
+    float a[4], p[4];
+    KV_UNROLL for (int i = 0; i < 4; i++) a[i] = magnitude(x[i]);
+    float most = maximum(maximum(a[0], a[1]), maximum(a[2], a[3]));
+    float half = mul(0.5f, add(add(a[0], a[1]), add(a[2], a[3])));
+    sure = most > 1e-30f;  // below that a reciprocal is not what it should be
+    bool axis = most > half;  // then one component alone is the largest
+    float top = axis ? most : half, least = axis ? most : 0.0f, size = axis ? 1.0f : 0.5f;
+    KV_UNROLL for (int i = 0; i < 4; i++) {
+      p[i] = bits_float(float_bits(a[i] >= least ? size : 0.0f) | (float_bits(x[i]) & 0x80000000u));
+    }
+    float over = rcp_fast(top), r[3];
+    r[0] = fma(p[3], x[2], fma(-p[2], x[3], fma(-p[1], x[0], mul(p[0], x[1]))));
+    r[1] = fma(-p[3], x[1], fma(-p[2], x[0], fma(p[1], x[3], mul(p[0], x[2]))));
+    r[2] = fma(-p[3], x[0], fma(p[2], x[1], fma(-p[1], x[2], mul(p[0], x[3]))));
+    uint32_t cell = 0;
+    KV_UNROLL for (int k = 0; k < 3; k++) {
+      r[k] = mul(r[k], over);
+      cell = cell * SIDE + float_bits(fma(r[k], SCALE, WHOLE + SIDE / 2));
+    }
+    cell -= float_bits(WHOLE) * (uint32_t)(SIDE * SIDE + SIDE + 1);
+    cell = cell < CELLS ? cell : 0;  // of what is not a number
+    uint32_t list = ((const uint16_t*)(table + LISTS))[cell];
+    const Two* at = (const Two*)table + (list >> 4);
+    float best = -1.0f, second = -1.0f;
+    uint32_t place = 0;
+    KV_NO_UNROLL for (uint32_t i = 0; i < 2 * (list & 15); i += 2) {
+      Two e = at[i / 2];
+      KV_UNROLL for (uint32_t j = 0; j < 2; j++) {
+        uint32_t front = e.word[2 * j], back = e.word[2 * j + 1];
+        float s = fma(r[2], high(back), fma(r[1], low(back), fma(r[0], high(front), low(front))));
+        second = maximum(second, minimum(best, s));
+        place = s > best ? i + j : place;
+        best = maximum(best, s);
+      }
+    }
+    sure = sure && sub(best, second) > 0x1p-19f;
+    uint32_t name = ((const uint16_t*)(table + NAMES))[2 * (list >> 4) + place];
+    uint32_t sign[4], unit;
+    KV_UNROLL for (int i = 0; i < 4; i++) sign[i] = float_bits(x[i]) >> 31;
+    if (axis) unit = a[1] >= most ? 2 + sign[1] : a[2] >= most ? 4 + sign[2] : a[3] >= most ? 6 + sign[3] : sign[0];
+    else unit = 8 + 8 * sign[0] + 4 * sign[1] + 2 * sign[2] + sign[3];
+    bool zero = most == 0.0f;
+    sure = sure || zero;
+    return zero ? 0 : 24 * (name >> 5) + table[TIMES + 24 * unit + (name & 31)];
+  }
+
+  // as _by_closed_form of ops/quaternion.py
+  KV_DEV static uint32_t exact(const uint8_t* table, const float (&x)[4]) {
+    double most = 0.0, v[4], y[4];
+    KV_UNROLL for (int i = 0; i < 4; i++) most = magnitude((double)x[i]) > most ? magnitude((double)x[i]) : most;
+    if (!(most > 0.0)) return 0;
+    // 2^40 over the power of two above the largest component
+    double unit = bits_double((1022 + 1023 + 40 - (double_bits(most) >> 52)) << 52);
+    KV_UNROLL for (int i = 0; i < 4; i++) y[i] = round_even(mul((double)x[i], unit));
+    double best = -1.0;
+    uint32_t chosen = 0;
+    KV_NO_UNROLL for (uint32_t s = 0; s < S; s++) {
+      double score = turn(table, y, s, v);
+      if (score > best) best = score, chosen = s;
+    }
+    turn(table, y, chosen, v);
+    uint32_t p = 8;
+    KV_UNROLL for (int i = 0; i < 4; i++) p += v[i] < 0.0 ? 8u >> i : 0u;
+    KV_UNROLL for (int i = 3; i >= 0; i--) {
+      if (v[i] == -best) p = 2 * i + 1;
+      if (v[i] == best) p = 2 * i;
+    }
+    return 24 * chosen + p;
+  }
+  // v = y conj(q_s), and its largest inner product with a unit
+  KV_DEV static double turn(const uint8_t* table, const double (&y)[4], uint32_t s, double (&v)[4]) {
+    Four q = ((const Four*)(table + SECONDARY))[s];
+    double a = (double)q.w, b = (double)q.x, c = (double)q.y, d = (double)q.z;
+    v[0] = fma(y[3], d, fma(y[2], c, fma(y[1], b, mul(y[0], a))));
+    v[1] = fma(y[3], c, fma(-y[2], d, fma(-y[0], b, mul(y[1], a))));
+    v[2] = fma(-y[3], b, fma(y[1], d, fma(-y[0], c, mul(y[2], a))));
+    v[3] = fma(y[2], b, fma(-y[1], c, fma(-y[0], d, mul(y[3], a))));
+    double m[4];
+    KV_UNROLL for (int i = 0; i < 4; i++) m[i] = magnitude(v[i]);
+    double best = mul(0.5, add(add(m[0], m[1]), add(m[2], m[3])));
+    KV_UNROLL for (int i = 0; i < 4; i++) best = m[i] > best ? m[i] : best;
+    return best;
+  }
+};
+
+// lengths of a row's chunks in steps, and the scale: quantize_lengths of ops/quaternion.py
+template <int D, int R> struct HqmqLengths {
+  KV_CONST int RUNS = D / 32;  // chunks of a lane
+  KV_CONST int STEPS = (1 << R) - 1;
+
+  KV_DEV static uint16_t round(const float (&y)[D / 8], uint32_t (&steps)[RUNS]) {
+    float square[RUNS], most = 0.0f;
+    KV_UNROLL for (int i = 0; i < RUNS; i++) {
+      const float* x = y + 4 * i;
+      square[i] = fma(x[3], x[3], fma(x[2], x[2], fma(x[1], x[1], mul(x[0], x[0]))));
+      most = maximum(most, square[i]);
+    }
+    KV_UNROLL for (int mask = 4; mask; mask /= 2) most = maximum(most, shfl_xor(most, mask));
+    // squares are off by 2^-22 at most, roots by 2^-22; smaller ones leave fp32's range
+    float longest = mul(0.5f, sqrt(most));
+    uint16_t scale = half_bits(longest);
+    bool sure = most > 0x1p-40f && half_bits(mul(longest, 1.0f - 0x1p-21f)) == half_bits(mul(longest, 1.0f + 0x1p-21f));
+    float over = div((float)STEPS, mul(2.0f, half_float(scale)));
+    KV_UNROLL for (int i = 0; i < RUNS; i++) {
+      float q = mul(sqrt(square[i]), over), whole = round_even(q);
+      sure = sure && sub(0.5f, magnitude(sub(q, whole))) > STEPS * 0x1p-21f;
+      steps[i] = (uint32_t)minimum(whole, (float)STEPS);
+    }
+    return all(sure) ? scale : exact(y, steps);
+  }
+
+  KV_DEV static uint16_t exact(const float (&y)[D / 8], uint32_t (&steps)[RUNS]) {
+    double length[RUNS], most = 0.0;
+    KV_UNROLL for (int i = 0; i < RUNS; i++) {
+      double s[4];
+      KV_UNROLL for (int e = 0; e < 4; e++) s[e] = mul((double)y[4 * i + e], (double)y[4 * i + e]);
+      length[i] = sqrt(add(add(s[0], s[1]), add(s[2], s[3])));
+      most = length[i] > most ? length[i] : most;
+    }
+    KV_UNROLL for (int mask = 4; mask; mask /= 2) {
+      double other = shfl_xor(most, mask);
+      most = other > most ? other : most;
+    }
+    uint16_t scale = half_by_float(mul(most, 0.5));
+    double sigma = mul((double)half_float(scale), 2.0);
+    KV_UNROLL for (int i = 0; i < RUNS; i++) {
+      double q = sigma > 0.0 ? round_even(div(mul(length[i], (double)STEPS), sigma)) : 0.0;
+      steps[i] = (uint32_t)(q < (double)STEPS ? q : (double)STEPS);
+    }
+    return scale;
+  }
+};
+
+// S 24, 48, 96, 192; R 3, 4, 6; whole bits per code
+template <int D, int S, int R> struct HqmqRow : TableRow {
+  KV_CONST int DIM = D;
+  KV_CONST int PLANES = 3;
+  KV_CONST int CHUNKS = D / 4;
+  KV_CONST int BITS = S == 24 ? 10 : S == 48 ? 11 : S == 96 ? 12 : 13;
+  KV_FUNCTION int plane_bytes(int p) {
+    return p == 0 ? stream_bytes(CHUNKS, BITS) : p == 1 ? stream_bytes(CHUNKS, R) : 2;
+  }
+  KV_CONST int TABLE = HqmqSearch<S>::BYTES;
+  KV_CONST int ROOM = stream_room(CHUNKS);
+  KV_CONST int SCRATCH = 4 * 4 * ROOM;
+
+  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[3],
+                          const uint8_t* table, uint8_t* scratch) {
+    uint16_t* codes = (uint16_t*)scratch + thread() % 32 / 8 * ROOM;
+    uint16_t* radius = codes + 4 * ROOM;
+    uint32_t steps[D / 32];
+    uint16_t scale = HqmqLengths<D, R>::round(y, steps);
+    KV_UNROLL for (int i = 0; i < D / 32; i++) {
+      float x[4] = {y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]};
+      codes[8 * i + part] = (uint16_t)HqmqSearch<S>::find(table, x);
+      radius[8 * i + part] = (uint16_t)steps[i];
+    }
+    clear_spare<CHUNKS>(codes, part);
+    clear_spare<CHUNKS>(radius, part);
+    sync_warp();
+    store_stream<CHUNKS, BITS>(at[0], codes, part, keep, live);
+    store_stream<CHUNKS, R>(at[1], radius, part, keep, live);
+    if (part == 0 && live) *(uint16_t*)at[2] = (uint16_t)(scale & keep);
+    sync_warp();
+  }
+};
+
+}  // namespace kv

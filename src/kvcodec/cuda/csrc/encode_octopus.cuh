@@ -1,0 +1,139 @@
+// OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, direction by octahedral coordinates, length along it.
+#pragma once
+#include "encode_sums.cuh"
+#include "encode_table.cuh"
+
+namespace kv {
+
+enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/octopus.py, Octopus.rounding
+
+// Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM> of a length,
+// float directions[4^DIR][4], the fourth 0
+template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : TableRow {
+  KV_CONST int DIM = D;
+  KV_CONST int PLANES = 2;
+  KV_CONST int TRIPLETS = (D + 2) / 3;
+  KV_CONST int BITS = 2 * DIR + NRM;
+  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? stream_bytes(TRIPLETS, BITS) : WIDE ? 4 : 2; }
+  KV_CONST int LEVELS = 1 << DIR;
+  KV_CONST int LENGTHS = Levels<DIR>::BYTES;
+  KV_CONST int DIRECTIONS = LENGTHS + Levels<NRM>::BYTES;
+  KV_CONST int BYTES = DIRECTIONS + 16 * LEVELS * LEVELS;
+  KV_CONST int TABLE = BYTES <= 96 * 1024 ? BYTES : 0;
+  // a row of floats; the 24 spread the rows' triplets over all banks, and hold the zeros behind the last channel
+  KV_CONST int STRIDE = D + 24;
+  KV_CONST int ROOM = stream_room(TRIPLETS);
+  KV_CONST int ROWS = 4 * 4 * STRIDE;
+  KV_CONST int SCRATCH = ROWS + 4 * 2 * ROOM;
+
+  struct alignas(16) Four { float x, y, z, w; };
+
+  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[2],
+                          const uint8_t* table, uint8_t* scratch) {
+    uint16_t* codes = round_row(y, part, keep, live, at, table, scratch);
+    store_stream<TRIPLETS, BITS>(at[0], codes, part, keep, live);
+    sync_warp();
+  }
+
+  // codes of the row in shared memory, and its norm
+  KV_DEV static uint16_t* round_row(const float (&y)[D / 8], int part, uint32_t keep, bool live,
+                                    uint8_t* const (&at)[2], const uint8_t* table, uint8_t* scratch) {
+    int row = thread() % 32 / 8;
+    float* mine = (float*)scratch + row * STRIDE;
+    uint16_t* codes = (uint16_t*)(scratch + ROWS) + row * ROOM;
+    KV_UNROLL for (int i = 0; i < D / 32; i++) {
+      // + 0: of the two zeros only +0 is left, whose sign then is the reference's
+      *(Four*)(mine + 32 * i + 4 * part) = {add(y[4 * i], 0.0f), add(y[4 * i + 1], 0.0f), add(y[4 * i + 2], 0.0f),
+                                            add(y[4 * i + 3], 0.0f)};
+    }
+    if (part < 3 * TRIPLETS - D) mine[D + part] = 0.0f;
+    clear_spare<TRIPLETS>(codes, part);
+    double gamma = sqrt(sum_of_squares(y));
+    store_norm<WIDE>(at[1], div(gamma, root(D)), part, keep, live);
+    float wide = (float)gamma;
+    float inverse = wide > TINY_ROW ? rcp_fast(wide) : bits_float(0x7fffffffu);  // a NaN: never sure
+    sync_warp();
+    KV_NO_UNROLL for (int first = 0; first < TRIPLETS; first += 8) {
+      int i = first + part;
+      uint32_t code = 0;
+      if (i < TRIPLETS) {
+        float t[3] = {mine[3 * i], mine[3 * i + 1], mine[3 * i + 2]};
+        bool sure = ROUNDING == ROUND_3X3;
+        if (sure) code = guess(table, t, inverse, sure);
+        if (!sure) code = exact(table, t, gamma);
+      }
+      codes[i] = (uint16_t)code;
+    }
+    sync_warp();
+    return codes;
+  }
+
+  KV_DEV static const Four* direction(const uint8_t* table, uint32_t at) {
+    return (const Four*)(table + DIRECTIONS) + at;
+  }
+
+  // as to_square of ops/octahedral.py; the sum of magnitudes is not 0
+  template <class T> KV_DEV static void square(T px, T py, bool lower, T& xi, T& eta) {
+    T a = sub((T)1, magnitude(py)), b = sub((T)1, magnitude(px));
+    xi = lower ? (px >= (T)0 ? a : -a) : px;
+    eta = lower ? (py >= (T)0 ? b : -b) : py;
+  }
+
+  // The code in fp32. What can be off, to be compared with the bounds used:
+  //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4       2^-20 (Levels)
+  //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                     2^-21 (|x| + |y| + |z|)
+  //   length    a score, a reciprocal and two roundings: 2^-21.5 of it                             2^-20 of the largest wall
+  KV_DEV static uint32_t guess(const uint8_t* table, const float (&t)[3], float inverse, bool& sure) {
+    float size = add(add(magnitude(t[0]), magnitude(t[1])), magnitude(t[2]));
+    sure = size > TINY_ROW;  // below that a reciprocal is not what it should be
+    float over = rcp_fast(size), xi, eta;
+    square(mul(t[0], over), mul(t[1], over), t[2] < 0.0f, xi, eta);
+    uint32_t a = Levels<DIR>::guess(table, xi, sure), b = Levels<DIR>::guess(table, eta, sure);
+    uint32_t seed = a << DIR | b;
+    float s[4];
+    KV_UNROLL for (int c = 0; c < 4; c++) {
+      Four n = *direction(table, seed + (uint32_t)(c / 2 * LEVELS + c % 2));
+      s[c] = fma(n.z, t[2], fma(n.y, t[1], mul(n.x, t[0])));
+    }
+    bool right = s[1] > s[0], lower_right = s[3] > s[2];
+    float upper = maximum(s[0], s[1]), lower = maximum(s[2], s[3]);
+    bool down = lower > upper;
+    float best = maximum(upper, lower);
+    float second = maximum(minimum(upper, lower), down ? minimum(s[2], s[3]) : minimum(s[0], s[1]));
+    sure = sure && sub(best, second) > mul(size, 0x1p-21f);
+    seed += down ? (uint32_t)LEVELS + lower_right : (uint32_t)right;
+    uint32_t length = Levels<NRM>::guess(table + LENGTHS, mul(best, inverse), sure);
+    return seed << NRM | length;
+  }
+
+  // the code as the reference finds it
+  KV_DEV static uint32_t exact(const uint8_t* table, const float (&t)[3], double gamma) {
+    double x = 0.0, y = 0.0, z = 0.0;
+    if (gamma > 0.0) x = div((double)t[0], gamma), y = div((double)t[1], gamma), z = div((double)t[2], gamma);
+    double size = add(add(magnitude(x), magnitude(y)), magnitude(z));
+    if (size < 1e-300) size = 1e-300;
+    double xi, eta;
+    square(div(x, size), div(y, size), z < 0.0, xi, eta);
+    uint32_t a = Levels<DIR>::find(table, xi), b = Levels<DIR>::find(table, eta), chosen = a << DIR | b;
+    double length;
+    if (ROUNDING == ROUND_SCALAR) {
+      length = sqrt(add(add(mul(x, x), mul(y, y)), mul(z, z)));
+    } else {
+      constexpr uint32_t LAST = LEVELS - 1, SIDE = ROUNDING == ROUND_FULL ? LEVELS : 2;
+      if (ROUNDING == ROUND_FULL) a = b = 0;
+      double best = -1e300;
+      KV_NO_UNROLL for (uint32_t c = 0; c < SIDE * SIDE; c++) {
+        uint32_t i = a + c / SIDE, j = b + c % SIDE;
+        i = i < LAST ? i : LAST;
+        j = j < LAST ? j : LAST;
+        Four n = *direction(table, i << DIR | j);
+        double score = add(add(mul((double)n.x, x), mul((double)n.y, y)), mul((double)n.z, z));
+        if (score > best) best = score, chosen = i << DIR | j;
+      }
+      length = best < 0.0 ? 0.0 : best > 1.0 ? 1.0 : best;
+    }
+    return chosen << NRM | Levels<NRM>::find(table + LENGTHS, length);
+  }
+};
+
+}  // namespace kv

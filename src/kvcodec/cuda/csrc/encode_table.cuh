@@ -1,0 +1,93 @@
+// Encoding rows with look-up tables in shared memory: as encode.cuh, but a block stays with one head and loads its tables first.
+//
+//     KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs args) {
+//       kv::encode_with_table<kv::Role<kv::HqmqRow<128, 96, 4>>>(args, kv::block_z() ? args.value : args.key);
+//     }
+//
+// Grid (x, B, roles), any x >= 1; multiples of the number of heads lose nothing. TABLE_THREADS threads and
+// table_bytes<Codec>() bytes of dynamic shared memory.
+//
+// Codecs: eight lanes hold a row, four rows to a warp
+//
+//   : TableRow
+//   DIM, PLANES, plane_bytes(p)   as in encode.cuh
+//   TABLE       bytes of a head's tables that are copied to shared memory, a multiple of 16; 0: `table` is global memory
+//   SCRATCH     bytes of shared memory per warp, a multiple of 16
+//   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
+//        const uint8_t* table, uint8_t* scratch)
+//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes are back. With OWN true there is another
+//               argument, the float that args.factor [B or 1, H] has for the sequence and head
+#pragma once
+#include "encode.cuh"
+
+namespace kv {
+
+constexpr int TABLE_WARPS = 8;
+constexpr int TABLE_THREADS = 32 * TABLE_WARPS;
+
+struct TableRow {
+  KV_CONST int TEAM = 8;
+  KV_CONST bool OWN = false;
+};
+
+template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + TABLE_WARPS * C::SCRATCH; }
+
+template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const EncodeSide& s) {
+  using C = typename R::Codec;
+  constexpr int N = C::DIM / 8;
+  static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
+  KV_DYNAMIC_SHARED(shared);
+  int warp = thread() / 32, part = thread() % 8, b = block_y();
+  uint8_t* scratch = shared + C::TABLE + warp * C::SCRATCH;
+  int heads = grid_x() < a.heads ? grid_x() : a.heads;  // at work at a time
+  int workers = grid_x() / heads, worker = block_x() / heads;
+  if (worker >= workers) return;
+  int64_t step = (int64_t)workers * TABLE_WARPS * 4;
+  for (int head = block_x() % heads; head < a.heads; head += heads) {
+    const uint8_t* table = s.tables + head * s.table_head;
+    if (C::TABLE) {
+      sync_threads();  // the last head's may still be in use
+      for (int i = 16 * thread(); i < C::TABLE; i += 16 * TABLE_THREADS) copy16(shared + i, table + i);
+      copy_commit();
+      copy_wait<0>();
+      sync_threads();
+    }
+    for (int64_t first = ((int64_t)worker * TABLE_WARPS + warp) * 4; first < s.tokens; first += step) {
+      int64_t n = first + thread() % 32 / 8;
+      bool live = n < s.tokens;
+      if (!live) n = first;
+      float y[N];
+      load_row<8>(y, s.x, b * s.batch + head * s.head + n * s.token, part, a.kind);
+      int64_t slot = s.first[b] + n;
+      if (live && slot >= a.capacity) {
+        if (part == 0) raise(a.bad, 2);
+        live = false;
+      }
+      if (!any(live)) continue;
+      uint8_t* at[C::PLANES];
+      locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
+
+      bool good = true;  // false for NaN too
+      KV_UNROLL for (int k = 0; k < N; k++) good = good && (y[k] <= HALF_MAX && y[k] >= -HALF_MAX);
+      good = (ballot(!good) >> (thread() % 32 - part) & 0xffu) == 0;
+      if (!good) {
+        if (live && part == 0) raise(a.bad, 1);
+        KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
+      }
+      if (R::FACTOR != FACTOR_NONE) {
+        const float* factor = s.factor + b * s.factor_batch + head * C::DIM;
+        KV_UNROLL for (int k = 0; k < N; k++) {
+          float f = factor[channel_of<8>(part, k)];
+          y[k] = R::FACTOR == FACTOR_TIMES ? mul(y[k], f) : div(y[k], f);
+        }
+      }
+      if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
+      const uint8_t* look = C::TABLE ? (const uint8_t*)shared : table;
+      uint32_t keep = good ? 0xffffffffu : 0u;
+      if constexpr (C::OWN) C::quad(y, part, keep, live, at, look, scratch, s.factor[b * s.factor_batch + head]);
+      else C::quad(y, part, keep, live, at, look, scratch);
+    }
+  }
+}
+
+}  // namespace kv
