@@ -95,7 +95,6 @@ struct Machine {
   Fiber* current;
   Warp* warp;
   unsigned char* stacks;
-  int fenced;                        // stacks with a guard page
   unsigned char* shared;
   size_t shared_bytes, shared_room;  // asked for; up to the guard page
   int threads, live, waiting;        // in sync_threads

@@ -49,7 +49,7 @@ class Case:
     codec: Codec
     type: str
     blocks: bool = False
-    factor: bool = False
+    factor: str = ""
     rotated: bool = False
 
 
@@ -90,11 +90,11 @@ def _ultraquant(rotate: bool, c: float = 0.156, scale: Any = "pow2") -> Callable
     return make
 
 
-def _innerq(bits: int, reading: Any, norm: bool = False) -> Callable[[int], Case]:
+def _innerq(bits: int, reading: Any, factor: str = "") -> Callable[[int], Case]:
     def make(dim: int) -> Case:
         kind = f"EncodeInnerq<{dim}, {bits}, {reading.upper()}>"
-        how = ", 1, FACTOR_OVER" if norm else ""
-        return Case(InnerQ(bits, "channels", reading, norm=norm), f"Role<{kind}{how}>", factor=norm)
+        how = f", 1, {factor}" if factor else ""
+        return Case(InnerQ(bits, "channels", reading, norm=factor != ""), f"Role<{kind}{how}>", factor=factor)
 
     return make
 
@@ -107,10 +107,10 @@ def _tokens_int(bits: int, group: int = 32, symmetric: bool = False) -> Callable
     return make
 
 
-def _tokens_innerq(bits: int, reading: Any, hybrid: bool = False, norm: bool = False) -> Callable[[int], Case]:
+def _tokens_innerq(bits: int, reading: Any, hybrid: bool = False, factor: str = "") -> Callable[[int], Case]:
     def make(dim: int) -> Case:
         kind = f"EncodeTokensInnerq<{dim}, {bits}, {reading.upper()}, {_flag(hybrid)}>"
-        return Case(InnerQ(bits, "tokens", reading, hybrid, norm), kind, blocks=True, factor=norm)
+        return Case(InnerQ(bits, "tokens", reading, hybrid, factor != ""), kind, blocks=True, factor=factor)
 
     return make
 
@@ -127,14 +127,14 @@ ROWS: dict[str, Sequence[Callable[[int], Case]]] = {
     ],
     "innerq": [
         *(_innerq(b, r) for b, r in ((3, "literal"), (2, "literal"), (3, "signed"), (2, "signed"), (3, "full"))),
-        *(_innerq(2, "full"), _innerq(3, "literal", norm=True)),
+        *(_innerq(2, "full"), _innerq(3, "literal", "FACTOR_INVERSE"), _innerq(3, "literal", "FACTOR_OVER")),
     ],
 }
 BLOCKS: dict[str, Sequence[Callable[[int], Case]]] = {
     "kivi": [_tokens_int(2), _tokens_int(3), _tokens_int(4), _tokens_int(8), _tokens_int(4, symmetric=True)],
     "kivi-groups": [_tokens_int(2, 16), _tokens_int(3, 64), _tokens_int(2, 4), _tokens_int(2, 20)],
     "innerq-tokens": [
-        *(_tokens_innerq(3, "literal"), _tokens_innerq(2, "full"), _tokens_innerq(3, "signed", norm=True)),
+        *(_tokens_innerq(3, "literal"), _tokens_innerq(2, "full"), _tokens_innerq(3, "signed", factor="FACTOR_INVERSE")),
         *(_tokens_innerq(2, r, hybrid=True) for r in ("literal", "signed", "full")),
         _tokens_innerq(3, "literal", hybrid=True),
     ],
@@ -147,8 +147,7 @@ def _library(cases: Sequence[Case]) -> harness.Library:
     lines.append("using namespace kv;")
     for i, case in enumerate(cases):
         if case.blocks:
-            how = "FACTOR_OVER" if case.factor else "FACTOR_NONE"
-            body, threads = f"encode_blocks<T{i}, {how}>(args, args.key)", f"T{i}::THREADS"
+            body, threads = f"encode_blocks<T{i}, {case.factor or 'FACTOR_NONE'}>(args, args.key)", f"T{i}::THREADS"
         else:
             body, threads = f"encode_side<T{i}>(args, args.key)", "ENCODE_THREADS"
         lines.append(f"using T{i} = {case.type};")
@@ -190,7 +189,8 @@ def _launch(library: harness.Library, index: int, case: Case, call: Call, params
         side = Side(x=memory.put(x), first=memory.put(first), tokens=x.shape[2])
         side.batch, side.head, side.token = x.stride()[:3]
         if case.factor:
-            factor = 1.0 / params["norm"].double()
+            norm = params["norm"]
+            factor = 1.0 / norm.double() if case.factor == "FACTOR_INVERSE" else norm
             side.factor, side.factor_batch = memory.put(factor), factor.stride(0) if len(factor) > 1 else 0
         args = Args(memory.put(pages, True), memory.put(table), memory.put(bad, True), side, Side())
         args.page_bytes, args.table_row, args.kind = layout.page_bytes, table.stride(0), KINDS.index(x.dtype)
@@ -362,7 +362,7 @@ def test_tokens_past_the_capacity_are_not_written(family: str) -> None:
 
 
 def test_appending_one_token_to_many_sequences_and_strides() -> None:
-    cases = [_saw()(128), _group_int(3, 32)(128), _innerq(3, "literal", norm=True)(128)]
+    cases = [_saw()(128), _group_int(3, 32)(128), _innerq(3, "literal", "FACTOR_INVERSE")(128)]
     library = _library(cases)
     g = torch.Generator().manual_seed(5)
     wide = torch.randn(9, 1, 3, 128 + 4, generator=g).bfloat16()

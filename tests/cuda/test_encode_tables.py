@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site
 from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.cuda.encode_tables import row_encoder
 from tests.cuda.harness import build
@@ -86,7 +88,8 @@ class Encoders:
         pages = torch.full((columns + 1, heads, end), 0xA5, dtype=torch.uint8)
         order = torch.randperm(columns + 1, generator=torch.Generator().manual_seed(tokens))[:columns].int()[None]
         bad, first = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        factor = params[encoder.factor] if encoder.factor else None
+        name = encoder.factor or encoder.own
+        factor = params[name] if name else None
         with lib.memory() as memory:
             side = _Side(
                 x=memory.put(x), tables=memory.put(tables), factor=None if factor is None else memory.put(factor),
@@ -115,7 +118,7 @@ class Encoders:
 
     def check(self, codec: Codec, x: Tensor, params: Params | None = None, seed: int = 0, grid: int = 3) -> None:
         """Assert that the kernel's bytes of ``x`` are the reference's."""
-        params = params or codec.fit(Site(3, "key", x.shape[1], x.shape[3], 5))
+        params = params or codec.fit(Site(3, "key", x.shape[1], x.shape[3], 5), x.float())
         expected = codec.encode(codec.to_code(x.float(), params), params)
         for name, found in self.encoded(codec, params, x, seed, grid).items():
             want = expected[name][0].contiguous().view(torch.uint8).flatten(2)
@@ -191,3 +194,27 @@ def test_hqmq(dim: int) -> None:
     for i, codec in enumerate(codecs):
         encoders.check(codec, random_rows(49, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
     encoders.check(codecs[1], random_rows(48, dim) * torch.logspace(-44, 0, 48)[:, None], seed=1)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_qjl(dim: int) -> None:
+    codecs = [TurboQuantQJL(3), TurboQuantQJL(2, "fp32"), OctopusQJL(5, 3), OctopusQJL(4, 2), OctopusQJL(1, 1)]
+    encoders = Encoders(codecs, dim)
+    for i, codec in enumerate(codecs):
+        encoders.check(codec, random_rows(25, dim, i).to((torch.float16, torch.bfloat16)[i % 2]))
+    encoders.check(codecs[2], random_rows(24, dim) * torch.logspace(-44, 0, 24)[:, None], seed=1)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_hqmq_with_outliers(dim: int) -> None:
+    codecs = [Med(Hqmq(96, 4), 3, 2), Med(Hqmq(24, 3), 1, 5)]
+    encoders = Encoders(codecs, dim)
+    for i, codec in enumerate(codecs):
+        x = random_rows(49, dim, i)
+        x *= torch.where(torch.arange(dim) % 50 == 9, 8.0, 1.0)
+        x = x.clamp(-60000, 60000).to((torch.float16, torch.float32)[i])
+        encoders.check(codec, x, seed=i)
+        params = {**codec.fit(Site(3, "key", HEADS, dim, 5), x.float())}
+        for threshold in (0.0, 4.0, 3e38):  # all, ties of sums of squares, none
+            params["threshold"] = torch.full_like(params["threshold"], threshold)
+            encoders.check(codec, x.round(), params)

@@ -66,15 +66,11 @@ class Pair(NamedTuple):
 
     def tile_bytes(self, tokens: int) -> int:
         """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
-        return sum(_align16(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
+        return sum(_align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
 
 
-def _align16(n: int) -> int:
-    return -(-n // 16) * 16
-
-
-def _align128(n: int) -> int:
-    return -(-n // 128) * 128
+def _align(n: int, to: int = 16) -> int:
+    return -(-n // to) * to
 
 
 def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
@@ -136,12 +132,31 @@ class Machine(NamedTuple):
 H200 = Machine(132, 232448, 233472)
 
 
+def _row_floats(channels: int) -> int:
+    return channels + channels // 4 + 1  # kv::row_floats
+
+
 def shared_bytes(pair: Pair, config: Config) -> int:
     """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
-    tables = _align128(_align16(pair.key.shared) + _align16(pair.value.shared))
-    row = pair.head_dim + pair.head_dim // 4 + 1  # kv::row_floats
-    ring = config.warps * config.stages * _align128(pair.tile_bytes(config.tile))
-    return tables + _align128(32 * (row + 1)) + max(ring, config.warps * 32 * (row + 2))
+    tables = _align(_align(pair.key.shared) + _align(pair.value.shared), 128)
+    row = _row_floats(pair.head_dim)
+    query = _row_floats(pair.key.queries * pair.head_dim)
+    ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
+    merge = config.warps * 8 * (row + 2) * 4
+    return tables + _align(8 * (query + 1) * 4, 128) + max(ring, merge)
+
+
+def candidates(pair: Pair) -> list[Config]:
+    """Return launch constants worth trying, without regard to the machine."""
+    least = 32 if pair.blocked else 16
+    tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
+    shapes = ((4, 2), (8, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
+    return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
+
+
+def _fits(pair: Pair, config: Config, machine: Machine) -> bool:
+    need = shared_bytes(pair, config)
+    return need <= machine.shared_block and config.resident * (need + 1024) <= machine.shared_sm
 
 
 @lru_cache(maxsize=256)
@@ -162,21 +177,18 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     UnsupportedError
         No choice fits the machine's shared memory.
     """
-    least = 32 if pair.blocked else 16
-    tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    # Few sequences: one CTA with many warps a multiprocessor leaves few partials to merge. Many: two CTAs hide each
-    # other's starts and ends. Long tiles cost the fewest instructions; two stages keep enough bytes in flight.
-    wide = ((1, 8, 2), (2, 4, 2), (1, 4, 2), (1, 2, 2))
-    narrow = ((2, 4, 2), (1, 8, 2), (1, 4, 2), (1, 2, 2))
-    for tile in tiles:
-        for resident, warps, stages in wide if 4 * units <= machine.sms else narrow:
-            config = Config(tile, warps, stages, resident, 1)
-            need = shared_bytes(pair, config)
-            if need <= machine.shared_block and resident * (need + 1024) <= machine.shared_sm:
+    fitting = [c for c in candidates(pair) if _fits(pair, c, machine)]
+    # eight warps a multiprocessor hide memory's latency; long tiles cost the fewest instructions
+    fitting.sort(key=lambda c: (c.warps * c.resident < 8, -c.tile))
+    # Few sequences: one CTA a multiprocessor leaves fewest partials to merge. Many: two hide each other's ends.
+    few = 4 * units <= machine.sms
+    for config in sorted(fitting, key=lambda c: c.resident if few else -c.resident):
+        if (config.warps * config.resident >= 8) == (fitting[0].warps * fitting[0].resident >= 8):
+            if config.tile == fitting[0].tile:
                 return config._replace(splits=_splits(config, units, capacity, machine))
     raise UnsupportedError(
-        f"{pair.name}: needs {shared_bytes(pair, Config(tiles[-1], 2, 2, 1, 1))} bytes of shared memory in a block; "
-        f"this GPU has {machine.shared_block}."
+        f"{pair.name}: needs {min(shared_bytes(pair, c) for c in candidates(pair))} bytes of shared memory in a "
+        f"block; this GPU has {machine.shared_block}."
     )
 
 
@@ -195,6 +207,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
+    """Return what the table of launch constants knows of the device."""
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
@@ -206,7 +219,7 @@ def machine(device: torch.device) -> Machine:
 
 def program(pair: Pair, config: Config, cap: bool = False) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
-    threads = config.warps * 32
+    threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
             '#include "decode.cuh"',
@@ -214,7 +227,7 @@ def program(pair: Pair, config: Config, cap: bool = False) -> Program:
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
-            f'static_assert(Decode::TILE == {_align128(pair.tile_bytes(config.tile))}, "planes as the codec lays them out");',
+            f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
@@ -279,12 +292,12 @@ def text_of(pair: Pair) -> str:
 
 
 def pair_of(text: str) -> Pair:
-    """Return the pair that ``text_of`` has named.
+    """Return the pair that ``text_of`` named.
 
     Raises
     ------
     UnsupportedError
-        Nothing was named so.
+        It has not been named here.
     """
     if text not in _PAIRS:
         raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
@@ -448,9 +461,7 @@ def _check(
             f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
             f"sequence."
         )
-    if text not in _PAIRS:
-        raise UnsupportedError(f"{name}: pair={text!r} is unknown; pass text_of(pair_for(...)).")
-    pair = _PAIRS[text]
+    pair = pair_of(text)
     batch, num_q_heads, _, dim = q.shape
     if dim != pair.head_dim or num_q_heads % heads:
         raise ShapeError(

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params
 from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import GROUP, UltraTQ
+from kvcodec.codecs.wrapper import inside
 from kvcodec.cuda.hqmq_tables import hqmq_table
+from kvcodec.ops.bitpack import pack
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
+from kvcodec.ops.qjl import hadamard_matrix
 
 ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "ROUND_3X3", "full": "ROUND_FULL"}
 SLACK = 2.0**-20
@@ -38,6 +43,8 @@ class RowEncoder:
         Name of the constant that rows are multiplied with on their way into the code basis; empty: none.
     order : int
         Of the Hadamard rotation behind that; 1 for none.
+    own : str
+        Name of a constant ``[B or 1, H]`` that takes the factor's place in the arguments; empty: none.
     """
 
     type: str
@@ -45,6 +52,7 @@ class RowEncoder:
     tables: Callable[[Params], Tensor]
     factor: str = ""
     order: int = 1
+    own: str = ""
 
 
 def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
@@ -59,20 +67,27 @@ def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
     if type(codec) is TurboQuant:
         name = f"kv::TurboQuantRow<{head_dim}, {codec.bits}, {_flag(codec.norm == 'fp32')}>"
         return RowEncoder(name, "encode_turboquant.cuh", _nearest(codec.bits), "signs", order)
+    if type(codec) is TurboQuantQJL:
+        name = f"kv::TurboQuantQjlRow<{head_dim}, {codec.bits - 1}, {_flag(codec.norm == 'fp32')}>"
+        return RowEncoder(name, "encode_qjl.cuh", _turboquant_qjl(codec), "signs", order)
     if type(codec) is UltraTQ:
         blocks = codec.norm == "block"
         shift = max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 0
         name = f"kv::UltraTqRow<{head_dim}, {_flag(blocks)}, {shift}>"
         return RowEncoder(name, "encode_ultra_tq.cuh", _nearest(4), "", order)
-    if type(codec) is Octopus:
-        name = (
-            f"kv::OctopusRow<{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {_flag(codec.norm == 'fp32')}, "
-            f"kv::{ROUNDINGS[codec.rounding]}>"
-        )
-        return RowEncoder(name, "encode_octopus.cuh", _octopus(codec), "signs", order)
+    if isinstance(codec, Octopus) and type(codec) in (Octopus, OctopusQJL):
+        numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {_flag(codec.norm == 'fp32')}"
+        numbers += f", kv::{ROUNDINGS[codec.rounding]}"
+        if type(codec) is Octopus:
+            return RowEncoder(f"kv::OctopusRow<{numbers}>", "encode_octopus.cuh", _octopus(codec), "signs", order)
+        return RowEncoder(f"kv::OctopusQjlRow<{numbers}>", "encode_qjl.cuh", _octopus_qjl(codec), "signs", order)
     if type(codec) is Hqmq and codec.packing == "ceil":
         name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
         return RowEncoder(name, "encode_hqmq.cuh", lambda params: hqmq_table(params["secondary"][0]))
+    if type(codec) is Med and type(codec.inner) is Hqmq and (inner := row_encoder(codec.inner, head_dim)):
+        name = f"kv::MedRow<{inner.type}, {min(codec.slots, head_dim // 4)}>"
+        tables = inner.tables
+        return RowEncoder(name, "encode_hqmq.cuh", lambda params: tables(inside(params)), own="threshold")
     return None
 
 
@@ -100,6 +115,32 @@ def _octopus(codec: Octopus) -> Callable[[Params], Tensor]:
         return torch.cat(parts)[None].to(params["xi"].device)
 
     return build
+
+
+def _octopus_qjl(codec: Octopus) -> Callable[[Params], Tensor]:
+    stage = _octopus(codec)
+    return lambda params: _with_sketch(params, stage(params), _filled(params["rho"]))
+
+
+def _turboquant_qjl(codec: TurboQuantQJL) -> Callable[[Params], Tensor]:
+    stage = _nearest(codec.bits - 1)
+    return lambda params: _with_sketch(params, stage(params), _filled(params["levels"]))
+
+
+def _filled(numbers: Tensor) -> Tensor:
+    """Bytes of float32 ``[1, n]``, filled up to a multiple of 16: uint8 ``[1, m]``."""
+    return torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[-1] % 4)).view(torch.uint8)
+
+
+def _with_sketch(params: Params, *stage: Tensor) -> Tensor:
+    """Stage tables ``[1, n]`` and what ``Sketch`` of csrc/encode_qjl.cuh reads, per head."""
+    signs = params["sketch"][0]
+    heads, dim = signs.shape
+    parts = [*(part.expand(heads, -1) for part in stage), signs.float().contiguous().view(torch.uint8)]
+    if dim & (dim - 1):
+        minus = hadamard_matrix(dim, str(signs.device)) < 0
+        parts.append(pack(minus.to(torch.uint8), 1).flatten()[None].expand(heads, -1))
+    return torch.cat(parts, 1)
 
 
 def level_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:

@@ -61,6 +61,8 @@ class Reader:
         The struct for values that uses the keys' table of the same name, which lies before its own place.
     also : tuple of str
         Further files that the struct needs.
+    queries : int
+        Vectors that the kernel makes of a query; 2 for sketches.
     """
 
     type: str
@@ -74,6 +76,7 @@ class Reader:
     table_name: str = ""
     borrowing: str = ""
     also: tuple[str, ...] = ()
+    queries: int = 1
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -231,7 +234,7 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
 
 def _fp8(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, Fp8)
-    return Reader(f"kv::ReadFp8<{dim}, {_bool(codec.scaled)}>", "read_int.cuh")
+    return Reader(f"kv::ReadFp8<{dim}, {_bool(codec.scaled)}>", "read_fp8.cuh")
 
 
 def _innerq(codec: Codec, dim: int, role: Role) -> Reader | str:

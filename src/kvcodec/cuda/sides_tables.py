@@ -99,7 +99,7 @@ def _sketched(stage: Reader | str, codec: Codec, dim: int) -> Reader | str:
     assert stage.tables is not None
     return Reader(
         f"kv::ReadSketch<{stage.type}, {dim}>", "read_sketch.cuh", shared=stage.shared,
-        tables=with_sketch(stage.tables), factor=stage.factor, order=stage.order, also=(stage.header,),
+        tables=with_sketch(stage.tables), factor=stage.factor, order=stage.order, also=(stage.header,), queries=2,
     )  # fmt: skip
 
 

@@ -15,7 +15,9 @@
 //
 // Role<Codec, ORDER, FACTOR> is the way into the code basis, bit by bit the reference's: x, by FACTOR
 //   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
-//   FACTOR_OVER                over a float32 norm[b, h, c]: factor holds its reciprocal, 1.0 / norm in float64
+//   FACTOR_OVER                over factor[b, h, c], float32
+//   FACTOR_INVERSE             over a float32 norm[b, h, c] of which factor holds the reciprocals, 1.0 / norm in float64: the same
+//                              bits as FACTOR_OVER, for a quarter of the instructions
 // then the block-diagonal Hadamard matrix of ORDER (1: none), ops/hadamard.py: sums in double, times ORDER**-0.5, rounded to fp32.
 //
 // A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity is not
@@ -48,7 +50,7 @@ constexpr int ENCODE_WARPS = 4;
 constexpr int ENCODE_THREADS = 32 * ENCODE_WARPS;
 constexpr float HALF_MAX = 65504.0f;
 
-enum Factor { FACTOR_NONE, FACTOR_TIMES, FACTOR_OVER };
+enum Factor { FACTOR_NONE, FACTOR_TIMES, FACTOR_OVER, FACTOR_INVERSE };
 
 template <bool FIRST, class A, class B> struct Either { using Type = A; };
 template <class A, class B> struct Either<false, A, B> { using Type = B; };
@@ -84,40 +86,60 @@ template <int TEAM> KV_DEV int channel_of(int part, int k) {
   return TEAM == 32 ? part + 32 * k : 32 * (k / 4) + 4 * part + k % 4;
 }
 
-// the elements of a lane: bits of k are the channel bits that TEAM leaves in registers
+// What a lane holds of a row as it lies in memory, w, and in fp32, y. Two steps, so that addresses of the page can be computed
+// while the row is on its way.
 template <int TEAM, int N>
-KV_DEV void load_row(float (&y)[N], const void* x, int64_t at, int part, int kind) {
+KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind) {
   if (TEAM == 32) {
-    KV_UNROLL for (int k = 0; k < N; k++) y[k] = load_real(x, at + part + 32 * k, kind);
+    if (kind == 2) {
+      KV_UNROLL for (int k = 0; k < N; k++) w[k] = ((const uint32_t*)x)[at + part + 32 * k];
+    } else {
+      KV_UNROLL for (int k = 0; k < N; k++) w[k] = ((const uint16_t*)x)[at + part + 32 * k];
+    }
   } else if (kind == 2) {
     const uint64_t* from = (const uint64_t*)((const float*)x + at + 4 * part);
     KV_UNROLL for (int k = 0; k < N; k += 2) {
-      uint64_t w = from[16 * (k / 4) + k % 4 / 2];
-      y[k] = bits_float((uint32_t)w);
-      y[k + 1] = bits_float((uint32_t)(w >> 32));
+      uint64_t two = from[16 * (k / 4) + k % 4 / 2];
+      w[k] = (uint32_t)two;
+      w[k + 1] = (uint32_t)(two >> 32);
     }
   } else {
     const uint64_t* from = (const uint64_t*)((const uint16_t*)x + at + 4 * part);
-    uint32_t w[N / 2];
     KV_UNROLL for (int i = 0; i < N / 4; i++) {
       uint64_t four = from[8 * i];
       w[2 * i] = (uint32_t)four;
       w[2 * i + 1] = (uint32_t)(four >> 32);
     }
-    if (kind == 1) {
-      KV_UNROLL for (int k = 0; k < N; k++) y[k] = bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
-    } else {
-      KV_UNROLL for (int k = 0; k < N; k++) y[k] = half_float((uint16_t)(w[k / 2] >> 16 * (k % 2)));
+    KV_UNROLL for (int k = N / 2; k < N; k++) w[k] = 0;
+  }
+}
+template <int TEAM, int N> KV_DEV void widen(float (&y)[N], const uint32_t (&w)[N], int kind) {
+  if (kind == 2) {
+    KV_UNROLL for (int k = 0; k < N; k++) y[k] = bits_float(w[k]);
+  } else if (kind == 1) {
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      y[k] = TEAM == 32 ? bits_float(w[k] << 16) : bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
+    }
+  } else {
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      y[k] = half_float((uint16_t)(TEAM == 32 ? w[k] : w[k / 2] >> 16 * (k % 2)));
     }
   }
 }
+template <int TEAM, int N> KV_DEV void load_row(float (&y)[N], const void* x, int64_t at, int part, int kind) {
+  uint32_t w[N];
+  load_words<TEAM>(w, x, at, part, kind);
+  widen<TEAM>(y, w, kind);
+}
 
-// x times a factor; or over a norm whose reciprocal is the factor. The product in double is within 2^-52 of the quotient, and a
-// quotient of floats is further than 2^-49 away from where rounding to float changes (the midpoints have 25 bits, so that
-// x - norm * midpoint is no less than a unit of its 49 bits): this is the quotient as IEEE rounds it, and costs a quarter.
+// x by a role's factor. Why a reciprocal in double gives the quotient as IEEE rounds it: the product is within 2^-51 of x / norm,
+// relatively, and x / norm is 2^-49 or more away from where rounding to float changes: such a midpoint m has 25 bits, x - norm m
+// is a multiple of the last of the 49 bits of norm m, and not 0. (Below 2^-126 floats have fewer bits and this does not hold; all
+// scales are above 2^-25, and codes there 0 either way.)
 template <int HOW> KV_DEV float factored(float x, const void* factor, int64_t i) {
-  if (HOW == FACTOR_TIMES) return mul(x, ((const float*)factor)[i]);
-  return (float)mul((double)x, ((const double*)factor)[i]);
+  if (HOW == FACTOR_INVERSE) return (float)mul((double)x, ((const double*)factor)[i]);
+  float f = ((const float*)factor)[i];
+  return HOW == FACTOR_TIMES ? mul(x, f) : div(x, f);
 }
 
 // y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
@@ -178,8 +200,7 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
   }
 }
 
-// all rows of one role
-template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
+template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide& s, int kind) {
   using C = typename R::Codec;
   constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
   int lane = thread() % 32, warp = thread() / 32, part = lane % TEAM, b = block_y();
@@ -192,16 +213,18 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
     bool live = row < rows;
     if (!live) row = start;
     uint32_t head = row / tokens, n = row - head * tokens, slot = first_slot + n;
+    uint32_t w[N];
+    load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind);
     if (slot >= (uint32_t)a.capacity) {
       if (live && part == 0) raise(a.bad, 2);
       live = false;
       slot = 0;
     }
     if (!any(live)) continue;
-    // a long way to memory: ask for the page before the row, use it after
-    int64_t page = page_of(a, b, slot);
+    uint8_t* at[C::PLANES];
+    locate<C>(at, a, s, page_of(a, b, slot), head, slot);
     float y[N];
-    load_row<TEAM>(y, s.x, b * s.batch + head * s.head + n * s.token, part, a.kind);
+    widen<TEAM>(y, w, kind);
 
     bool good = true;  // false for NaN too
     KV_UNROLL for (int k = 0; k < N; k++) good &= absolute(y[k]) <= HALF_MAX;
@@ -216,8 +239,6 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
     }
     if constexpr (R::ORDER > 1) rotate_row<TEAM, R::ORDER>(y, part);
 
-    uint8_t* at[C::PLANES];
-    locate<C>(at, a, s, page, head, slot);
     if constexpr (TEAM == 32) {
       constexpr int OUT = align16(row_offset<C>(C::PLANES)), EACH = OUT + align16(C::SCRATCH);
       KV_SHARED(uint8_t, shared, ENCODE_WARPS * EACH);
@@ -229,6 +250,15 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
       C::quad(y, part, good ? 0xffffffffu : 0u, live, at);
     }
   }
+}
+
+// all rows of one role
+template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
+  // four rows at a time are little work: code for each kind of x, so that nothing waits for a row before it has to
+  if (R::Codec::TEAM == 32) encode_rows<R>(a, s, a.kind);
+  else if (a.kind == 1) encode_rows<R>(a, s, 1);
+  else if (a.kind == 0) encode_rows<R>(a, s, 0);
+  else encode_rows<R>(a, s, 2);
 }
 
 // keys and values in one launch

@@ -5,8 +5,7 @@
 // the few products that can be best in it. fp32 finds the best of those; where the second comes too close, all of them are
 // tried in double, which is exact (ops/quaternion.py), the lowest code first.
 #pragma once
-#include "encode_sums.cuh"
-#include "encode_table.cuh"
+#include "encode_med.cuh"
 
 namespace kv {
 
@@ -176,9 +175,8 @@ template <int D, int R> struct HqmqLengths {
 };
 
 // S 24, 48, 96, 192; R 3, 4, 6; whole bits per code
-template <int D, int S, int R> struct HqmqRow {
+template <int D, int S, int R> struct HqmqRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 3;
   KV_CONST int CHUNKS = D / 4;
   KV_CONST int BITS = S == 24 ? 10 : S == 48 ? 11 : S == 96 ? 12 : 13;

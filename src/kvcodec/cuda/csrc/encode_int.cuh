@@ -72,6 +72,29 @@ KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c
   }
 }
 
+// One number for each of GROUPS groups that all eight lanes of a row share, wanted once per group: lanes LANES g .. LANES g +
+// LANES - 1 have group g afterwards. Halving the groups at each exchange takes 4 + 2 + 1 of them for eight, not 8 * 3.
+template <int GROUPS> struct Shares {
+  KV_CONST int ALL = GROUPS <= 2 ? GROUPS : GROUPS <= 4 ? 4 : 8, LANES = 8 / ALL;
+  static_assert(GROUPS <= 8, "a group for each lane");
+  KV_DEV static int group(int part) { return part / LANES; }
+  KV_DEV static bool first(int part) { return part % LANES == 0 && group(part) < GROUPS; }
+  // what the lanes of group g hold
+  template <class T> KV_DEV static T of(T x, int g) { return shfl(x, (thread() % 32 & ~7) + g * LANES); }
+  template <bool LARGEST> KV_DEV static float reduce(float (&x)[ALL], int part) {
+    int n = ALL;
+    KV_UNROLL for (int m = 4; m; m /= 2) {
+      bool upper = part & m;
+      n = n > 1 ? n / 2 : 0;  // groups that stay; 0: one is left
+      KV_UNROLL for (int i = 0; i < (n ? n : 1); i++) {
+        float mine = upper && n ? x[i + n] : x[i], other = shfl_xor(upper || !n ? x[i] : x[i + n], m);
+        x[i] = LARGEST ? maximum(mine, other) : minimum(mine, other);
+      }
+    }
+    return x[0];
+  }
+};
+
 template <int LANES> KV_DEV float team_max(float x) {
   KV_UNROLL for (int m = 1; m < LANES; m *= 2) x = maximum(x, shfl_xor(x, m));
   return x;
@@ -124,16 +147,25 @@ template <int D, int GROUP, class GRID> struct EncodeGroups {
     constexpr float INFINITE = 3.4028234663852886e38f;
     Held h[N];  // of each element; equal ones share registers
     if constexpr (G % 32 == 0 || GROUPS == 1) {  // whole runs of 32: all eight lanes share every group
-      Held mine;
-      KV_UNROLL for (int g = 0; g < GROUPS; g++) {
-        constexpr int EACH = GROUPS == 1 ? N : G / 8;
-        float low = INFINITE, high = -INFINITE;
-        KV_UNROLL for (int k = g * EACH; k < (g + 1) * EACH && k < N; k++) widen(y[k], low, high);
-        Held one = settle<8>(low, high);
-        KV_UNROLL for (int k = g * EACH; k < (g + 1) * EACH && k < N; k++) h[k] = one;
-        if (g == 0 || part == g) mine = one;
+      using Share = Shares<GROUPS>;
+      constexpr int EACH = GROUPS == 1 ? N : G / 8;
+      float low[Share::ALL], high[Share::ALL];
+      KV_UNROLL for (int g = 0; g < Share::ALL; g++) {
+        low[g] = INFINITE, high[g] = -INFINITE;
+        KV_UNROLL for (int k = g * EACH; k < (g + 1) * EACH && k < N; k++) widen(y[k], low[g], high[g]);
       }
-      if (live && part < GROUPS) put(at, part, mine, keep);
+      float lowest = GRID::HAS_ZERO ? Share::template reduce<false>(low, part) : 0.0f;
+      Held mine = hold(lowest, Share::template reduce<true>(high, part));
+      if (live && Share::first(part)) put(at, Share::group(part), mine, keep);
+      KV_UNROLL for (int g = 0; g < GROUPS; g++) {
+        Held one = mine;
+        if (GROUPS > 1) {
+          one.s = Share::of(mine.s, g);
+          one.r = Share::of(mine.r, g);
+          if (GRID::HAS_ZERO) one.z = Share::of(mine.z, g);
+        }
+        KV_UNROLL for (int k = g * EACH; k < (g + 1) * EACH && k < N; k++) h[k] = one;
+      }
     } else if constexpr (32 % G == 0 && G >= 4) {  // several groups to a run
       KV_UNROLL for (int i = 0; i < N / 4; i++) {
         float low = INFINITE, high = -INFINITE;

@@ -1,6 +1,7 @@
 // OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, direction by octahedral coordinates, length along it.
 #pragma once
-#include "encode_turboquant.cuh"
+#include "encode_sums.cuh"
+#include "encode_table.cuh"
 
 namespace kv {
 
@@ -8,9 +9,8 @@ enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/oct
 
 // Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM> of a length,
 // float directions[4^DIR][4], the fourth 0
-template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow {
+template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 2;
   KV_CONST int TRIPLETS = (D + 2) / 3;
   KV_CONST int BITS = 2 * DIR + NRM;
@@ -49,7 +49,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow {
     if (part < 3 * TRIPLETS - D) mine[D + part] = 0.0f;
     clear_spare<TRIPLETS>(codes, part);
     double gamma = sqrt(sum_of_squares(y));
-    store_norm<WIDE>(at[1], div(gamma, TurboQuantRow<D, 1, false>::root(D)), part, keep, live);
+    store_norm<WIDE>(at[1], div(gamma, root(D)), part, keep, live);
     float wide = (float)gamma;
     float inverse = wide > TINY_ROW ? rcp_fast(wide) : bits_float(0x7fffffffu);  // a NaN: never sure
     sync_warp();

@@ -23,22 +23,28 @@ KV_DEV double sum_of_team(double (&s)[4]) {
   }
   return add(add(s[0], s[2]), add(s[1], s[3]));
 }
+// RUNS numbers that lie 32 channels apart
+template <int RUNS, class F> KV_DEV double sum_of_runs(F number) {
+  constexpr int PADDED = RUNS <= 2 ? RUNS : RUNS <= 4 ? 4 : 8;
+  double run[PADDED];
+  KV_UNROLL for (int i = 0; i < PADDED; i++) run[i] = i < RUNS ? number(i) : 0.0;
+  KV_UNROLL for (int half = PADDED / 2; half; half /= 2) {
+    KV_UNROLL for (int i = 0; i < half; i++) run[i] = add(run[i], run[i + half]);
+  }
+  return run[0];
+}
 // squares of a row, y[4 i + e] being channel 32 i + 4 part + e
 template <int N> KV_DEV double sum_of_squares(const float (&y)[N]) {
-  constexpr int RUNS = N / 4, PADDED = RUNS <= 2 ? RUNS : RUNS <= 4 ? 4 : 8;
   double s[4];
   KV_UNROLL for (int e = 0; e < 4; e++) {
-    double run[PADDED];
-    KV_UNROLL for (int i = 0; i < PADDED; i++) {
-      run[i] = 0.0;
-      if (i < RUNS) run[i] = mul((double)y[4 * i + e], (double)y[4 * i + e]);
-    }
-    KV_UNROLL for (int half = PADDED / 2; half; half /= 2) {
-      KV_UNROLL for (int i = 0; i < half; i++) run[i] = add(run[i], run[i + half]);
-    }
-    s[e] = run[0];
+    s[e] = sum_of_runs<N / 4>([&](int i) { return mul((double)y[4 * i + e], (double)y[4 * i + e]); });
   }
   return sum_of_team(s);
+}
+// Python's D ** 0.5
+KV_CONSTEXPR double root(int dim) {
+  return dim == 64 ? 8.0 : dim == 96 ? 9.797958971132712 : dim == 128 ? 11.313708498984761 : dim == 192
+      ? 13.856406460551018 : 16.0;
 }
 
 // -- the level nearest to a number --------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@
 //
 // Codecs: eight lanes hold a row, four rows to a warp
 //
-//   TEAM = 8, DIM, PLANES, plane_bytes(p)   as in encode.cuh
+//   : TableRow
+//   DIM, PLANES, plane_bytes(p)   as in encode.cuh
 //   TABLE       bytes of a head's tables that are copied to shared memory, a multiple of 16; 0: `table` is global memory
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
-//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes are back
+//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes are back. With OWN true there is another
+//               argument, the float that args.factor [B or 1, H] has for the sequence and head
 #pragma once
 #include "encode.cuh"
 
@@ -22,6 +24,11 @@ namespace kv {
 
 constexpr int TABLE_WARPS = 8;
 constexpr int TABLE_THREADS = 32 * TABLE_WARPS;
+
+struct TableRow {
+  KV_CONST int TEAM = 8;
+  KV_CONST bool OWN = false;
+};
 
 template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + TABLE_WARPS * C::SCRATCH; }
 
@@ -72,7 +79,10 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
         KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, first_factor + channel_of<8>(part, k));
       }
       if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
-      C::quad(y, part, good ? 0xffffffffu : 0u, live, at, C::TABLE ? (const uint8_t*)shared : table, scratch);
+      const uint8_t* look = C::TABLE ? (const uint8_t*)shared : table;
+      uint32_t keep = good ? 0xffffffffu : 0u;
+      if constexpr (C::OWN) C::quad(y, part, keep, live, at, look, scratch, s.factor[b * s.factor_batch + head]);
+      else C::quad(y, part, keep, live, at, look, scratch);
     }
   }
 }

@@ -54,9 +54,8 @@ template <int D, int BITS> struct LevelCodes {
 };
 
 // BITS 1 to 6; WIDE: the norm in fp32, not fp16. Table: Levels<BITS> of u
-template <int D, int BITS, bool WIDE> struct TurboQuantRow {
+template <int D, int BITS, bool WIDE> struct TurboQuantRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 2;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D * BITS / 8 : WIDE ? 4 : 2; }
   KV_CONST int TABLE = Levels<BITS>::BYTES;
@@ -67,12 +66,6 @@ template <int D, int BITS, bool WIDE> struct TurboQuantRow {
     double gamma[1] = {sqrt(sum_of_squares(y))};
     store_norm<WIDE>(at[1], div(gamma[0], root(D)), part, keep, live);
     LevelCodes<D, BITS>::store(y, gamma, part, keep, live, at[0], table, scratch);
-  }
-
-  // Python's D ** 0.5
-  KV_FUNCTION double root(int dim) {
-    return dim == 64 ? 8.0 : dim == 96 ? 9.797958971132712 : dim == 128 ? 11.313708498984761 : dim == 192
-        ? 13.856406460551018 : 16.0;
   }
 };
 

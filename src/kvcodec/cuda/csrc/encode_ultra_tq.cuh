@@ -5,9 +5,8 @@
 namespace kv {
 
 // BLOCKS: a norm per 32 channels, over 2^SHIFT, instead of one per token. Table: Levels<4> of y over its norm
-template <int D, bool BLOCKS, int SHIFT> struct UltraTqRow {
+template <int D, bool BLOCKS, int SHIFT> struct UltraTqRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int TEAM = 8;
   KV_CONST int PLANES = 2;
   KV_CONST int NORMS = BLOCKS ? D / 32 : 1;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D / 2 : 2 * NORMS; }

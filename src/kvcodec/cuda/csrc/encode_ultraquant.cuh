@@ -26,39 +26,42 @@ template <int D, uint64_t C, bool REAL = false, int UNIT = 0> struct EncodeUltra
     float a = absolute(y);
     float t = minimum(fma(a, 2.0f, ROUNDING), fma(a, 1.0f, ROUNDING + 2.0f));
     t = minimum(minimum(t, fma(a, 0.5f, ROUNDING + 4.0f)), ROUNDING + 7.0f);
-    // -0 + 0 = +0: only numbers below zero carry the sign
-    return float_bits(t) + (float_bits(add(y, 0.0f)) >> 28 & 8);
+    return y < 0.0f ? float_bits(t) | 8 : float_bits(t);  // not for -0
   }
 
   KV_DEV static void quad(const float (&y)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES]) {
+    using Share = Shares<GROUPS>;
     constexpr float HELD = (float)(1 << UNIT);
-    uint32_t mine = 0;
-    KV_UNROLL for (int i = 0; i < N / 4; i++) {
-      float high = 0.0f;
-      KV_UNROLL for (int e = 0; e < 4; e++) high = maximum(high, absolute(y[4 * i + e]));
-      double wanted = mul((double)team_max<8>(high), bits_double(C));
-      uint32_t scale;
-      float s = 1.0f, r;
-      if (REAL) {
-        float real = (float)mul(wanted, 1.0 / HELD);
-        scale = half_bits(minimum(maximum(real, LEAST_SCALE), HALF_MAX));
-        s = mul(half_float((uint16_t)scale), HELD);
-        r = rcp_fast(s);
-      } else {
-        scale = (uint32_t)nearest_power(wanted);
-        r = power(254 - (int32_t)scale);
-      }
-      if (part == i) mine = scale;
+    float high[Share::ALL];
+    KV_UNROLL for (int g = 0; g < Share::ALL; g++) {
+      high[g] = 0.0f;
+      KV_UNROLL for (int k = 4 * g; k < 4 * g + 4 && k < N; k++) high[g] = maximum(high[g], absolute(y[k]));
+    }
+    double wanted = mul((double)Share::template reduce<true>(high, part), bits_double(C));
+    uint32_t scale;
+    float s = 1.0f, r;
+    if (REAL) {
+      float real = (float)mul(wanted, 1.0 / HELD);
+      scale = half_bits(minimum(maximum(real, LEAST_SCALE), HALF_MAX));
+      s = mul(half_float((uint16_t)scale), HELD);
+      r = rcp_fast(s);
+    } else {
+      scale = (uint32_t)nearest_power(wanted);
+      r = power(254 - (int32_t)scale);
+    }
+    if (live && Share::first(part)) {
+      if (REAL) ((uint16_t*)at[1])[Share::group(part)] = (uint16_t)(scale & keep);
+      else at[1][Share::group(part)] = (uint8_t)(scale & keep);
+    }
+    KV_UNROLL for (int i = 0; i < GROUPS; i++) {
+      float own_s = REAL ? Share::of(s, i) : 1.0f, own_r = Share::of(r, i);
       uint32_t c[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
         float x = y[4 * i + e];
-        c[e] = code(REAL ? quotient(x, s, r) : mul(x, r));
+        c[e] = code(REAL ? quotient(x, own_s, own_r) : mul(x, own_r));
       }
       store_quad<4>(at[0] + 16 * i, part, c[0], c[1], c[2], c[3], keep, live);
     }
-    if (!live || part >= GROUPS) return;
-    if (REAL) ((uint16_t*)at[1])[part] = (uint16_t)(mine & keep);
-    else at[1][part] = (uint8_t)(mine & keep);
   }
 };
 
