@@ -177,15 +177,15 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     UnsupportedError
         No choice fits the machine's shared memory.
     """
-    fitting = [c for c in candidates(pair) if _fits(pair, c, machine)]
-    # eight warps a multiprocessor hide memory's latency; long tiles cost the fewest instructions
-    fitting.sort(key=lambda c: (c.warps * c.resident < 8, -c.tile))
-    # Few sequences: one CTA a multiprocessor leaves fewest partials to merge. Many: two hide each other's ends.
+    # Eight warps a multiprocessor hide memory's latency; long tiles cost the fewest instructions. Few sequences: one CTA a
+    # multiprocessor leaves the fewest partials to merge. Many: two hide each other's starts and ends.
     few = 4 * units <= machine.sms
-    for config in sorted(fitting, key=lambda c: c.resident if few else -c.resident):
-        if (config.warps * config.resident >= 8) == (fitting[0].warps * fitting[0].resident >= 8):
-            if config.tile == fitting[0].tile:
-                return config._replace(splits=_splits(config, units, capacity, machine))
+    fitting = sorted(
+        (c for c in candidates(pair) if _fits(pair, c, machine)),
+        key=lambda c: (c.warps * c.resident < 8, -c.tile, c.resident if few else -c.resident, c.warps),
+    )
+    if fitting:
+        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine))
     raise UnsupportedError(
         f"{pair.name}: needs {min(shared_bytes(pair, c) for c in candidates(pair))} bytes of shared memory in a "
         f"block; this GPU has {machine.shared_block}."
