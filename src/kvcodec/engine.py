@@ -2,7 +2,7 @@
 
 An engine holds no module and no compiled kernel, only names and tensors: caches are copied and saved.
 
-Triton kernels are preferred where both are there, because they serve AMD GPUs as well.
+Where both are there Triton's are taken, which serve AMD GPUs as well, unless they were measured to be slower.
 """
 
 import importlib
@@ -24,6 +24,10 @@ from kvcodec.pages import PageStore
 from kvcodec.scheme import KVScheme
 
 
+SLOWER = ("group_int",)
+"""Triton kernels that CUDA's outrun: scale and offset in planes of their own cost them a third of the speed."""
+
+
 def choose(
     scheme: KVScheme, head_dim: int, device: torch.device, page_tokens: int | None = None, *, static: bool = False
 ) -> "Engine | str":
@@ -41,12 +45,12 @@ def choose(
     """
     tokens = page_tokens or page_tokens_for(scheme.key.layout(head_dim), scheme.value.layout(head_dim))
     triton = _triton(scheme, head_dim, device)
-    if isinstance(triton, Engine):
+    if isinstance(triton, Engine) and triton_stem(scheme) not in SLOWER:
         return triton
     cuda = _cuda(scheme, head_dim, device, tokens, static)
     if isinstance(cuda, Engine):
         return cuda
-    return triton if triton and device.type != "cuda" else cuda
+    return triton if isinstance(triton, Engine) or (triton and device.type != "cuda") else cuda
 
 
 def order_of(codec: Codec, head_dim: int) -> int:
