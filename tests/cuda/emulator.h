@@ -121,6 +121,8 @@ inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c);
 inline float rcp_fast(float x) { return 1.0f / x; }
 inline float round_even(float a) { return nearbyintf(a); }
 inline double round_even(double a) { return nearbyint(a); }
+inline float magnitude(float a) { return __builtin_fabsf(a); }
+inline double magnitude(double a) { return __builtin_fabs(a); }
 inline float minimum(float a, float b) { return fminf(a, b); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
 

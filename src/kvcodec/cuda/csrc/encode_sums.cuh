@@ -8,8 +8,6 @@
 
 namespace kv {
 
-KV_DEV float magnitude(float x) { return bits_float(float_bits(x) & 0x7fffffffu); }
-KV_DEV double magnitude(double x) { return bits_double(double_bits(x) & ~(1ull << 63)); }
 // as torch casts double to half: by way of float
 KV_DEV uint16_t half_by_float(double x) { return half_bits((float)x); }
 

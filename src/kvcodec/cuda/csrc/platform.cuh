@@ -77,6 +77,8 @@ KV_DEV double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
 KV_DEV float rcp_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }  // within an ulp
 KV_DEV float round_even(float a) { float y; asm("cvt.rni.f32.f32 %0, %1;" : "=f"(y) : "f"(a)); return y; }
 KV_DEV double round_even(double a) { double y; asm("cvt.rni.f64.f64 %0, %1;" : "=d"(y) : "d"(a)); return y; }
+KV_DEV float magnitude(float a) { return fabsf(a); }
+KV_DEV double magnitude(double a) { return fabs(a); }
 KV_DEV float minimum(float a, float b) { return fminf(a, b); }
 KV_DEV float maximum(float a, float b) { return fmaxf(a, b); }
 
