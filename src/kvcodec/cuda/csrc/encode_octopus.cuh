@@ -1,4 +1,5 @@
-// OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, direction by octahedral coordinates, length along it.
+// OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, the direction by octahedral coordinates, the
+// length along it.
 #pragma once
 #include "encode_sums.cuh"
 #include "encode_table.cuh"
@@ -7,9 +8,9 @@ namespace kv {
 
 enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/octopus.py, Octopus.rounding
 
-// Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM> of
-// a length, float directions[2^DIR / 2][2^DIR / 2][COPIES][4]: those of positive coordinates, the fourth float 0. Levels
-// are symmetric, so the other directions differ in signs; eight copies have no bank conflicts.
+// Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM>
+// of a length, float directions[2^DIR / 2][2^DIR / 2][COPIES][4]: those of positive coordinates, the fourth float 0.
+// Levels are symmetric, so the other directions differ in signs; eight copies have no bank conflicts.
 template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : TableRow {
   KV_CONST int DIM = D;
   KV_CONST int PLANES = 2;
@@ -92,9 +93,9 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
   }
 
   // The code in fp32. What can be off, to be compared with the bounds used:
-  //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4       2^-20 (Levels)
-  //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                     2^-21 (|x| + |y| + |z|)
-  //   length    a score, a reciprocal and two roundings: 2^-21.5 of it                             2^-20 of the largest wall
+  //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4   2^-20 (Levels)
+  //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                2^-21 (|x| + |y| + |z|)
+  //   length    a score, a reciprocal and two roundings: 2^-21.5 of it                        2^-20 of the largest wall
   // With |x| and |y| the levels next to (xi, eta) are positive ones, or the first on both sides of 0.
   KV_DEV static uint32_t guess(const uint8_t* table, const float (&t)[3], float inverse, bool& sure) {
     float x = magnitude(t[0]), y = magnitude(t[1]), z = t[2];

@@ -5,8 +5,8 @@
 
 namespace kv {
 
-// Table of a head: float sign[D] of +-1, and where D is no power of two uint32 rows[D][D / 32], bit j of row k set where the
-// Hadamard matrix has -1 at (k, j)
+// Table of a head: float sign[D] of +-1; where D is no power of two also uint32 rows[D][D / 32], bit j of row k set
+// where the Hadamard matrix has -1 at (k, j)
 template <int D> struct Sketch {
   KV_CONST bool BUTTERFLY = (D & (D - 1)) == 0;
   KV_CONST int MATRIX = 4 * D;
@@ -35,7 +35,9 @@ template <int D> struct Sketch {
   }
 
   KV_DEV static void square_sums(const double (&r)[D / 8], double (&s)[4]) {
-    KV_UNROLL for (int e = 0; e < 4; e++) s[e] = sum_of_runs<D / 32>([&](int i) { return mul(r[4 * i + e], r[4 * i + e]); });
+    KV_UNROLL for (int e = 0; e < 4; e++) {
+      s[e] = sum_of_runs<D / 32>([&](int i) { return mul(r[4 * i + e], r[4 * i + e]); });
+    }
   }
 
   KV_DEV static void butterflies(double (&r)[D / 8], int part) {
@@ -73,8 +75,8 @@ template <int D> struct Sketch {
   }
 };
 
-// TurboQuant with BITS bits (one less than the scheme's), then the sketch. Table: Levels<BITS>, float levels[2^BITS] filled up to 16
-// bytes, Sketch
+// TurboQuant with BITS bits (one less than the scheme's), then the sketch. Table: Levels<BITS>, float levels[2^BITS]
+// filled up to 16 bytes, Sketch
 template <int D, int BITS, bool WIDE> struct TurboQuantQjlRow : TableRow {
   using Plain = TurboQuantRow<D, BITS, WIDE>;
   KV_CONST int DIM = D;
