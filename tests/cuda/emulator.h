@@ -9,6 +9,7 @@
 //                  memory starts every block as 0xff; a fault becomes an error with the thread's number
 //   order          KV_EMULATE_SEED or kv_emulated_seed(n): 0 takes lanes and warps in order, another number a random
 //                  order of blocks, warps and lanes, changed at every exchange: outputs that differ are a race
+//   time           an endless loop is an error after KV_EMULATE_SECONDS (120) of processor time
 // Limits: a loop that waits for another thread's store never ends (only exchanges hand over); every exchange orders
 // memory, on the hardware only sync_warp and sync_threads do; plain a * b + c is not contracted; mma sums in double and
 // rounds to fp32 once (hardware keeps fewer bits); exp2_fast and log2_fast are libm's.
@@ -24,8 +25,8 @@
 
 #define KV_DEV inline
 #define KV_CONST static constexpr
-#define KV_CONSTEXPR constexpr
 #define KV_FUNCTION static constexpr
+#define KV_CONSTEXPR constexpr
 #define KV_KERNEL extern "C"
 #define KV_BOUNDS(threads, blocks)
 #define KV_GRID_CONSTANT const
@@ -125,6 +126,8 @@ inline float magnitude(float a) { return __builtin_fabsf(a); }
 inline double magnitude(double a) { return __builtin_fabs(a); }
 inline float minimum(float a, float b) { return fminf(a, b); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
+inline double minimum(double a, double b) { return fmin(a, b); }
+inline double maximum(double a, double b) { return fmax(a, b); }
 
 // -- 16-bit floating point --------------------------------------------------------------------------------------------
 inline uint16_t half_bits(double x) {
@@ -156,17 +159,10 @@ inline uint32_t pack_half2(float low, float high) { return half_bits(low) | (uin
 namespace emulated {
 inline double low(uint32_t x) { return half_float((uint16_t)x); }
 inline double high(uint32_t x) { return half_float((uint16_t)(x >> 16)); }
-// a * b + c of halves, rounded once. The product is exact in double. The sum may not be (bits from 2^-48 to 2^32):
-// rounding it to odd first leaves the second rounding nothing to get wrong, as double has two bits and more over half.
-inline uint16_t fused(double a, double b, double c) {
-  double p = a * b, s = p + c, t = s - p, error = (p - (s - t)) + (c - t);
-  if (error != 0 && std::isfinite(s)) {
-    uint64_t bits = double_bits(s);
-    if (!(bits & 1)) bits += (error > 0) == (s > 0) ? 1 : ~0ull;
-    s = bits_double(bits);
-  }
-  return half_bits(s);
-}
+// a * b + c of halves, rounded once although double stands between: the product is exact there, and so is the sum
+// unless its terms are 53 bits apart from end to end, that is for a product below 2^-20 of c's last bit (both roundings
+// give c) and for one above 2^29 (infinity).
+inline uint16_t fused(double a, double b, double c) { return half_bits(a * b + c); }
 }  // namespace emulated
 
 inline uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {

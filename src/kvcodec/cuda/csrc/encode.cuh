@@ -13,8 +13,12 @@
 //   Any x >= 1 is right, since the blocks stride over the H * N rows of a sequence; max over roles of
 //   ceil(H * N / ROLE::BLOCK_ROWS) gives every warp one step. ENCODE_THREADS threads, no dynamic shared memory.
 //
-// Role<Codec, ORDER, FACTOR> is the way into the code basis: x, times or over factor[b, h, c], then the block-diagonal Hadamard
-// matrix of ORDER (1: none), bit by bit as ops/hadamard.py has it: sums in double, times ORDER**-0.5, rounded to fp32.
+// Role<Codec, ORDER, FACTOR> is the way into the code basis, bit by bit the reference's: x, by FACTOR
+//   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
+//   FACTOR_OVER                over factor[b, h, c], float32
+//   FACTOR_INVERSE             over a float32 norm[b, h, c] of which factor holds the reciprocals, 1.0 / norm in float64: the same
+//                              bits as FACTOR_OVER, for a quarter of the instructions
+// then the block-diagonal Hadamard matrix of ORDER (1: none), ops/hadamard.py: sums in double, times ORDER**-0.5, rounded to fp32.
 //
 // A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity is not
 // stored and raises *bad to 2.
@@ -46,7 +50,13 @@ constexpr int ENCODE_WARPS = 4;
 constexpr int ENCODE_THREADS = 32 * ENCODE_WARPS;
 constexpr float HALF_MAX = 65504.0f;
 
-enum Factor { FACTOR_NONE, FACTOR_TIMES, FACTOR_OVER };
+enum Factor { FACTOR_NONE, FACTOR_TIMES, FACTOR_OVER, FACTOR_INVERSE };
+
+template <bool FIRST, class A, class B> struct Either { using Type = A; };
+template <class A, class B> struct Either<false, A, B> { using Type = B; };
+template <bool FIRST, class A, class B> using either = typename Either<FIRST, A, B>::Type;
+template <class T> struct IsVoid { static constexpr bool YES = false; };
+template <> struct IsVoid<void> { static constexpr bool YES = true; };
 
 // how rows of a role come into the code basis
 template <class C, int ROTATION = 1, int HOW = FACTOR_NONE> struct Role {
@@ -76,32 +86,59 @@ template <int TEAM> KV_DEV int channel_of(int part, int k) {
   return TEAM == 32 ? part + 32 * k : 32 * (k / 4) + 4 * part + k % 4;
 }
 
-// the elements of a lane: bits of k are the channel bits that TEAM leaves in registers
+// What a lane holds of a row as it lies in memory, w, and in fp32, y. Two steps, so that addresses of the page can be computed
+// while the row is on its way.
 template <int TEAM, int N>
-KV_DEV void load_row(float (&y)[N], const void* x, int64_t at, int part, int kind) {
+KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind) {
   if (TEAM == 32) {
-    KV_UNROLL for (int k = 0; k < N; k++) y[k] = load_real(x, at + part + 32 * k, kind);
+    if (kind == 2) {
+      KV_UNROLL for (int k = 0; k < N; k++) w[k] = ((const uint32_t*)x)[at + part + 32 * k];
+    } else {
+      KV_UNROLL for (int k = 0; k < N; k++) w[k] = ((const uint16_t*)x)[at + part + 32 * k];
+    }
   } else if (kind == 2) {
     const uint64_t* from = (const uint64_t*)((const float*)x + at + 4 * part);
     KV_UNROLL for (int k = 0; k < N; k += 2) {
-      uint64_t w = from[16 * (k / 4) + k % 4 / 2];
-      y[k] = bits_float((uint32_t)w);
-      y[k + 1] = bits_float((uint32_t)(w >> 32));
+      uint64_t two = from[16 * (k / 4) + k % 4 / 2];
+      w[k] = (uint32_t)two;
+      w[k + 1] = (uint32_t)(two >> 32);
     }
   } else {
     const uint64_t* from = (const uint64_t*)((const uint16_t*)x + at + 4 * part);
-    uint32_t w[N / 2];
     KV_UNROLL for (int i = 0; i < N / 4; i++) {
       uint64_t four = from[8 * i];
       w[2 * i] = (uint32_t)four;
       w[2 * i + 1] = (uint32_t)(four >> 32);
     }
-    if (kind == 1) {
-      KV_UNROLL for (int k = 0; k < N; k++) y[k] = bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
-    } else {
-      KV_UNROLL for (int k = 0; k < N; k++) y[k] = half_float((uint16_t)(w[k / 2] >> 16 * (k % 2)));
+    KV_UNROLL for (int k = N / 2; k < N; k++) w[k] = 0;
+  }
+}
+template <int TEAM, int N> KV_DEV void widen(float (&y)[N], const uint32_t (&w)[N], int kind) {
+  if (kind == 2) {
+    KV_UNROLL for (int k = 0; k < N; k++) y[k] = bits_float(w[k]);
+  } else if (kind == 1) {
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      y[k] = TEAM == 32 ? bits_float(w[k] << 16) : bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
+    }
+  } else {
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      y[k] = half_float((uint16_t)(TEAM == 32 ? w[k] : w[k / 2] >> 16 * (k % 2)));
     }
   }
+}
+template <int TEAM, int N> KV_DEV void load_row(float (&y)[N], const void* x, int64_t at, int part, int kind) {
+  uint32_t w[N];
+  load_words<TEAM>(w, x, at, part, kind);
+  widen<TEAM>(y, w, kind);
+}
+
+// x by a role's factor. Why a reciprocal in double gives the quotient as IEEE rounds it: the product is within 2^-51 of x / norm,
+// relatively, and x / norm is 2^-49 or more away from where rounding to float changes: such a midpoint m has 25 bits, x - norm m
+// is a multiple of the last of the 49 bits of norm m, and not 0. (Below 2^-126 floats have fewer bits and this does not hold; all
+// scales are above 2^-25, and codes there 0 either way.)
+template <int HOW> KV_DEV float factored(float x, const float* factor, int64_t i) {
+  if (HOW == FACTOR_INVERSE) return (float)mul((double)x, ((const double*)factor)[i]);
+  return HOW == FACTOR_TIMES ? mul(x, factor[i]) : div(x, factor[i]);
 }
 
 // y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
@@ -146,54 +183,54 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
   if (bad) atomic_max(bad, level);
 }
 
-// where the planes of a token begin in its page
-template <class C>
-KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, int32_t slot) {
-  int32_t column = slot / a.page_tokens, place = slot % a.page_tokens;
-  int64_t page = a.page_table[b * a.table_row + column];
+// where the planes of a token, or of a block of GROUP tokens, begin in its page
+template <class C, int GROUP = 1>
+KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot) {
+  int64_t page = a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
+  int32_t place = (int32_t)(slot % (uint32_t)a.page_tokens / GROUP), blocks = a.page_tokens / GROUP;
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
   KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
     at[p] = plane + place * C::plane_bytes(p);
-    plane += align16(C::plane_bytes(p) * a.page_tokens);
+    plane += align16(C::plane_bytes(p) * blocks);
   }
 }
 
-// all rows of one role
-template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
+template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide& s, int kind) {
   using C = typename R::Codec;
   constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
   int lane = thread() % 32, warp = thread() / 32, part = lane % TEAM, b = block_y();
-  uint32_t rows = (uint32_t)(a.heads * s.tokens), step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
-  for (uint32_t first = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS; first < rows; first += step) {
-    uint32_t row = first + lane / TEAM;
+  uint32_t tokens = (uint32_t)s.tokens, rows = a.heads * tokens, step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
+  uint32_t start = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS;
+  if (start >= rows) return;
+  uint32_t first_slot = (uint32_t)s.first[b];
+  for (; start < rows; start += step) {
+    uint32_t row = start + lane / TEAM;
     bool live = row < rows;
-    if (!live) row = first;
-    int head = (int)(row / (uint32_t)s.tokens);
-    int64_t n = row % (uint32_t)s.tokens;
-    float y[N];
-    load_row<TEAM>(y, s.x, b * s.batch + head * s.head + n * s.token, part, a.kind);
-    int64_t slot = s.first[b] + n;
-    if (live && slot >= a.capacity) {
-      if (part == 0) raise(a.bad, 2);
+    if (!live) row = start;
+    uint32_t head = row / tokens, n = row - head * tokens, slot = first_slot + n;
+    uint32_t w[N];
+    load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind);
+    if (slot >= (uint32_t)a.capacity) {
+      if (live && part == 0) raise(a.bad, 2);
       live = false;
+      slot = 0;
     }
     if (!any(live)) continue;
     uint8_t* at[C::PLANES];
-    locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
+    locate<C>(at, a, s, b, head, slot);
+    float y[N];
+    widen<TEAM>(y, w, kind);
 
     bool good = true;  // false for NaN too
-    KV_UNROLL for (int k = 0; k < N; k++) good = good && (y[k] <= HALF_MAX && y[k] >= -HALF_MAX);
+    KV_UNROLL for (int k = 0; k < N; k++) good &= magnitude(y[k]) <= HALF_MAX;
     good = (ballot(!good) >> (lane - part) & (uint32_t)((1ull << TEAM) - 1)) == 0;
     if (!good) {
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
     if (R::FACTOR != FACTOR_NONE) {
-      const float* factor = s.factor + b * s.factor_batch + head * C::DIM;
-      KV_UNROLL for (int k = 0; k < N; k++) {
-        float f = factor[channel_of<TEAM>(part, k)];
-        y[k] = R::FACTOR == FACTOR_TIMES ? mul(y[k], f) : div(y[k], f);
-      }
+      int64_t at = b * s.factor_batch + head * C::DIM;
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_of<TEAM>(part, k));
     }
     if constexpr (R::ORDER > 1) rotate_row<TEAM, R::ORDER>(y, part);
 
@@ -208,6 +245,15 @@ template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide
       C::quad(y, part, good ? 0xffffffffu : 0u, live, at);
     }
   }
+}
+
+// all rows of one role
+template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
+  // four rows at a time are little work: code for each kind of x, so that nothing waits for a row before it has to
+  if (R::Codec::TEAM == 32) encode_rows<R>(a, s, a.kind);
+  else if (a.kind == 1) encode_rows<R>(a, s, 1);
+  else if (a.kind == 0) encode_rows<R>(a, s, 0);
+  else encode_rows<R>(a, s, 2);
 }
 
 // keys and values in one launch

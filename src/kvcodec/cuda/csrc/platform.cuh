@@ -81,6 +81,8 @@ KV_DEV float magnitude(float a) { return fabsf(a); }
 KV_DEV double magnitude(double a) { return fabs(a); }
 KV_DEV float minimum(float a, float b) { return fminf(a, b); }
 KV_DEV float maximum(float a, float b) { return fmaxf(a, b); }
+KV_DEV double minimum(double a, double b) { return fmin(a, b); }
+KV_DEV double maximum(double a, double b) { return fmax(a, b); }
 
 // -- 16-bit floating point -------------------------------------------------------------------------------------------------
 KV_DEV uint16_t half_bits(float x) { uint16_t y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
@@ -178,6 +180,26 @@ template <int N> KV_DEV void load_words(uint32_t (&w)[N], const void* at) {
     KV_UNROLL
     for (int i = 0; i < N; ++i) w[i] = ((const uint32_t*)at)[i];
   }
+}
+
+// two E4M3 bytes, the first one low: nearest, ties to even, saturated at 448; not for NaN
+KV_DEV uint32_t e4m3_pair(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  float x[2] = {low, high};
+  uint32_t y = 0;
+  for (int i = 0; i < 2; i++) {
+    float a = minimum(magnitude(x[i]), 448.0f);
+    uint32_t bits = float_bits(a), code;
+    if (a < 0.015625f) code = float_bits(add(mul(a, 512.0f), 12582912.0f)) & 15;  // subnormal: units of 2^-9
+    else code = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    y |= (code | (float_bits(x[i]) >> 24 & 0x80)) << 8 * i;
+  }
+  return y;
+#endif
 }
 
 KV_CONSTEXPR int align16(int n) { return (n + 15) / 16 * 16; }

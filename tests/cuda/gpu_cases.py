@@ -1,0 +1,305 @@
+"""Random cases of the CUDA kernels on a GPU, against the reference there: bytes of encode, error of decode and prefill.
+
+    python -m tests.cuda.gpu_cases --cases 10000 --out cases.json
+
+A *combination* is a preset, a head_dim and a page size: what programs are compiled for. Each case draws the rest:
+sequences and their lengths (0 and odd ones among them), heads, group, first live token, splits, dense tokens, sinks,
+soft cap, the numbers' law. Keys and values are encoded into pages of a pool of random bytes; bytes have to be those of
+the codec. Attention's error, against float64 over what the codec decodes, may be twice that of PyTorch's bf16 attention
+over the same decoded keys and values.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.codec import ROLES, Codec, Params, Site
+from kvcodec.cuda import attention, build, encode, prefill, sides
+from kvcodec.layout import PageLayout
+from kvcodec.pages import PageStore
+
+DIMS = (64, 96, 128, 256)
+PAGES = (64, 128, 32)
+SLACK = 2e-4
+"""Where bf16 attention happens to be nearly exact (one token), fp16 queries and scores still round."""
+
+
+class Combination(NamedTuple):
+    preset: str
+    dim: int
+    page: int
+
+
+def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS) -> list[Combination]:
+    """Return what the kernels read, one page size each, in turn."""
+    found = []
+    for preset in presets or kvcodec.presets():
+        scheme = kvcodec.get(preset)
+        for dim in dims:
+            page = PAGES[len(found) % len(PAGES)]
+            if not isinstance(attention.pair_for(scheme.key, scheme.value, dim, page), str):
+                found.append(Combination(preset, dim, page))
+    return found
+
+
+def rows(rng: random.Random, gen: torch.Generator, shape: tuple[int, ...], role: str) -> Tensor:
+    x = torch.randn(shape, generator=gen, device=gen.device)
+    law = rng.choice(("plain", "plain", "loud", "shifted", "spread", "small"))
+    if law == "loud":
+        x[..., :: rng.choice((7, 16, 31))] *= rng.choice((5.0, 20.0))
+    elif law == "shifted":
+        x += rng.choice((-3.0, 2.0))
+    elif law == "spread":
+        x *= 2.0 ** torch.randint(-4, 5, (*shape[:3], 1), generator=gen, device=gen.device)
+    elif law == "small":
+        x *= 0.02
+    if shape[2] and rng.random() < 0.3:
+        x[:, :, rng.randrange(shape[2])] = 0.0
+    return x if role == "value" or law != "plain" else x * rng.choice((0.5, 1.0, 2.0))
+
+
+class Layer(NamedTuple):
+    """One layer's pages, as a cache would hold them, and what they decode to."""
+
+    store: PageStore
+    pair: str
+    key: sides.SideTensors
+    value: sides.SideTensors
+    keys: Tensor
+    values: Tensor
+    note: str
+
+
+def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Layer:
+    """Encode random keys and values with the kernels; raise if a byte is not the codec's."""
+    scheme, device = kvcodec.get(c.preset), gen.device
+    codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
+    pair = attention.pair_for(scheme.key, scheme.value, c.dim, c.page)
+    assert not isinstance(pair, str)
+    target = encode.target_for(scheme.key, scheme.value, c.dim, c.page)
+    layout = PageLayout(scheme.key.layout(c.dim), scheme.value.layout(c.dim), c.page)
+    columns = -(-tokens // c.page)
+    store = PageStore(layout, batch, heads, device)
+    spare = 3
+    store.pages = torch.randint(
+        0, 256, (batch * columns + spare, heads, layout.page_bytes), generator=gen, device=device, dtype=torch.uint8
+    )
+    order = torch.randperm(batch * columns + spare, generator=gen, device=device)[: batch * columns]
+    store.table = order.to(torch.int32).view(batch, columns).contiguous()
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    first = torch.zeros(batch, dtype=torch.int32, device=device)
+    decoded, tensors, note = {}, {}, []
+    for role in ROLES:
+        codec = codecs[role]
+        site = Site(rng.randrange(8), role, heads, c.dim, rng.randrange(1000), device)
+        x = rows(rng, gen, (batch, heads, tokens, c.dim), role).clamp(-60000, 60000).to(dtype)
+        x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
+        params: Params = codec.fit(site, x.float() if codec.needs_sample else None)
+        params = {name: value.to(device) for name, value in params.items()}
+        payload = codec.encode(codec.to_code(x.float(), params), params)
+        side = target.side(role)
+        if side is None:
+            store.write(role, 0, payload)
+            note.append(role)
+        else:
+            before = store.pages.clone()
+            held = sides.tensors_for(side, params, heads, c.dim)
+            given = {"keys": x if role == "key" else None, "values": x if role == "value" else None}
+            none = sides.SideTensors(None, None, 1)
+            bad = torch.zeros(1, dtype=torch.int32, device=device)
+            encode.encode_to_pages(
+                pages=store.pages, table=store.table, first=first, target=encode.text_of(target), bad=bad,
+                key=held if role == "key" else none, value=held if role == "value" else none, **given,
+            )  # fmt: skip
+            written = store.pages
+            store.pages = before
+            store.write(role, 0, payload)
+            if int(bad) or not torch.equal(written, store.pages):
+                wrong = int((written != store.pages).sum())
+                raise AssertionError(f"encode: {role}: {wrong} bytes differ, bad={int(bad)}, {dtype}")
+        found = sides.reader(codec, c.dim, role)
+        assert isinstance(found, sides.Reader)
+        tensors[role] = sides.tensors_for(found, params, heads, c.dim)
+        back = codec.decode(store.read(role, 0, tokens), params)
+        decoded[role] = codec.from_code(back, params)
+    return Layer(store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"],
+                 ",".join(note))  # fmt: skip
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None):
+    """Attention in float64 of one sequence: ``q [HQ, n, D]`` over ``k, v [H, t, D]``."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
+    s = q.double() @ k.mT * scale
+    s = cap * torch.tanh(s / cap) if cap else s
+    s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+    return s.softmax(-1) @ v if s.shape[-1] else torch.zeros_like(q, dtype=torch.float64)
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None):
+    """The same as PyTorch's attention computes it from bf16 tensors (its own kernel unless a cap or sinks forbid)."""
+    group = q.shape[0] // k.shape[0]
+    q, k, v = (x.bfloat16() for x in (q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)))
+    if not cap and sinks is None and k.shape[1]:
+        seen = None if hidden is None else ~hidden
+        return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], seen, scale=scale)[0]
+    s = (q.float() @ k.float().mT) * scale
+    s = cap * torch.tanh(s / cap) if cap else s
+    s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+    return (s.softmax(-1).bfloat16().float() @ v.float()).bfloat16()
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
+    """One random case of encode, decode attention and, sometimes, prefill; its errors."""
+    rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
+    batch, heads = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4))
+    group = rng.choice((1, 2, 3, 4, 7, 8, 9, 12, 16))
+    long = rng.choice((1, 40, 64, 200, 700, 700, 3000))
+    block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
+    tokens = -(-long // block) * block
+    layer = fill(c, rng, gen, batch, heads, tokens)
+    lens = [rng.choice((0, 1, 15, tokens, tokens, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
+    begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
+    hq, cap, sinks = heads * group, rng.choice((0.0, 0.0, 0.0, 30.0)), None
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * rng.choice((0.5, 1.0, 4.0))
+    if rng.random() < 0.3:
+        sinks = torch.randn(hq, generator=gen, device=device)
+    dense: list[Tensor | None] = [None, None]
+    if rng.random() < 0.4:
+        dense = [torch.randn(batch, heads, rng.choice((1, 33, 130)), c.dim, generator=gen, device=device).bfloat16()] * 2
+    scale = c.dim**-0.5 * rng.choice((1.0, 1.0, 0.3))
+    config = None
+    if rng.random() < 0.4:
+        pair = attention.pair_of(layer.pair)
+        config = attention.config_for(pair, batch * heads * -(-group // 8), tokens, attention.machine(q.device))
+        config = config._replace(splits=rng.choice((1, 2, 5)))
+    o, lse = attention.decode_attention(
+        q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), pair=layer.pair,
+        key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
+        sinks=sinks, softcap=cap, config=config,
+        start=torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None,
+    )  # fmt: skip
+    worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
+    for b in range(batch):
+        live = slice(begins[b], lens[b])
+        k, v = layer.keys[b, :, live], layer.values[b, :, live]
+        if dense[0] is not None and dense[1] is not None:
+            k, v = torch.cat([k, dense[0][b].float()], 1), torch.cat([v, dense[1][b].float()], 1)
+        want = truth(q[b], k, v, scale, cap, sinks)
+        error = distance(o[b], want) if float(want.norm()) else float(o[b].abs().max())
+        base = distance(rounded(q[b], k, v, scale, cap, sinks), want) if float(want.norm()) else 0.0
+        ratio = error / (2 * base + SLACK)
+        if not ratio <= worst["ratio"]:  # a NaN as well
+            worst = {"error": error, "bf16": base, "ratio": ratio}
+        if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
+            worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
+    result = {**c._asdict(), "seed": seed, "decode": worst, "reference_encode": layer.note}
+    if rng.random() < 0.2 and dtype != torch.float32 and tokens >= 2:
+        result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
+    return result
+
+
+def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generator, tokens: int, scale: float):
+    n, (batch, hq, _, dim) = rng.choice((2, 16, 77)), like.shape
+    q = torch.randn(batch, hq, n, dim, generator=gen, device=like.device).to(like.dtype)
+    first = rng.choice((0, rng.randint(0, tokens - 1)))
+    last = rng.randint(first + 1, tokens)
+    got = prefill.attend_pages(
+        q, layer.store.pages, layer.store.table, first, last, pair=layer.pair, key=layer.key, value=layer.value,
+        scale=scale,
+    )  # fmt: skip
+    worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
+    for b in range(batch):
+        k, v = layer.keys[b, :, first:last], layer.values[b, :, first:last]
+        want = truth(q[b], k, v, scale, 0.0, None)
+        error, base = distance(got.out[b], want), distance(rounded(q[b], k, v, scale, 0.0, None), want)
+        if not error / (2 * base + SLACK) <= worst["ratio"]:
+            worst = {"error": error, "bf16": base, "ratio": error / (2 * base + SLACK)}
+    return worst
+
+
+def run_combination(job: tuple[Combination, int, int, str]) -> list[dict[str, Any]]:
+    """Run cases ``[first, first + count)`` of one combination; a case that raises is a failure with its text."""
+    c, first, count, device = job
+    out: list[dict[str, Any]] = []
+    for seed in range(first, first + count):
+        try:
+            out.append(decode_case(c, seed, device))
+        except Exception as error:  # every failure is counted and shown
+            out.append({**c._asdict(), "seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]})
+            if "CUDA" in str(error) or "cuda" in str(error):
+                break  # the context is lost
+    return out
+
+
+def bad(row: dict[str, Any]) -> bool:
+    return "failed" in row or any(not row[k]["ratio"] <= 1 for k in ("decode", "prefill") if k in row)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--presets", default="")
+    parser.add_argument("--dims", default="64,96,128,256")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--deadline", type=float, default=1e9)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    started = time.time()
+    wanted = combinations(args.presets.split(",") if args.presets else None, tuple(map(int, args.dims.split(","))))
+    each = -(-args.cases // len(wanted))
+    jobs = [(c, args.seed + i * each, each, "cuda") for i, c in enumerate(wanted)]
+    if reason := build.refusal(torch.device("cuda", 0)):
+        print(f"no case can run: {reason}", file=sys.stderr)
+        return 2
+    results: list[dict[str, Any]] = []
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+        futures = [pool.submit(run_combination, job) for job in jobs]
+        for job, future in zip(jobs, futures, strict=True):
+            if time.time() - started > args.deadline:
+                future.cancel()
+                continue
+            part = future.result()
+            results += part
+            wrong = [row for row in part if bad(row)]
+            top = max((row["decode"]["ratio"] for row in part if "decode" in row), default=math.nan)
+            note = next((row["reference_encode"] for row in part if row.get("reference_encode")), "")
+            print(
+                f"{time.time() - started:6.1f}s {job[0]} cases={len(part)} wrong={len(wrong)} worst ratio {top:.2f}"
+                f"{' reference encodes ' + note if note else ''}", flush=True,
+            )  # fmt: skip
+            for row in wrong[:2]:
+                print("    ", json.dumps(row)[:400], flush=True)
+    failures = [row for row in results if bad(row)]
+    print(f"{len(results)} cases, {len(failures)} wrong, {time.time() - started:.0f} s")
+    if args.out:
+        text = {"cases": len(results), "wrong": failures[:100], "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+        args.out.write_text(json.dumps(text, indent=1))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
