@@ -15,6 +15,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,6 +82,8 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     k, v = sides
     assert isinstance(k, Reader)
     assert isinstance(v, Reader)
+    if v.lends and k.lends == v.lends:
+        v = replace(v, type=v.borrower, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         return f"page_tokens={page_tokens} is not a multiple of {step}"
@@ -185,6 +188,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
+    """What the table of launch constants knows of this GPU; of an H200 where there is none."""
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
