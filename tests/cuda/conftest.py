@@ -51,7 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         monkeypatch.setattr(module, "_refused", lambda device: "")
     monkeypatch.setattr(build, "refusal", lambda device: "")
     attention._kernels.cache_clear()
-    encode._kernels.cache_clear()
+    encode._launches.cache_clear()
     yield made
     attention._kernels.cache_clear()
-    encode._kernels.cache_clear()
+    encode._launches.cache_clear()

@@ -18,6 +18,7 @@ from kvcodec.pages import PageStore
 CPU = torch.device("cpu")
 SAW = kvcodec.get("saw-int4:rotate=kv")
 
+
 def reference(q: Tensor, k: Tensor, v: Tensor, dense: tuple[Tensor, Tensor] | None, lens: Any, start: Any, sinks: Any,
               softcap: float) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention in float64: output [B, HQ, 1, D] and log-sum-exp."""
@@ -138,7 +139,8 @@ WRITTEN = (
     ),
     *("saw-int4", "saw-int4:rotate=kv,zero=float", "kivi-2", "kivi-4", "innerq-base", "innerq-small", "innerq-hybrid"),
     *("innerq-base:symmetric=full", "ultraquant", "ultraquant:scale=real", "ultra-tq"),
-    *("dense", "dense:dtype=bfloat16"),
+    *("dense", "dense:dtype=bfloat16", "turboquant-3", "turboquant-qjl-3", "octopus-3", "octopus-qjl-2"),
+    *("hqmq-s24_r3", "hqmq-s24_r3:outliers=3"),
 )
 
 
@@ -194,7 +196,10 @@ def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page
     return store, (target, given, params)
 
 
-READ = ("dense", "dense:dtype=bfloat16", "saw-int4", "int-4")
+READ = (
+    *("dense", "dense:dtype=bfloat16", "saw-int4", "int-4", "kivi-2", "innerq-hybrid", "fp8", "ultraquant", "ultra-tq"),
+    *("ultraquant:scale=real", "turboquant-3", "octopus-3", "hqmq-s24_r3"),
+)
 """As many readers as there are ways of the host to serve them; every reader has tests of its own."""
 
 

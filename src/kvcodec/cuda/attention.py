@@ -82,8 +82,8 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     k, v = sides
     assert isinstance(k, Reader)
     assert isinstance(v, Reader)
-    if v.borrowing and v.table_name == k.table_name:
-        v = replace(v, type=v.borrowing, shared=0, tables=None)
+    if v.lends and k.lends == v.lends:
+        v = replace(v, type=v.borrower, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         return f"page_tokens={page_tokens} is not a multiple of {step}"

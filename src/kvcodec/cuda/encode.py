@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec
+from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.cuda.attention import KINDS, MOST_SEQUENCES
 from kvcodec.cuda.build import Kernel, Program, load, refusal
 from kvcodec.cuda.sides import Encoder, SideTensors, encoder, includes
@@ -50,7 +50,7 @@ class Target(NamedTuple):
     key_plane: int
     value_plane: int
 
-    def side(self, role: str) -> Encoder | None:
+    def side(self, role: Role) -> Encoder | None:
         """Encoder of a role."""
         return self.key if role == "key" else self.value
 
@@ -86,34 +86,30 @@ def _threads(target: Target, side: Encoder) -> int:
     return TABLE_THREADS if side.form == "table" else ROW_THREADS
 
 
-def _program(target: Target, roles: tuple[str, ...]) -> Program:
-    """Return the source of ``kv_encode`` for one role, or for both at once if both go row by row."""
+def _program(target: Target, roles: tuple[Role, ...]) -> Program:
+    """Return the source of ``kv_encode`` for one role, or for both at once."""
     sides = [side for role in roles if (side := target.side(role)) is not None]
     first = sides[0]
     types = [f"kv::Role<{side.type}, {side.order}, {_factor(side)}>" for side in sides]
-    checks = [f'static_assert(kv::ENCODE_THREADS == {ROW_THREADS}, "threads as the host counts them");']
-    if len(sides) == 2:
-        call = f"kv::encode_pair<{', '.join(types)}>(a)"
-    elif first.form == "rows":
-        call = f"kv::encode_side<{types[0]}>(a, a.{roles[0]})"
+    each = f"a.{roles[0]}" if len(sides) == 1 else "kv::block_z() ? a.value : a.key"
+    threads, tell = "kv::ENCODE_THREADS", ""
+    if first.form == "rows":
+        call = f"encode_pair<{', '.join(types)}>(a)" if len(sides) == 2 else f"encode_side<{types[0]}>(a, {each})"
     elif first.form == "blocks":
-        call = f"kv::encode_blocks<{first.type}, {_factor(first)}>(a, a.{roles[0]})"
-        checks = [
-            f'static_assert({first.type}::THREADS == {_threads(target, first)}, "threads as the host counts them");'
-        ]
+        call = f"encode_blocks<{first.type}, {_factor(first)}>(a, {each})"
+        threads = f"{first.type}::THREADS"
     else:
-        call = f"kv::encode_with_table<{types[0]}>(a, a.{roles[0]})"
-        checks = [
-            f'static_assert(kv::TABLE_THREADS == {TABLE_THREADS}, "threads as the host counts them");',
-            f'static_assert(kv::table_bytes<{first.type}>() == {first.shared}, "shared memory as the host counts it");',
-        ]
+        call = f"encode_with_table<{types[0]}>(a, {each})"
+        threads = "kv::TABLE_THREADS"
+        tell = f"*a.bad = kv::table_bytes<{first.type}>();"
     source = "\n".join(
         [
-            *includes(*sides),
-            *checks,
+            *(f'#include "{name}"' for name in sorted({side.header for side in sides})),
+            f'static_assert({threads} == {_threads(target, first)}, "threads as the host counts them");',
             f"KV_KERNEL void KV_BOUNDS({_threads(target, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
-            f"  {call};",
+            f"  kv::{call};",
             "}",
+            *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),
             "",
         ]
     )
@@ -121,18 +117,42 @@ def _program(target: Target, roles: tuple[str, ...]) -> Program:
     return Program(source, fma=False, folders=folders)  # the reference's bits: nothing is contracted
 
 
-def programs(target: Target, roles: tuple[str, ...] = ROLES) -> dict[tuple[str, ...], Program]:
+def programs(target: Target, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Role, ...], Program]:
     """Return the launches that write these roles: the roles of each, and its program."""
     there = tuple(role for role in roles if target.side(role) is not None)
     sides = [side for role in there if (side := target.side(role)) is not None]
-    together = len(sides) == 2 and all(side.form == "rows" for side in sides)
-    return {group: _program(target, group) for group in ((there,) if together else tuple((role,) for role in there))}
+    groups = tuple((role,) for role in there)
+    if len(sides) == 2:
+        key, value = sides
+        alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
+        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
+            return {there: _program(target, there)}
+    return {group: _program(target, group) for group in groups}
+
+
+class Launch(NamedTuple):
+    """A loaded program and the bytes of dynamic shared memory that it takes."""
+
+    kernel: Kernel
+    shared: int
 
 
 @lru_cache(maxsize=256)
-def _kernels(target: Target, roles: tuple[str, ...], device: torch.device) -> dict[tuple[str, ...], Kernel]:
-    made = programs(target, roles)
-    return {group: load(program, ("kv_encode",), device, target.name)[0] for group, program in made.items()}
+def _launches(target: Target, roles: tuple[Role, ...], device: torch.device) -> dict[tuple[Role, ...], Launch]:
+    found = {}
+    for group, program in programs(target, roles).items():
+        side = target.side(group[0])
+        assert side is not None
+        if side.form != "table":
+            found[group] = Launch(load(program, ("kv_encode",), device, target.name)[0], 0)
+            continue
+        kernel, tell = load(program, ("kv_encode", "kv_shared"), device, target.name)
+        size = torch.zeros(1, dtype=torch.int32, device=device)
+        args = ctypes.create_string_buffer(ARGS.size)
+        struct.pack_into("<Q", args, ARGS_FIELDS.index("bad") * 8, size.data_ptr())
+        tell.launch((1, 1, 1), 32, 0, args)
+        found[group] = Launch(kernel, int(size))  # waits for the device, once per program
+    return found
 
 
 ARGS = struct.Struct("<3Q" + 2 * "4Q7q" + "2q4i")
@@ -193,7 +213,7 @@ def _encode(
     value_factor: Tensor | None,
 ) -> None:  # fmt: skip
     target = _TARGETS[text]
-    given = {"key": keys, "value": values}
+    given: dict[Role, Tensor | None] = {"key": keys, "value": values}
     x = {role: _rows(part) for role, part in given.items() if part is not None and part.numel()}
     if not x:
         return
@@ -206,14 +226,14 @@ def _encode(
         target.page_bytes, table.stride(0), KINDS[some.dtype], target.page_tokens,
         table.shape[1] * target.page_tokens, pages.shape[1],
     )  # fmt: skip
-    for group, kernel in _kernels(target, tuple(x), some.device).items():
+    for group, (kernel, shared) in _launches(target, tuple(x), some.device).items():
         side = target.side(group[0])
         assert side is not None
         blocks = max(_blocks(target, role, x[role]) for role in group)
-        kernel.launch((blocks, some.shape[0], len(group)), _threads(target, side), side.shared, args)
+        kernel.launch((blocks, some.shape[0], len(group)), _threads(target, side), shared, args)
 
 
-def _blocks(target: Target, role: str, x: Tensor) -> int:
+def _blocks(target: Target, role: Role, x: Tensor) -> int:
     """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
     side = target.side(role)
     assert side is not None

@@ -7,12 +7,10 @@ Between the bases the kernels know two linear maps, in this order for queries an
 and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go back the other way.
 """
 
-import importlib
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,14 +20,24 @@ from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.dense import Dense
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.innerq import InnerQ
+from kvcodec.codecs.med import Med
+from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
+from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
+from kvcodec.cuda import tables_vector as vector
 from kvcodec.cuda.build import CSRC
+from kvcodec.cuda.encode_tables import row_encoder
+from kvcodec.cuda.tables import turboquant_table, ultra_tq_table, with_sketch
 from kvcodec.errors import UnsupportedError
 from kvcodec.ops.hadamard import power_of_two_divisor
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 256)
 """Multiples of 32: a lane of a warp holds every 32nd channel of a row."""
 
 
@@ -55,10 +63,9 @@ class Reader:
         Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
     order : int
         Hadamard order; 1 for none.
-    table_name : str
-        Equal names have equal tables at every site; empty: each site has its own.
-    borrowing : str
-        The struct for values that uses the keys' table of the same name, which lies before its own place.
+    lends, borrower : str
+        Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
+        need none of their own.
     also : tuple of str
         Further files that the struct needs.
     queries : int
@@ -70,11 +77,11 @@ class Reader:
     folder: str = str(CSRC)
     block: int = 1
     shared: int = 0
-    tables: Callable[[Params], Tensor] | None = None
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     factor: str = ""
     order: int = 1
-    table_name: str = ""
-    borrowing: str = ""
+    lends: str = ""
+    borrower: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
 
@@ -96,20 +103,20 @@ class Encoder:
     form : {"rows", "blocks", "table"}
         Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
         encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
-    shared : int
-        With form="table": bytes of dynamic shared memory, ``table_bytes``; the program asserts it.
+    own : str
+        Name of a constant ``[B or 1, H]`` that the struct takes in the place of a factor; empty: none.
     """
 
     type: str
     header: str
     folder: str = str(CSRC)
-    tables: Callable[[Params], Tensor] | None = None
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     factor: str = ""
     divide: bool = False
     order: int = 1
     block: int = 1
     form: Form = "rows"
-    shared: int = 0
+    own: str = ""
 
 
 def includes(*sides: "Reader | Encoder") -> list[str]:
@@ -136,7 +143,6 @@ def add_encoder(codec: type[Codec], find: FindEncoder) -> None:
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader | str:
     """Return how keys or values of this codec are read, or the reason why they cannot be."""
-    _load()
     found = _READERS.get(type(codec))
     if found is None:
         return f"no CUDA kernel reads {codec}"
@@ -145,17 +151,10 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader | str:
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder | str:
     """Return how keys or values of this codec are written, or the reason why the PyTorch reference must do it."""
-    _load()
     found = _ENCODERS.get(type(codec))
     if found is None:
         return f"no CUDA kernel encodes {codec}"
     return _dims(codec, head_dim) or found(codec, head_dim, role)
-
-
-@lru_cache(maxsize=1)
-def _load() -> None:
-    """Let the package's own codecs with tables add their entries; that module imports this one."""
-    importlib.import_module("kvcodec.cuda.sides_tables")
 
 
 def _dims(codec: Codec, head_dim: int) -> str:
@@ -171,6 +170,7 @@ class SideTensors(NamedTuple):
     ----------
     tables : Tensor uint8 ``[H or 1, bytes]`` or None
     factor : Tensor float32 ``[B or 1, H, D]`` or None
+        ``[B or 1, H]`` where an encoder has a constant of its ``own``.
     order : int
     """
 
@@ -194,9 +194,10 @@ def tensors_for(side: Reader | Encoder, params: Params, heads: int, head_dim: in
             raise UnsupportedError(
                 f"{side.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes]."
             )
-    if side.factor:
-        factor = params[side.factor].float()
-        factor = factor.expand(factor.shape[0], heads, head_dim).contiguous()
+    own = side.own if isinstance(side, Encoder) else ""
+    if side.factor or own:
+        factor = params[side.factor or own].float()
+        factor = factor.expand(factor.shape[0], heads, *(() if own else (head_dim,))).contiguous()
     return SideTensors(tables, factor, side.order)
 
 
@@ -219,17 +220,15 @@ def _saw(codec: Codec, dim: int, role: Role) -> Reader | str:
 
 def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, GroupInt)
-    if codec.symmetric:
-        return f"the kernels read asymmetric integers, not {codec}"
-    if codec.along == "tokens":
-        if role == "value" or codec.group != 32 or codec.bits not in (2, 4):
-            return f"along tokens the kernels read keys of 2 or 4 bits in groups of 32, not {codec} as {role}s"
-        return Reader(f"kv::ReadTokenInt<{dim}, {codec.bits}>", "read_group.cuh", block=32)
-    if codec.group == 0:
-        return Reader(f"kv::ReadInt<{dim}, {codec.bits}>", "read_int.cuh")
-    if codec.group != 32 or codec.bits not in (2, 3, 4):
-        return f"the kernels read 2, 3 or 4 bits in groups of 32 channels, not {codec}"
-    return Reader(f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>", "read_group.cuh")
+    if codec.along == "channels" and codec.group == 0:
+        return Reader(f"kv::ReadInt<{dim}, {codec.bits}, {_bool(codec.symmetric)}>", "read_int.cuh")
+    if codec.symmetric or codec.group != 32:
+        return f"in groups the kernels read asymmetric integers, 32 to a group, not {codec}"
+    if codec.along == "channels":
+        return Reader(f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>", "read_group.cuh")
+    if role == "value":
+        return f"along tokens the kernels read keys, not {codec} as values"
+    return Reader(f"kv::ReadTokenInt<{dim}, {codec.bits}>", "read_group.cuh", block=32)
 
 
 def _fp8(codec: Codec, dim: int, role: Role) -> Reader | str:
@@ -251,6 +250,109 @@ def _innerq(codec: Codec, dim: int, role: Role) -> Reader | str:
     )
 
 
+def _ultraquant(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, UltraQuant)
+    if codec.queries != "exact":
+        return f"the kernels do not round queries, as {codec} does"
+    real = codec.scale == "real"
+    # keys unpacked in registers and values by table keep two pipes of the machine busy; real scales need the table
+    way = "NONE" if role == "key" and not real else "OWN"
+    name = f"kv::ReadUltraQuant<{dim}, kv::TABLE_{{}}, {_bool(real)}>"
+    return Reader(
+        name.format(way),
+        "read_ultraquant.cuh",
+        shared=0 if way == "NONE" else LEVEL_TABLE[4],
+        order=power_of_two_divisor(dim) if codec.rotate else 1,
+        lends="" if way == "NONE" else f"E2M1, real {real}",
+        borrower=name.format("BORROWED"),
+    )
+
+
+def _turboquant(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, TurboQuant)
+    name = f"kv::ReadTurboQuant<{dim}, {codec.bits}, {_bool(codec.norm == 'fp32')}, {{}}>"
+    return Reader(
+        name.format("false"),
+        "read_levels.cuh",
+        shared=LEVEL_TABLE[codec.bits],
+        tables=lambda params: turboquant_table(params, dim),
+        factor="signs",
+        order=power_of_two_divisor(dim),
+        lends=f"levels of {codec.bits} bits, {dim} channels",
+        borrower=name.format("true"),
+    )
+
+
+def _ultra_tq(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, UltraTQ)
+    if role == "value":
+        return f"the kernels read Ultra-TQ's keys, not {codec} as values"
+    return Reader(
+        f"kv::ReadUltraTQ<{dim}, {_bool(codec.norm == 'block')}>",
+        "read_levels.cuh",
+        shared=LEVEL_TABLE[4],
+        tables=lambda params: ultra_tq_table(params, codec.norm),
+        order=power_of_two_divisor(dim),
+    )
+
+
+def _octopus(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, Octopus)
+    if role == "value":
+        return f"the kernels read OCTOPUS' keys, not {codec} as values"
+    if not (name := vector.octopus_reader(codec, dim)):
+        return f"the table of directions of {codec} does not fit into shared memory"
+    return Reader(
+        name,
+        "read_octopus.cuh",
+        shared=vector.octopus_shared(codec),
+        tables=vector.octopus_tables(codec),
+        factor="signs",
+        order=power_of_two_divisor(dim),
+    )
+
+
+def _sketched(stage: Reader | str, codec: Codec, dim: int) -> Reader | str:
+    """Keys of a stage and the signs of a sketch of what it leaves over."""
+    if isinstance(stage, str):
+        return stage
+    if dim & (dim - 1):
+        return f"the kernels sketch at head_dim 64, 128 and 256, not {dim} ({codec})"
+    assert stage.tables is not None
+    return Reader(
+        f"kv::ReadSketch<{stage.type}, {dim}>",
+        "read_sketch.cuh",
+        shared=stage.shared,
+        tables=with_sketch(stage.tables),
+        factor=stage.factor,
+        order=stage.order,
+        also=(stage.header,),
+        queries=2,
+    )
+
+
+def _octopus_qjl(codec: Codec, dim: int, role: Role) -> Reader | str:
+    return _sketched(_octopus(codec, dim, role), codec, dim)
+
+
+def _turboquant_qjl(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, TurboQuantQJL)
+    if role == "value" or codec.variant != "correct":
+        return f"the kernels read keys of variant=correct, not {codec} as {role}s"
+    return _sketched(_turboquant(codec.stage, dim, role), codec, dim)
+
+
+def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, Hqmq)
+    if not (name := vector.hqmq_reader(codec, dim)):
+        return f"the kernels read packing=ceil, not {codec}"
+    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables)
+
+
+LEVEL_TABLE = {1: 32768, 2: 32768, 3: 8192, 4: 32768, 5: 4096, 6: 8192}
+"""Bytes of ``kv::LevelTable`` by bits."""
+
+
 def _bool(x: bool) -> str:
     return "true" if x else "false"
 
@@ -261,6 +363,13 @@ for _codec, _find in (
     (GroupInt, _group_int),
     (Fp8, _fp8),
     (InnerQ, _innerq),
+    (UltraQuant, _ultraquant),
+    (UltraTQ, _ultra_tq),
+    (TurboQuant, _turboquant),
+    (Octopus, _octopus),
+    (OctopusQJL, _octopus_qjl),
+    (TurboQuantQJL, _turboquant_qjl),
+    (Hqmq, _hqmq),
 ):
     add_reader(_codec, _find)
 
@@ -315,6 +424,21 @@ def _write_ultraquant(codec: Codec, dim: int, role: Role) -> Encoder | str:
     return Encoder(name, "encode_ultraquant.cuh", order=order)
 
 
+def _write_with_table(codec: Codec, dim: int, role: Role) -> Encoder | str:
+    found = row_encoder(codec, dim)
+    if found is None:
+        return f"no CUDA kernel encodes {codec}"
+    return Encoder(
+        found.type,
+        found.header,
+        tables=found.tables,
+        factor=found.factor,
+        order=found.order,
+        form="table",
+        own=found.own,
+    )
+
+
 for _codec, _write in (
     (Dense, _write_dense),
     (SawInt4, _write_saw),
@@ -322,5 +446,6 @@ for _codec, _write in (
     (Fp8, _write_fp8),
     (InnerQ, _write_innerq),
     (UltraQuant, _write_ultraquant),
+    *((kind, _write_with_table) for kind in (TurboQuant, TurboQuantQJL, UltraTQ, Octopus, OctopusQJL, Hqmq, Med)),
 ):
     add_encoder(_codec, _write)
