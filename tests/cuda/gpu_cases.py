@@ -291,8 +291,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"{time.time() - started:6.1f}s {job[0]} cases={len(part)} wrong={len(wrong)} worst ratio {top:.2f}"
                 f"{' reference encodes ' + note if note else ''}", flush=True,
             )  # fmt: skip
-            for row in wrong[:2]:
-                print("    ", json.dumps(row)[:400], flush=True)
+            for row in wrong[:1]:
+                print("    ", json.dumps(row)[:240], flush=True)
     failures = [row for row in results if bad(row)]
     print(f"{len(results)} cases, {len(failures)} wrong, {time.time() - started:.0f} s")
     if args.out:

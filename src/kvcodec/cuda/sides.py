@@ -25,7 +25,6 @@ from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
