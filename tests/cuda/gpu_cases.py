@@ -192,7 +192,8 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
     config = None
     if rng.random() < 0.4:
         pair = attention.pair_of(layer.pair)
-        config = attention.config_for(pair, batch * heads * -(-group // 8), tokens, attention.machine(q.device))
+        config = attention.config_for(pair, batch * heads * -(-group // 8), tokens, attention.machine(q.device),
+                                      dense[0] is not None)  # fmt: skip
         config = config._replace(splits=rng.choice((1, 2, 5)))
     o, lse = attention.decode_attention(
         q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), pair=layer.pair,
@@ -215,7 +216,7 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
         if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
             worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
     result = {**c._asdict(), "seed": seed, "decode": worst, "reference_encode": layer.note}
-    if rng.random() < 0.2 and tokens >= 2:
+    if rng.random() < 0.2 and tokens >= 2 and attention.pair_of(layer.pair).key.queries == 1:
         result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
     return result
 

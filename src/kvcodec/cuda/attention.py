@@ -136,14 +136,16 @@ def _row_floats(channels: int) -> int:
     return channels + channels // 4 + 1  # kv::row_floats
 
 
-def shared_bytes(pair: Pair, config: Config) -> int:
+def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
     """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
     tables = _align(_align(pair.key.shared) + _align(pair.value.shared), 128)
-    row = _row_floats(pair.head_dim)
-    query = _row_floats(pair.key.queries * pair.head_dim)
+    query = _align(32 * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
     ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
-    merge = config.warps * 8 * (row + 2) * 4
-    return tables + _align(8 * (query + 1) * 4, 128) + max(ring, merge)
+    merge = config.warps * 32 * (_row_floats(pair.head_dim) + 2)
+    need = max(tables + query + ring, merge)
+    if dense:  # tiles of 16 tokens, one for a warp
+        need = max(need, _align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
+    return need
 
 
 def candidates(pair: Pair) -> list[Config]:
@@ -154,13 +156,13 @@ def candidates(pair: Pair) -> list[Config]:
     return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
 
 
-def _fits(pair: Pair, config: Config, machine: Machine) -> bool:
-    need = shared_bytes(pair, config)
+def _fits(pair: Pair, config: Config, machine: Machine, dense: bool = False) -> bool:
+    need = shared_bytes(pair, config, dense)
     return need <= machine.shared_block and config.resident * (need + 1024) <= machine.shared_sm
 
 
 @lru_cache(maxsize=256)
-def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Config:
+def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False) -> Config:
     """Choose launch constants; a pure function, nothing is tuned at run time.
 
     Parameters
@@ -171,6 +173,8 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     capacity : int
         Tokens that the page table can hold per sequence.
     machine : Machine
+    dense : bool
+        Whether there are dense tokens: one CTA more for each unit.
 
     Raises
     ------
@@ -181,18 +185,18 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     # multiprocessor leaves the fewest partials to merge. Many: two hide each other's starts and ends.
     few = 4 * units <= machine.sms
     fitting = sorted(
-        (c for c in candidates(pair) if _fits(pair, c, machine)),
+        (c for c in candidates(pair) if _fits(pair, c, machine, dense)),
         key=lambda c: (c.warps * c.resident < 8, -c.tile, c.resident if few else -c.resident, c.warps),
     )
     if fitting:
-        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine))
+        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
     raise UnsupportedError(
         f"{pair.name}: needs {min(shared_bytes(pair, c) for c in candidates(pair))} bytes of shared memory in a "
         f"block; this GPU has {machine.shared_block}."
     )
 
 
-def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
+def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: bool = False) -> int:
     slots = config.resident * machine.sms
     most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
     if 2 * units > slots:
@@ -201,7 +205,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
         whole = waves / math.ceil(waves)
         wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
     else:
-        wanted = max(1, slots // max(units, 1))
+        wanted = max(1, slots // max(units, 1) - dense)
     return min(wanted, most)
 
 
@@ -217,16 +221,16 @@ def machine(device: torch.device) -> Machine:
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def program(pair: Pair, config: Config, cap: bool = False) -> Program:
-    """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
+def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> Program:
+    """Return the source of ``kv_decode`` and ``kv_combine``; ``cap``: scores have a soft cap; ``dense``: -1, or their kind."""
     threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
             '#include "decode.cuh"',
             *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
-            f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense}>;",
+            f'static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
@@ -240,9 +244,9 @@ def program(pair: Pair, config: Config, cap: bool = False) -> Program:
 
 
 @lru_cache(maxsize=256)
-def _kernels(pair: Pair, config: Config, cap: bool, device: torch.device) -> tuple[Kernel, ...]:
+def _kernels(pair: Pair, config: Config, cap: bool, dense: int, device: torch.device) -> tuple[Kernel, ...]:
     # the number of splits is no part of the program
-    return load(program(pair, config, cap), ("kv_decode", "kv_combine"), device, pair.name)
+    return load(program(pair, config, cap, dense), ("kv_decode", "kv_combine"), device, pair.name)
 
 
 ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "11q" + "10i2f")
@@ -257,6 +261,14 @@ ARGS_FIELDS = (
     *("scale2", "softcap"),
 )
 """Names of its numbers, in order."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """16-bit rows that 16-byte copies can fetch: themselves, or a copy."""
+    x = x.half() if x.dtype == torch.float32 else x
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _at(x: Tensor | None) -> int:
@@ -328,16 +340,16 @@ def _attend(
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
     dense_strides: tuple[int, ...] = (0,) * 6
-    dense_kind = width = 0
+    dense_kind, width = -1, 0
     if dense_k is not None and dense_v is not None and dense_k.shape[2]:
-        dense_k = dense_k if dense_k.stride(3) == 1 else dense_k.contiguous()
-        dense_v = dense_v if dense_v.stride(3) == 1 else dense_v.contiguous()
+        dense_k, dense_v = _rows(dense_k), _rows(dense_v)
         dense_strides = (*dense_k.stride()[:3], *dense_v.stride()[:3])
         dense_kind, width = KINDS[dense_k.dtype], dense_k.shape[2]
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * pair.page_tokens
-    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, machine(q.device))
+    units, has_dense = batch * num_kv_heads * tiles, dense_k is not None
+    chosen = Config(*config) if config else config_for(pair, units, capacity, machine(q.device), has_dense)
     slots = chosen.splits + (dense_k is not None)
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
@@ -360,8 +372,8 @@ def _attend(
         KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, chosen.splits, slots, capacity, width,
         scale * LOG2E, softcap,
     )  # fmt: skip
-    decode, combine = _kernels(pair, chosen._replace(splits=0), softcap > 0.0, q.device)
-    decode.launch((slots, num_kv_heads * tiles, batch), chosen.warps * 32, shared_bytes(pair, chosen), args)
+    decode, combine = _kernels(pair, chosen._replace(splits=0), softcap > 0.0, dense_kind, q.device)
+    decode.launch((slots, num_kv_heads * tiles, batch), chosen.warps * 32, shared_bytes(pair, chosen, dense_kind >= 0), args)
     if slots > 1:
         shared = (2 * COMBINE_WARPS * (dim + 1) + slots) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel
@@ -418,7 +430,7 @@ def decode_attention(
         Multiplies the scores, usually D ** -0.5.
     num_kv_heads : int
     dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
-        Tokens kept in 16 or 32 bit (sinks, window), model basis.
+        Tokens kept dense (sinks, window), model basis; fp32 is rounded to fp16, as caches hold it.
     dense_lens, dense_start : Tensor int32 ``[B]``, optional
         Live dense tokens are ``[dense_start, dense_lens)``; default all W.
     sinks : Tensor ``[HQ]``, optional

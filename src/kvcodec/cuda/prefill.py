@@ -1,11 +1,11 @@
-"""Attention of many query tokens over packed pages: pages go through a dense staging area, tile by tile, into flash attention.
+"""Attention of many query tokens over packed pages: unpacked chunk by chunk into a dense staging area, for flash attention.
 
 A chunk of a prompt has tens to thousands of queries, so arithmetic and not memory decides: the pages are unpacked once
 per chunk of history, at the speed of memory, and the tensor cores see 16-bit numbers. Nothing is rotated back: queries
 go into the basis of the codes, outputs come out of it, which costs as much as the queries are long.
 
-Numbers are staged as fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one, whose
-last bits bf16 would lose. Beyond 65504 they saturate, which only a rotated key of such a size can reach.
+Numbers are staged as fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one,
+whose last bits bf16 would lose. Beyond 65504 they saturate, which only a rotated key of such a size can reach.
 
 Pitfall: decode attention does not round codes to 16 bits, this does; the two agree to the error of 16-bit attention
 over decoded keys and values.
@@ -24,7 +24,7 @@ from kvcodec.codec import FP16_MAX
 from kvcodec.cuda.attention import Pair, _at, _side, pair_of
 from kvcodec.cuda.build import Kernel, Program, load
 from kvcodec.cuda.sides import SideTensors, includes
-from kvcodec.errors import ShapeError
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.ops.hadamard import block_hadamard
 
 STAGING_BYTES = 1 << 30
@@ -66,7 +66,15 @@ def _round(n: int) -> int:
 
 
 def program(pair: Pair) -> Program:
-    """Return the source of ``kv_unpack`` for a pair."""
+    """Return the source of ``kv_unpack`` for a pair.
+
+    Raises
+    ------
+    UnsupportedError
+        Keys are held with a sketch: their second part is in another basis than the first.
+    """
+    if pair.key.queries > 1:
+        raise UnsupportedError(f"unpacking {pair.key.type}: keys with a sketch are not unpacked; use streamed attention.")
     source = "\n".join(
         [
             '#include "unpack.cuh"',

@@ -26,88 +26,10 @@
 // Partials (m, l, o) of every split and of the dense tokens are merged in combine.cuh.
 #pragma once
 #include "finish.cuh"
+#include "query.cuh"
 #include "tile.cuh"
 
 namespace kv {
-
-// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the codes' basis
-// (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells where the D signs s lie.
-template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
-template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
-template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
-
-// The query of 8 heads in the basis of the codes: B operands of the tensor core, and what undoes their scaling.
-template <class K, int D> struct Query {
-  uint32_t r[K::K_REGS];       // head g, channels of part j
-  float sum[K::GROUPS][2];     // sum over a group's channels of the rounded q; heads 2j, 2j+1
-  float scale[2];              // scores = dot * scale, in powers of two
-};
-
-template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, int b, int h, int first, int live) {
-  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
-  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
-  float x[ROWS][N];
-  KV_UNROLL
-  for (int row = 0; row < ROWS; ++row) {  // all loads before the first use
-    const int n = warp + row * WARPS;
-    const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) x[row][i] = n < live ? load_real(a.q, at + lane + 32 * i, a.q_kind) : 0.0f;
-  }
-  KV_UNROLL
-  for (int row = 0; row < ROWS; ++row) {
-    const int n = warp + row * WARPS;
-    if (n >= 8) break;
-    multiply_row<D>(x[row], a.key, b, h, lane);
-    hadamard_row<D>(x[row], (int)a.key.block, lane);
-    float top = 0.0f;
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) {
-      shared[n * WIDTH + skew(lane + 32 * i)] = x[row][i];
-      top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
-    }
-    if constexpr (is_sketched<K>(0)) {
-      const float* signs = K::sketch(a.key.table + h * a.key.table_head);
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) x[row][i] *= signs[lane + 32 * i];
-      hadamard_row<D>(x[row], D, lane);
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) {
-        shared[n * WIDTH + skew(D + lane + 32 * i)] = x[row][i];
-        top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
-      }
-    }
-    top = warp_max(top);
-    if (lane == 0) shared[8 * WIDTH + n] = top;
-  }
-  sync_threads();
-  const float* mine = shared + g * WIDTH;
-  const float top = shared[8 * WIDTH + g];
-  // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
-  int exponent = (int)(float_bits(top) >> 23) - 127;
-  exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
-  exponent -= K::K_BLOCKED ? 0 : 9;
-  const float down = bits_float((uint32_t)(127 - exponent) << 23), up = bits_float((uint32_t)(127 + exponent) << 23);
-  KV_UNROLL
-  for (int group = 0; group < K::GROUPS; ++group) {
-    float sum = 0.0f;
-    KV_UNROLL
-    for (int k = 0; k < K::K_REGS / K::GROUPS; ++k) {
-      const int r = group * (K::K_REGS / K::GROUPS) + k;
-      const int c0 = K::k_channel(j, 2 * r), c1 = K::k_channel(j, 2 * r + 1);
-      const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
-      const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
-      q.r[r] = pack_half2(x0, x1);
-      sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
-    }
-    sum += shfl_xor(sum, 1);
-    sum += shfl_xor(sum, 2);
-    q.sum[group][0] = shfl(sum, 8 * j);
-    q.sum[group][1] = shfl(sum, 8 * j + 4);
-  }
-  q.scale[0] = shfl(up, 8 * j) * a.scale2;
-  q.scale[1] = shfl(up, 8 * j + 4) * a.scale2;
-}
 
 // scores of 16 tokens: s[0..1] token g, heads 2j 2j+1; s[2..3] token g + 8
 template <class K, int D, class P>
@@ -222,15 +144,19 @@ KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V
   }
 }
 
-// P tokens to a page, T to a tile; CAP: scores have a soft cap
-template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false> struct Decoder {
+template <int D, int WARPS, bool CAP, bool BF16> struct DensePart;
+
+// P tokens to a page, T to a tile; CAP: scores have a soft cap; DENSE: -1, or there are dense tokens, 0 fp16 or 1 bf16
+template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1> struct Decoder {
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
-  KV_CONST int RING = WARPS * STAGES * TILE;
-  KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the ring's place
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
-  KV_CONST int SHARED = TABLES + QUERY + (RING > MERGE ? RING : MERGE);
+  KV_CONST int LOOP = TABLES + QUERY + WARPS * STAGES * TILE;
+  KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
+  KV_CONST int DENSE_SHARED = DENSE < 0 ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
+  KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
+  KV_CONST int SHARED = OWN > DENSE_SHARED ? OWN : DENSE_SHARED;
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0), "a tile is part of a page and holds whole blocks");
@@ -335,15 +261,60 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     }
   }
 
+  KV_DEV static void start(State& st) {
+    st.softmax.start();
+    st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] = 0.0f;
+    }
+  }
+
+  // merge the warps and leave their sums in a slot; all of shared memory is free by now
+  KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head, int live_heads, int slot) {
+    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+    copy_wait<0>();
+    sync_threads();
+    st.softmax.finish();
+    float bias[2] = {st.bias[0], st.bias[1]};
+    KV_UNROLL
+    for (int bit = 4; bit < 32; bit *= 2) bias[0] += shfl_xor(bias[0], bit), bias[1] += shfl_xor(bias[1], bit);
+    float* merge = (float*)shared;
+    float* merge_m = merge + WARPS * 8 * row_floats(D);
+    float* merge_l = merge_m + WARPS * 8;
+    const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int c = V::v_channel(g, 4 * k + i);
+        if (c < 0) continue;
+        const float w = V::v_weight(4 * k + i) * reference;
+        float* to = merge + (warp * 8 + 2 * j) * row_floats(D) + skew(c);
+        to[0] = st.out[k][i % 2][i / 2 * 2] * w + bias[0];
+        to[row_floats(D)] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
+      }
+    }
+    if (g == 0) {
+      KV_UNROLL
+      for (int n = 0; n < 2; ++n) merge_m[warp * 8 + 2 * j + n] = st.softmax.m[n], merge_l[warp * 8 + 2 * j + n] = st.softmax.l[n];
+    }
+    sync_threads();
+    merge_warps<D, WARPS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot);
+  }
+
   KV_DEV static void run(const DecodeArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
-    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
-    const int split = block_x(), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
+    const int warp = thread() / 32, lane = thread() % 32;
+    const int split = (int)block_x() - (DENSE >= 0), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
-    if (split == a.splits) {
-      dense_partial<D, WARPS, CAP>(a, b, h, first_head, live_heads, (float*)shared);
-      return;
+    if constexpr (DENSE >= 0) {
+      if (split < 0) {  // first of all, so that it does not come last
+        DensePart<D, WARPS, CAP, DENSE == 1>::run(a, shared, b, h, first_head, live_heads);
+        return;
+      }
     }
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
@@ -376,16 +347,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
     Query<K, D> q;
-    load_query<K, D, WARPS>(q, query, a, b, h, first_head, live_heads);  // synchronises the threads, for the tables as well
+    load_query<K, D, WARPS>(q, query, a, a.key, b, h, first_head, live_heads);  // synchronises the threads, for the tables as well
 
     State st;
-    st.softmax.start();
-    st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      KV_UNROLL
-      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] = 0.0f;
-    }
+    start(st);
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
@@ -398,37 +363,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
       sync_warp();  // everyone has read this stage before it is filled again
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    copy_wait<0>();
-    sync_threads();
-
-    // merge the warps
-    st.softmax.finish();
-    float bias[2] = {st.bias[0], st.bias[1]};
-    KV_UNROLL
-    for (int bit = 4; bit < 32; bit *= 2) bias[0] += shfl_xor(bias[0], bit), bias[1] += shfl_xor(bias[1], bit);
-    float* merge = (float*)(shared + TABLES + QUERY);
-    float* merge_m = merge + WARPS * 8 * row_floats(D);
-    float* merge_l = merge_m + WARPS * 8;
-    const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      KV_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int c = V::v_channel(g, 4 * k + i);
-        if (c < 0) continue;
-        const float w = V::v_weight(4 * k + i) * reference;
-        float* to = merge + (warp * 8 + 2 * j) * row_floats(D) + skew(c);
-        to[0] = st.out[k][i % 2][i / 2 * 2] * w + bias[0];
-        to[row_floats(D)] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
-      }
-    }
-    if (g == 0) {
-      KV_UNROLL
-      for (int n = 0; n < 2; ++n) merge_m[warp * 8 + 2 * j + n] = st.softmax.m[n], merge_l[warp * 8 + 2 * j + n] = st.softmax.l[n];
-    }
-    sync_threads();
-    merge_warps<D, WARPS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, split);
+    finish(st, a, shared, b, h, first_head, live_heads, split);
   }
 };
 
 }  // namespace kv
+
+#include "dense.cuh"

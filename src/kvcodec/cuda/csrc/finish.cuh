@@ -63,65 +63,6 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
   }
 }
 
-// attention over tokens held dense (sink and window), plainly in fp32: they are few, and other CTAs read codes meanwhile
-template <int D, int WARPS, bool CAP> KV_DEV void dense_partial(const DecodeArgs& a, int b, int h, int first_head, int live, float* shared) {
-  constexpr int N = D / 32, STEP = 4;
-  const int warp = thread() / 32, lane = thread() % 32;
-  int from = a.dense_start ? a.dense_start[b] : 0, to = a.dense_lens ? a.dense_lens[b] : a.dense_width;
-  from = from > 0 ? from : 0;
-  to = to < a.dense_width ? to : a.dense_width;
-  KV_NO_UNROLL
-  for (int n = warp; n < live; n += WARPS) {
-    const int head = first_head + n;
-    float q[N], o[N], m = minus_infinity(), l = 0.0f;
-    const int64_t q_at = b * a.q_batch + head * a.q_head;
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) q[i] = load_real(a.q, q_at + lane + 32 * i, a.q_kind) * a.scale2, o[i] = 0.0f;
-    const int64_t k_at = b * a.dense_k_batch + h * a.dense_k_head, v_at = b * a.dense_v_batch + h * a.dense_v_head;
-    KV_NO_UNROLL
-    for (int t = from; t < to; t += STEP) {
-      float s[STEP], top = minus_infinity();
-      KV_UNROLL
-      for (int k = 0; k < STEP; ++k) {
-        s[k] = 0.0f;
-        if (t + k < to) {
-          KV_UNROLL
-          for (int i = 0; i < N; ++i) s[k] += q[i] * load_real(a.dense_k, k_at + (t + k) * a.dense_k_token + lane + 32 * i, a.dense_kind);
-        }
-      }
-      KV_UNROLL
-      for (int bit = 16; bit; bit /= 2) {
-        KV_UNROLL
-        for (int k = 0; k < STEP; ++k) s[k] += shfl_xor(s[k], bit);
-      }
-      if (CAP) soft_cap(s, a.softcap);
-      KV_UNROLL
-      for (int k = 0; k < STEP; ++k) {
-        if (t + k >= to) s[k] = minus_infinity();
-        top = maximum(top, s[k]);
-      }
-      const float next = maximum(m, top), factor = exp2_fast(m - next);
-      m = next;
-      l *= factor;
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) o[i] *= factor;
-      KV_UNROLL
-      for (int k = 0; k < STEP; ++k) {
-        const float p = exp2_fast(s[k] - m);
-        l += p;
-        if (t + k < to) {
-          KV_UNROLL
-          for (int i = 0; i < N; ++i) o[i] += p * load_real(a.dense_v, v_at + (t + k) * a.dense_v_token + lane + 32 * i, a.dense_kind);
-        }
-      }
-    }
-    const int64_t at = (b * (int64_t)(a.heads * a.group) + head) * a.slots + a.splits;
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) a.part_o[at * D + lane + 32 * i] = o[i];
-    if (lane == 0) a.part_m[at] = m, a.part_l[at] = l;
-  }
-}
-
 // merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on their way before
 // the weights are known.
 template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {

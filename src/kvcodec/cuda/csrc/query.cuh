@@ -1,0 +1,86 @@
+// The query of decode attention on its way into the tensor core: 8 heads, in the basis of the codes.
+#pragma once
+#include "transform.cuh"
+
+namespace kv {
+
+// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the codes' basis
+// (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells where the D signs s lie.
+template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
+template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
+template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
+
+// The query of 8 heads in the basis of the codes: B operands of the tensor core, and what undoes their scaling.
+template <class K, int D> struct Query {
+  uint32_t r[K::K_REGS];       // head g, channels of part j
+  float sum[K::GROUPS][2];     // sum over a group's channels of the rounded q; heads 2j, 2j+1
+  float scale[2];              // scores = dot * scale, in powers of two
+};
+
+template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const Side& side, int b, int h, int first, int live) {
+  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
+  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+  float x[ROWS][N];
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {  // all loads before the first use
+    const int n = warp + row * WARPS;
+    const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) x[row][i] = n < live ? load_real(a.q, at + lane + 32 * i, a.q_kind) : 0.0f;
+  }
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {
+    const int n = warp + row * WARPS;
+    if (n >= 8) break;
+    multiply_row<D>(x[row], side, b, h, lane);
+    hadamard_row<D>(x[row], (int)side.block, lane);
+    float top = 0.0f;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      shared[n * WIDTH + skew(lane + 32 * i)] = x[row][i];
+      top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
+    }
+    if constexpr (is_sketched<K>(0)) {
+      const float* signs = K::sketch(side.table + h * side.table_head);
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) x[row][i] *= signs[lane + 32 * i];
+      hadamard_row<D>(x[row], D, lane);
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) {
+        shared[n * WIDTH + skew(D + lane + 32 * i)] = x[row][i];
+        top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
+      }
+    }
+    top = warp_max(top);
+    if (lane == 0) shared[8 * WIDTH + n] = top;
+  }
+  sync_threads();
+  const float* mine = shared + g * WIDTH;
+  const float top = shared[8 * WIDTH + g];
+  // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
+  int exponent = (int)(float_bits(top) >> 23) - 127;
+  exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
+  exponent -= K::K_BLOCKED ? 0 : 9;
+  const float down = bits_float((uint32_t)(127 - exponent) << 23), up = bits_float((uint32_t)(127 + exponent) << 23);
+  KV_UNROLL
+  for (int group = 0; group < K::GROUPS; ++group) {
+    float sum = 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < K::K_REGS / K::GROUPS; ++k) {
+      const int r = group * (K::K_REGS / K::GROUPS) + k;
+      const int c0 = K::k_channel(j, 2 * r), c1 = K::k_channel(j, 2 * r + 1);
+      const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
+      const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
+      q.r[r] = pack_half2(x0, x1);
+      sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
+    }
+    sum += shfl_xor(sum, 1);
+    sum += shfl_xor(sum, 2);
+    q.sum[group][0] = shfl(sum, 8 * j);
+    q.sum[group][1] = shfl(sum, 8 * j + 4);
+  }
+  q.scale[0] = shfl(up, 8 * j) * a.scale2;
+  q.scale[1] = shfl(up, 8 * j + 4) * a.scale2;
+}
+
+}  // namespace kv
