@@ -139,7 +139,7 @@ _SOURCE = """
 #include "decode.cuh"
 {includes}
 constexpr int WARPS = {warps}, MERGERS = 2;
-using Kernel = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}>;
+using Kernel = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}>;
 KV_KERNEL void decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
 KV_KERNEL void combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{dim}, MERGERS>(a); }}
 extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
@@ -153,7 +153,9 @@ extern "C" void run(const kv::DecodeArgs* a, int batch) {{
 
 
 @functools.cache
-def library(key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry, cap: bool) -> harness.Library:
+def library(
+    key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry, cap: bool, dense: int
+) -> harness.Library:
     """Build the kernel for two readers."""
     source = _SOURCE.format(
         includes="\n".join(f'#include "{name}"' for name in headers),
@@ -161,6 +163,7 @@ def library(key: str, value: str, headers: tuple[str, ...], dim: int, geometry: 
         value=value,
         dim=dim,
         cap=str(cap).lower(),
+        dense=dense,
         **vars(geometry),
     )
     lib = harness.build(source)
@@ -250,7 +253,15 @@ def check(
     """
     geometry = geometry or Geometry()
     headers = tuple(dict.fromkeys((key.header, value.header)))
-    lib = library(key.reader.format(D=dim), value.reader.format(D=dim), headers, dim, geometry, case.softcap > 0)
+    lib = library(
+        key.reader.format(D=dim),
+        value.reader.format(D=dim),
+        headers,
+        dim,
+        geometry,
+        case.softcap > 0,
+        -1 if case.dense is None else KINDS[case.dense_dtype],
+    )
     rng = torch.Generator().manual_seed(case.seed)
     b, h, hq = len(case.lens), case.heads, case.heads * case.group
     layout = PageLayout(key.codec.layout(dim), value.codec.layout(dim), geometry.page)

@@ -136,7 +136,9 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
                  ",".join(note))  # fmt: skip
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None):
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None
+):
     """Attention in float64 of one sequence: ``q [HQ, n, D]`` over ``k, v [H, t, D]``."""
     group = q.shape[0] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
@@ -149,7 +151,9 @@ def truth(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tens
     return s.softmax(-1) @ v if s.shape[-1] else torch.zeros_like(q, dtype=torch.float64)
 
 
-def rounded(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None):
+def rounded(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None
+):
     """The same as PyTorch's attention computes it from bf16 tensors (its own kernel unless a cap or sinks forbid)."""
     group = q.shape[0] // k.shape[0]
     q, k, v = (x.bfloat16() for x in (q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)))
@@ -187,7 +191,9 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
         sinks = torch.randn(hq, generator=gen, device=device)
     dense: list[Tensor | None] = [None, None]
     if rng.random() < 0.4:
-        dense = [torch.randn(batch, heads, rng.choice((1, 33, 130)), c.dim, generator=gen, device=device).bfloat16()] * 2
+        dense = [
+            torch.randn(batch, heads, rng.choice((1, 33, 130)), c.dim, generator=gen, device=device).bfloat16()
+        ] * 2
     scale = c.dim**-0.5 * rng.choice((1.0, 1.0, 0.3))
     config = None
     if rng.random() < 0.4:
@@ -297,7 +303,12 @@ def main(argv: list[str] | None = None) -> int:
     failures = [row for row in results if bad(row)]
     print(f"{len(results)} cases, {len(failures)} wrong, {time.time() - started:.0f} s")
     if args.out:
-        text = {"cases": len(results), "wrong": failures[:100], "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+        text = {
+            "cases": len(results),
+            "wrong": failures[:100],
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(),
+        }
         args.out.write_text(json.dumps(text, indent=1))
     return 1 if failures else 0
 

@@ -134,7 +134,11 @@ BLOCKS: dict[str, Sequence[Callable[[int], Case]]] = {
     "kivi": [_tokens_int(2), _tokens_int(3), _tokens_int(4), _tokens_int(8), _tokens_int(4, symmetric=True)],
     "kivi-groups": [_tokens_int(2, 16), _tokens_int(3, 64), _tokens_int(2, 4), _tokens_int(2, 20)],
     "innerq-tokens": [
-        *(_tokens_innerq(3, "literal"), _tokens_innerq(2, "full"), _tokens_innerq(3, "signed", factor="FACTOR_INVERSE")),
+        *(
+            _tokens_innerq(3, "literal"),
+            _tokens_innerq(2, "full"),
+            _tokens_innerq(3, "signed", factor="FACTOR_INVERSE"),
+        ),
         *(_tokens_innerq(2, r, hybrid=True) for r in ("literal", "signed", "full")),
         _tokens_innerq(3, "literal", hybrid=True),
     ],
@@ -408,7 +412,9 @@ def test_keys_and_values_in_one_launch() -> None:
         value.plane = next(p.offset for p in layout.planes if p.role == "value")
         for side, x in ((key, keys), (value, values)):
             side.batch, side.head, side.token = x.stride()[:3]
-        args = Args(memory.put(pages, True), memory.put(store.table), None, key, value, layout.page_bytes, 2, 0, 16, 32, 2)
+        args = Args(
+            memory.put(pages, True), memory.put(store.table), None, key, value, layout.page_bytes, 2, 0, 16, 32, 2
+        )
         library.enter("run", ctypes.byref(args))
     store.write("key", 0, codecs[0].encode(codecs[0].to_code(keys.float(), {}), {}))
     store.write("value", 5, codecs[1].encode(values.float(), {}))

@@ -129,7 +129,10 @@ def close(got: Tensor, want: Tensor, relative: float) -> None:
 def test_turboquant_codes(dim: int, bits: int, role: Role) -> None:
     codec = TurboQuant(bits, "fp32" if bits == 3 else "fp16")
     params = fitted(codec, dim)
-    payload = {"codes": all_bytes(dim, dim * bits // 8), "norm": norms(1, torch.float32 if bits == 3 else torch.float16)}
+    payload = {
+        "codes": all_bytes(dim, dim * bits // 8),
+        "norm": norms(1, torch.float32 if bits == 3 else torch.float16),
+    }
     reader = f"ReadTurboQuant<{dim}, {bits}, {str(bits == 3).lower()}>"
     got = unpacked(reader, "read_levels.cuh", dim, role, codec, payload, turboquant_table(params, dim))
     close(got, codec.decode(payload, params)[0, 0], 2.0**-11 + 2.0**-20)

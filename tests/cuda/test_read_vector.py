@@ -83,7 +83,12 @@ def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, to
         )  # fmt: skip
     else:
         assert isinstance(codec, Hqmq)
-        reader, header, shared, table = hqmq_reader(codec, dim), "read_hqmq.cuh", hqmq_shared(codec), hqmq_tables(params)
+        reader, header, shared, table = (
+            hqmq_reader(codec, dim),
+            "read_hqmq.cuh",
+            hqmq_shared(codec),
+            hqmq_tables(params),
+        )
     body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
     lib = harness.build(UNPACK.format(header=header, reader=reader, tokens=tokens, body=body))
     assert lib.enter("table_bytes", result=ctypes.c_int) == shared
@@ -109,10 +114,20 @@ def codes_everywhere(count: int, places: int) -> tuple[Tensor, int]:
 
 def numbers(tokens: int) -> Tensor:
     """Scales over the whole range of fp16: ``[1, 1, tokens, 1]``."""
-    return torch.exp2(torch.arange(tokens) % 29 - 14.0).mul(1 + torch.arange(tokens) % 7 / 8).half()[None, None, :, None]
+    return (
+        torch.exp2(torch.arange(tokens) % 29 - 14.0).mul(1 + torch.arange(tokens) % 7 / 8).half()[None, None, :, None]
+    )
 
 
-OCTOPUS = [Octopus(3, 1), Octopus(4, 2), Octopus(5, 3, norm="fp32"), Octopus(3, 2), Octopus(4, 3), Octopus(2, 6), Octopus(5, 4)]
+OCTOPUS = [
+    Octopus(3, 1),
+    Octopus(4, 2),
+    Octopus(5, 3, norm="fp32"),
+    Octopus(3, 2),
+    Octopus(4, 3),
+    Octopus(2, 6),
+    Octopus(5, 4),
+]
 
 
 @pytest.mark.parametrize("dim", DIMS)
