@@ -176,6 +176,7 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; i++) y |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return y;
 }
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
   return (uint32_t)((low | (uint64_t)high << 32) >> (shift & 31));
 }
