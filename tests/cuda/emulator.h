@@ -194,6 +194,7 @@ inline uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 0xff) * (b >> i & 0xff);
   return c;
 }
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
   return (uint32_t)((low | (uint64_t)high << 32) >> (shift & 31));
 }

@@ -14,10 +14,12 @@
 //   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two that goes into q
 //   keys(planes, table, token, part, lane, r)   raw numbers
 //   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
+//   may have K_OFFSET: the same as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): all groups at once, K_SCALE_UNIT apart
 //   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT: key = s K_UNIT k_weight raw + z
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:   as above, any weight
-//   V_BLOCKED     value = v_bscale(planes, block, channel) v_weight raw (+ v_bzero(planes, block, channel) if V_BLOCK_ZERO)
+//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element; V_UNEVEN: where
+//                 v_uneven(planes, block, part), v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies it exactly).
 //
 // Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is fp16: an online softmax
@@ -40,11 +42,21 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
   uint32_t x[K::K_REGS], y[K::K_REGS];
   K::keys(planes, table, at, j, lane, x);
   K::keys(planes, table, at + 8, j, lane, y);
+  float sx[K::GROUPS], sy[K::GROUPS];
+  if constexpr (k_scale_unit<K>(0) != 0.0f) {
+    K::k_scales(planes, at, sx);
+    K::k_scales(planes, at + 8, sy);
+  } else if constexpr (!K::K_BLOCKED) {
+    KV_UNROLL
+    for (int group = 0; group < K::GROUPS; ++group) sx[group] = K::k_scale(planes, at, group), sy[group] = K::k_scale(planes, at + 8, group);
+  }
   KV_UNROLL
   for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
   KV_UNROLL
   for (int group = 0; group < K::GROUPS; ++group) {
-    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float d[4];
+    KV_UNROLL
+    for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
     KV_UNROLL
     for (int k = group * PER; k < (group + 1) * PER; k += 2) {
       if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
@@ -54,9 +66,8 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
       KV_UNROLL
       for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
     } else {
-      const float sx = K::k_scale(planes, at, group), sy = K::k_scale(planes, at + 8, group);
-      s[0] += d[0] * sx, s[1] += d[1] * sx, s[2] += d[2] * sy, s[3] += d[3] * sy;
-      if constexpr (K::HAS_K_ZERO) {
+      s[0] += d[0] * sx[group], s[1] += d[1] * sx[group], s[2] += d[2] * sy[group], s[3] += d[3] * sy[group];
+      if constexpr (K::HAS_K_ZERO && k_offset<K>(0) == 0.0f) {
         const float zx = K::k_zero(planes, at, group), zy = K::k_zero(planes, at + 8, group);
         s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx, s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
       }
@@ -91,12 +102,12 @@ KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const 
   }
 }
 
-// out += V^T P of 16 tokens; p as `scores` gives them, scaled; dead tokens' numbers are dropped when MASKED
+// out += V^T P of 16 tokens, P by `weights`; dead tokens' numbers are dropped when MASKED
 template <class V, int D, bool MASKED, class P>
-KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const float (&p)[4], const P& planes, const uint8_t* table, int token, int lane,
+KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2], const P& planes, const uint8_t* table, int token, int lane,
                        int live_from, int live_to) {
   const int g = lane / 4, j = lane % 4;
-  const uint32_t b0 = transpose8(pack_half2(p[0], p[1])), b1 = transpose8(pack_half2(p[2], p[3]));
+  const uint32_t b0 = b[0], b1 = b[1];
   KV_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
     const int at = token + 2 * j + odd;
@@ -119,26 +130,46 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const float (&p)[4], c
   }
 }
 
-// blocked values: the sum of 32 tokens is taken apart, times the channels' scales
-template <class V, int D, class P>
-KV_DEV void leave_block(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4], const float (&mass)[4], const P& planes,
-                        int block, int lane) {
+// p as `scores` gives them, scaled: B operands
+KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
+  b[0] = transpose8(pack_half2(p[0], p[1]));
+  b[1] = transpose8(pack_half2(p[2], p[3]));
+}
+
+// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then come the channels' scales
+template <class V>
+KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2], const uint32_t (&b1)[2]) {
+  const uint32_t one = 0x3c003c00u;
+  mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
+  mma(mass, one, one, one, one, b0[0], b0[1]);
+  mma(mass, one, one, one, one, b1[0], b1[1]);
   KV_UNROLL
   for (int k = 0; k < V::V_REGS / 2; ++k) {
     KV_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int e0 = 4 * k + i;  // element: register 2k + (i / 2), half i % 2
-      const int c = V::v_channel(lane / 4, e0);
-      if (c < 0) continue;
-      const float s = V::v_bscale(planes, block, c);
-      float* to = &out[k][i % 2][i / 2 * 2];
-      const float* from = &part[k][i % 2][i / 2 * 2];
-      to[0] += from[0] * s;
-      to[1] += from[1] * s;
-      if constexpr (V::V_BLOCK_ZERO) {
-        const float z = V::v_bzero(planes, block, c) * (1.0f / V::v_weight(e0));
-        to[0] += mass[0] * z;
-        to[1] += mass[1] * z;
+    for (int i = 0; i < 8; ++i) part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
+  }
+}
+template <class V, int D, class P>
+KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4], const float (&mass)[4], const P& planes,
+                         int block, int lane) {
+  float s[2 * V::V_REGS];
+  V::v_bscales(planes, block, lane / 4, s);
+  KV_UNROLL
+  for (int k = 0; k < V::V_REGS / 2; ++k) {
+    KV_UNROLL
+    for (int i = 0; i < 8; ++i) out[k][i / 4][i % 4] += part[k][i / 4][i % 4] * s[4 * k + i / 4 + i / 2 % 2 * 2];
+  }
+  if constexpr (V::V_UNEVEN) {
+    if (!any(V::v_uneven(planes, block, lane / 4))) return;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int e = 4 * k + i, c = V::v_channel(lane / 4, e);
+        if (c < 0) continue;
+        const float z = (V::v_bzero(planes, block, c) - V::V_OFFSET * s[e]) * (1.0f / V::v_weight(e));
+        out[k][i % 2][i / 2 * 2] += mass[0] * z;
+        out[k][i % 2][i / 2 * 2 + 1] += mass[1] * z;
       }
     }
   }
@@ -220,7 +251,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
         for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
       }
     }
-    float fresh[V::V_REGS / 2][2][4], mass[4];
+    uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
       float p[4];
@@ -238,25 +269,15 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
         const float x = vs[sub][0] * st.inverse, y = vs[sub][1] * st.inverse;
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
-      if constexpr (V::V_BLOCKED) {
-        if (sub % 2 == 0) {
-          KV_UNROLL
-          for (int k = 0; k < V::V_REGS / 2; ++k) {
-            KV_UNROLL
-            for (int i = 0; i < 8; ++i) fresh[k][i / 4][i % 4] = 0.0f;
-          }
-          mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
-        }
-        add_values<V, D, MASKED>(fresh, p, values, v_table, 16 * sub, lane, live_from, live_to);
-        if constexpr (V::V_BLOCK_ZERO) {
-          const uint32_t one = 0x3c003c00u;
-          mma(mass, one, one, one, one, transpose8(pack_half2(p[0], p[1])), transpose8(pack_half2(p[2], p[3])));
-        }
-        // a block without live tokens has arbitrary scales
-        if (sub % 2 == 1 && (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16)))
-          leave_block<V, D>(st.out, fresh, mass, values, sub / 2, lane);
-      } else {
-        add_values<V, D, MASKED>(st.out, p, values, v_table, 16 * sub, lane, live_from, live_to);
+      weights(p16[sub], p);
+      if constexpr (!V::V_BLOCKED) add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+      // a block without live tokens has arbitrary scales
+      else if (sub % 2 == 1 && (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
+        float fresh[V::V_REGS / 2][2][4], mass[4];
+        enter_values<V>(fresh, mass, p16[sub - 1], p16[sub]);
+        add_values<V, D, MASKED>(fresh, p16[sub - 1], values, v_table, 16 * sub - 16, lane, live_from, live_to);
+        add_values<V, D, MASKED>(fresh, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        leave_values<V, D>(st.out, fresh, mass, values, sub / 2, lane);
       }
     }
   }

@@ -129,6 +129,12 @@ KV_DEV uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
+// (x & mask) | bits in one instruction, though both are constants
+KV_DEV uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 

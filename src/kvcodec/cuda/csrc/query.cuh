@@ -4,6 +4,12 @@
 
 namespace kv {
 
+// constants that a reader may leave out
+template <class R> KV_CONSTEXPR auto k_offset(int) -> decltype(R::K_OFFSET) { return R::K_OFFSET; }
+template <class R> KV_CONSTEXPR float k_offset(long) { return 0.0f; }
+template <class R> KV_CONSTEXPR auto k_scale_unit(int) -> decltype(R::K_SCALE_UNIT) { return R::K_SCALE_UNIT; }
+template <class R> KV_CONSTEXPR float k_scale_unit(long) { return 0.0f; }
+
 // A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the codes' basis
 // (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells where the D signs s lie.
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
@@ -76,11 +82,13 @@ template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, floa
     }
     sum += shfl_xor(sum, 1);
     sum += shfl_xor(sum, 2);
+    if (k_offset<K>(0) != 0.0f) sum *= k_offset<K>(0);
     q.sum[group][0] = shfl(sum, 8 * j);
     q.sum[group][1] = shfl(sum, 8 * j + 4);
   }
-  q.scale[0] = shfl(up, 8 * j) * a.scale2;
-  q.scale[1] = shfl(up, 8 * j + 4) * a.scale2;
+  const float unit = k_scale_unit<K>(0) != 0.0f ? k_scale_unit<K>(0) * a.scale2 : a.scale2;
+  q.scale[0] = shfl(up, 8 * j) * unit;
+  q.scale[1] = shfl(up, 8 * j + 4) * unit;
 }
 
 }  // namespace kv

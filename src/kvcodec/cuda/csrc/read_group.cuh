@@ -27,8 +27,20 @@ template <int D, int BITS> struct GroupKeys {
   template <class P> KV_DEV static float number(const P& planes, int plane, int token, int group) {
     return half_float(((const uint16_t*)planes[plane])[token * GROUPS + group]);
   }
+  KV_CONST float K_SCALE_UNIT = 16777216.0f;
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int group) {
-    return number(planes, 1, token, group) * 16777216.0f;
+    return number(planes, 1, token, group) * K_SCALE_UNIT;
+  }
+  template <class P> KV_DEV static void k_scales(const P& planes, int token, float (&s)[GROUPS]) {
+    if constexpr (GROUPS % 2 == 0) {
+      uint32_t w[GROUPS / 2];
+      load_run<GROUPS / 2>(w, planes[1] + token * (2 * GROUPS));
+      KV_UNROLL
+      for (int i = 0; i < GROUPS; ++i) s[i] = half_float((uint16_t)(w[i / 2] >> i % 2 * 16));
+    } else {
+      KV_UNROLL
+      for (int i = 0; i < GROUPS; ++i) s[i] = number(planes, 1, token, i);
+    }
   }
 };
 
@@ -59,8 +71,7 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
     const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
-    V::read(planes[0] + token * ROW, live, r);
-    V::whole(r);
+    V::whole(planes[0] + token * ROW, live, r);
     KV_UNROLL
     for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
   }
@@ -110,6 +121,8 @@ template <int D, int WIDTH> struct ReadInnerKey : GroupKeys<D, WIDTH> {
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D * WIDTH / 8 : D / 16; }
   KV_CONST int TABLE = 0;
   KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
+  // -2^(WIDTH - 1) codes, in units of the masked ones
+  KV_CONST float K_OFFSET = -(float)(1 << (WIDTH - 1)) / GroupKeys<D, WIDTH>::K_SCALE_UNIT;
   template <class P> KV_DEV static float k_zero(const P& planes, int token, int group) {
     return GroupKeys<D, WIDTH>::number(planes, 1, token, group) * -(float)(1 << (WIDTH - 1));
   }
@@ -131,22 +144,38 @@ template <int D, int WIDTH, bool HYBRID> struct ReadInnerValue {
   KV_CONST bool HAS_V_SCALE = false;
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
-  KV_FUNCTION float v_weight(int e) { return 1.0f / V::factor(e); }
+  KV_FUNCTION float v_weight(int e) { return 16777216.0f / V::factor(e); }
+  KV_CONST float V_OFFSET = -(float)(1 << (WIDTH - 1));
   template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
   }
-  template <class P> KV_DEV static float size(const P& planes, int block, int channel) {
-    return half_float(((const uint16_t*)planes[1])[block * D + channel] & 0x7fffu);
+  template <class P> KV_DEV static void words(const P& planes, int block, int part, uint32_t (&w)[V_REGS]) {
+    load_run<V_REGS>(w, planes[1] + block * (2 * D) + live_part<D, V>(part) * (4 * V_REGS));
+  }
+  template <class P> KV_DEV static void v_bscales(const P& planes, int block, int part, float (&s)[2 * V_REGS]) {
+    uint32_t w[V_REGS];
+    words(planes, block, part, w);
+    KV_UNROLL
+    for (int n = 0; n < V_REGS; ++n) w[n] &= HYBRID ? 0x7fff7fffu : 0xffffffffu;
+    KV_UNROLL
+    for (int e = 0; e < 2 * V_REGS; ++e) s[e] = half_float((uint16_t)(w[V::place(e) / 2] >> V::place(e) % 2 * 16));
+  }
+  KV_CONST bool V_UNEVEN = HYBRID;  // a sign bit anywhere; rare with literal codes
+  template <class P> KV_DEV static bool v_uneven(const P& planes, int block, int part) {
+    uint32_t w[V_REGS], either = 0;
+    words(planes, block, part, w);
+    KV_UNROLL
+    for (int n = 0; n < V_REGS; ++n) either |= w[n];
+    return (either & 0x80008000u) != 0;
   }
   template <class P> KV_DEV static float v_bscale(const P& planes, int block, int channel) {
-    return size(planes, block, channel) * 16777216.0f;
+    return half_float(((const uint16_t*)planes[1])[block * D + channel] & 0x7fffu);
   }
   template <class P> KV_DEV static float v_bzero(const P& planes, int block, int channel) {
-    const float zero = size(planes, block, channel) * -(float)(1 << (WIDTH - 1));
     if constexpr (HYBRID) {
       if (((const uint16_t*)planes[1])[block * D + channel] >> 15) return half_float(((const uint16_t*)planes[2])[block * D + channel]);
     }
-    return zero;
+    return v_bscale(planes, block, channel) * V_OFFSET;
   }
 };
 
