@@ -58,6 +58,19 @@ template <int RUN, int PARTS> struct PartStream {
   }
 };
 
+// Values, eight parts of two words. The four tokens that a warp reads at once are an even number of 64-byte rows apart, in the same banks;
+// so a part has words 4 (part / 2) + part % 2 and two on, lanes of the later two tokens read them the other way round, and turn them back.
+struct CrossedWords {
+  KV_FUNCTION int word(int part, int i) { return part / 2 * 4 + part % 2 + 2 * i; }
+  KV_DEV static void load(const uint8_t* row, int part, int lane, uint32_t (&w)[2]) {
+    const uint8_t* at = row + 4 * word(part, 0);
+    const int first = lane & 2;
+    const uint32_t x = *(const uint32_t*)(at + 4 * first), y = *(const uint32_t*)(at + (8 - 4 * first));
+    w[0] = first ? y : x;
+    w[1] = first ? x : y;
+  }
+};
+
 // Levels of codes of BITS bits. In global memory: one copy of each entry, the codes of its index from the lowest bits up
 // (kvcodec/cuda/tables.py, level_table).
 template <int BITS> struct LevelTable {
@@ -130,7 +143,7 @@ template <int BITS> struct LevelTable {
   }
 };
 
-// Rows of D codes, channel 0 in the lowest bits: a part is a run of neighbouring channels.
+// Rows of D codes, channel 0 in the lowest bits: a part is a run of neighbouring channels, or two crossed words.
 template <int D, int BITS> struct LevelRows {
   using Table = LevelTable<BITS>;
   KV_CONST int ROW = D * BITS / 8;
@@ -141,7 +154,12 @@ template <int D, int BITS> struct LevelRows {
   KV_CONST int K_REGS = regs(D / 4);
   KV_CONST int V_REGS = regs(D / 8);
   KV_FUNCTION int k_channel(int part, int e) { return e < D / 4 ? part * (D / 4) + e : -1; }
-  KV_FUNCTION int v_channel(int part, int e) { return e < D / 8 ? part * (D / 8) + e : -1; }
+  KV_CONST bool CROSSED = D * BITS == 512;
+  KV_FUNCTION int v_channel(int part, int e) {
+    constexpr int PER = CROSSED ? 32 / BITS : 1;  // codes of a word
+    if (CROSSED) return CrossedWords::word(part, e / PER) * PER + e % PER;
+    return e < D / 8 ? part * (D / 8) + e : -1;
+  }
 
   KV_DEV static void keys(const uint8_t* row, const uint8_t* table, int part, int lane, uint32_t (&r)[K_REGS]) {
     uint32_t w[PartStream<D / 4 * BITS, 4>::WORDS];
@@ -150,7 +168,8 @@ template <int D, int BITS> struct LevelRows {
   }
   KV_DEV static void values(const uint8_t* row, const uint8_t* table, int part, int lane, uint32_t (&r)[V_REGS]) {
     uint32_t w[PartStream<D / 8 * BITS, 8>::WORDS];
-    PartStream<D / 8 * BITS, 8>::load(row, part, w);
+    if constexpr (CROSSED) CrossedWords::load(row, part, lane, w);
+    else PartStream<D / 8 * BITS, 8>::load(row, part, w);
     Table::look_up(w, table, lane, r);
   }
 };

@@ -22,7 +22,7 @@ constexpr int TABLE_NONE = 2;      // keys: in registers
 template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   static_assert(!REAL || WAY != TABLE_NONE, "real scales need the table's range");
   using Keys = PartStream<D, 4>;
-  using Values = PartStream<D / 2, 8>;
+  using Rows = LevelRows<D, 4>;
   using Pairs = LevelTable<4>;
   KV_CONST int SCALES = D / 32;
   KV_CONST float HELD = 0.125f;  // codes in the table; with powers of two their scales as well
@@ -101,10 +101,10 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
   template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
-    uint32_t w[Keys::WORDS];
-    Keys::load(planes[0] + token * (D / 2), part, w);
-    const uint32_t most = WAY == TABLE_NONE ? top(planes, token) : 0u;
-    if (WAY != TABLE_NONE) Pairs::look_up(w, table, lane, r);
+    const uint8_t* row = planes[0] + token * (D / 2);
+    uint32_t w[Keys::WORDS], most = 0;
+    if (WAY == TABLE_NONE) Keys::load(row, part, w), most = top(planes, token);
+    else Rows::keys(row, table, part, lane, r);
     constexpr int SPAN = span(4);
     KV_UNROLL
     for (int i = 0; i < SCALES; i += SPAN) {
@@ -135,13 +135,11 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = false;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
+  KV_FUNCTION int v_channel(int part, int e) { return Rows::v_channel(part, e); }
   KV_FUNCTION float v_weight(int) { return REAL ? 1.0f / HELD : 1.0f / (HELD * HELD); }
   template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
     static_assert(WAY != TABLE_NONE, "values are looked up");
-    uint32_t w[Values::WORDS];
-    Values::load(planes[0] + token * (D / 2), part, w);
-    Pairs::look_up(w, WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, lane, r);
+    Rows::values(planes[0] + token * (D / 2), WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, part, lane, r);
     constexpr int SPAN = span(8);
     KV_UNROLL
     for (int i = 0; i < SCALES; i += SPAN) {
