@@ -34,16 +34,16 @@ template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
   template <int N> struct Part {
     using Lengths = Small<RADII, N, R>;
     KV_FUNCTION float weight(int k) { return 1.0f / (float)(1 << Lengths::shift(k)); }
-    template <class P> KV_DEV static void read(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t* r) {
-      const Stream<ROW, N * W> codes(planes[0], token, part);
-      const Lengths lengths(planes[1], token, part);
+    template <class P> KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane, uint32_t* r) {
+      const Stream<ROW, N * W> codes(planes[0], token, own, part);
+      const Lengths lengths(planes[1], token, own, part);
       const uint32_t mine = Codebook::copy(lane);
       constexpr int FROM = SIGNED ? 1 : 0, TO = Codebook::STRIDE_BIT;
       constexpr uint32_t ROWS = ((1u << (W - FROM)) - 1) << TO;
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
         uint32_t at = (codes.field(W * k + FROM, W - FROM, TO) & ROWS) | mine;
-        if (CLAMP) at = at < (uint32_t)TABLE ? at : 0u;
+        if (CLAMP) at = at < (uint32_t)TABLE - 8 ? at : (uint32_t)TABLE - 8;
         const Words2 x = Codebook::get(table, at);
         uint32_t length = lengths.word(k);
         if (SIGNED) length |= codes.field(W * k, 1, Lengths::high(k) ? 31 : 15) & (Lengths::high(k) ? 0x80000000u : 0x8000u);
@@ -66,7 +66,7 @@ template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e; }
   KV_FUNCTION float k_weight(int e) { return Keys::weight(e / 4); }
   template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
-    Keys::read(planes, table, token, part, lane, r);
+    Keys::read(planes, table, token, lane / 4, part, lane, r);
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
 
@@ -79,7 +79,7 @@ template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
   KV_FUNCTION float v_weight(int e) { return Values::weight(e / 4); }
   template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
-    Values::read(planes, table, token, part, lane, r);
+    Values::read(planes, table, token, lane % 4 * 2, part, lane, r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
 };
