@@ -37,16 +37,17 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
     }
   }
 
-  // a register for x and y of each triplet, then one for z of two triplets
+  // two triplets have three registers: x and y of each, then both z. The last one of an odd number has two.
   KV_CONST int GROUPS = 1;
   KV_CONST int K_REGS = (PER + (PER + 1) / 2 + 1) / 2 * 2;
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 1.0f;
   KV_FUNCTION int k_channel(int part, int e) {
-    const int triplet = e < 2 * PER ? e / 2 : e - 2 * PER;
-    const int c = 3 * (part * PER + triplet) + (e < 2 * PER ? e % 2 : 2);
-    return triplet < PER && c < D ? c : -1;
+    const int two = e / 6 * 2, of_z = two + 1 < PER ? 2 : 1;  // of three registers
+    const bool z = e % 6 / 2 == of_z;
+    const int triplet = two + (z ? e % 2 : e % 6 / 2), c = 3 * (part * PER + triplet) + (z ? 2 : e % 2);
+    return e % 6 / 2 <= of_z && triplet < PER && c < D ? c : -1;
   }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
 
@@ -63,19 +64,20 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
       const bool two = k + 1 < PER;
       const Words2 first = direction(k), second = two ? direction(k + 1) : Words2{0u, 0u};
       uint32_t z = two ? prmt(first.b, second.b, 0x5410) : first.b;
+      uint32_t* to = r + 3 * (k / 2);
       if (JOINT) {
-        r[k] = first.a;
-        if (two) r[k + 1] = second.a;
+        to[0] = first.a;
+        if (two) to[1] = second.a;
       } else {
         uint32_t at = length_at(k, 7, 4u * lane);
         if (PAIRS && two) at = length_at(k + 1, 7 + B_NRM, at);
         uint32_t both = length(at);
         if (!PAIRS && two) both = prmt(both, length(length_at(k + 1, 7, 4u * lane)), 0x5410);
-        r[k] = hmul2(first.a, low2(both));
-        if (two) r[k + 1] = hmul2(second.a, high2(both));
+        to[0] = hmul2(first.a, low2(both));
+        if (two) to[1] = hmul2(second.a, high2(both));
         z = hmul2(z, both);
       }
-      r[PER + k / 2] = z;
+      to[two ? 2 : 1] = z;
     }
     if (K_REGS > PER + (PER + 1) / 2) r[K_REGS - 1] = 0u;
   }
