@@ -88,7 +88,8 @@ template <int ENTRIES, int ROOM> struct Table8 {
   KV_DEV static uint32_t copy(int lane) { return lane % COPIES * 8; }
   KV_DEV static Words2 get(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+  // DOWN: the last row first
+  template <bool DOWN = false> KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     constexpr int AHEAD = 4;  // loads in flight
     const Words2* entries = (const Words2*)from;
     KV_NO_UNROLL
@@ -98,8 +99,8 @@ template <int ENTRIES, int ROOM> struct Table8 {
       for (int n = 0; n < AHEAD; ++n) x[n] = entries[first + n * threads < ENTRIES ? first + n * threads : 0];
       KV_UNROLL
       for (int n = 0; n < AHEAD; ++n) {
-        const int i = first + n * threads;
-        if (i >= ENTRIES) continue;
+        if (first + n * threads >= ENTRIES) continue;
+        const int i = DOWN ? ENTRIES - 1 - first - n * threads : first + n * threads;
         if (COPIES == 1) {
           ((Words2*)to)[i] = x[n];
         } else {

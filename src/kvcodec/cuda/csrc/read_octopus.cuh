@@ -16,7 +16,7 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
   KV_CONST bool JOINT = W <= 10;
   KV_CONST bool PAIRS = B_NRM <= 3;
   KV_CONST int ENTRIES = 1 << (JOINT ? W : 2 * B_DIR);
-  using Directions = Table8<ENTRIES, 65536>;
+  using Directions = Table8<ENTRIES, 131072>;
   // lengths: one word per lane and entry, two fp16 numbers
   KV_CONST int LENGTHS = JOINT ? 0 : 1 << (PAIRS ? 2 * B_NRM : B_NRM);
   static_assert(W <= 16 && B_DIR <= 6, "the table of directions fits into shared memory");
