@@ -12,7 +12,7 @@ from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.cuda.tables_vector import (
-    SIGNED,
+    JOINT_BITS,
     hqmq_reader,
     hqmq_shared,
     hqmq_tables,
@@ -133,7 +133,7 @@ OCTOPUS = [
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("codec", OCTOPUS, ids=lambda c: f"{c.direction_bits}-{c.norm_bits}")
 def test_octopus_codes(codec: Octopus, dim: int) -> None:
-    if dim not in (64, 96) and codec.code_bits > 10:
+    if dim not in (64, 96) and codec.code_bits > JOINT_BITS:
         pytest.skip("many codes; the places of a row depend on the row and the width alone")
     params = codec.fit(Site(1, "key", 1, dim))
     codes, tokens = codes_everywhere(2**codec.code_bits, -(-dim // 3))
@@ -141,7 +141,7 @@ def test_octopus_codes(codec: Octopus, dim: int) -> None:
     payload = {"codes": pack(codes, codec.code_bits), "norm": norm}
     want = codec.decode(payload, params)[0, 0]
     got = unpacked(codec, dim, payload, params, tokens, "key")
-    steps = 1 if codec.code_bits <= 10 else 3  # a direction, a length and their product are rounded
+    steps = 1 if codec.code_bits <= JOINT_BITS else 3  # a direction, a length and their product are rounded
     scale = norm[0, 0].float()
     torch.testing.assert_close(got / scale, want / scale, rtol=steps * 2.0**-11 * 1.001, atol=1e-6)
 
@@ -184,8 +184,8 @@ def octopus_side(codec: Octopus) -> Side:
     )
 
 
-def hqmq_side(codec: Hqmq) -> Side:
-    reader = hqmq_reader(codec, 0).replace("<0,", "<{D},")
+def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
+    reader = hqmq_reader(codec, 0, role).replace("<0,", "<{D},")
     return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
 
 
@@ -199,6 +199,13 @@ def test_octopus_decode(codec: Octopus, dim: int) -> None:
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("s, r", [(24, 3), (48, 4), (96, 4), (192, 6)])
 def test_hqmq_decode(s: int, r: int, dim: int) -> None:
-    side = hqmq_side(Hqmq(s, r))
+    codec = Hqmq(s, r)
     for options in OPTIONS:
-        check(side, side, dim, Case(**options))
+        check(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, Case(**options))
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_hqmq_beside_another_codec(role: Role) -> None:
+    side = hqmq_side(Hqmq(24, 3), None)
+    for options in OPTIONS:
+        check(*((side, SAW) if role == "key" else (SAW, side)), 64, Case(**options))

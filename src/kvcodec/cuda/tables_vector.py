@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params
+from kvcodec.codec import Params, Role
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.ops.quaternion import UNITS
@@ -18,8 +18,8 @@ JOINT_BITS = 10
 """Longest octopus code whose triplets are tabulated; longer ones are looked up in two steps."""
 DIRECTION_BITS = 6
 """Largest b_dir: 4096 directions of 8 bytes."""
-OCTOPUS_ROOM, HQMQ_ROOM = 65536, 73728
-"""Bytes up to which tables are copied, ROOM of Table8 in bits.cuh."""
+OCTOPUS_ROOM, HQMQ_ROOM = 131072, 73728
+"""Bytes up to which tables have copies, ROOM of Table8 in bits.cuh."""
 CODEBOOK_UNIT = 2.0**15
 """Products with radii that are fp16 subnormals become normal numbers."""
 SIGNED = bool((UNITS[0::2] == -UNITS[1::2]).all())
@@ -56,7 +56,7 @@ def octopus_shared(codec: Octopus) -> int:
 def octopus_tables(codec: Octopus) -> Callable[[Params], Tensor]:
     """Return the function that tabulates triplets, times sqrt(D) as norms are root mean squares.
 
-    Its result is uint8 ``[1, bytes]``: rows of (x, y, z, 0) of all codes; for codes above 10 bits rows of all directions,
+    Its result is uint8 ``[1, bytes]``: rows of (x, y, z, 0) of all codes; for longer codes rows of all directions,
     then ``2^b_nrm`` lengths.
     """
 
@@ -70,11 +70,16 @@ def octopus_tables(codec: Octopus) -> Callable[[Params], Tensor]:
     return build
 
 
-def hqmq_reader(codec: Hqmq, head_dim: int) -> str:
-    """Return the C++ struct that reads the codec's keys or values; empty if there is none."""
+def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
+    """Return the C++ struct that reads the codec's keys or values; empty if there is none.
+
+    ``role`` says that keys and values are both held by ``codec``. Then dead slots cost nothing: what their bits lead to
+    outside of one table lies in the other one.
+    """
     if codec.packing != "ceil":
         return ""
-    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, {'true' if SIGNED else 'false'}>"
+    bound = {None: "CLAMP", "key": "UP", "value": "DOWN"}[role]
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, {'true' if SIGNED else 'false'}, kv::{bound}>"
 
 
 def hqmq_shared(codec: Hqmq) -> int:

@@ -7,17 +7,19 @@ namespace kv {
 KV_CONSTEXPR int low_bit(int n) { return n & -n; }
 
 // The bits of one part of a token's row: PART_BITS from bit part * PART_BITS on, of rows of ROW_BYTES bytes, eight of which
-// are whole words. Where a part begins inside a word depends on the lane alone, not on the tile: the words are shifted once,
-// after which every field lies where the compiler knows. May read up to 7 bytes behind a row; what it finds there is not used.
+// are whole words. Where a part begins inside a word depends on the lane alone: the words are shifted once, by an amount that
+// the compiler takes out of the loop, and every field lies where it knows. `own` is what of `token` depends on the lane, less
+// than 8; the rest is a number after unrolling. May read up to 7 bytes behind a row; what it finds there is not used.
 template <int ROW_BYTES, int PART_BITS> struct Stream {
   KV_CONST int GRAIN = low_bit(ROW_BYTES * 8 | PART_BITS | 128);  // every part begins at a multiple of this many bits
   KV_CONST int WORDS = (PART_BITS + 31) / 32;
   KV_CONST int LOADS = GRAIN >= 32 ? WORDS : (PART_BITS + 32 - GRAIN + 31) / 32;
   uint32_t w[WORDS];
 
-  KV_DEV Stream(const uint8_t* plane, int token, int part) {
-    const int bit = token % 8 * (ROW_BYTES * 8) + part * PART_BITS;
-    const uint8_t* at = plane + token / 8 * (8 * ROW_BYTES) + bit / 32 * 4;
+  KV_DEV Stream(const uint8_t* plane, int token, int own, int part) {
+    const int rest = token - own;
+    const uint32_t bit = (uint32_t)(rest % 8 + own) * (ROW_BYTES * 8) + (uint32_t)part * PART_BITS;
+    const uint8_t* at = plane + rest / 8 * (8 * ROW_BYTES) + bit / 32 * 4;
     uint32_t x[LOADS];
     if (GRAIN == 128 && LOADS % 4 == 0) {
       load_words<LOADS>(x, at);
@@ -47,7 +49,7 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
 // is half `high(k)` of the word that `word` leaves, times 2^(shift(k) - 24). One mask each, and a shift for some.
 template <int ROW_BYTES, int N, int BITS> struct Small {
   Stream<ROW_BYTES, N * BITS> stream;
-  KV_DEV Small(const uint8_t* plane, int token, int part) : stream(plane, token, part) {}
+  KV_DEV Small(const uint8_t* plane, int token, int own, int part) : stream(plane, token, own, part) {}
 
   // by how much the word is shifted for number k; few different ones, so that numbers share a shifted word
   KV_FUNCTION int move(int k) {
@@ -86,7 +88,8 @@ template <int ENTRIES, int ROOM> struct Table8 {
   KV_DEV static uint32_t copy(int lane) { return lane % COPIES * 8; }
   KV_DEV static Words2 get(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+  // DOWN: the last row first
+  template <bool DOWN = false> KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     constexpr int AHEAD = 4;  // loads in flight
     const Words2* entries = (const Words2*)from;
     KV_NO_UNROLL
@@ -96,8 +99,8 @@ template <int ENTRIES, int ROOM> struct Table8 {
       for (int n = 0; n < AHEAD; ++n) x[n] = entries[first + n * threads < ENTRIES ? first + n * threads : 0];
       KV_UNROLL
       for (int n = 0; n < AHEAD; ++n) {
-        const int i = first + n * threads;
-        if (i >= ENTRIES) continue;
+        if (first + n * threads >= ENTRIES) continue;
+        const int i = DOWN ? ENTRIES - 1 - first - n * threads : first + n * threads;
         if (COPIES == 1) {
           ((Words2*)to)[i] = x[n];
         } else {

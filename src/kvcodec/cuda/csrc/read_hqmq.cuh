@@ -11,8 +11,14 @@
 
 namespace kv {
 
-// CLAMP: dead slots hold any bits, and 24 S is no power of two. Without, rows up to REACH bytes behind the table may be read.
-template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
+// Dead slots hold any bits, and 24 S is no power of two: what is looked up for them must not lie outside of shared memory.
+enum Bound {
+  CLAMP,  // by one more instruction for each row
+  UP,     // rows behind the table may be read: it is the keys', and the values' is as long
+  DOWN,   // rows before the table may be read: it is the values', upside down, and the keys' is as long
+};
+
+template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq {
   KV_CONST int W = S == 24 ? 10 : S == 48 ? 11 : S == 96 ? 12 : 13;
   static_assert((S == 24 || S == 48 || S == 96 || S == 192) && (R == 3 || R == 4 || R == 6), "what the codec has");
   KV_CONST int CHUNKS = D / 4;
@@ -25,26 +31,28 @@ template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
   KV_CONST int PLANES = 3;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? ROW : p == 1 ? RADII : 2; }
   KV_CONST int TABLE = Codebook::BYTES;
-  KV_CONST int REACH = CLAMP ? TABLE : Codebook::STRIDE << (SIGNED ? W - 1 : W);
 
   // source: ENTRIES of four fp16 numbers, times 2^15
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) { Codebook::fill(to, from, thread, threads); }
+  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    Codebook::template fill<BOUND == DOWN>(to, from, thread, threads);
+  }
 
   // N chunks of a part
   template <int N> struct Part {
     using Lengths = Small<RADII, N, R>;
     KV_FUNCTION float weight(int k) { return 1.0f / (float)(1 << Lengths::shift(k)); }
-    template <class P> KV_DEV static void read(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t* r) {
-      const Stream<ROW, N * W> codes(planes[0], token, part);
-      const Lengths lengths(planes[1], token, part);
+    template <class P> KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane, uint32_t* r) {
+      const Stream<ROW, N * W> codes(planes[0], token, own, part);
+      const Lengths lengths(planes[1], token, own, part);
       const uint32_t mine = Codebook::copy(lane);
       constexpr int FROM = SIGNED ? 1 : 0, TO = Codebook::STRIDE_BIT;
-      constexpr uint32_t ROWS = ((1u << (W - FROM)) - 1) << TO;
+      constexpr uint32_t LAST = (1u << (W - FROM)) - 1;  // of the rows that a code can name
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
-        uint32_t at = (codes.field(W * k + FROM, W - FROM, TO) & ROWS) | mine;
-        if (CLAMP) at = at < (uint32_t)TABLE ? at : 0u;
-        const Words2 x = Codebook::get(table, at);
+        const uint32_t row = codes.field(W * k + FROM, W - FROM, TO);
+        uint32_t at = ((BOUND == DOWN ? ~row : row) & LAST << TO) | mine;
+        if (BOUND == CLAMP) at = at < (uint32_t)TABLE - 8 ? at : (uint32_t)TABLE - 8;
+        const Words2 x = Codebook::get(table - (BOUND == DOWN ? (int)(LAST - ENTRIES + 1) * Codebook::STRIDE : 0), at);
         uint32_t length = lengths.word(k);
         if (SIGNED) length |= codes.field(W * k, 1, Lengths::high(k) ? 31 : 15) & (Lengths::high(k) ? 0x80000000u : 0x8000u);
         length = Lengths::high(k) ? high2(length) : low2(length);
@@ -66,7 +74,7 @@ template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e; }
   KV_FUNCTION float k_weight(int e) { return Keys::weight(e / 4); }
   template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
-    Keys::read(planes, table, token, part, lane, r);
+    Keys::read(planes, table, token, lane / 4, part, lane, r);
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
 
@@ -79,7 +87,7 @@ template <int D, int S, int R, bool SIGNED, bool CLAMP = true> struct ReadHqmq {
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
   KV_FUNCTION float v_weight(int e) { return Values::weight(e / 4); }
   template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
-    Values::read(planes, table, token, part, lane, r);
+    Values::read(planes, table, token, lane % 4 * 2, part, lane, r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
 };

@@ -21,7 +21,13 @@ template <class R> KV_CONSTEXPR int planes_bytes(int tokens) { return plane_offs
 // the planes of one role in a tile of T tokens; planes[p] is where plane p begins
 template <class R, int T> struct Planes {
   const uint8_t* base;
-  KV_DEV const uint8_t* operator[](int p) const { return base + plane_offset<R>(p, T); }
+  // p is a number in every call; the compiler would leave plane_offset's loop in the code all the same
+  template <int N> KV_FUNCTION int offset_or_0() { return N < R::PLANES ? plane_offset<R>(N, T) : 0; }
+  KV_DEV const uint8_t* operator[](int p) const {
+    static_assert(R::PLANES <= 5, "one more case");
+    constexpr int at1 = offset_or_0<1>(), at2 = offset_or_0<2>(), at3 = offset_or_0<3>(), at4 = offset_or_0<4>();
+    return base + (p == 0 ? 0 : p == 1 ? at1 : p == 2 ? at2 : p == 3 ? at3 : at4);
+  }
 };
 
 template <class K, class V> KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
