@@ -162,9 +162,9 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Confi
     least = 32 if pair.blocked else 16
     tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
     # two CTAs a multiprocessor hide each other's starts and ends; long tiles and three stages keep bytes in flight
-    for resident in (2, 1):
+    for resident, shapes in ((2, ((4, 3), (4, 2))), (1, ((8, 3), (8, 2), (4, 3), (4, 2), (2, 2)))):
         for tile in tiles:
-            for warps, stages in ((4, 3), (4, 2), (2, 3), (2, 2)):
+            for warps, stages in shapes:
                 config = Config(tile, warps, stages, resident, 1)
                 need = shared_bytes(pair, config)
                 if need <= machine.shared_block and resident * (need + 1024) <= machine.shared_sm:

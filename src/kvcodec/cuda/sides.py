@@ -394,7 +394,7 @@ def _write_with_table(codec: Codec, dim: int, role: Role) -> Encoder | str:
     )
 
 
-for _codec, _write in (
+for _kind, _write in (
     (Dense, _write_dense),
     (SawInt4, _write_saw),
     (GroupInt, _write_group_int),
@@ -403,4 +403,4 @@ for _codec, _write in (
     (UltraQuant, _write_ultraquant),
     *((kind, _write_with_table) for kind in (TurboQuant, TurboQuantQJL, UltraTQ, Octopus, OctopusQJL, Hqmq, Med)),
 ):
-    add_encoder(_codec, _write)
+    add_encoder(_kind, _write)
