@@ -121,11 +121,12 @@ inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c);
 inline float rcp_fast(float x) { return 1.0f / x; }
 inline float round_even(float a) { return nearbyintf(a); }
 inline double round_even(double a) { return nearbyint(a); }
+inline float magnitude(float a) { return __builtin_fabsf(a); }
+inline double magnitude(double a) { return __builtin_fabs(a); }
 inline float minimum(float a, float b) { return fminf(a, b); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
 inline double minimum(double a, double b) { return fmin(a, b); }
 inline double maximum(double a, double b) { return fmax(a, b); }
-inline float absolute(float a) { return fabsf(a); }
 
 // -- 16-bit floating point --------------------------------------------------------------------------------------------
 inline uint16_t half_bits(double x) {

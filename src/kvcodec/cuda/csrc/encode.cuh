@@ -136,10 +136,9 @@ template <int TEAM, int N> KV_DEV void load_row(float (&y)[N], const void* x, in
 // relatively, and x / norm is 2^-49 or more away from where rounding to float changes: such a midpoint m has 25 bits, x - norm m
 // is a multiple of the last of the 49 bits of norm m, and not 0. (Below 2^-126 floats have fewer bits and this does not hold; all
 // scales are above 2^-25, and codes there 0 either way.)
-template <int HOW> KV_DEV float factored(float x, const void* factor, int64_t i) {
+template <int HOW> KV_DEV float factored(float x, const float* factor, int64_t i) {
   if (HOW == FACTOR_INVERSE) return (float)mul((double)x, ((const double*)factor)[i]);
-  float f = ((const float*)factor)[i];
-  return HOW == FACTOR_TIMES ? mul(x, f) : div(x, f);
+  return HOW == FACTOR_TIMES ? mul(x, factor[i]) : div(x, factor[i]);
 }
 
 // y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
@@ -184,14 +183,10 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
   if (bad) atomic_max(bad, level);
 }
 
-// the page of a slot
-KV_DEV int64_t page_of(const EncodeArgs& a, int b, uint32_t slot) {
-  return a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
-}
-
 // where the planes of a token, or of a block of GROUP tokens, begin in its page
 template <class C, int GROUP = 1>
-KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int64_t page, int head, uint32_t slot) {
+KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot) {
+  int64_t page = a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
   int32_t place = (int32_t)(slot % (uint32_t)a.page_tokens / GROUP), blocks = a.page_tokens / GROUP;
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
   KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
@@ -222,12 +217,12 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
     }
     if (!any(live)) continue;
     uint8_t* at[C::PLANES];
-    locate<C>(at, a, s, page_of(a, b, slot), head, slot);
+    locate<C>(at, a, s, b, head, slot);
     float y[N];
     widen<TEAM>(y, w, kind);
 
     bool good = true;  // false for NaN too
-    KV_UNROLL for (int k = 0; k < N; k++) good &= absolute(y[k]) <= HALF_MAX;
+    KV_UNROLL for (int k = 0; k < N; k++) good &= magnitude(y[k]) <= HALF_MAX;
     good = (ballot(!good) >> (lane - part) & (uint32_t)((1ull << TEAM) - 1)) == 0;
     if (!good) {
       if (live && part == 0) raise(a.bad, 1);

@@ -82,7 +82,8 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
       if (thread() == 0) raise(a.bad, 2);
       continue;
     }
-    int64_t page = page_of(a, b, (uint32_t)slot);
+    uint8_t* at[B::PLANES];
+    locate<B, B::G>(at, a, s, b, head, (uint32_t)slot);
     float y[EACH][4], low[4], high[4];
     bool good = true;
     KV_UNROLL for (int j = 0; j < EACH; j++) {
@@ -90,7 +91,7 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
       if (t >= B::G) t = lot % B::G;  // again a token of the block: changes neither minimum nor maximum
       int64_t at = b * s.batch + head * s.head + (n + t) * s.token;
       load_row<8>(y[j], s.x, at + c0 / 32 * 32, quad % 8, a.kind);
-      KV_UNROLL for (int e = 0; e < 4; e++) good &= absolute(y[j][e]) <= HALF_MAX;
+      KV_UNROLL for (int e = 0; e < 4; e++) good &= magnitude(y[j][e]) <= HALF_MAX;
     }
     if (FACTOR != FACTOR_NONE) {
       int64_t at = b * s.factor_batch + head * D + c0;
@@ -111,8 +112,6 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
     uint32_t keep = 0xffffffffu;
     KV_UNROLL for (int w = 0; w < B::THREADS / 32; w++) keep = m.bad[w] ? 0u : keep;
     if (keep == 0 && thread() == 0) raise(a.bad, 1);
-    uint8_t* at[B::PLANES];
-    locate<B, B::G>(at, a, s, page, head, (uint32_t)slot);
 
     int c = thread();
     uint32_t scale = 0, zero = 0, other = 0;

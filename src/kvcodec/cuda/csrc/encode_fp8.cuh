@@ -14,7 +14,7 @@ template <int D, bool SCALED> struct EncodeFp8 {
     float s = 1.0f, r = 1.0f;
     if constexpr (SCALED) {
       float high = 0.0f;
-      KV_UNROLL for (int k = 0; k < N; k++) high = maximum(high, absolute(y[k]));
+      KV_UNROLL for (int k = 0; k < N; k++) high = maximum(high, magnitude(y[k]));
       uint32_t scale = held_scale<448>(team_max<8>(high), 0.0f);
       s = half_float((uint16_t)scale);
       r = rcp_fast(s);

@@ -133,7 +133,7 @@ template <int D, int GROUP, class GRID> struct EncodeGroups {
   // over a symmetric grid the largest magnitude is all that counts
   KV_DEV static void widen(float x, float& low, float& high) {
     if (GRID::HAS_ZERO) low = minimum(low, x);
-    high = maximum(high, GRID::HAS_ZERO ? x : absolute(x));
+    high = maximum(high, GRID::HAS_ZERO ? x : magnitude(x));
   }
   template <int LANES> KV_DEV static Held settle(float low, float high) {
     return hold(GRID::HAS_ZERO ? team_min<LANES>(low) : low, team_max<LANES>(high));

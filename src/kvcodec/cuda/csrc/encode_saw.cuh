@@ -22,7 +22,7 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
     float wanted = maximum(quotient(sub(high, low), 15.0f, 1.0f / 15.0f), least);
     uint32_t scale = half_bits(minimum(wanted, HALF_MAX));
     float s = half_float((uint16_t)scale), r = rcp_fast(s);
-    float z = absolute(quotient(low, s, r));
+    float z = magnitude(quotient(low, s, r));
     if (!FLOAT_ZERO) z = round_even(z);
     // the sign apart: -0 / s is a zero with a sign in IEEE, and it is stored
     uint32_t zero = half_bits(z) | (~float_bits(low) >> 16 & 0x8000);

@@ -23,7 +23,7 @@ template <int D, uint64_t C, bool REAL = false, int UNIT = 0> struct EncodeUltra
 
   // code of magnitude a, in the low bits: three lines of slope 2, 1, 1/2, the lowest counts, see ops/fp4.py
   KV_DEV static uint32_t code(float y) {
-    float a = absolute(y);
+    float a = magnitude(y);
     float t = minimum(fma(a, 2.0f, ROUNDING), fma(a, 1.0f, ROUNDING + 2.0f));
     t = minimum(minimum(t, fma(a, 0.5f, ROUNDING + 4.0f)), ROUNDING + 7.0f);
     return y < 0.0f ? float_bits(t) | 8 : float_bits(t);  // not for -0
@@ -35,7 +35,7 @@ template <int D, uint64_t C, bool REAL = false, int UNIT = 0> struct EncodeUltra
     float high[Share::ALL];
     KV_UNROLL for (int g = 0; g < Share::ALL; g++) {
       high[g] = 0.0f;
-      KV_UNROLL for (int k = 4 * g; k < 4 * g + 4 && k < N; k++) high[g] = maximum(high[g], absolute(y[k]));
+      KV_UNROLL for (int k = 4 * g; k < 4 * g + 4 && k < N; k++) high[g] = maximum(high[g], magnitude(y[k]));
     }
     double wanted = mul((double)Share::template reduce<true>(high, part), bits_double(C));
     uint32_t scale;

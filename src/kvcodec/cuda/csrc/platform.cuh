@@ -77,11 +77,12 @@ KV_DEV double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
 KV_DEV float rcp_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }  // within an ulp
 KV_DEV float round_even(float a) { float y; asm("cvt.rni.f32.f32 %0, %1;" : "=f"(y) : "f"(a)); return y; }
 KV_DEV double round_even(double a) { double y; asm("cvt.rni.f64.f64 %0, %1;" : "=d"(y) : "d"(a)); return y; }
+KV_DEV float magnitude(float a) { return fabsf(a); }
+KV_DEV double magnitude(double a) { return fabs(a); }
 KV_DEV float minimum(float a, float b) { return fminf(a, b); }
 KV_DEV float maximum(float a, float b) { return fmaxf(a, b); }
 KV_DEV double minimum(double a, double b) { return fmin(a, b); }
 KV_DEV double maximum(double a, double b) { return fmax(a, b); }
-KV_DEV float absolute(float a) { return fabsf(a); }
 
 // -- 16-bit floating point -------------------------------------------------------------------------------------------------
 KV_DEV uint16_t half_bits(float x) { uint16_t y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
@@ -208,7 +209,7 @@ KV_DEV uint32_t e4m3_pair(float low, float high) {
   float x[2] = {low, high};
   uint32_t y = 0;
   for (int i = 0; i < 2; i++) {
-    float a = minimum(absolute(x[i]), 448.0f);
+    float a = minimum(magnitude(x[i]), 448.0f);
     uint32_t bits = float_bits(a), code;
     if (a < 0.015625f) code = float_bits(add(mul(a, 512.0f), 12582912.0f)) & 15;  // subnormal: units of 2^-9
     else code = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
