@@ -158,17 +158,10 @@ inline uint32_t pack_half2(float low, float high) { return half_bits(low) | (uin
 namespace emulated {
 inline double low(uint32_t x) { return half_float((uint16_t)x); }
 inline double high(uint32_t x) { return half_float((uint16_t)(x >> 16)); }
-// a * b + c of halves, rounded once. The product is exact in double. The sum may not be (bits from 2^-48 to 2^32):
-// rounding it to odd first leaves the second rounding nothing to get wrong, as double has two bits and more over half.
-inline uint16_t fused(double a, double b, double c) {
-  double p = a * b, s = p + c, t = s - p, error = (p - (s - t)) + (c - t);
-  if (error != 0 && std::isfinite(s)) {
-    uint64_t bits = double_bits(s);
-    if (!(bits & 1)) bits += (error > 0) == (s > 0) ? 1 : ~0ull;
-    s = bits_double(bits);
-  }
-  return half_bits(s);
-}
+// a * b + c of halves, rounded once although double stands between: the product is exact there, and so is the sum
+// unless its terms are 53 bits apart from end to end, that is for a product below 2^-20 of c's last bit (both roundings
+// give c) and for one above 2^29 (infinity).
+inline uint16_t fused(double a, double b, double c) { return half_bits(a * b + c); }
 }  // namespace emulated
 
 inline uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {

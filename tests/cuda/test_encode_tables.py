@@ -36,8 +36,9 @@ extern "C" int plane{i}(int p) {{ return p < C{i}::PLANES ? C{i}::plane_bytes(p)
 class _Side(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("x", "tables", "factor", "first")]
-        + [(name, ctypes.c_int64) for name in ("batch", "head", "token", "table_head", "factor_batch", "plane", "tokens")]
-    )  # fmt: skip
+        + [(name, ctypes.c_int64) for name in ("batch", "head", "token", "table_head", "factor_batch")]
+        + [(name, ctypes.c_int64) for name in ("plane", "tokens")]
+    )
 
 
 class _Args(ctypes.Structure):

@@ -107,10 +107,15 @@ def _octopus(codec: Octopus) -> Callable[[Params], Tensor]:
     def build(params: Params) -> Tensor:
         xi, rho, directions = (params[name][0].cpu().double() for name in ("xi", "rho", "directions"))
         walls = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+        half = 2**codec.direction_bits // 2
+        # levels are symmetric to the last bit: signs give the other three quarters
+        quarter = directions.view(2 * half, 2 * half, 3)[half:, half:]
+        copies = {6: 4, 7: 1}.get(codec.direction_bits, 8)
+        entries = torch.nn.functional.pad(quarter, (0, 1)).float()[:, :, None].expand(-1, -1, copies, -1)
         parts = (
             level_table(walls, codec.direction_bits, SLACK),
             level_table(midpoints(rho), codec.norm_bits),
-            torch.nn.functional.pad(directions, (0, 1)).float().view(torch.uint8).flatten(),
+            entries.contiguous().view(torch.uint8).flatten(),
         )
         return torch.cat(parts)[None].to(params["xi"].device)
 

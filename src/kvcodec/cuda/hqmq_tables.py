@@ -1,8 +1,8 @@
 """Cell tables of HQMQ's encoder: which products can be the best where. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
 
-A vector is turned by one of the 24 Hurwitz units until 1 is the unit nearest to it: y with |y_1| + |y_2| + |y_3| <= y_0. Cells
-are boxes of (y_1, y_2, y_3) / y_0. Inner products are linear, so a product that another one beats at all eight corners of a
-box is beaten in the whole box.
+A vector is turned by one of the 24 Hurwitz units until 1 is the unit nearest to it: |y_1| + |y_2| + |y_3| <= y_0.
+Cells are boxes of (y_1, y_2, y_3) / y_0. Inner products are linear, so a product that another one beats at all eight
+corners of a box is beaten in the whole box.
 """
 
 import itertools

@@ -1,17 +1,21 @@
-// HQMQ (codecs/hqmq.py): chunks of four as quaternions, the best of 24 S products p q_s, a length in steps of the longest's.
+// HQMQ (codecs/hqmq.py): chunks of four as quaternions, the best of 24 S products p q_s, a length in steps of the
+// longest's.
 //
-// The search turns a chunk x by the Hurwitz unit p nearest to it, y = conj(p) x: <p y, p p' q> = <y, p' q>, so that one table of
-// what is near serves all 24 places. There |y_1| + |y_2| + |y_3| <= y_0, and the cell of (y_1, y_2, y_3) / y_0 in a grid lists
-// the few products that can be best in it. fp32 finds the best of those; where the second comes too close, all of them are
-// tried in double, which is exact (ops/quaternion.py), the lowest code first.
+// The search turns a chunk x by the Hurwitz unit p nearest to it, y = conj(p) x: <p y, p p' q> = <y, p' q>, so that one
+// table of what is near serves all 24 places. There |y_1| + |y_2| + |y_3| <= y_0, and the cell of (y_1, y_2, y_3) / y_0
+// in a grid lists the few products that can be best in it. fp32 finds the best of those; where the second comes too
+// close, all products are tried in double, which is exact (ops/quaternion.py), the lowest code first.
 #pragma once
 #include "encode_med.cuh"
 
 namespace kv {
 
-// Table: Two entries[PAIRS] four halves each, products p' q_s cell by cell, filled up with a zero; uint16 names[PAIRS][2], s << 5 | p';
-// uint16 cells[CELLS], first pair << 4 | pairs, 0: not listed; uint8 times[24][24], the unit p p'; at a multiple of
-// 16 float secondary[S][4]
+// Table (kvcodec/cuda/hqmq_tables.py):
+//   half entries[PAIRS][2][4]    products p' q_s cell by cell, each cell's filled up with a zero to whole pairs
+//   uint16 names[PAIRS][2]       s << 5 | p' of them
+//   uint16 cells[CELLS]          first pair << 4 | pairs; 0: not listed
+//   uint8 times[24][24]          the unit p p'
+//   float secondary[S][4]        q_s, at a multiple of 16 bytes
 template <int S> struct HqmqSearch {
   KV_CONST int SIDE = 15;  // cells along an axis, odd: 0 lies in the middle of one
   KV_CONST int CELLS = SIDE * SIDE * SIDE;
@@ -36,11 +40,12 @@ template <int S> struct HqmqSearch {
     return code;
   }
 
-  // In fp32. r is off by less than 2^-20 (a chunk is at most sqrt 2 y_0 long; y has three roundings, the reciprocal one
-  // ulp), so a difference of two scores, which are at most 1 apart, by less than 2^-19; cells reach 2^-18 further than their walls.
+  // In fp32. r is off by less than 2^-20 (a chunk is at most sqrt 2 y_0 long; y has three roundings, the reciprocal an
+  // ulp), so a difference of two scores of entries at most 1 apart by less than 2^-19; and lists serve what is up to
+  // 2^-18 outside their cell.
   KV_DEV static uint32_t guess(const uint8_t* table, const float (&x)[4], bool& sure) {
-    constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: around it fp32 holds whole numbers only, so the addition rounds
-    constexpr float SCALE = 0.5f * SIDE * (1.0f - 1.0f / 128.0f);  // the octahedron's corners lie inside the outer cells
+    constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: around it fp32 holds whole numbers only, the addition rounds
+    constexpr float SCALE = 0.5f * SIDE * (1.0f - 1.0f / 128.0f);  // the octahedron lies inside
     float a[4], p[4];
     KV_UNROLL for (int i = 0; i < 4; i++) a[i] = magnitude(x[i]);
     float most = maximum(maximum(a[0], a[1]), maximum(a[2], a[3]));

@@ -1,5 +1,5 @@
-// Med (codecs/med.py) around a row codec whose code basis is the model's: chunks of four above a threshold go to fp16 and the
-// inner codec sees zeros in their place.
+// Med (codecs/med.py) around a row codec whose code basis is the model's: chunks of four above a threshold go to fp16,
+// and the inner codec sees zeros in their place.
 #pragma once
 #include "encode_sums.cuh"
 #include "encode_table.cuh"
@@ -75,13 +75,12 @@ template <class INNER, int SLOTS> struct MedRow : TableRow {
     inner(bulk, part, keep, live, stage, table, scratch);
   }
 
-  // an array of pointers to const pointers
   KV_DEV static void inner(const float (&bulk)[DIM / 8], int part, uint32_t keep, bool live,
                            uint8_t* const (&at)[STAGE], const uint8_t* table, uint8_t* scratch) {
     INNER::quad(bulk, part, keep, live, at, table, scratch);
   }
 
-  // false only where no chunk can be longer than the threshold: squares in fp32 are off by 2^-22 at most, and those that
+  // false only where no chunk can be longer than the threshold: squares in fp32 are off by 2^-22 at most; those that
   // leave its range below are left to double
   KV_DEV static bool may_exceed(const float (&y)[DIM / 8], float threshold) {
     float limit = mul(mul(threshold, threshold), 1.0f - 0x1p-20f);

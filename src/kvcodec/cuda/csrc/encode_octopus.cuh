@@ -1,4 +1,5 @@
-// OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, direction by octahedral coordinates, length along it.
+// OCTOPUS keys (codecs/octopus.py): triplets of a rotated unit vector, the direction by octahedral coordinates, the
+// length along it.
 #pragma once
 #include "encode_sums.cuh"
 #include "encode_table.cuh"
@@ -7,8 +8,9 @@ namespace kv {
 
 enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/octopus.py, Octopus.rounding
 
-// Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM> of a length,
-// float directions[4^DIR][4], the fourth 0
+// Table: Levels<DIR> of an octahedral coordinate (ROUND_3X3: the walls are the levels but the outer two), Levels<NRM>
+// of a length, float directions[2^DIR / 2][2^DIR / 2][COPIES][4]: those of positive coordinates, the fourth float 0.
+// Levels are symmetric, so the other directions differ in signs; eight copies have no bank conflicts.
 template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : TableRow {
   KV_CONST int DIM = D;
   KV_CONST int PLANES = 2;
@@ -18,8 +20,10 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
   KV_CONST int LEVELS = 1 << DIR;
   KV_CONST int LENGTHS = Levels<DIR>::BYTES;
   KV_CONST int DIRECTIONS = LENGTHS + Levels<NRM>::BYTES;
-  KV_CONST int BYTES = DIRECTIONS + 16 * LEVELS * LEVELS;
-  KV_CONST int TABLE = BYTES <= 96 * 1024 ? BYTES : 0;
+  KV_CONST int HALF = LEVELS / 2;
+  KV_CONST int COPIES = DIR <= 5 ? 8 : DIR == 6 ? 4 : 1;
+  KV_CONST int BYTES = DIRECTIONS + 16 * COPIES * HALF * HALF;
+  KV_CONST int TABLE = BYTES;
   // a row of floats; the 24 spread the rows' triplets over all banks, and hold the zeros behind the last channel
   KV_CONST int STRIDE = D + 24;
   KV_CONST int ROOM = stream_room(TRIPLETS);
@@ -68,8 +72,17 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
     return codes;
   }
 
-  KV_DEV static const Four* direction(const uint8_t* table, uint32_t at) {
-    return (const Four*)(table + DIRECTIONS) + at;
+  // that of the levels HALF + i and HALF + j
+  KV_DEV static Four positive(const uint8_t* table, uint32_t i, uint32_t j) {
+    return ((const Four*)(table + DIRECTIONS))[(i * HALF + j) * COPIES + (uint32_t)thread() % COPIES];
+  }
+  // row `at` of the reference's table
+  KV_DEV static Four direction(const uint8_t* table, uint32_t at) {
+    uint32_t i = at >> DIR, j = at & (LEVELS - 1);
+    Four n = positive(table, i < HALF ? HALF - 1 - i : i - HALF, j < HALF ? HALF - 1 - j : j - HALF);
+    n.x = i < HALF ? -n.x : n.x;
+    n.y = j < HALF ? -n.y : n.y;
+    return n;
   }
 
   // as to_square of ops/octahedral.py; the sum of magnitudes is not 0
@@ -80,20 +93,26 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
   }
 
   // The code in fp32. What can be off, to be compared with the bounds used:
-  //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4       2^-20 (Levels)
-  //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                     2^-21 (|x| + |y| + |z|)
-  //   length    a score, a reciprocal and two roundings: 2^-21.5 of it                             2^-20 of the largest wall
+  //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4   2^-20 (Levels)
+  //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                2^-21 (|x| + |y| + |z|)
+  //   length    a score, a reciprocal and two roundings: 2^-21.5 of it                        2^-20 of the largest wall
+  // With |x| and |y| the levels next to (xi, eta) are positive ones, or the first on both sides of 0.
   KV_DEV static uint32_t guess(const uint8_t* table, const float (&t)[3], float inverse, bool& sure) {
-    float size = add(add(magnitude(t[0]), magnitude(t[1])), magnitude(t[2]));
+    float x = magnitude(t[0]), y = magnitude(t[1]), z = t[2];
+    float size = add(add(x, y), magnitude(z));
     sure = size > TINY_ROW;  // below that a reciprocal is not what it should be
     float over = rcp_fast(size), xi, eta;
-    square(mul(t[0], over), mul(t[1], over), t[2] < 0.0f, xi, eta);
+    square(mul(x, over), mul(y, over), z < 0.0f, xi, eta);
     uint32_t a = Levels<DIR>::guess(table, xi, sure), b = Levels<DIR>::guess(table, eta, sure);
-    uint32_t seed = a << DIR | b;
+    a = a < HALF - 1 ? HALF - 1 : a;  // of what is not a number
+    b = b < HALF - 1 ? HALF - 1 : b;
+    bool first_a = a == HALF - 1, first_b = b == HALF - 1;
+    uint32_t i = first_a ? 0 : a - HALF, j = first_b ? 0 : b - HALF;
+    float x_a = first_a ? -x : x, y_b = first_b ? -y : y;
     float s[4];
     KV_UNROLL for (int c = 0; c < 4; c++) {
-      Four n = *direction(table, seed + (uint32_t)(c / 2 * LEVELS + c % 2));
-      s[c] = fma(n.z, t[2], fma(n.y, t[1], mul(n.x, t[0])));
+      Four n = positive(table, c / 2 ? a + 1 - HALF : i, c % 2 ? b + 1 - HALF : j);
+      s[c] = fma(n.z, z, fma(n.y, c % 2 ? y : y_b, mul(n.x, c / 2 ? x : x_a)));
     }
     bool right = s[1] > s[0], lower_right = s[3] > s[2];
     float upper = maximum(s[0], s[1]), lower = maximum(s[2], s[3]);
@@ -101,9 +120,12 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
     float best = maximum(upper, lower);
     float second = maximum(minimum(upper, lower), down ? minimum(s[2], s[3]) : minimum(s[0], s[1]));
     sure = sure && sub(best, second) > mul(size, 0x1p-21f);
-    seed += down ? (uint32_t)LEVELS + lower_right : (uint32_t)right;
+    a += down ? 1 : 0;
+    b += (down ? lower_right : right) ? 1 : 0;
+    a = t[0] < 0.0f ? LEVELS - 1 - a : a;
+    b = t[1] < 0.0f ? LEVELS - 1 - b : b;
     uint32_t length = Levels<NRM>::guess(table + LENGTHS, mul(best, inverse), sure);
-    return seed << NRM | length;
+    return (a << DIR | b) << NRM | length;
   }
 
   // the code as the reference finds it
@@ -126,7 +148,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
         uint32_t i = a + c / SIDE, j = b + c % SIDE;
         i = i < LAST ? i : LAST;
         j = j < LAST ? j : LAST;
-        Four n = *direction(table, i << DIR | j);
+        Four n = direction(table, i << DIR | j);
         double score = add(add(mul((double)n.x, x), mul((double)n.y, y)), mul((double)n.z, z));
         if (score > best) best = score, chosen = i << DIR | j;
       }

@@ -5,8 +5,8 @@
 
 namespace kv {
 
-// Table of a head: float sign[D] of +-1, and where D is no power of two uint32 rows[D][D / 32], bit j of row k set where the
-// Hadamard matrix has -1 at (k, j)
+// Table of a head: float sign[D] of +-1; where D is no power of two also uint32 rows[D][D / 32], bit j of row k set
+// where the Hadamard matrix has -1 at (k, j)
 template <int D> struct Sketch {
   KV_CONST bool BUTTERFLY = (D & (D - 1)) == 0;
   KV_CONST int MATRIX = 4 * D;
@@ -35,7 +35,9 @@ template <int D> struct Sketch {
   }
 
   KV_DEV static void square_sums(const double (&r)[D / 8], double (&s)[4]) {
-    KV_UNROLL for (int e = 0; e < 4; e++) s[e] = sum_of_runs<D / 32>([&](int i) { return mul(r[4 * i + e], r[4 * i + e]); });
+    KV_UNROLL for (int e = 0; e < 4; e++) {
+      s[e] = sum_of_runs<D / 32>([&](int i) { return mul(r[4 * i + e], r[4 * i + e]); });
+    }
   }
 
   KV_DEV static void butterflies(double (&r)[D / 8], int part) {
@@ -73,8 +75,8 @@ template <int D> struct Sketch {
   }
 };
 
-// TurboQuant with BITS bits (one less than the scheme's), then the sketch. Table: Levels<BITS>, float levels[2^BITS] filled up to 16
-// bytes, Sketch
+// TurboQuant with BITS bits (one less than the scheme's), then the sketch. Table: Levels<BITS>, float levels[2^BITS]
+// filled up to 16 bytes, Sketch
 template <int D, int BITS, bool WIDE> struct TurboQuantQjlRow : TableRow {
   using Plain = TurboQuantRow<D, BITS, WIDE>;
   KV_CONST int DIM = D;
@@ -117,8 +119,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusQjlRow
   KV_FUNCTION int plane_bytes(int p) { return p < 2 ? Plain::plane_bytes(p) : p == 2 ? D / 8 : 2; }
   KV_CONST int RHO = Plain::BYTES;
   KV_CONST int SKETCH = RHO + align16(4 << NRM);
-  KV_CONST int BYTES = SKETCH + Sketch<D>::BYTES;
-  KV_CONST int TABLE = BYTES <= 96 * 1024 ? BYTES : 0;
+  KV_CONST int TABLE = SKETCH + Sketch<D>::BYTES;
   KV_CONST int SCRATCH = Plain::SCRATCH + Sketch<D>::SCRATCH;
 
   KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[4],
@@ -130,8 +131,9 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusQjlRow
     KV_UNROLL for (int k = 0; k < D / 8; k++) {
       int channel = channel_of<8>(part, k);
       uint32_t code = codes[channel / 3];
-      const float* n = (const float*)Plain::direction(table, code >> NRM);
-      float held = mul(n[channel % 3], ((const float*)(table + RHO))[code & ((1u << NRM) - 1)]);
+      typename Plain::Four n = Plain::direction(table, code >> NRM);
+      float component = channel % 3 == 0 ? n.x : channel % 3 == 1 ? n.y : n.z;
+      float held = mul(component, ((const float*)(table + RHO))[code & ((1u << NRM) - 1)]);
       r[k] = sub(gamma > 0.0 ? div((double)y[k], gamma) : 0.0, (double)held);
     }
     Sketch<D>::store(r, part, keep, live, at[2], at[3], table + SKETCH, scratch + Plain::SCRATCH);

@@ -1,21 +1,20 @@
-// What row encoders share: sums in the order of ops/sums.py, nearest levels as ops/lloyd_max.py, bit streams as ops/bitpack.py.
+// What row encoders share: sums in the order of ops/sums.py, nearest levels as ops/lloyd_max.py, bit streams as
+// ops/bitpack.py.
 //
-// Bytes must equal the reference's, which decides in double. Decisions are made in fp32 first, with a bound on what fp32 can be off;
-// what lies closer to a decision than that is decided again in double, operation by operation as the reference has it.
-// That is about one row in a hundred.
+// Bytes must equal the reference's, which decides in double. Decisions are made in fp32 first, with a bound on how far
+// that can be off; what lies closer to a decision is decided again in double, operation by operation as the reference
+// has it. That is about one row in a hundred.
 #pragma once
 #include "encode.cuh"
 
 namespace kv {
 
-KV_DEV float magnitude(float x) { return bits_float(float_bits(x) & 0x7fffffffu); }
-KV_DEV double magnitude(double x) { return bits_double(double_bits(x) & ~(1ull << 63)); }
 // as torch casts double to half: by way of float
 KV_DEV uint16_t half_by_float(double x) { return half_bits((float)x); }
 
 constexpr float TINY_ROW = 1e-30f;  // rows shorter than this are left to double: fp32 reciprocals would overflow
 
-// -- sums by halves --------------------------------------------------------------------------------------------------------------
+// -- sums by halves ---------------------------------------------------------------------------------------------------
 // channels 4 part + e of eight lanes: the sum over the lanes' 32 numbers, the same in all lanes
 KV_DEV double sum_of_team(double (&s)[4]) {
   KV_UNROLL for (int mask = 4; mask; mask /= 2) {
@@ -47,7 +46,7 @@ KV_CONSTEXPR double root(int dim) {
       ? 13.856406460551018 : 16.0;
 }
 
-// -- the level nearest to a number --------------------------------------------------------------------------------------------------
+// -- the level nearest to a number -----------------------------------------------------------------------------------
 // Table of 2^BITS levels with walls between them, all numbers little-endian:
 //   float scale, offset, epsilon, 0          cell of u: round(u scale + offset), held within 0 .. CELLS - 1
 //   {float wall, uint32 below} [CELLS]       the only wall that u may be near, and how many lie below it
@@ -79,7 +78,7 @@ template <int BITS> struct Levels {
   }
 };
 
-// -- bit streams -----------------------------------------------------------------------------------------------------------------------
+// -- bit streams ------------------------------------------------------------------------------------------------------
 KV_CONSTEXPR int common_bits(int n) { return n % 32 == 0 ? 32 : n & -n; }
 KV_CONSTEXPR int stream_bytes(int count, int bits) { return (count * bits + 7) / 8; }
 // elements that a word of the stream may touch

@@ -1,4 +1,5 @@
-// Encoding rows with look-up tables in shared memory: as encode.cuh, but a block stays with one head and loads its tables first.
+// Encoding rows with look-up tables in shared memory: as encode.cuh, but a block stays with one head and loads its
+// tables first.
 //
 //     KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs args) {
 //       kv::encode_with_table<kv::Role<kv::HqmqRow<128, 96, 4>>>(args, kv::block_z() ? args.value : args.key);
@@ -11,12 +12,12 @@
 //
 //   : TableRow
 //   DIM, PLANES, plane_bytes(p)   as in encode.cuh
-//   TABLE       bytes of a head's tables that are copied to shared memory, a multiple of 16; 0: `table` is global memory
+//   TABLE       bytes of a head's tables that are copied to shared memory, a multiple of 16; 0: `table` is global
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
-//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes are back. With OWN true there is another
-//               argument, the float that args.factor [B or 1, H] has for the sequence and head
+//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes are back. With OWN true there
+//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head
 #pragma once
 #include "encode.cuh"
 
@@ -68,7 +69,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
       locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
 
       bool good = true;  // false for NaN too
-      KV_UNROLL for (int k = 0; k < N; k++) good = good && (y[k] <= HALF_MAX && y[k] >= -HALF_MAX);
+      KV_UNROLL for (int k = 0; k < N; k++) good = good && magnitude(y[k]) <= HALF_MAX;
       good = (ballot(!good) >> (thread() % 32 - part) & 0xffu) == 0;
       if (!good) {
         if (live && part == 0) raise(a.bad, 1);
