@@ -28,8 +28,11 @@ MAY_IMPORT = (
         "ops": {"errors", "codec", "ops"},  # codec for its constants
         "codecs": {*CONTRACT, "ops", "codecs"},
         "kernels": {"errors", "layout", "codec", "kernels"},
+        "cuda": {*CONTRACT, "ops", "codecs", "cuda", "progress", "models"},  # models for the user's cache folder
         "pages": {*CONTRACT},
         "cache": {*CONTRACT, "pages"},
+        "engine": {*CONTRACT, "codecs", "pages", "cache", "cuda", "kernels"},
+        "fused": {*CONTRACT, "cache", "engine"},
         "attention": {*CONTRACT, "pages", "cache"},
         "compressed": {*CONTRACT, "cache"},
         "sealed": {"errors"},
@@ -41,6 +44,7 @@ MAY_IMPORT = (
 LAZILY = {
     ("scheme", "kvcodec.codecs.dense"),  # boundary layers are dense; a function-level import breaks the cycle
     ("registry", "kvcodec.codecs"),
+    ("registry", "kvcodec.engine"),  # which kernels there are
     ("cache", "kvcodec.attention"),
     ("sealed", "kvcodec"),  # the version
 }

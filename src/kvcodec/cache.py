@@ -207,7 +207,7 @@ class LayerCache:
             state.sink = torch.cat([state.dense("sink"), x[:, :, :to_sink]], 2)
             x = x[:, :, to_sink:]
         pending = torch.cat([state.dense("window"), x], 2) if state.dense("window").shape[2] else x
-        unit = state.codec.block_tokens
+        unit = self._unit(state)
         if state.params is None:  # fitted on the prefill: everything seen so far is the sample
             if pending.shape[2] + state.dense("sink").shape[2] == 0:
                 return pending
@@ -217,6 +217,10 @@ class LayerCache:
         # a clone, so that no view keeps the prefill's 16-bit tensor alive
         state.window = pending[:, :, count:].clone()
         return pending[:, :, :count]
+
+    def _unit(self, state: RoleState) -> int:
+        """Tokens that leave the window together."""
+        return state.codec.block_tokens
 
     def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape[:3] != values.shape[:3]:

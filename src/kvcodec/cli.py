@@ -174,7 +174,10 @@ def _list_row(preset: str, head_dim: int) -> dict[str, Any]:
 
 def _list_cells(row: dict[str, Any]) -> tuple[str, ...]:
     bits = ["-" if row[k] is None else f"{row[k]:.3f}" for k in ("key_bits", "value_bits")]
-    kernels = "+".join(k for k, there in row["kernels"].items() if there) or "-"
+    served = row["kernels"]
+    kernels = (
+        served["decode"] if served["decode"] == served["encode"] else f"{served['decode']} (encode: {served['encode']})"
+    )
     counts = [str(row[k]) for k in ("block_tokens", "sink", "window")]
     return row["spec"], *bits, *counts, kernels, row.get("refused", row["summary"])
 
@@ -188,7 +191,7 @@ def _describe(args: argparse.Namespace) -> int:
         for key in plain_keys:
             if key not in ("spec", "summary", "source"):
                 lines.append(f"  {key:<20} {_scalar(found[key])}")
-        lines.append(f"  {'kernels':<20} {', '.join(k for k, there in found['kernels'].items() if there) or 'none'}")
+        lines.append(f"  {'kernels':<20} {', '.join(f'{k}: {by}' for k, by in found['kernels'].items())}")
         lines += ["", "options" if found["options"] else "no options"]
         for o in found["options"]:
             lines.append(

@@ -5,55 +5,41 @@ device, so a decode step of a cache with a fixed capacity neither synchronises n
 CUDA graph and traced by ``torch.compile``. Host bookkeeping is brought up to date only when a host operation (decode,
 crop, select, nbytes ...) needs it.
 
-There is no fall-back: a scheme, head_dim or device that the kernels cannot take is refused with a reason.
+There is no fall-back: a scheme, head_dim or device that the kernels cannot take is refused with a reason. Where a codec
+has a kernel to be read but none to be encoded, PyTorch encodes it into the same pages; ``kernels`` says so.
 """
 
-import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvcodec.cache import LayerCache
-from kvcodec.codec import ROLES, Codec, check_tensor
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.cache import LayerCache, RoleState
+from kvcodec.codec import ROLES, Role, check_tensor
+from kvcodec.engine import Engine, choose
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
 
-SERVED = "int-4 (one asymmetric grid per token) and saw-int4 (zero=rounded, pack=neighbours, no kmeans or hessian)"
 
-
-def fused_refusal(scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0) -> str:
+def fused_refusal(
+    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
+) -> str:
     """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
 
-    ``capacity`` as in ``FusedLayerCache``: a static cache has no place for tokens held dense.
+    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
-    # by type, not by the name alone: a codec of another package may have the same one
-    stems = [c.kernel if isinstance(c, SawInt4 | GroupInt) else None for c in (scheme.key, scheme.value)]
-    if not all(stems):
-        return f"fused kernels exist for {SERVED}, not for {scheme}"
-    if stems[0] != stems[1]:
-        return f"keys and values need the same kernel, not {stems[0]} and {stems[1]} as in {scheme}"
-    if capacity and (scheme.sink or scheme.window):
-        return f"sink={scheme.sink}, window={scheme.window} need a cache that grows; leave max_len out"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install kvcodec[triton]"
-    knobs = importlib.import_module("triton").knobs
-    if device.type != "cuda" and not knobs.runtime.interpret:
-        return f"device {device} is not a GPU"
-    kernels = importlib.import_module(f"kvcodec.kernels.{stems[0]}")
-    return str(
-        kernels.supports(head_dim, _hadamard_order(scheme.key, head_dim), _hadamard_order(scheme.value, head_dim))
-    )
-
-
-def _hadamard_order(codec: Codec, head_dim: int) -> int:
-    """Order of the rotation that the kernels apply for the codec; 1 for none."""
-    return codec.block_for(head_dim) if isinstance(codec, SawInt4) else 1
+    found = choose(scheme, head_dim, device, page_tokens, static=capacity > 0)
+    return found if isinstance(found, str) else ""
 
 
 class FusedLayerCache(LayerCache):
     """The packed cache of one layer, served by the fused kernels.
+
+    Tokens leave the window for keys and values together, in blocks of the least common multiple of both codecs'
+    ``block_tokens``: where one codec groups 32 tokens, the other one's window holds up to 31 tokens more than in
+    ``LayerCache`` (and is counted with them).
 
     Parameters
     ----------
@@ -71,18 +57,42 @@ class FusedLayerCache(LayerCache):
 
     seq_lens: Tensor | None = None
     """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
+    held: Tensor | None = None
+    """Static caches with a sink or window: tokens held dense, int32 ``[B]`` on the device."""
+    engine: Engine | None = None
+
+    @property
+    def unit(self) -> int:
+        """Tokens that leave the window together."""
+        return math.lcm(self.scheme.key.block_tokens, self.scheme.value.block_tokens)
+
+    @property
+    def holds_dense(self) -> bool:
+        """Whether a token may be held dense: in the sink, the window, or an unfinished block."""
+        return bool(self.scheme.sink or self.scheme.window or self.unit > 1)
+
+    def kernels(self) -> dict[str, str]:
+        """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
+        if self.engine is None:
+            return {}
+        written = {f"encode.{role}": self.engine.written_by(role) for role in ROLES}
+        return {"decode": self.engine.name, **written}
 
     def reset(self) -> None:
         """Forget every token; a static cache keeps its pages, because captured graphs hold their addresses."""
         if self.seq_lens is not None and self.reserve:
-            self.seq_lens.zero_()
-            self.first.zero_()
-            self.bad.zero_()
+            for tensor in (self.seq_lens, self.first, self.bad, *(() if self.held is None else (self.held,))):
+                tensor.zero_()
+            for role, state in self.roles.items():
+                if state.codec.needs_sample and role not in self.fitted:
+                    state.params = None  # the next prefill's
+                    assert self.engine is not None
+                    self.engine.ready = False
             self.start = 0
             self.emptied = True
             return
         self.emptied = False
-        self.seq_lens = None
+        self.seq_lens = self.held = self.engine = None
         self._host_length = 0
         super().reset()
 
@@ -91,38 +101,60 @@ class FusedLayerCache(LayerCache):
         """Live tokens per sequence; reads the device when the cache is static."""
         if self.seq_lens is None or not self.reserve:
             return self._host_length
-        return int(self.seq_lens[0]) - int(self.first[0])
+        return int(self.device_length())
 
     @length.setter
     def length(self, value: int) -> None:
         self._host_length = value
 
+    def device_length(self) -> Tensor:
+        """Live tokens of a static cache, on the device."""
+        assert self.seq_lens is not None
+        encoded = self.seq_lens[0] - self.first[0]
+        return encoded if self.held is None else encoded + self.held[0]
+
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        if reason := fused_refusal(self.scheme, keys.shape[-1], keys.device, self.reserve):
-            raise UnsupportedError(f"fused attention: {reason}. Use attention='decoded' or 'streamed'.")
+        key, value = (self.scheme.codec(role).for_dtype(keys.dtype) for role in ROLES)
+        scheme = replace(self.scheme, key=key, value=value)
+        engine = choose(scheme, keys.shape[-1], keys.device, self.page_tokens, static=self.reserve > 0)
+        if isinstance(engine, str):
+            raise UnsupportedError(f"fused attention: {engine}. Use attention='decoded' or 'streamed'.")
         super()._allocate(keys, values)
         assert self.store is not None
+        self.engine = engine
         batch, device = keys.shape[0], keys.device
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)  # slots written
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # first live slot
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
-        dim = keys.shape[-1]
-        assert self.scheme.key.kernel is not None
-        self.kernel = self.scheme.key.kernel  # a name and not the module: caches are copied and saved
-        self.key_block = _hadamard_order(self.scheme.key, dim)
-        self.value_block = _hadamard_order(self.scheme.value, dim)
         if self.reserve:
+            if self.holds_dense:
+                self._allocate_dense(batch)
             for tensor in (self.store.pages, self.store.table, self.seq_lens, self.first, self.bad):
                 torch._dynamo.mark_static_address(tensor)
 
+    def _allocate_dense(self, batch: int) -> None:
+        """Make the buffers of a static cache's sink and window, sink first."""
+        width = self.scheme.sink + self.scheme.window + self.unit
+        self.buffers: dict[Role, Tensor] = {}
+        for role in ROLES:
+            held = self.roles[role].dense("sink")
+            self.buffers[role] = held.new_zeros(batch, held.shape[1], width, held.shape[3])
+        device = self.buffers["key"].device
+        self.held = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flags of an encode that may not count
+        self.places = torch.arange(width, dtype=torch.int64, device=device)
+        for tensor in (*self.buffers.values(), self.held, self.spare, self.places):
+            torch._dynamo.mark_static_address(tensor)
+
+    def _unit(self, state: RoleState) -> int:
+        return self.unit
+
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Encode and write tokens in one launch.
+        """Encode and write what leaves the window, in one launch where the codecs allow.
 
         Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): a NaN or Inf
         is stored as a zero row and raises a device flag that ``check`` reads.
         """
-        from kvcodec.kernels.decode_attention import CODECS
-
         n = keys.shape[2]
         if n != 1:
             check_tensor("keys", keys)
@@ -132,43 +164,95 @@ class FusedLayerCache(LayerCache):
             b, h, _, d = self.roles["key"].dense("sink").shape
             if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
                 self.seq_lens = None
-                super().reset()
+                self.reset()
         self._check_shapes(keys, values)
         if self.store is None:
             self._allocate(keys, values)
         assert self.store is not None
         assert self.seq_lens is not None
-        held = self.roles["key"].dense("sink").dtype
-        keys, values = keys.to(held), values.to(held)
-        if self.scheme.sink or self.scheme.window:
-            both = zip(ROLES, (keys, values), strict=True)
-            keys, values = (self._pass_window(self.roles[role], x) for role, x in both)
+        both = zip(ROLES, (keys, values), strict=True)
+        new: dict[Role, Tensor] = {role: x.to(self.roles[role].dense("sink").dtype) for role, x in both}
+        if self.reserve and self.holds_dense:
+            if n == 1 and self.engine is not None and self.engine.ready:
+                self._step(new)
+            else:
+                self._append_static(new)
+            return
+        if self.holds_dense or any(s.params is None for s in self.roles.values()):
+            new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
         if not self.reserve:
             self._host_length += n
-            self.store.ensure(self._host_slots() + keys.shape[2], exact=n > 1)
-        n = keys.shape[2]
+            self.store.ensure(self._host_slots() + new["key"].shape[2], exact=n > 1)
+        n = new["key"].shape[2]
         if n == 0:
             return
-        if self.reserve and n > 1 and int(self.seq_lens[0]) + n > self.store.capacity:  # evicted slots stay used
-            raise ShapeError(
-                f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
-                f"fit. Make it larger (max_len) or crop it."
-            )
-        CODECS[self.kernel].encode_to_pages(
-            keys,
-            values,
-            self.store.pages,
-            self.store.table,
-            self.seq_lens,
-            key_block=self.key_block,
-            value_block=self.value_block,
-            page_tokens=self.store.layout.page_tokens,
-            bad=self.bad,
-        )
+        if self.reserve and n > 1:
+            self._check_room(n)
+        self._write(new, self.seq_lens, self.bad)
         self.seq_lens.add_(n)
         if not self.reserve:
             for state in self.roles.values():
                 state.extend(n)
+
+    def _check_room(self, n: int) -> None:
+        """Refuse tokens for which a static cache has no slots (evicted slots stay used)."""
+        assert self.seq_lens is not None
+        assert self.store is not None
+        if int(self.seq_lens[0]) + n > self.store.capacity:
+            raise ShapeError(
+                f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
+                f"fit. Make it larger (max_len) or crop it."
+            )
+
+    def _write(self, new: dict[Role, Tensor], first: Tensor, bad: Tensor) -> None:
+        assert self.engine is not None
+        assert self.store is not None
+        if not self.engine.ready:
+            self.engine.prepare(self.roles)
+            if self.reserve:
+                for tensor in self.engine.tensors():
+                    torch._dynamo.mark_static_address(tensor)
+        self.engine.encode(new, self.roles, self.store, first, bad)
+
+    def _append_static(self, new: dict[Role, Tensor]) -> None:
+        """Append to a static cache that holds tokens dense; reads the lengths from the device."""
+        assert self.seq_lens is not None
+        assert self.held is not None
+        self._pull()
+        leaving = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
+        n = leaving["key"].shape[2]
+        if n:
+            self._check_room(n)
+            self._write(leaving, self.seq_lens, self.bad)
+            self.seq_lens.add_(n)
+        elif self.engine is not None and not self.engine.ready:
+            self.engine.prepare(self.roles)
+        self._push_dense()
+
+    def _step(self, new: dict[Role, Tensor]) -> None:
+        """Append one token to a static cache that holds tokens dense, without a look at the lengths.
+
+        A block that is full is encoded and makes room. Which step that is, only the device knows, so every step encodes
+        the oldest block; in the others it goes to slots behind the capacity, where it is dropped.
+        """
+        assert self.seq_lens is not None
+        assert self.held is not None
+        assert self.store is not None
+        sink, unit, width = self.scheme.sink, self.unit, self.places.shape[0]
+        at = self.held[:1].long().clamp_(max=width - 1)
+        for role, x in new.items():
+            self.buffers[role].index_copy_(2, at, x)
+        full = (self.held + 1 >= width).to(torch.int32)  # [B], all alike
+        oldest = {role: buffer[:, :, sink : sink + unit] for role, buffer in self.buffers.items()}
+        self._write(oldest, torch.where(full > 0, self.seq_lens, self.store.capacity), self.spare)
+        self.bad.copy_(torch.maximum(self.bad, self.spare * full[:1]))
+        self.spare.zero_()
+        gone = (full[:1] * unit).long()
+        kept = (self.places + torch.where(self.places >= sink, gone, 0)).clamp_(max=width - 1)
+        for buffer in self.buffers.values():
+            buffer.copy_(buffer.index_select(2, kept))
+        self.seq_lens.add_(full * unit)
+        self.held.add_(1 - full * unit)
 
     def attend(
         self,
@@ -180,6 +264,7 @@ class FusedLayerCache(LayerCache):
         sinks: Tensor | None = None,
         chunk: int = 1024,
         start: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Fused attention of one query token per sequence over the packed pages.
 
@@ -190,21 +275,21 @@ class FusedLayerCache(LayerCache):
             As ``kvcodec.attention.attend``.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
+        softcap : float
+            Scores become ``softcap * tanh(score / softcap)``; 0: they stay. CUDA kernels only.
 
         Raises
         ------
         UnsupportedError
             For several query tokens, or a mask (pass ``start`` for left padding).
         """
-        from kvcodec.kernels.decode_attention import decode_attention
-
         if q.shape[2] != 1 or mask is not None:
             raise UnsupportedError(
                 f"fused attention takes one query token and no mask; got q {tuple(q.shape)}"
                 f"{' with a mask' if mask is not None else ''}. Pass start= for left padding, or use "
                 f"kvcodec.attention.attend."
             )
-        if self.store is None or (not self.reserve and self._host_length == 0):
+        if self.store is None or self.emptied or (not self.reserve and self._host_length == 0):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         site = self.roles["key"].site
         if q.shape[0] != self.batch or q.shape[1] % site.num_heads or q.shape[3] != site.head_dim:
@@ -213,32 +298,54 @@ class FusedLayerCache(LayerCache):
                 f"kv_heads={site.num_heads}, head_dim={site.head_dim}; query heads must be a multiple of the KV heads."
             )
         assert self.seq_lens is not None
-        first = self.first if start is None else self.first + start
-        dense_k = dense_v = None
-        if self.scheme.sink or self.scheme.window:
+        assert self.engine is not None
+        if not self.engine.ready:
+            self.engine.prepare(self.roles)
+        dense: dict[str, Tensor | None] = {}
+        first = self.first
+        if self.holds_dense:
+            dense = self._dense()
             if start is not None:
-                raise UnsupportedError(
-                    "fused attention takes no left padding together with a sink or window. Use attention='streamed'."
-                )
-            dense_k, dense_v = (torch.cat([s.dense("sink"), s.dense("window")], 2) for s in self.roles.values())
-        out = decode_attention(
+                first, dense["dense_start"] = self._start_from(start)
+        elif start is not None:
+            first = self.first + start
+        return self.engine.attend(
             q,
-            self.store.pages,
-            self.store.table,
+            self.store,
             self.seq_lens,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            key_block=self.key_block,
-            value_block=self.value_block,
-            page_tokens=self.store.layout.page_tokens,
-            num_kv_heads=self.store.heads,
-            dense_k=dense_k,
-            dense_v=dense_v,
             sinks=sinks,
             start=first,
-            codec=self.kernel,
+            softcap=softcap,
+            **dense,
         )
-        assert isinstance(out, Tensor)
-        return out
+
+    def _dense(self) -> dict[str, Tensor | None]:
+        """Tokens held dense, sink first, and of a static cache how many they are."""
+        if self.held is not None:
+            return {"dense_k": self.buffers["key"], "dense_v": self.buffers["value"], "dense_lens": self.held}
+        parts = ((s.dense("sink"), s.dense("window")) for s in self.roles.values())
+        both = [window if not sink.shape[2] else torch.cat([sink, window], 2) for sink, window in parts]
+        return {"dense_k": both[0], "dense_v": both[1]}
+
+    def _start_from(self, start: Tensor) -> tuple[Tensor, Tensor]:
+        """First live slot, and first live token of those held dense, where the first ``start`` tokens are padding.
+
+        Tokens lie as sink, pages, window: what padding takes of the pages it has taken of the sink before, and of the
+        window only after it has taken all pages.
+        """
+        assert self.seq_lens is not None
+        sink = self.scheme.sink if self.held is not None else self.roles["key"].dense("sink").shape[2]
+        encoded = self.seq_lens - self.first
+        behind = (start - encoded).clamp(min=sink)
+        dense_start = torch.minimum(start, behind).to(torch.int32)
+        return self.first + (start - sink).clamp(min=0), dense_start
+
+    def workspace_bytes(self, q: Tensor) -> int:
+        """Upper bound of what ``attend`` needs beside the cache for one query token."""
+        if self.engine is None or self.store is None:
+            return 0
+        return self.engine.workspace_bytes(q, self.store, self.holds_dense)
 
     def check(self) -> None:
         """Raise if a decode step met what it could not stop for (one host sync).
@@ -273,8 +380,26 @@ class FusedLayerCache(LayerCache):
         """Set the host's runs from the device's lengths (a static cache's host state is stale)."""
         if self.reserve and self.seq_lens is not None:
             first, last = int(self.first[0]), int(self.seq_lens[0])
-            for state in self.roles.values():
+            count = 0 if self.held is None else int(self.held[0])
+            for role, state in self.roles.items():
                 state.runs = [(first, last)] if last > first else []
+                if self.held is not None:
+                    sink = min(count, self.scheme.sink)
+                    state.sink, state.window = self.buffers[role][:, :, :sink], self.buffers[role][:, :, sink:count]
+
+    def _push_dense(self) -> None:
+        """Move sink and window of the host's state back to a static cache's buffers."""
+        if self.held is None:
+            return
+        # copies: what is written may be what is read
+        parts = {role: torch.cat([s.dense("sink"), s.dense("window")], 2) for role, s in self.roles.items()}
+        if self.held.shape[0] != self.batch:
+            self._allocate_dense(self.batch)
+        for role, state in self.roles.items():
+            count = parts[role].shape[2]
+            self.buffers[role][:, :, :count] = parts[role]
+            state.sink = state.window = parts[role].new_empty(*parts[role].shape[:2], 0, parts[role].shape[3])
+            self.held.fill_(count)
 
     def _push(self) -> None:
         """Set the device's lengths from the host's runs."""
@@ -295,6 +420,7 @@ class FusedLayerCache(LayerCache):
             device = self.store.table.device
             self.seq_lens = torch.full((self.batch,), last, dtype=torch.int32, device=device)
             self.first = torch.full((self.batch,), first, dtype=torch.int32, device=device)
+        self._push_dense()
 
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Decoded keys and values, as ``LayerCache.decode`` (PyTorch reference path)."""
@@ -306,6 +432,8 @@ class FusedLayerCache(LayerCache):
         """Keep the sequences ``indices``."""
         self._pull()
         super().select(indices)
+        if self.engine is not None:
+            self.engine.ready = False  # constants may belong to a sequence
         self._push()
 
     def _remove(self, first: int, last: int) -> None:
@@ -316,8 +444,22 @@ class FusedLayerCache(LayerCache):
             )
         if self.reserve and first < last < self.length:
             raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
+        self._check_block(first)
         super()._remove(first, last)
         self._push()
+
+    def _check_block(self, length: int) -> None:
+        """Refuse to crop into a block of tokens: the next block could not begin behind it in one run of slots."""
+        state = self.roles.get("key")
+        if self.unit == 1 or state is None or not state.runs:
+            return
+        encoded = length - state.dense("sink").shape[2]
+        over = (state.runs[-1][0] + encoded) % self.unit
+        if 0 < encoded < state.encoded and over:
+            raise UnsupportedError(
+                f"crop({length}) cuts a block of {self.unit} tokens that is encoded already, behind which the fused "
+                f"kernels cannot go on; crop to {length - over}, or use attention='streamed'."
+            )
 
     def _free_dead_pages(self) -> None:
         if not self.reserve:  # captured graphs hold the pages' addresses
@@ -327,4 +469,19 @@ class FusedLayerCache(LayerCache):
         """Bytes really held, as ``LayerCache.nbytes``; also raises what ``check`` raises."""
         self._pull()
         self.check()
-        return super().nbytes()
+        if self.held is None:
+            return super().nbytes()
+        for role, state in self.roles.items():  # the buffers count as the windows that they are
+            state.sink, state.window = self.buffers[role][:, :, :0].clone(), self.buffers[role]
+        try:
+            return super().nbytes()
+        finally:
+            self._pull()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held for the sequences, as ``LayerCache.tensors``."""
+        if self.held is None or self.store is None:
+            yield from super().tensors()
+            return
+        yield from self.store.tensors()
+        yield from self.buffers.values()

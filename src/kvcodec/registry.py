@@ -371,16 +371,16 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
             }
             for p in page.planes
         ],
-        "kernels": kernels_for(scheme),
+        "kernels": kernels_for(scheme, head_dim),
     }
 
 
-def kernels_for(scheme: KVScheme) -> dict[str, bool]:
-    """Whether one fused kernel serves both codecs of a scheme: ``{"encode": bool, "decode": bool}``.
+def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
+    """What serves a scheme on a GPU: ``{"encode": ..., "decode": ...}``, each ``triton``, ``cuda`` or ``none``.
 
-    A kernel is the sibling of its codec: ``kernels/<stem>.py`` for ``codecs/<stem>.py``. Triton is not imported.
+    ``encode`` may name both roles, ``key cuda, value none``: what has no kernel is encoded by PyTorch. Neither Triton
+    nor cuda-core is imported.
     """
-    stem = scheme.key.kernel
-    found = stem is not None and stem == scheme.value.kernel
-    found = found and importlib.util.find_spec(f"kvcodec.kernels.{stem}") is not None
-    return {"encode": found, "decode": found}
+    from kvcodec import engine  # knows every codec; codecs import this module
+
+    return engine.kernels_for(scheme, head_dim)

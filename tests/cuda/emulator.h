@@ -9,7 +9,6 @@
 //                  memory starts every block as 0xff; a fault becomes an error with the thread's number
 //   order          KV_EMULATE_SEED or kv_emulated_seed(n): 0 takes lanes and warps in order, another number a random
 //                  order of blocks, warps and lanes, changed at every exchange: outputs that differ are a race
-//   time           an endless loop is an error after KV_EMULATE_SECONDS (120) of processor time
 // Limits: a loop that waits for another thread's store never ends (only exchanges hand over); every exchange orders
 // memory, on the hardware only sync_warp and sync_threads do; plain a * b + c is not contracted; mma sums in double and
 // rounds to fp32 once (hardware keeps fewer bits); exp2_fast and log2_fast are libm's.
@@ -169,6 +168,8 @@ inline uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   using namespace emulated;
   return fused(low(a), low(b), low(c)) | (uint32_t)fused(high(a), high(b), high(c)) << 16;
 }
+inline uint32_t low2(uint32_t x) { return (x & 0xffffu) * 0x10001u; }
+inline uint32_t high2(uint32_t x) { return (x >> 16) * 0x10001u; }
 inline uint32_t hadd2(uint32_t a, uint32_t b) {  // the sum of two halves is exact in double
   using namespace emulated;
   return half_bits(low(a) + low(b)) | (uint32_t)half_bits(high(a) + high(b)) << 16;
@@ -187,6 +188,10 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t y = 0;
   for (int i = 0; i < 4; i++) y |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return y;
+}
+inline uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 0xff) * (b >> i & 0xff);
+  return c;
 }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
   return (uint32_t)((low | (uint64_t)high << 32) >> (shift & 31));

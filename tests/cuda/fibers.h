@@ -88,13 +88,13 @@ struct Range {
 };
 
 struct Machine {
+  int walled = 0;  // stacks with a wall below
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
   Context main;
   Fiber* current;
   Warp* warp;
   unsigned char* stacks;
-  int fenced;                        // stacks with a guard page
   unsigned char* shared;
   size_t shared_bytes, shared_room;  // asked for; up to the guard page
   int threads, live, waiting;        // in sync_threads
@@ -368,8 +368,8 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
   }
-  // as they are needed: each is two more entries in the system's limited list of mappings, and a test loads many libraries
-  for (; m.fenced < threads; m.fenced++) mprotect(m.stacks + (size_t)m.fenced * STACK, page(), PROT_NONE);
+  // a process may have 65,530 mappings, and a test run loads many libraries
+  for (; m.walled < threads; m.walled++) mprotect(m.stacks + (size_t)m.walled * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;

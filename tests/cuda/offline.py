@@ -172,7 +172,6 @@ def _run(*command: str) -> str:
 
 def _by_nvrtc(source: str, arch: int, fma: bool) -> bytes | None:
     from kvcodec.cuda.build import Program, compile_program
-
     from kvcodec.errors import UnsupportedError
 
     try:

@@ -184,9 +184,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             scores = 4 * batch * heads * n * chunk * 4
             need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
         else:
-            from kvcodec.kernels.decode_attention import workspace_numel
-
-            need = 4 * workspace_numel(batch, heads, dim, 512)
+            need = self.cache.workspace_bytes(query)  # type: ignore[attr-defined]
         self.workspace_bytes = max(self.workspace_bytes, need)
 
     # -- what transformers asks ------------------------------------------------------------------------------------
@@ -194,7 +192,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> Any:
         """Tokens seen; a device tensor for a static cache, which must not synchronise."""
         if self.is_compileable:
-            return self.cache.seq_lens[0] if self.filled else 0  # type: ignore[attr-defined]
+            return self.cache.device_length() if self.filled else 0  # type: ignore[attr-defined]
         return self.cache.length
 
     def get_max_length(self) -> int:

@@ -78,7 +78,7 @@ class KVCache(Cache):  # type: ignore[misc]
         dict
             ``spec, model, tokens, batch`` (tokens: seen per sequence);
             ``bytes`` by part and ``layers`` (a list: layer, note, tokens, bytes by part, total_bytes, prefill and
-            attention calls that ran);
+            attention calls that ran, the kernels that serve it);
             ``total_bytes``: all bytes held for the sequences; ``constant_bytes``: constants of the sites, beside them;
             ``effective_bits``: total_bytes x 8 / elements held; ``key_bits, value_bits``: of the codecs, from the
             layout (None while head_dim is unknown); ``ratio_to_16bit``: bytes of the same tokens in 16 bit /
@@ -245,7 +245,7 @@ attention='decoded')
     check_given(plan.name, [layer.index for layer in kv_layers], given)
     check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = OutlierProbe(scheme) if probe else None
-    build = _builder(attention, plan, schemes, model_or_config, max_len)
+    build = _builder(attention, plan, schemes, model_or_config, max_len, page_tokens)
     packed = iter(zip(kv_layers, schemes, strict=True))
     layers: list[Any] = []
     for planned in plan.layers:
@@ -335,7 +335,12 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
 
 
 def _builder(
-    attention: Attention, plan: ModelPlan, schemes: list[KVScheme], model_or_config: Any, max_len: int | None
+    attention: Attention,
+    plan: ModelPlan,
+    schemes: list[KVScheme],
+    model_or_config: Any,
+    max_len: int | None,
+    page_tokens: int | None,
 ) -> type[LayerCache]:
     """Return the class of layer cache, after refusing what the fused kernels cannot take."""
     if attention != "fused":
@@ -345,7 +350,7 @@ def _builder(
     device = getattr(model_or_config, "device", None)
     if plan.head_dim is not None and device is not None:
         for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-            if reason := fused_refusal(scheme, plan.head_dim, device):
+            if reason := fused_refusal(scheme, plan.head_dim, device, max_len or 0, page_tokens):
                 raise UnsupportedError(
                     f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
                 )
@@ -374,4 +379,5 @@ def _layer_report(layer: PackedLayer) -> dict[str, Any]:
         "bytes": parts,
         "total_bytes": sum(parts.values()),
         "calls": {path: count for path, count in layer.calls.items() if count},
+        "kernels": getattr(layer.cache, "kernels", dict)(),
     }

@@ -309,7 +309,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
           const uint32_t one = 0x3c003c00u;
           mma(mass, one, one, one, one, transpose8(pack_half2(p[0], p[1])), transpose8(pack_half2(p[2], p[3])));
         }
-        if (sub % 2 == 1) leave_block<V, D>(st.out, fresh, mass, values, sub / 2, lane);
+        // a block without live tokens has arbitrary scales
+        if (sub % 2 == 1 && (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16)))
+          leave_block<V, D>(st.out, fresh, mass, values, sub / 2, lane);
       } else {
         add_values<V, D, MASKED>(st.out, p, values, v_table, 16 * sub, lane, live_from, live_to);
       }

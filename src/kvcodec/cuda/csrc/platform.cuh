@@ -105,9 +105,26 @@ KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
 
 // -- one word for all threads -------------------------------------------------------------------------------------------------
 KV_DEV void atomic_max(int32_t* at, int32_t x) { atomicMax(at, x); }
+// one half of x twice, as an operand of hmul2 and hfma2 without an instruction of its own
+KV_DEV uint32_t low2(uint32_t x) {
+  uint32_t y;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(y) : "r"(x));
+  return y;
+}
+KV_DEV uint32_t high2(uint32_t x) {
+  uint32_t y;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(y) : "r"(x));
+  return y;
+}
 
 // -- bits --------------------------------------------------------------------------------------------------------------------
 KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// c + the sum of products of unsigned bytes: picks and scales a byte in one operation, off the pipe of shifts and masks
+KV_DEV uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 

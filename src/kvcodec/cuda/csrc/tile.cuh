@@ -12,7 +12,8 @@ template <class R> KV_CONSTEXPR int plane_run(int p, int tokens) { return R::pla
 // offset of plane p when every plane holds that many tokens; p = PLANES: the bytes of all
 template <class R> KV_CONSTEXPR int plane_offset(int p, int tokens) {
   int at = 0;
-  for (int i = 0; i < p; ++i) at += align16(plane_run<R>(i, tokens));
+  KV_UNROLL  // a trip count that does not depend on p, or the loop stays a loop
+  for (int i = 0; i < R::PLANES; ++i) at += i < p ? align16(plane_run<R>(i, tokens)) : 0;
   return at;
 }
 template <class R> KV_CONSTEXPR int planes_bytes(int tokens) { return plane_offset<R>(R::PLANES, tokens); }

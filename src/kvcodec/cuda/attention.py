@@ -1,0 +1,489 @@
+"""Decode attention over packed pages in CUDA: what the host does around ``decode.cuh``.
+
+One query token per sequence attends to the codes of a page pool, to tokens held dense and to learned sinks, as
+``kvcodec.attention.attend`` defines it. Keys and values may have different codecs: a ``Pair`` is what a program is
+compiled for, together with launch constants from a table.
+
+Shapes and the grid depend only on the capacity of the page table, lengths live on the device, and nothing synchronises,
+so the operator is safe in a CUDA graph and in ``torch.compile``.
+
+Pitfalls: a page id is read for every tile in ``[start, seq_len)``, so those table entries must be valid; entries
+outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
+"""
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec
+from kvcodec.cuda.build import Kernel, Program, load, refusal, shared_memory
+from kvcodec.cuda.sides import Reader, SideTensors, reader
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.layout import PageLayout
+
+LOG2E = 1.4426950408889634
+HEADS = 8
+"""Query heads of a tile: the narrow side of the tensor core's product."""
+COMBINE_WARPS = 4
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+MOST_SEQUENCES = 65535
+
+
+class Pair(NamedTuple):
+    """What a decode program is compiled for.
+
+    Parameters
+    ----------
+    key, value : Reader
+    head_dim, page_tokens : int
+    key_planes, value_planes : tuple of (bytes of a block, tokens of a block)
+        In the order of the page.
+    """
+
+    key: Reader
+    value: Reader
+    head_dim: int
+    page_tokens: int
+    key_planes: tuple[tuple[int, int], ...]
+    value_planes: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        """Short text for messages."""
+        return f"decode attention of {self.key.type} and {self.value.type}, pages of {self.page_tokens}"
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a side has blocks of several tokens."""
+        return max(self.key.block, self.value.block) > 1
+
+    def tile_bytes(self, tokens: int) -> int:
+        """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
+        return sum(_align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
+
+
+def _align(n: int, to: int = 16) -> int:
+    return -(-n // to) * to
+
+
+def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
+    """Return the pair of two codecs, or the reason why the kernels do not read it."""
+    sides = reader(key, head_dim, "key"), reader(value, head_dim, "value")
+    for side in sides:
+        if isinstance(side, str):
+            return side
+    k, v = sides
+    assert isinstance(k, Reader)
+    assert isinstance(v, Reader)
+    if v.lends and k.lends == v.lends:
+        v = replace(v, type=v.borrower, shared=0, tables=None)
+    step = math.lcm(16, k.block, v.block)
+    if page_tokens % step:
+        return f"page_tokens={page_tokens} is not a multiple of {step}"
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    planes: dict[str, list[tuple[int, int]]] = {"key": [], "value": []}
+    for plane in page.planes:
+        planes[plane.role].append((plane.field.nbytes, page_tokens // plane.blocks))
+    return Pair(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
+
+
+# -- launch constants --------------------------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """Launch constants.
+
+    Parameters
+    ----------
+    tile : int
+        Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
+    warps : int
+        Warps of a CTA.
+    stages : int
+        Tiles of a warp's ring.
+    resident : int
+        CTAs that shall share a multiprocessor: bounds the registers.
+    splits : int
+        CTAs that share the tokens of a sequence.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    resident: int
+    splits: int
+
+
+class Machine(NamedTuple):
+    """What the table of launch constants knows of a GPU: multiprocessors, and bytes of shared memory."""
+
+    sms: int
+    shared_block: int
+    shared_sm: int
+
+
+H200 = Machine(132, 232448, 233472)
+
+
+def shared_bytes(pair: Pair, config: Config) -> int:
+    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
+    tables = _align(_align(pair.key.shared) + _align(pair.value.shared), 128)
+    row = pair.head_dim + pair.head_dim // 4 + 1  # kv::row_floats
+    ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
+    merge = config.warps * 8 * (row + 2) * 4
+    return tables + _align(8 * (row + 1) * 4, 128) + max(ring, merge)
+
+
+@lru_cache(maxsize=256)
+def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Config:
+    """Choose launch constants; a pure function, nothing is tuned at run time.
+
+    Parameters
+    ----------
+    pair : Pair
+    units : int
+        Sequences x KV heads x tiles of 8 query heads: CTAs without any split.
+    capacity : int
+        Tokens that the page table can hold per sequence.
+    machine : Machine
+
+    Raises
+    ------
+    UnsupportedError
+        No choice fits the machine's shared memory.
+    """
+    least = 32 if pair.blocked else 16
+    tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
+    # two CTAs a multiprocessor hide each other's starts and ends; long tiles and three stages keep bytes in flight
+    for resident, shapes in ((2, ((4, 3), (4, 2))), (1, ((8, 3), (8, 2), (4, 3), (4, 2), (2, 2)))):
+        for tile in tiles:
+            for warps, stages in shapes:
+                config = Config(tile, warps, stages, resident, 1)
+                need = shared_bytes(pair, config)
+                if need <= machine.shared_block and resident * (need + 1024) <= machine.shared_sm:
+                    return config._replace(splits=_splits(config, units, capacity, machine))
+    raise UnsupportedError(
+        f"{pair.name}: needs {shared_bytes(pair, Config(tiles[-1], 2, 2, 1, 1))} bytes of shared memory in a block; "
+        f"this GPU has {machine.shared_block}."
+    )
+
+
+def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
+    slots = config.resident * machine.sms
+    most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
+    if units >= slots:
+        # whole waves of whole sequences; few of them leave a long last one
+        wanted = 1 if units >= 4 * slots or units % slots == 0 else -(-2 * slots // units)
+    else:
+        wanted = max(1, slots // max(units, 1))
+    return min(wanted, most)
+
+
+@lru_cache
+def machine(device: torch.device) -> Machine:
+    """What the table of launch constants knows of this GPU; of an H200 where there is none."""
+    if device.type != "cuda":
+        return H200
+    found = torch.cuda.get_device_properties(device)
+    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def program(pair: Pair, config: Config, cap: bool = False) -> Program:
+    """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
+    threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
+    headers = sorted({pair.key.header, pair.value.header})
+    source = "\n".join(
+        [
+            '#include "decode.cuh"',
+            *(f'#include "{name}"' for name in headers),
+            f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}>;",
+            f'static_assert(Decode::SHARED == {shared_bytes(pair, config)}, "shared memory as the host counts it");',
+            f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
+            f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
+            "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
+            f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
+            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{pair.head_dim}, {COMBINE_WARPS}>(a); }}",
+            "",
+        ]
+    )
+    folders = tuple(dict.fromkeys((Program("").folders[0], pair.key.folder, pair.value.folder)))
+    return Program(source, folders=folders)
+
+
+@lru_cache(maxsize=256)
+def _kernels(pair: Pair, config: Config, cap: bool, device: torch.device) -> tuple[Kernel, ...]:
+    # the number of splits is no part of the program
+    return load(program(pair, config, cap), ("kv_decode", "kv_combine"), device, pair.name)
+
+
+ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "11q" + "10i2f")
+"""``kv::DecodeArgs``, field by field."""
+ARGS_FIELDS = (
+    *("q", "pages", "page_table", "seq_lens", "start", "dense_k", "dense_v", "dense_lens", "dense_start", "sinks"),
+    *("part_o", "part_m", "part_l", "out", "lse"),
+    *(f"{s}.{f}" for s in ("key", "value") for f in ("table", "factor", "table_head", "factor_batch", "block")),
+    *("q_batch", "q_head", "table_row", "dense_k_batch", "dense_k_head", "dense_k_token"),
+    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head"),
+    *("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles", "splits", "slots", "capacity", "dense_width"),
+    *("scale2", "softcap"),
+)
+"""Names of its numbers, in order."""
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, int, int, int, int]:
+    return (
+        _at(tables),
+        _at(factor),
+        0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
+        0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
+        order,
+    )
+
+
+def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False) -> int:
+    """Return how many fp32 numbers the partial results of these sizes take."""
+    return batch * num_q_heads * (num_splits + int(dense)) * (head_dim + 2)
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+_PAIRS: dict[str, Pair] = {}
+"""Pairs by the text that stands for them in a compiled graph."""
+
+
+def text_of(pair: Pair) -> str:
+    """Name a pair for ``decode_attention``, which knows it from then on."""
+    text = repr(tuple(pair))
+    _PAIRS[text] = pair
+    return text
+
+
+def pair_of(text: str) -> Pair:
+    """Return the pair that ``text_of`` named.
+
+    Raises
+    ------
+    UnsupportedError
+        It has not been named here.
+    """
+    if text not in _PAIRS:
+        raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
+    return _PAIRS[text]
+
+
+def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
+    """Return the splits that ``decode_attention`` chooses for these sizes."""
+    pair = _PAIRS[pair_text]
+    units = q.shape[0] * num_kv_heads * -(-(q.shape[1] // num_kv_heads) // HEADS)
+    return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device)).splits
+
+
+def _attend(
+    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, pair_text: str, num_kv_heads: int,
+    key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
+    value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
+    dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
+    sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None, config: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair = _PAIRS[pair_text]
+    batch, num_q_heads, _, dim = q.shape
+    group = num_q_heads // num_kv_heads
+    tiles = -(-group // HEADS)
+    rows = batch * num_q_heads
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
+    dense_strides: tuple[int, ...] = (0,) * 6
+    dense_kind = width = 0
+    if dense_k is not None and dense_v is not None and dense_k.shape[2]:
+        dense_k = dense_k if dense_k.stride(3) == 1 else dense_k.contiguous()
+        dense_v = dense_v if dense_v.stride(3) == 1 else dense_v.contiguous()
+        dense_strides = (*dense_k.stride()[:3], *dense_v.stride()[:3])
+        dense_kind, width = KINDS[dense_k.dtype], dense_k.shape[2]
+    else:
+        dense_k = dense_v = None
+    capacity = table.shape[1] * pair.page_tokens
+    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, machine(q.device))
+    slots = chosen.splits + (dense_k is not None)
+    o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
+    if rows == 0:
+        return o, lse
+    part = 0
+    if slots > 1:
+        if workspace is None:
+            workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
+        part = workspace.data_ptr()
+    size = rows * slots * 4
+    args = ctypes.create_string_buffer(ARGS.size)
+    ARGS.pack_into(
+        args, 0,
+        q.data_ptr(), pages.data_ptr(), table.data_ptr(), seq_lens.data_ptr(), _at(start),
+        _at(dense_k), _at(dense_v), _at(dense_lens), _at(dense_start), _at(sinks),
+        part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
+        *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
+        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
+        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, chosen.splits, slots, capacity, width,
+        scale * LOG2E, softcap,
+    )  # fmt: skip
+    decode, combine = _kernels(pair, chosen._replace(splits=0), softcap > 0.0, q.device)
+    decode.launch((slots, num_kv_heads * tiles, batch), chosen.warps * 32, shared_bytes(pair, chosen), args)
+    if slots > 1:
+        shared = (2 * COMBINE_WARPS * (dim + 1) + slots) * 4  # kv::combine_shared
+        # its own first instruction waits for the partials, so its launch may run beside the decode kernel
+        combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
+    return o, lse
+
+
+# compiled graphs trace the operator, eager calls skip the dispatcher
+_op = torch.library.custom_op("kvcodec::cuda_decode_attention", _attend, mutates_args=("workspace",))
+
+
+@_op.register_fake
+def _(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def decode_attention(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    *,
+    pair: str,
+    key: SideTensors,
+    value: SideTensors,
+    scale: float,
+    num_kv_heads: int,
+    dense_k: Tensor | None = None,
+    dense_v: Tensor | None = None,
+    dense_lens: Tensor | None = None,
+    dense_start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    start: Tensor | None = None,
+    softcap: float = 0.0,
+    workspace: Tensor | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query token per sequence to packed pages, dense tokens and learned sinks.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, 1, D]``
+        Model basis (not rotated), fp16, bf16 or fp32; last axis contiguous or copied.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    table : Tensor int32 ``[B, max_pages]``
+        Page ids; token t of sequence b lies in page ``table[b, t // P]``, slot ``t % P``.
+    seq_lens : Tensor int32 ``[B]``
+        Encoded tokens per sequence, on the device.
+    pair : str
+        ``text_of`` a pair: codecs, head_dim, page size.
+    key, value : SideTensors
+        The layer's constants, ``sides.tensors_for``.
+    scale : float
+        Multiplies the scores, usually D ** -0.5.
+    num_kv_heads : int
+    dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
+        Tokens kept in 16 or 32 bit (sinks, window), model basis.
+    dense_lens, dense_start : Tensor int32 ``[B]``, optional
+        Live dense tokens are ``[dense_start, dense_lens)``; default all W.
+    sinks : Tensor ``[HQ]``, optional
+        One learned logit per query head that only joins the softmax's denominator.
+    start : Tensor int32 ``[B]``, optional
+        First live encoded token: tokens before it were evicted or are padding.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    workspace : Tensor float32, optional
+        At least ``workspace_numel`` numbers; allocated per call if absent.
+    config : Config, optional
+        Launch constants instead of the table's.
+
+    Returns
+    -------
+    (Tensor ``[B, HQ, 1, D]`` of q's dtype, Tensor float32 ``[B, HQ]``)
+        The output, and the log-sum-exp of the scores (natural, sinks included).
+
+    Raises
+    ------
+    ShapeError, UnsupportedError
+    """
+    _check(q, pages, table, seq_lens, pair, num_kv_heads, dense_k, dense_v, sinks, key, value)
+    run = _op if torch.compiler.is_compiling() else _attend
+    out: tuple[Tensor, Tensor] = run(
+        q, pages, table, seq_lens, float(scale), pair, num_kv_heads, key.tables, key.factor, key.order,
+        value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
+        float(softcap), workspace, list(config or ()),
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, text: str, heads: int,
+    dense_k: Tensor | None, dense_v: Tensor | None, sinks: Tensor | None, key: SideTensors, value: SideTensors,
+) -> None:  # fmt: skip
+    name = "decode_attention"
+    if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in KINDS:
+        raise ShapeError(
+            f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
+            f"sequence."
+        )
+    pair = pair_of(text)
+    batch, num_q_heads, _, dim = q.shape
+    if dim != pair.head_dim or num_q_heads % heads:
+        raise ShapeError(
+            f"{name}: q {list(q.shape)} does not fit head_dim={pair.head_dim} and num_kv_heads={heads}, which must "
+            f"divide the query heads."
+        )
+    want = [heads, pair.tile_bytes(pair.page_tokens)]
+    if pages.dtype != torch.uint8 or list(pages.shape[1:]) != want or not pages.is_contiguous():
+        raise ShapeError(
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, {want[0]}, "
+            f"{want[1]}] is needed."
+        )
+    for what, x in (("table", table), ("seq_lens", seq_lens)):
+        if x.dtype != torch.int32 or x.stride(-1) != 1:
+            raise ShapeError(f"{name}: {what} is {x.dtype}; contiguous int32 is needed.")
+    if not table.shape[0] == seq_lens.shape[0] == batch or batch > MOST_SEQUENCES:
+        raise ShapeError(
+            f"{name}: q has {batch} sequences, table {table.shape[0]}, seq_lens {seq_lens.shape[0]}; they must agree, "
+            f"and be {MOST_SEQUENCES} at most."
+        )
+    if (dense_k is None) != (dense_v is None):
+        raise ShapeError(f"{name}: dense_k and dense_v come together or not at all.")
+    if (
+        dense_k is not None
+        and dense_v is not None
+        and (dense_k.dtype != dense_v.dtype or dense_k.dtype not in KINDS or dense_k.shape != dense_v.shape)
+    ):
+        raise ShapeError(
+            f"{name}: dense_k is {dense_k.dtype} {list(dense_k.shape)}, dense_v {dense_v.dtype} "
+            f"{list(dense_v.shape)}; use one floating dtype and one shape."
+        )
+    if sinks is not None and sinks.numel() != num_q_heads:
+        raise ShapeError(f"{name}: sinks has {sinks.numel()} logits; one per query head, {num_q_heads}, is needed.")
+    for what, side in (("key", key), ("value", value)):
+        if side.factor is not None and side.factor.shape[0] not in (1, batch):
+            raise ShapeError(f"{name}: the {what} constants are of {side.factor.shape[0]} sequences, q has {batch}.")
+    if (reason := _refused(q.device)) != "":
+        raise UnsupportedError(f"{name}: {reason}.")
+
+
+@lru_cache
+def _refused(device: torch.device) -> str:
+    return refusal(device)

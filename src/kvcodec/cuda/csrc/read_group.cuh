@@ -1,0 +1,153 @@
+// Readers of integers in groups of 32: along channels of a token (GroupInt: values of kivi, octopus, ultra-tq; keys of innerq) or along
+// tokens of a channel (keys of kivi, values of innerq). Bytes: kvcodec/codecs/group_int.py and innerq.py.
+#pragma once
+#include "read_int.cuh"
+
+namespace kv {
+
+// Keys with a scale per group of 32 channels: part j has 8 of every group's channels.
+template <int D, int BITS> struct GroupKeys {
+  using Part = Codes<BITS, 8>;
+  KV_CONST int ROW = D * BITS / 8;
+  KV_CONST int GROUPS = D / 32;
+  KV_CONST int K_REGS = GROUPS * Part::REGS;
+  KV_CONST bool K_BLOCKED = false;
+  KV_CONST bool HAS_K_ZERO = true;
+  KV_FUNCTION int k_channel(int part, int e) { return e / 8 * 32 + part * 8 + Part::place(e % 8); }
+  KV_FUNCTION float k_weight(int e) { return 1.0f / Part::factor(e % 8); }
+  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+    KV_UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      uint32_t x[Part::REGS];
+      Part::read(planes[0] + token * ROW + group * 4 * BITS, part, x);
+      KV_UNROLL
+      for (int n = 0; n < Part::REGS; ++n) r[group * Part::REGS + n] = x[n];
+    }
+  }
+  template <class P> KV_DEV static float number(const P& planes, int plane, int token, int group) {
+    return half_float(((const uint16_t*)planes[plane])[token * GROUPS + group]);
+  }
+  template <class P> KV_DEV static float k_scale(const P& planes, int token, int group) {
+    return number(planes, 1, token, group) * 16777216.0f;
+  }
+};
+
+// Groups of GROUP channels of a token, asymmetric.
+template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BITS> {
+  using V = Codes<BITS, D == 96 ? 16 : D / 8>;
+  static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
+  KV_CONST int ROW = D * BITS / 8;
+  KV_CONST int SCALES = (D + GROUP - 1) / GROUP;
+  KV_CONST int BLOCK = 1;
+  KV_CONST int PLANES = 3;
+  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? ROW : 2 * SCALES; }
+  KV_CONST int TABLE = 0;
+  KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
+  template <class P> KV_DEV static float k_zero(const P& planes, int token, int group) {
+    static_assert(GROUP == 32, "keys in groups of 32");
+    return GroupKeys<D, BITS>::number(planes, 2, token, group);
+  }
+
+  // registers hold S code + Z, rounded once
+  KV_CONST int V_REGS = V::REGS;
+  KV_CONST bool V_BLOCKED = false;
+  KV_CONST bool V_BLOCK_ZERO = false;
+  KV_CONST bool HAS_V_SCALE = false;
+  KV_CONST bool HAS_V_ZERO = false;
+  KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
+  KV_FUNCTION float v_weight(int) { return 1.0f; }
+  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+    const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
+    const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
+    V::read(planes[0] + token * ROW, live, r);
+    V::whole(r);
+    KV_UNROLL
+    for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
+  }
+};
+
+// Keys in groups of 32 tokens of a channel, asymmetric (kivi).
+template <int D, int BITS> struct ReadTokenInt {
+  using K = Codes<BITS, key_codes<D, BITS>()>;
+  KV_CONST int ROW = D * BITS / 8;
+  KV_CONST int BLOCK = 32;
+  KV_CONST int PLANES = 3;
+  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? 32 * ROW : 2 * D; }
+  KV_CONST int TABLE = 0;
+  KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
+
+  KV_CONST int GROUPS = 1;
+  KV_CONST int K_REGS = K::REGS;
+  KV_CONST bool K_BLOCKED = true;
+  KV_CONST bool HAS_K_ZERO = false;
+  KV_CONST float K_UNIT = 16777216.0f;
+  KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
+  KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
+  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+    K::read(planes[0] + token * ROW, live_part<D, K>(part), r);
+  }
+  // numbers of a part's channels, paired as the codes are
+  KV_DEV static void pairs(const uint8_t* plane, int block, int part, uint32_t (&r)[K_REGS]) {
+    uint32_t w[K::REGS];
+    load_run<K::REGS>(w, plane + block * (2 * D) + part * (4 * K::REGS));
+    KV_UNROLL
+    for (int n = 0; n < K_REGS; ++n) {
+      const int a = K::place(2 * n), b = K::place(2 * n + 1);
+      r[n] = b == a + 1 ? w[a / 2] : prmt(w[a / 2], w[b / 2], (a % 2 ? 0x0032u : 0x0010u) | (b % 2 ? 0x7600u : 0x5400u));
+    }
+  }
+  template <class P> KV_DEV static void k_block(const P& planes, int block, int part, uint32_t (&s)[K_REGS], uint32_t (&z)[K_REGS]) {
+    const int live = live_part<D, K>(part);
+    pairs(planes[1], block, live, s);
+    pairs(planes[2], block, live, z);
+  }
+};
+
+// Keys of innerq: symmetric codes of WIDTH bits in groups of 32 channels.
+template <int D, int WIDTH> struct ReadInnerKey : GroupKeys<D, WIDTH> {
+  KV_CONST int BLOCK = 1;
+  KV_CONST int PLANES = 2;
+  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D * WIDTH / 8 : D / 16; }
+  KV_CONST int TABLE = 0;
+  KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
+  template <class P> KV_DEV static float k_zero(const P& planes, int token, int group) {
+    return GroupKeys<D, WIDTH>::number(planes, 1, token, group) * -(float)(1 << (WIDTH - 1));
+  }
+};
+
+// Values of innerq: groups of 32 tokens of a channel, symmetric; hybrid: asymmetric where the scale's sign bit is set.
+template <int D, int WIDTH, bool HYBRID> struct ReadInnerValue {
+  using V = Codes<WIDTH, value_codes<D, WIDTH>()>;
+  KV_CONST int ROW = D * WIDTH / 8;
+  KV_CONST int BLOCK = 32;
+  KV_CONST int PLANES = HYBRID ? 3 : 2;
+  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? 32 * ROW : 2 * D; }
+  KV_CONST int TABLE = 0;
+  KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
+
+  KV_CONST int V_REGS = V::REGS;
+  KV_CONST bool V_BLOCKED = true;
+  KV_CONST bool V_BLOCK_ZERO = true;
+  KV_CONST bool HAS_V_SCALE = false;
+  KV_CONST bool HAS_V_ZERO = false;
+  KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
+  KV_FUNCTION float v_weight(int e) { return 1.0f / V::factor(e); }
+  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+    V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
+  }
+  template <class P> KV_DEV static float size(const P& planes, int block, int channel) {
+    return half_float(((const uint16_t*)planes[1])[block * D + channel] & 0x7fffu);
+  }
+  template <class P> KV_DEV static float v_bscale(const P& planes, int block, int channel) {
+    return size(planes, block, channel) * 16777216.0f;
+  }
+  template <class P> KV_DEV static float v_bzero(const P& planes, int block, int channel) {
+    const float zero = size(planes, block, channel) * -(float)(1 << (WIDTH - 1));
+    if constexpr (HYBRID) {
+      if (((const uint16_t*)planes[1])[block * D + channel] >> 15) return half_float(((const uint16_t*)planes[2])[block * D + channel]);
+    }
+    return zero;
+  }
+};
+
+}  // namespace kv

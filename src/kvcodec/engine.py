@@ -1,0 +1,343 @@
+"""Which fused kernels serve a layer, and how they are called: Triton's for 4-bit integers, CUDA's for the rest.
+
+An engine holds no module and no compiled kernel, only names and tensors: caches are copied and saved.
+
+Triton kernels are preferred where both are there, because they serve AMD GPUs as well.
+"""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.cache import RoleState
+from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import UnsupportedError
+from kvcodec.layout import page_tokens_for
+from kvcodec.pages import PageStore
+from kvcodec.scheme import KVScheme
+
+
+def choose(
+    scheme: KVScheme, head_dim: int, device: torch.device, page_tokens: int | None = None, *, static: bool = False
+) -> "Engine | str":
+    """Return the engine for a layer's scheme, or the reason why there is none.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Of one layer (``scheme.for_layer``), its codecs as they are for the dtype (``for_dtype``).
+    head_dim : int
+    device : torch.device
+    page_tokens : int, optional
+    static : bool
+        Whether steps must not synchronise: then both roles need a kernel to encode.
+    """
+    tokens = page_tokens or page_tokens_for(scheme.key.layout(head_dim), scheme.value.layout(head_dim))
+    triton = _triton(scheme, head_dim, device)
+    if isinstance(triton, Engine):
+        return triton
+    cuda = _cuda(scheme, head_dim, device, tokens, static)
+    if isinstance(cuda, Engine):
+        return cuda
+    return triton if triton and device.type != "cuda" else cuda
+
+
+def order_of(codec: Codec, head_dim: int) -> int:
+    """Order of the rotation that the Triton kernels apply for the codec; 1 for none."""
+    return codec.block_for(head_dim) if isinstance(codec, SawInt4) else 1
+
+
+def triton_stem(scheme: KVScheme) -> str:
+    """Name of the Triton kernel module that serves both codecs, or ``""``; Triton is not imported."""
+    # by type, not by the name alone: a codec of another package may have the same one
+    stems = {c.kernel if isinstance(c, SawInt4 | GroupInt) else None for c in (scheme.key, scheme.value)}
+    stem = stems.pop() if len(stems) == 1 else None
+    return stem or ""
+
+
+def _triton(scheme: KVScheme, head_dim: int, device: torch.device) -> "Engine | str":
+    """Return the Triton engine, the reason why not, or ``""`` where no Triton kernel is for the scheme at all."""
+    if not (stem := triton_stem(scheme)):
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install kvcodec[triton]"
+    knobs = importlib.import_module("triton").knobs
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        return f"device {device} is not a GPU"
+    kernels = importlib.import_module(f"kvcodec.kernels.{stem}")
+    orders = order_of(scheme.key, head_dim), order_of(scheme.value, head_dim)
+    return str(kernels.supports(head_dim, *orders)) or TritonEngine(stem, *orders)
+
+
+def _cuda(scheme: KVScheme, head_dim: int, device: torch.device, page_tokens: int, static: bool) -> "Engine | str":
+    from kvcodec.cuda.attention import Pair, pair_for
+    from kvcodec.cuda.build import refusal
+    from kvcodec.cuda.sides import encoder
+
+    pair = pair_for(scheme.key, scheme.value, head_dim, page_tokens)
+    if not isinstance(pair, Pair):
+        return pair
+    if static:
+        for role in ROLES:
+            if isinstance(reason := encoder(scheme.codec(role), head_dim, role), str):
+                return f"{reason}, and PyTorch's would synchronise in every step; leave max_len out"
+    return refusal(device) or CudaEngine(scheme.key, scheme.value, head_dim, page_tokens)
+
+
+def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
+    """As ``kvcodec.registry.kernels_for``."""
+    from kvcodec.cuda.attention import pair_for
+    from kvcodec.cuda.sides import encoder
+
+    if triton_stem(scheme):
+        return {"encode": "triton", "decode": "triton"}
+    step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
+    if isinstance(pair_for(scheme.key, scheme.value, head_dim, step), str):
+        return {"encode": "none", "decode": "none"}
+    written = {r: "none" if isinstance(encoder(scheme.codec(r), head_dim, r), str) else "cuda" for r in ROLES}
+    same = written["key"] == written["value"]
+    encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
+    return {"encode": encode, "decode": "cuda"}
+
+
+class Engine:
+    """What reads and writes the pages of one layer."""
+
+    name = ""
+    """``triton`` or ``cuda``."""
+    ready = False
+    """Whether the constants of both roles are where the kernels find them."""
+
+    def prepare(self, roles: Mapping[Role, RoleState]) -> None:
+        """Take over the constants of the roles; tensors that were there keep their addresses if shapes allow."""
+        self.ready = True
+
+    def written_by(self, role: Role) -> str:
+        """Return what encodes a role: the engine's name, or ``torch``."""
+        return self.name
+
+    def tensors(self) -> list[Tensor]:
+        """Constants on the device."""
+        return []
+
+    def encode(
+        self,
+        new: Mapping[Role, Tensor],
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+    ) -> None:
+        """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
+        """Attention of one query token; options as the kernels' ``decode_attention``."""
+        raise NotImplementedError
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """Upper bound of what a call needs beside the cache."""
+        raise NotImplementedError
+
+
+class TritonEngine(Engine):
+    """Triton kernels ``kvcodec/kernels/<stem>.py``.
+
+    Parameters
+    ----------
+    stem : str
+    key_order, value_order : int
+        Hadamard orders.
+    """
+
+    name = "triton"
+
+    def __init__(self, stem: str, key_order: int, value_order: int) -> None:
+        self.stem, self.key_order, self.value_order = stem, key_order, value_order
+
+    def encode(
+        self,
+        new: Mapping[Role, Tensor],
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+    ) -> None:
+        """As ``Engine.encode``; one launch."""
+        from kvcodec.kernels.decode_attention import CODECS
+
+        CODECS[self.stem].encode_to_pages(
+            new["key"],
+            new["value"],
+            store.pages,
+            store.table,
+            first,
+            key_block=self.key_order,
+            value_block=self.value_order,
+            page_tokens=store.layout.page_tokens,
+            bad=bad,
+        )
+
+    def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
+        """As ``Engine.attend``."""
+        from kvcodec.kernels.decode_attention import decode_attention
+
+        if softcap:
+            raise UnsupportedError(f"the Triton kernels have no soft cap (got {softcap}); use attention='decoded'.")
+        out = decode_attention(
+            q,
+            store.pages,
+            store.table,
+            seq_lens,
+            key_block=self.key_order,
+            value_block=self.value_order,
+            page_tokens=store.layout.page_tokens,
+            num_kv_heads=store.heads,
+            codec=self.stem,
+            **options,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """As ``Engine.workspace_bytes``: 512 splits are the most that the table of launch constants gives."""
+        from kvcodec.kernels.decode_attention import workspace_numel
+
+        return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], 512, dense)
+
+
+class CudaEngine(Engine):
+    """CUDA kernels, compiled for the two codecs when they are first used.
+
+    Parameters
+    ----------
+    key, value : Codec
+    head_dim, page_tokens : int
+    """
+
+    name = "cuda"
+
+    def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
+        self.codecs: dict[Role, Codec] = {"key": key, "value": value}
+        self.head_dim, self.page_tokens = head_dim, page_tokens
+        self.reading: dict[Role, Any] = {}  # SideTensors
+        self.writing: dict[Role, Any] = {}
+        self._name_programs()
+
+    def _name_programs(self) -> None:
+        from kvcodec.cuda import attention, encode
+
+        key, value = self.codecs["key"], self.codecs["value"]
+        pair = attention.pair_for(key, value, self.head_dim, self.page_tokens)
+        assert not isinstance(pair, str)
+        target = encode.target_for(key, value, self.head_dim, self.page_tokens)
+        self.pair, self.target = attention.text_of(pair), encode.text_of(target)
+        self.encoders: dict[Role, bool] = {role: target.side(role) is not None for role in ROLES}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore in a process that may not know the programs' names yet."""
+        self.__dict__.update(state)
+        self._name_programs()
+
+    def prepare(self, roles: Mapping[Role, RoleState]) -> None:
+        """As ``Engine.prepare``."""
+        from kvcodec.cuda.sides import Encoder, Reader, SideTensors, encoder, reader, tensors_for
+
+        for role in ROLES:
+            state, codec = roles[role], self.codecs[role]
+            assert state.params is not None
+            heads = state.site.num_heads
+            read, write = reader(codec, self.head_dim, role), encoder(codec, self.head_dim, role)
+            assert isinstance(read, Reader)
+            fresh = tensors_for(read, state.params, heads, self.head_dim)
+            self.reading[role] = _kept(self.reading.get(role), fresh)
+            if isinstance(write, Encoder):
+                self.writing[role] = _kept(
+                    self.writing.get(role), tensors_for(write, state.params, heads, self.head_dim)
+                )
+            else:
+                self.writing[role] = SideTensors(None, None, 1)
+        self.ready = True
+
+    def written_by(self, role: Role) -> str:
+        """As ``Engine.written_by``."""
+        return self.name if self.encoders[role] else "torch"
+
+    def tensors(self) -> list[Tensor]:
+        """As ``Engine.tensors``."""
+        held = [*self.reading.values(), *self.writing.values()]
+        return [x for side in held for x in (side.tables, side.factor) if x is not None]
+
+    def encode(
+        self,
+        new: Mapping[Role, Tensor],
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+    ) -> None:
+        """As ``Engine.encode``; a role without a kernel is encoded by its codec into the same pages."""
+        from kvcodec.cuda.encode import encode_to_pages
+
+        for role, x in new.items():
+            if not self.encoders[role]:
+                state = roles[role]
+                assert state.params is not None
+                payload = state.codec.encode(state.codec.to_code(x.float(), state.params), state.params)
+                store.write(role, state.next_slot, payload)
+        encode_to_pages(
+            new["key"] if self.encoders["key"] else None,
+            new["value"] if self.encoders["value"] else None,
+            store.pages,
+            store.table,
+            first,
+            target=self.target,
+            key=self.writing["key"],
+            value=self.writing["value"],
+            bad=bad,
+        )
+
+    def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
+        """As ``Engine.attend``."""
+        from kvcodec.cuda.attention import decode_attention
+
+        out, _ = decode_attention(
+            q,
+            store.pages,
+            store.table,
+            seq_lens,
+            pair=self.pair,
+            key=self.reading["key"],
+            value=self.reading["value"],
+            num_kv_heads=store.heads,
+            softcap=softcap,
+            **options,
+        )
+        return out
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """As ``Engine.workspace_bytes``."""
+        from kvcodec.cuda.attention import splits_of, workspace_numel
+
+        splits = splits_of(self.pair, q, store.heads, store.table)
+        return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
+
+
+def _kept(old: Any, fresh: Any) -> Any:
+    """Fresh constants, in the old tensors where those have the same shape: captured graphs hold their addresses."""
+    if old is None:
+        return fresh
+    return fresh._replace(**{name: _into(getattr(old, name), getattr(fresh, name)) for name in ("tables", "factor")})
+
+
+def _into(old: Tensor | None, fresh: Tensor | None) -> Tensor | None:
+    if old is None or fresh is None or old.shape != fresh.shape or old.device != fresh.device:
+        return fresh
+    return old.copy_(fresh)

@@ -1,0 +1,45 @@
+"""The decode kernel with saw-int4: every option of the call, every place where a sequence may begin or end."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.ops.hadamard import power_of_two_divisor
+from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
+
+SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(dim: int, options: dict[str, Any]) -> None:
+    check(SAW, SAW, dim, Case(**options))
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(page=16, tile=16, warps=1, stages=2),
+        Geometry(page=64, tile=64, warps=2, stages=3),
+        Geometry(page=128, tile=32, warps=4, stages=2),
+        Geometry(page=48, tile=48, warps=2, stages=1),
+    ],
+)
+def test_geometries(geometry: Geometry) -> None:
+    for lens in ((1, 15, 16, 17), (47, 48, 49, 300), (63, 64, 65, 257)):
+        check(SAW, SAW, 64, Case(lens=lens, start=(0, 3, 5, 13), splits=2), geometry)
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_a_wrong_basis_shows(role: str) -> None:
+    wrong = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=lambda _: 32)
+    with pytest.raises(AssertionError, match=r"relative error|log-sum-exp"):
+        check(*((wrong, SAW) if role == "key" else (SAW, wrong)), 64, Case(lens=(64,)))
+
+
+def test_dtypes() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        case = Case(lens=(33, 70), dense=(3, 4), q_dtype=dtype, out_dtype=dtype, dense_dtype=dtype)
+        check(SAW, SAW, 64, case, tolerance=2)

@@ -1,0 +1,189 @@
+"""Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Payload, Role, Site
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.cuda.tables_vector import (
+    SIGNED,
+    hqmq_reader,
+    hqmq_shared,
+    hqmq_tables,
+    octopus_reader,
+    octopus_shared,
+    octopus_tables,
+)
+from kvcodec.ops.bitpack import pack
+from kvcodec.ops.hadamard import power_of_two_divisor
+from tests.cuda import harness
+from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
+
+DIMS = [64, 96, 128, 192, 256]
+
+UNPACK = """
+#include "tile.cuh"
+#include "{header}"
+using Reader = {reader};
+template <int N, class Channel, class Weight>
+KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight, int* bad) {{
+  for (int e = 0; e < 2 * N; ++e) {{
+    const float x = kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16));
+    const int c = channel(part, e);
+    if (!(x - x == 0.0f)) *bad = 1;
+    if (c >= 0) row[c] = row[c] == -1.0f ? scale * weight(e) * x : 1e30f;  // a channel is written once
+  }}
+}}
+KV_KERNEL void unpack(const uint8_t* tile, const uint8_t* source, float* out, int* bad, int values) {{
+  KV_DYNAMIC_SHARED(table);
+  const kv::Planes<Reader, {tokens}> planes{{tile}};
+  const int lane = kv::thread() % 32, warp = kv::thread() / 32;
+  Reader::fill(table, source, kv::thread(), 64);
+  kv::sync_threads();
+  for (int token = 8 * warp; token < {tokens}; token += 16) {{
+    {body}
+  }}
+}}
+extern "C" void run(const uint8_t* tile, const uint8_t* source, float* out, int* bad, int64_t values) {{
+  kv::launch(1, 1, 1, 64, Reader::TABLE, unpack, tile, source, out, bad, (int)values);
+}}
+extern "C" int table_bytes() {{ return Reader::TABLE; }}
+"""
+KEYS = """
+    if (!values) {
+      const int at = token + lane / 4;
+      uint32_t r[Reader::K_REGS];
+      Reader::keys(planes, table, at, lane % 4, lane, r);
+      store(out + at * {D}, lane % 4, r, Reader::k_scale(planes, at, 0), Reader::k_channel, Reader::k_weight, bad);
+    }"""
+VALUES = """
+    if (values) {
+      for (int odd = 0; odd < 2; ++odd) {
+        const int at = token + lane % 4 * 2 + odd;
+        uint32_t r[Reader::V_REGS];
+        Reader::values(planes, table, at, lane / 4, lane, r);
+        store(out + at * {D}, lane / 4, r, Reader::v_scale(planes, at), Reader::v_channel, Reader::v_weight, bad);
+      }
+    }"""
+
+
+def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role) -> Tensor:
+    """What a reader makes of a tile: float32 ``[tokens, dim]``; of bytes 255 without a payload."""
+    octopus = isinstance(codec, Octopus)
+    if octopus:
+        assert isinstance(codec, Octopus)
+        reader, header, shared, table = (
+            octopus_reader(codec, dim), "read_octopus.cuh", octopus_shared(codec), octopus_tables(codec)(params),
+        )  # fmt: skip
+    else:
+        assert isinstance(codec, Hqmq)
+        reader, header, shared, table = hqmq_reader(codec, dim), "read_hqmq.cuh", hqmq_shared(codec), hqmq_tables(params)
+    body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
+    lib = harness.build(UNPACK.format(header=header, reader=reader, tokens=tokens, body=body))
+    assert lib.enter("table_bytes", result=ctypes.c_int) == shared
+    planes = []
+    for field in codec.layout(dim).fields:
+        size = field.nbytes * tokens
+        plane = torch.full((-(-size // 16) * 16,), 255, dtype=torch.uint8)
+        if payload is not None:
+            plane[:size] = payload[field.name][0, 0].contiguous().view(torch.uint8).flatten()
+        planes.append(plane)
+    out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
+    lib.call("run", torch.cat(planes), table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
+    if payload is not None:
+        assert not bad.item()
+    return out
+
+
+def codes_everywhere(count: int, places: int) -> tuple[Tensor, int]:
+    """Codes ``[1, 1, tokens, places]`` that take every value at every place, and how many tokens that takes."""
+    tokens = -(-count // 16) * 16
+    return ((torch.arange(tokens)[:, None] + 37 * torch.arange(places)) % count)[None, None], tokens
+
+
+def numbers(tokens: int) -> Tensor:
+    """Scales over the whole range of fp16: ``[1, 1, tokens, 1]``."""
+    return torch.exp2(torch.arange(tokens) % 29 - 14.0).mul(1 + torch.arange(tokens) % 7 / 8).half()[None, None, :, None]
+
+
+OCTOPUS = [Octopus(3, 1), Octopus(4, 2), Octopus(5, 3, norm="fp32"), Octopus(3, 2), Octopus(4, 3), Octopus(2, 6), Octopus(5, 4)]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("codec", OCTOPUS, ids=lambda c: f"{c.direction_bits}-{c.norm_bits}")
+def test_octopus_codes(codec: Octopus, dim: int) -> None:
+    if dim not in (64, 96) and codec.code_bits > 10:
+        pytest.skip("many codes; the places of a row depend on the row and the width alone")
+    params = codec.fit(Site(1, "key", 1, dim))
+    codes, tokens = codes_everywhere(2**codec.code_bits, -(-dim // 3))
+    norm = numbers(tokens) if codec.norm == "fp16" else numbers(tokens).float() * 1.1
+    payload = {"codes": pack(codes, codec.code_bits), "norm": norm}
+    want = codec.decode(payload, params)[0, 0]
+    got = unpacked(codec, dim, payload, params, tokens, "key")
+    steps = 1 if codec.code_bits <= 10 else 3  # a direction, a length and their product are rounded
+    scale = norm[0, 0].float()
+    torch.testing.assert_close(got / scale, want / scale, rtol=steps * 2.0**-11 * 1.001, atol=1e-6)
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("s, r", [(24, 3), (48, 4), (96, 4), (192, 6), (24, 6), (48, 3)])
+def test_hqmq_codes(s: int, r: int, dim: int, role: Role) -> None:
+    codec = Hqmq(s, r, codebook="int8" if (s, r) == (48, 3) else "fp16")
+    params = codec.fit(Site(1, role, 1, dim))
+    codes, tokens = codes_everywhere(24 * s, dim // 4)
+    radii = (torch.arange(tokens)[:, None] // 3 + 5 * torch.arange(dim // 4)) % 2**r
+    scale = numbers(tokens)
+    payload = {"codes": pack(codes, codec.code_bits), "radius": pack(radii[None, None], r), "scale": scale}
+    want = codec.decode(payload, params)[0, 0] / scale[0, 0].float()
+    got = unpacked(codec, dim, payload, params, tokens, role) / scale[0, 0].float()
+    torch.testing.assert_close(got, want, rtol=2.0**-11 * (2.001 if codec.codebook == "int8" else 1.001), atol=2.0**-14)
+
+
+@pytest.mark.parametrize("codec", [*OCTOPUS[:3], Hqmq(24, 3), Hqmq(96, 4), Hqmq(192, 6)], ids=str)
+def test_any_bits_stay_inside(codec: Codec) -> None:
+    """Dead slots: the emulator faults on reads outside of the table."""
+    params = codec.fit(Site(1, "key", 1, 96))
+    unpacked(codec, 96, None, params, 64, "key")
+    if isinstance(codec, Hqmq):
+        unpacked(codec, 96, None, params, 64, "value")
+
+
+SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+
+
+def octopus_side(codec: Octopus) -> Side:
+    return Side(
+        codec,
+        octopus_reader(codec, 0).replace("<0,", "<{D},"),
+        "read_octopus.cuh",
+        order=power_of_two_divisor,
+        table=lambda params, dim: octopus_tables(codec)(params),
+        factor=lambda params, dim: params["signs"],
+    )
+
+
+def hqmq_side(codec: Hqmq) -> Side:
+    reader = hqmq_reader(codec, 0).replace("<0,", "<{D},")
+    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("codec", OCTOPUS[:3], ids=lambda c: f"{c.direction_bits}-{c.norm_bits}")
+def test_octopus_decode(codec: Octopus, dim: int) -> None:
+    for options in OPTIONS:
+        check(octopus_side(codec), SAW, dim, Case(**options))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("s, r", [(24, 3), (48, 4), (96, 4), (192, 6)])
+def test_hqmq_decode(s: int, r: int, dim: int) -> None:
+    side = hqmq_side(Hqmq(s, r))
+    for options in OPTIONS:
+        check(side, side, dim, Case(**options))
