@@ -21,6 +21,7 @@ from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from tests.cuda.harness import Out, build, same_for_any_order
+from tests.cuda.offline import ARCHITECTURES, Loop, compile_kernels, opcode
 
 HEADS, PAGE = 2, 16
 
@@ -270,7 +271,11 @@ def test_threads_do_not_race() -> None:
     x = random_rows(21, 96).half()
     for codec in codecs:
         params = codec.fit(Site(3, "key", HEADS, 96, 5), x.float())
-        same_for_any_order(lambda seed, c=codec, p=params: list(encoders.encoded(c, p, x, seed).values()))
+
+        def run(seed: int, codec: Codec = codec, params: Params = params) -> list[Tensor]:
+            return list(encoders.encoded(codec, params, x, seed).values())
+
+        same_for_any_order(run)
 
 
 SEARCH = """
@@ -368,3 +373,48 @@ def test_hqmq_lists_hold_every_winner(count: int) -> None:
             assert rivals[found[inside], best[inside]].all()
     assert rivals.sum(1).max() <= 2 * MOST_PAIRS
     assert ((rivals.sum(1) + 1) // 2).sum() <= PAIRS[count]
+
+
+BUDGETS = {TurboQuant(4): 1000, Octopus(5, 3): 1700, Hqmq(96, 4): 1500}
+"""Instructions of a warp for four rows where fp32 decides, loops as often as random rows need; head_dim 128, sm_90."""
+TIMES = {Octopus(5, 3): 6, Hqmq(96, 4): 6}
+"""Turns of inner loops: six runs of eight triplets; twelve products, the longest list of 32 random chunks."""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("codec", BUDGETS, ids=lambda codec: type(codec).__name__)
+def test_machine_code(codec: Codec, arch: int) -> None:
+    encoder = row_encoder(codec, 128)
+    assert encoder is not None
+    factor = "kv::FACTOR_TIMES" if encoder.factor else "kv::FACTOR_NONE"
+    source = f"""
+        #include "{encoder.header}"
+        KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{
+          using R = kv::Role<{encoder.type}, {encoder.order}, {factor}>;
+          kv::encode_with_table<R>(a, kv::block_z() ? a.value : a.key);
+        }}
+    """
+    kernel = compile_kernels(source, arch, fma=False)["kv_encode"]
+    assert not kernel.spills()
+    assert kernel.stack == 0
+    assert kernel.registers <= 128  # two blocks of 256 threads
+    if arch != 90:
+        return
+    rows = max(
+        (loop for loop in kernel.loops if "LDGSTS" not in map(opcode, loop.code)), key=lambda loop: len(loop.code)
+    )
+    inner = [loop for loop in kernel.loops if loop.blocks < rows.blocks]
+    stores = sum(opcode(x) == "STG" for x in rows.code)
+    count = len(rows.shortest("STG", stores))
+    if isinstance(codec, Octopus):
+        count += TIMES[codec] * len(max((loop.shortest("LDS", 10) for loop in inner if _has(loop, 10)), key=len))
+    if isinstance(codec, Hqmq):
+        lists = [loop for loop in inner if "HADD2" in map(opcode, loop.code)]
+        assert len(lists) == 4
+        count += sum(TIMES[codec] * len(loop.code) for loop in lists)
+    print(f"{codec}: {count} instructions for four rows, {kernel.registers} registers")
+    assert count <= BUDGETS[codec]
+
+
+def _has(loop: Loop, loads: int) -> bool:
+    return sum(opcode(x) == "LDS" for x in loop.code) >= loads
