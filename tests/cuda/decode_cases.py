@@ -146,8 +146,8 @@ extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
 extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 extern "C" void run(const kv::DecodeArgs* a, int batch) {{
   kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel::SHARED, decode, *a);
-  if (a->slots > 1)
-    kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, kv::combine_shared({dim}, MERGERS, a->slots), combine, *a);
+  const int shared = kv::combine_shared({dim}, MERGERS, a->slots);
+  if (a->slots > 1) kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, shared, combine, *a);
 }}
 """
 

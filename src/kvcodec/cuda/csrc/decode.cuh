@@ -14,12 +14,14 @@
 //   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two that goes into q
 //   keys(planes, table, token, part, lane, r)   raw numbers
 //   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
-//   may have K_OFFSET: the same as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): all groups at once, K_SCALE_UNIT apart
+//   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
+//                 once, without its factor K_SCALE_UNIT
 //   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT: key = s K_UNIT k_weight raw + z
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:   as above, any weight
-//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element; V_UNEVEN: where
-//                 v_uneven(planes, block, part), v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
+//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
+//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp,
+//                 v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies it exactly).
 //
 // Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is fp16: an online softmax
@@ -48,7 +50,10 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     K::k_scales(planes, at + 8, sy);
   } else if constexpr (!K::K_BLOCKED) {
     KV_UNROLL
-    for (int group = 0; group < K::GROUPS; ++group) sx[group] = K::k_scale(planes, at, group), sy[group] = K::k_scale(planes, at + 8, group);
+    for (int group = 0; group < K::GROUPS; ++group) {
+      sx[group] = K::k_scale(planes, at, group);
+      sy[group] = K::k_scale(planes, at + 8, group);
+    }
   }
   KV_UNROLL
   for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
@@ -136,9 +141,11 @@ KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
   b[1] = transpose8(pack_half2(p[2], p[3]));
 }
 
-// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then come the channels' scales
+// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then times the
+// channels' scales
 template <class V>
-KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2], const uint32_t (&b1)[2]) {
+KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2],
+                         const uint32_t (&b1)[2]) {
   const uint32_t one = 0x3c003c00u;
   mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
   mma(mass, one, one, one, one, b0[0], b0[1]);
@@ -146,12 +153,15 @@ KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], c
   KV_UNROLL
   for (int k = 0; k < V::V_REGS / 2; ++k) {
     KV_UNROLL
-    for (int i = 0; i < 8; ++i) part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
+    for (int i = 0; i < 8; ++i) {
+      const int e = 4 * k + i / 4 + i / 2 % 2 * 2;
+      part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(e));
+    }
   }
 }
 template <class V, int D, class P>
-KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4], const float (&mass)[4], const P& planes,
-                         int block, int lane) {
+KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4],
+                         const float (&mass)[4], const P& planes, int block, int lane) {
   float s[2 * V::V_REGS];
   V::v_bscales(planes, block, lane / 4, s);
   KV_UNROLL
@@ -270,9 +280,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
       weights(p16[sub], p);
-      if constexpr (!V::V_BLOCKED) add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
-      // a block without live tokens has arbitrary scales
-      else if (sub % 2 == 1 && (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
+      if constexpr (!V::V_BLOCKED) {
+        add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+      } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
+                 (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
         float fresh[V::V_REGS / 2][2][4], mass[4];
         enter_values<V>(fresh, mass, p16[sub - 1], p16[sub]);
         add_values<V, D, MASKED>(fresh, p16[sub - 1], values, v_table, 16 * sub - 16, lane, live_from, live_to);

@@ -1,8 +1,9 @@
-// Integers of 2, 3, 4 or 8 bits in a little-endian bit stream (kvcodec/ops/bitpack.py), and the reader of int-b (group=0 of
-// kvcodec/codecs/group_int.py): one scale and, unless symmetric, one zero per token.
+// Integers of 2, 3, 4 or 8 bits in a little-endian bit stream (kvcodec/ops/bitpack.py), and the reader of int-b
+// (group=0 of kvcodec/codecs/group_int.py): one scale and, unless symmetric, one zero per token.
 //
-// Codes stay where they lie: masked inside a 16-bit half, a code in bits 0-9 is an fp16 subnormal, code * factor * 2^-24, the
-// factor a power of two by its place. So two codes cost one mask; 2^24 goes into the scale, 1 / factor into q or the output.
+// Codes stay where they lie: masked inside a 16-bit half, a code in bits 0-9 is an fp16 subnormal, code * factor *
+// 2^-24, the factor a power of two by its place. So two codes cost one mask; 2^24 goes into the scale, 1 / factor into
+// q or the output.
 #pragma once
 #include "platform.cuh"
 
@@ -21,8 +22,8 @@ template <int N> KV_DEV void load_run(uint32_t (&w)[N], const void* at) {
   }
 }
 
-// C neighbouring codes, part after part of a row, in registers of two codes each: C is 8 or a multiple of 16 for two and three bits.
-// Element e (register e / 2, half e % 2) is code place(e) of the part and holds code * factor(e) * 2^-24.
+// C neighbouring codes, part after part of a row, in registers of two codes each; for two and three bits C is 8 or a
+// multiple of 16. Element e (register e / 2, half e % 2) is code place(e) of the part: code * factor(e) * 2^-24.
 template <int BITS, int C> struct Codes {
   KV_CONST int REGS = C / 2;
   KV_CONST int BYTES = C * BITS / 8;
@@ -101,8 +102,8 @@ template <int BITS, int C> struct Codes {
   KV_FUNCTION int log2(int f) { return f > 1 ? 1 + log2(f / 2) : 0; }
 };
 
-// Codes per part of a row of D: the parts of D = 96 are as long as those of 128 where they would not end with a byte or a
-// group, so the last ones are empty.
+// Codes per part of a row of D: the parts of D = 96 are as long as those of 128 where they would not end with a byte or
+// a group, so the last ones are empty.
 template <int D, int BITS> KV_CONSTEXPR int key_codes() { return D == 96 && BITS < 4 ? 32 : D / 4; }
 template <int D, int BITS> KV_CONSTEXPR int value_codes() { return D == 96 && BITS < 8 ? 16 : D / 8; }
 
@@ -111,7 +112,9 @@ template <int D, class C> KV_CONSTEXPR int part_channel(int part, int e) {
   return (part + 1) * C::REGS * 2 <= D ? part * C::REGS * 2 + C::place(e) : -1;
 }
 // an empty part reads the first one
-template <int D, class C> KV_DEV int live_part(int part) { return D % (C::REGS * 2 * 4) == 0 || (part + 1) * C::REGS * 2 <= D ? part : 0; }
+template <int D, class C> KV_DEV int live_part(int part) {
+  return D % (C::REGS * 2 * 4) == 0 || (part + 1) * C::REGS * 2 <= D ? part : 0;
+}
 
 template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   using K = Codes<BITS, key_codes<D, BITS>()>;
@@ -123,7 +126,8 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST int TABLE = 0;
   KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
 
-  template <class P> KV_DEV static float scale(const P& planes, int token) { return half_float(((const uint16_t*)planes[1])[token]); }
+  template <class P>
+  KV_DEV static float scale(const P& planes, int token) { return half_float(((const uint16_t*)planes[1])[token]); }
   template <class P> KV_DEV static float zero(const P& planes, int token) {
     if constexpr (SYMMETRIC) return scale(planes, token) * -(float)(1 << (BITS - 1));
     else return half_float(((const uint16_t*)planes[2])[token]);
@@ -135,10 +139,12 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST bool HAS_K_ZERO = true;
   KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     K::read(planes[0] + token * ROW, live_part<D, K>(part), r);
   }
-  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * 16777216.0f; }
+  template <class P>
+  KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * 16777216.0f; }
   template <class P> KV_DEV static float k_zero(const P& planes, int token, int) { return zero(planes, token); }
 
   KV_CONST int V_REGS = V::REGS;
@@ -148,10 +154,12 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST bool HAS_V_ZERO = true;
   KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
   KV_FUNCTION float v_weight(int e) { return 1.0f / V::factor(e); }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
   }
-  template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * 16777216.0f; }
+  template <class P>
+  KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * 16777216.0f; }
   template <class P> KV_DEV static float v_zero(const P& planes, int token) { return zero(planes, token); }
 };
 
