@@ -1,4 +1,4 @@
-"""Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the kernel with them."""
+"""Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the whole kernel."""
 
 import ctypes
 from typing import Any
@@ -129,7 +129,10 @@ def close(got: Tensor, want: Tensor, relative: float) -> None:
 def test_turboquant_codes(dim: int, bits: int, role: Role) -> None:
     codec = TurboQuant(bits, "fp32" if bits == 3 else "fp16")
     params = fitted(codec, dim)
-    payload = {"codes": all_bytes(dim, dim * bits // 8), "norm": norms(1, torch.float32 if bits == 3 else torch.float16)}
+    payload = {
+        "codes": all_bytes(dim, dim * bits // 8),
+        "norm": norms(1, torch.float32 if bits == 3 else torch.float16),
+    }
     reader = f"ReadTurboQuant<{dim}, {bits}, {str(bits == 3).lower()}>"
     got = unpacked(reader, "read_levels.cuh", dim, role, codec, payload, turboquant_table(params, dim))
     close(got, codec.decode(payload, params)[0, 0], 2.0**-11 + 2.0**-20)
@@ -203,7 +206,7 @@ def test_level_table() -> None:
     assert level_table(torch.arange(32.0), 5).view(torch.float16).view(32, 2)[17].tolist() == [17.0, 17.0]
 
 
-# -- the kernel ----------------------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------------------------
 
 
 def turboquant(bits: int, borrows: bool = False, norm: Any = "fp16") -> Side:
