@@ -16,7 +16,6 @@ namespace kv {
 // begin inside a word read up to one word behind their end: the norms' plane follows.
 template <int RUN, int PARTS> struct Stream {
   KV_CONST int WORDS = (RUN + 31) / 32;
-  KV_CONST bool ALIGNED = RUN % 32 == 0 || RUN == 16 || RUN == 8;
   KV_FUNCTION int words_read() {
     int most = 0;
     for (int part = 0; part < PARTS; ++part) {

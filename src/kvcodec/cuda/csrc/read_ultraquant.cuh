@@ -6,8 +6,8 @@
 // bytes first. The table loads shared memory, the registers load the pipe of shifts and masks.
 //
 // Scales are powers of two, which multiply an fp16 number exactly unless the product is subnormal:
-//   by table      code 2^E is (code / 8) (2^E / 8) 64: exact for E >= -17, off by 2^-19 at most below; E beyond 18, which
-//                 c times a magnitude of more than 2^18 has, is out of range
+//   by table      code 2^E is (code / 8) (2^E / 8) 64: exact for E >= -17, off by 2^-19 at most below; E beyond 18, as
+//                 of c times a magnitude of more than 2^18, is out of range
 //   registers     code 2^E is held over the token's largest 2^E, which stays in fp32: exact from 2^-24 of it up
 // scale=real: the product of code / 8 with any fp16 scale is an fp16 number; it is rounded, once.
 #pragma once
