@@ -9,6 +9,7 @@
 //                  memory starts every block as 0xff; a fault becomes an error with the thread's number
 //   order          KV_EMULATE_SEED or kv_emulated_seed(n): 0 takes lanes and warps in order, another number a random
 //                  order of blocks, warps and lanes, changed at every exchange: outputs that differ are a race
+//   time           an endless loop is an error after KV_EMULATE_SECONDS (120) of processor time
 // Limits: a loop that waits for another thread's store never ends (only exchanges hand over); every exchange orders
 // memory, on the hardware only sync_warp and sync_threads do; plain a * b + c is not contracted; mma sums in double and
 // rounds to fp32 once (hardware keeps fewer bits); exp2_fast and log2_fast are libm's.

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -22,7 +23,7 @@
 #pragma GCC visibility push(hidden)
 
 // -- changing stacks --------------------------------------------------------------------------------------------------
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(KV_EMULATE_UCONTEXT)
 namespace kv::emulated {
 using Context = void*;  // the stack pointer; what a call must preserve lies on the stack
 // swapcontext would do: but it asks the kernel for the signal mask each time
@@ -252,6 +253,10 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   sigemptyset(&set);
   sigaddset(&set, signal);
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  if (!m.running && signal == SIGVTALRM) {  // between two blocks
+    snprintf(m.error, sizeof m.error, "the launch takes longer than KV_EMULATE_SECONDS of processor time");
+    return;
+  }
   if (!m.running) {  // not ours: die of it
     ::signal(signal, SIG_DFL);
     return;
@@ -267,6 +272,9 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   unsigned long long code = pc - (uintptr_t)from.dli_fbase;  // what addr2line asks for
   if (signal == SIGILL || signal == SIGTRAP) {
     fail("undefined behaviour (alignment, index, shift, overflow) at code %#llx", code);
+  }
+  if (signal == SIGVTALRM) {
+    fail("longer than KV_EMULATE_SECONDS of processor time: an endless loop? at code %#llx", code);
   }
   if (signal == SIGFPE) fail("integer division by zero at code %#llx", code);
   unsigned char* address = (unsigned char*)info->si_addr;
@@ -288,9 +296,10 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
 }
 
 struct FaultHandlers {
-  static constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP};
-  struct sigaction before[5];
+  static constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGVTALRM}, COUNT = 6;
+  struct sigaction before[COUNT];
   stack_t stack_before;
+  itimerval timer_before;
   FaultHandlers() {
     static unsigned char room[64 << 10];  // a handler needs a stack of its own: a fiber's may be what overflowed
     stack_t stack = {};
@@ -300,10 +309,15 @@ struct FaultHandlers {
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &action, &before[i]);
+    for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], &action, &before[i]);
+    const char* text = getenv("KV_EMULATE_SECONDS");
+    itimerval timer = {};
+    timer.it_value.tv_sec = text ? atoi(text) : 120;
+    setitimer(ITIMER_VIRTUAL, &timer, &timer_before);
   }
   ~FaultHandlers() {
-    for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &before[i], nullptr);
+    setitimer(ITIMER_VIRTUAL, &timer_before, nullptr);
+    for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
   }
 };

@@ -197,7 +197,6 @@ def _argument(memory: Memory, value: Any) -> Any:
 
 
 def _run(command: Sequence[str], source: str) -> str:
-    # the parent's preload libraries are the parent's
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-20000:]}")

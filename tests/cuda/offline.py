@@ -6,7 +6,9 @@ disassembler is the one in triton's wheel, which the extra "test" pins; budgets 
 
 import collections
 import functools
+import heapq
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -37,8 +39,8 @@ class Kernel(NamedTuple):
         Bytes per block that are not asked for at the launch; the GPU's own included.
     code : list of str
         Instructions in order, without the padding behind the last one.
-    loops : list of (int, int)
-        First and last instruction of each loop, by the first.
+    loops : list of Loop
+        Smallest first.
     """
 
     name: str
@@ -46,23 +48,70 @@ class Kernel(NamedTuple):
     stack: int
     shared: int
     code: list[str]
-    loops: list[tuple[int, int]]
+    loops: list["Loop"]
 
     def spills(self) -> list[str]:
         """Instructions that read or write a thread's local memory."""
         return [x for x in self.code if opcode(x) in ("LDL", "STL")]
 
-    def loops_with(self, *opcodes: str) -> list[list[str]]:
-        """Instructions of the innermost loops that hold all of ``opcodes``, e.g. ``"HMMA", "LDGSTS"``."""
-        found = [(a, b) for a, b in self.loops if set(opcodes) <= {opcode(x) for x in self.code[a : b + 1]}]
-        inner = [(a, b) for a, b in found if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)]
-        return [self.code[a : b + 1] for a, b in inner]
+    def loops_with(self, *opcodes: str) -> list["Loop"]:
+        """Innermost loops that hold all of ``opcodes``, e.g. ``"HMMA", "LDGSTS"``."""
+        found = [x for x in self.loops if set(opcodes) <= set(mix(x.code))]
+        return [x for x in found if not any(y.blocks < x.blocks for y in found)]
 
-    def loop_with(self, *opcodes: str) -> list[str]:
+    def loop_with(self, *opcodes: str) -> "Loop":
         """The only innermost loop that holds all of ``opcodes``."""
         found = self.loops_with(*opcodes)
         assert len(found) == 1, f"{self.name}: {len(found)} loops with {', '.join(opcodes)}"
         return found[0]
+
+
+class Loop(NamedTuple):
+    """A loop: all blocks from which its head can be reached again, through no other entry.
+
+    Parameters
+    ----------
+    head : int
+        The block where it starts; a block has the number of its first instruction.
+    blocks : frozenset of int
+        What belongs to it, inner loops included.
+    flow : dict of int to (list of str, list of int)
+        Instructions and successors of the kernel's blocks.
+    """
+
+    head: int
+    blocks: frozenset[int]
+    flow: "dict[int, tuple[list[str], list[int]]]"
+
+    @property
+    def code(self) -> list[str]:
+        """Instructions in the order of the program, those of rare branches too."""
+        return [x for block in sorted(self.blocks) for x in self.flow[block][0]]
+
+    def shortest(self, name: str, count: int = 1) -> list[str]:
+        """Instructions of the shortest way around with at least ``count`` of ``name``: rare branches are not taken.
+
+        Raises
+        ------
+        AssertionError
+            No way around has that many; inner loops may be taken more than once.
+        """
+        start = (self.head, 0)
+        queue: list[tuple[int, tuple[int, int], tuple[int, ...]]] = [(0, start, ())]
+        seen: set[tuple[int, int]] = set()
+        while queue:
+            length, (block, have), path = heapq.heappop(queue)
+            if block == self.head and path and have >= count:
+                return [x for passed in path for x in self.flow[passed][0]]
+            if (block, have) in seen and path:
+                continue
+            seen.add((block, have))
+            code, successors = self.flow[block]
+            have = min(count, have + sum(opcode(x) == name for x in code))
+            for after in successors:
+                if after in self.blocks and (after != self.head or have >= count):
+                    heapq.heappush(queue, (length + len(code), (after, have), (*path, block)))
+        raise AssertionError(f"no way around the loop has {count} {name}")
 
 
 def opcode(instruction: str) -> str:
@@ -151,7 +200,7 @@ def _usage(text: str, name: str) -> tuple[int, int, int]:
     return registers, stack + local, shared
 
 
-def _code(text: str) -> tuple[list[str], list[tuple[int, int]]]:
+def _code(text: str) -> tuple[list[str], list[Loop]]:
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in text.splitlines():
@@ -159,15 +208,66 @@ def _code(text: str) -> tuple[list[str], list[tuple[int, int]]]:
             labels[label.group(1)] = len(code)
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             code.append(instruction.group(1))
-    loops: dict[int, int] = {}
-    for i, x in enumerate(code):
-        target = re.search(r"BRA.*`\((\.L_\w+)\)", x)
-        # a branch to itself ends the program; of several branches back to one head the last one ends its loop
-        if target and (head := labels.get(target.group(1), i)) < i:
-            loops[head] = i
     while code and opcode(code[-1]) == "NOP":
         code.pop()
-    return code, sorted(loops.items())
+    return code, _loops(_blocks(code, labels))
+
+
+def _blocks(code: list[str], labels: dict[str, int]) -> dict[int, tuple[list[str], list[int]]]:
+    """Runs of instructions without a branch, by the first one's number, and what each may continue with."""
+    ends: dict[int, list[int]] = {}
+    for i, x in enumerate(code):
+        name, follows = opcode(x), [i + 1]
+        if name == "BRA" and ".DIV" not in x:  # that one goes where a warp has diverged: never in kernels that may not
+            target = re.search(r"`\((\.L_\w+)\)", x)
+            assert target, x
+            conditional = x.startswith("@") or not re.match(r"BRA\S* `", x)
+            follows = [labels[target.group(1)], *([i + 1] if conditional else [])]
+        elif name in ("EXIT", "RET"):
+            follows = [i + 1] if x.startswith("@") else []
+        elif name in ("BRX", "JMX"):
+            raise NotImplementedError(f"a jump by table: {x}")
+        if follows != [i + 1]:
+            ends[i] = [t for t in follows if t < len(code)]
+    starts = sorted({0, *(t for targets in ends.values() for t in targets), *(i + 1 for i in ends)} - {len(code)})
+    blocks = {}
+    for first, after in itertools.pairwise([*starts, len(code)]):
+        blocks[first] = code[first:after], ends.get(after - 1, [after] if after < len(code) else [])
+    return blocks
+
+
+def _loops(flow: dict[int, tuple[list[str], list[int]]]) -> list[Loop]:
+    reached, stack = {0}, [0]
+    while stack:
+        new = set(flow[stack.pop()][1]) - reached
+        reached |= new
+        stack += new
+    before: dict[int, set[int]] = {b: set() for b in reached}
+    for b in reached:
+        for after in flow[b][1]:
+            before[after].add(b)
+    # blocks that every way to a block passes
+    passed = {b: set(reached) for b in reached} | {0: {0}}
+    changed = True
+    while changed:
+        changed = False
+        for b in sorted(reached - {0}):
+            common = {b} | set.intersection(*(passed[p] for p in before[b]))
+            changed |= common != passed[b]
+            passed[b] = common
+    bodies: dict[int, set[int]] = {}
+    for b in reached:
+        for head in flow[b][1]:
+            # a branch to itself ends a program
+            if head not in passed[b] or (head == b and len(flow[b][0]) == 1):
+                continue
+            body, stack = bodies.setdefault(head, {head}), [b]
+            while stack:
+                if (block := stack.pop()) not in body:
+                    body.add(block)
+                    stack += before[block]
+    loops = [Loop(head, frozenset(body), flow) for head, body in bodies.items()]
+    return sorted(loops, key=lambda x: (len(x.code), x.head))
 
 
 def main() -> None:
@@ -176,8 +276,8 @@ def main() -> None:
     for arch in map(int, sys.argv[2:] or map(str, ARCHITECTURES)):
         for k in compile_kernels(source, arch).values():
             print(f"sm_{arch} {k.name}: {k.registers} registers, {k.stack} bytes of stack, {len(k.code)} instructions")
-            for a, b in k.loops:
-                print(f"  loop {a}-{b}: {b - a + 1} instructions {mix(k.code[a : b + 1])}")
+            for loop in k.loops:
+                print(f"  loop at {loop.head}: {len(loop.code)} instructions {mix(loop.code)}")
 
 
 if __name__ == "__main__":
