@@ -392,9 +392,6 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     }
   }
   free_guarded(m.shared, shared_bytes, PAGE_SLACK);
-  // a process has some 65,000 mappings; a library that kept two for each stack would leave room for 31 others
-  munmap(m.stacks, STACK * MAX_THREADS);
-  m.stacks = nullptr;
 }
 
 }  // namespace kv::emulated

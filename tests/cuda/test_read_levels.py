@@ -1,4 +1,4 @@
-"""Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the kernel with them."""
+"""Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the whole kernel."""
 
 import ctypes
 from typing import Any
@@ -206,7 +206,7 @@ def test_level_table() -> None:
     assert level_table(torch.arange(32.0), 5).view(torch.float16).view(32, 2)[17].tolist() == [17.0, 17.0]
 
 
-# -- the kernel ----------------------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------------------------
 
 
 def turboquant(bits: int, borrows: bool = False, norm: Any = "fp16") -> Side:
