@@ -77,7 +77,7 @@ def target_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Tar
 
 
 def _factor(side: Encoder) -> str:
-    return "kv::FACTOR_NONE" if not side.factor else "kv::FACTOR_OVER" if side.divide else "kv::FACTOR_TIMES"
+    return "kv::FACTOR_NONE" if not side.factor else "kv::FACTOR_INVERSE" if side.divide else "kv::FACTOR_TIMES"
 
 
 def _threads(target: Target, side: Encoder) -> int:

@@ -129,16 +129,16 @@ def includes(*sides: "Reader | Encoder") -> list[str]:
 
 Find = Callable[[Codec, int, Role], "Reader | str"]
 FindEncoder = Callable[[Codec, int, Role], "Encoder | str"]
-_READERS: dict[type[Codec], Find] = {}
-_ENCODERS: dict[type[Codec], FindEncoder] = {}
+_READERS: dict[type, Find] = {}
+_ENCODERS: dict[type, FindEncoder] = {}
 
 
-def add_reader(codec: type[Codec], find: Find) -> None:
+def add_reader(codec: type, find: Find) -> None:
     """Say how a class of codecs is read; subclasses need an entry of their own."""
     _READERS[codec] = find
 
 
-def add_encoder(codec: type[Codec], find: FindEncoder) -> None:
+def add_encoder(codec: type, find: FindEncoder) -> None:
     """Say how a class of codecs is written; subclasses need an entry of their own."""
     _ENCODERS[codec] = find
 
@@ -172,7 +172,7 @@ class SideTensors(NamedTuple):
     ----------
     tables : Tensor uint8 ``[H or 1, bytes]`` or None
     factor : Tensor float32 ``[B or 1, H, D]`` or None
-        ``[B or 1, H]`` where an encoder has a constant of its ``own``.
+        ``[B or 1, H]`` where an encoder has a constant of its ``own``; float64 reciprocals where it divides.
     order : int
     """
 
@@ -199,6 +199,8 @@ def tensors_for(side: Reader | Encoder, params: Params, heads: int, head_dim: in
     own = side.own if isinstance(side, Encoder) else ""
     if side.factor or own:
         factor = params[side.factor or own].float()
+        if isinstance(side, Encoder) and side.divide:  # kv::FACTOR_INVERSE: the quotient's bits, without a division
+            factor = 1.0 / factor.double()
         factor = factor.expand(factor.shape[0], heads, *(() if own else (head_dim,))).contiguous()
     return SideTensors(tables, factor, side.order)
 
@@ -442,7 +444,7 @@ def _write_with_table(codec: Codec, dim: int, role: Role) -> Encoder | str:
     )
 
 
-for _codec, _write in (
+for _kind, _write in (
     (Dense, _write_dense),
     (SawInt4, _write_saw),
     (GroupInt, _write_group_int),
@@ -451,4 +453,4 @@ for _codec, _write in (
     (UltraQuant, _write_ultraquant),
     *((kind, _write_with_table) for kind in (TurboQuant, TurboQuantQJL, UltraTQ, Octopus, OctopusQJL, Hqmq, Med)),
 ):
-    add_encoder(_codec, _write)
+    add_encoder(_kind, _write)

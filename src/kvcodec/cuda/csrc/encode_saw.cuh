@@ -29,7 +29,8 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
     z = half_float((uint16_t)zero);
     if (live && part == 0) *(uint32_t*)at[1] = (scale | zero << 16) & keep;
 
-    // rne(y / s) is clipped to -z..15 - z where it still stands above ROUNDING; the four codes' z is added when they are packed
+    // rne(y / s) is clipped to -z..15 - z where it still stands above ROUNDING; the four codes' z is added when they
+    // are packed
     float bottom = ROUNDING - z, top = bottom + 15.0f;
     uint32_t shift = float_bits(ROUNDING) - float_bits(bottom);
     shift = shift * 0x1111u;
