@@ -88,7 +88,6 @@ struct Range {
 };
 
 struct Machine {
-
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
   Context main;
@@ -367,9 +366,8 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     void* at = mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
+    for (int t = 0; t < MAX_THREADS; t++) mprotect(m.stacks + (size_t)t * STACK, page(), PROT_NONE);
   }
-  // as they are needed: each is two more entries in the system's limited list of mappings, and a test loads many libraries
-  for (; m.fenced < threads; m.fenced++) mprotect(m.stacks + (size_t)m.fenced * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;

@@ -1,7 +1,6 @@
 """Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
 
 import ctypes
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from kvcodec.cuda.tables_vector import (
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda import harness
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
+from tests.cuda.decode_cases import OPTIONS, Case, Side, check
 
 DIMS = [64, 96, 128, 192, 256]
 
@@ -32,7 +31,8 @@ UNPACK = """
 #include "{header}"
 using Reader = {reader};
 template <int N, class Channel, class Weight>
-KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight, int* bad) {{
+KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight,
+                  int* bad) {{
   for (int e = 0; e < 2 * N; ++e) {{
     const float x = kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16));
     const int c = channel(part, e);
@@ -148,7 +148,7 @@ def test_octopus_codes(codec: Octopus, dim: int) -> None:
 
 @pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("s, r", [(24, 3), (48, 4), (96, 4), (192, 6), (24, 6), (48, 3)])
+@pytest.mark.parametrize(("s", "r"), [(24, 3), (48, 4), (96, 4), (192, 6), (24, 6), (48, 3)])
 def test_hqmq_codes(s: int, r: int, dim: int, role: Role) -> None:
     codec = Hqmq(s, r, codebook="int8" if (s, r) == (48, 3) else "fp16")
     params = codec.fit(Site(1, role, 1, dim))
@@ -197,7 +197,7 @@ def test_octopus_decode(codec: Octopus, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("s, r", [(24, 3), (48, 4), (96, 4), (192, 6)])
+@pytest.mark.parametrize(("s", "r"), [(24, 3), (48, 4), (96, 4), (192, 6)])
 def test_hqmq_decode(s: int, r: int, dim: int) -> None:
     codec = Hqmq(s, r)
     for options in OPTIONS:

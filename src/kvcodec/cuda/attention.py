@@ -82,6 +82,8 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     k, v = sides
     assert isinstance(k, Reader)
     assert isinstance(v, Reader)
+    if key == value:
+        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
     if v.lends and k.lends == v.lends:
         v = replace(v, type=v.borrower, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)

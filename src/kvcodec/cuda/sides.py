@@ -65,6 +65,8 @@ class Reader:
     lends, borrower : str
         Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
         need none of their own.
+    both : str
+        The struct when one codec holds keys and values; empty: ``type``.
     also : tuple of str
         Further files that the struct needs.
     queries : int
@@ -81,6 +83,7 @@ class Reader:
     order: int = 1
     lends: str = ""
     borrower: str = ""
+    both: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
 
@@ -347,7 +350,8 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, Hqmq)
     if not (name := vector.hqmq_reader(codec, dim)):
         return f"the kernels read packing=ceil, not {codec}"
-    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables)
+    both = vector.hqmq_reader(codec, dim, role)
+    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables, both=both)
 
 
 LEVEL_TABLE = {1: 32768, 2: 32768, 3: 8192, 4: 32768, 5: 4096, 6: 8192}

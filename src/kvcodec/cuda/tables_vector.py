@@ -1,7 +1,7 @@
-"""Look-up tables of the codecs that hold vectors: octopus (triplets) and hqmq (chunks of four), as the kernels read them.
+"""Look-up tables of the codecs that hold vectors, as the kernels read them: octopus' triplets, hqmq's chunks of four.
 
-Rows are four fp16 numbers, one read of 8 bytes. ``*_reader`` name the C++ struct, ``*_tables`` build from a site's constants
-what its ``fill`` copies, ``*_shared`` say how many bytes of shared memory that takes.
+Rows are four fp16 numbers, one read of 8 bytes. ``*_reader`` name the C++ struct, ``*_tables`` build from a site's
+constants what its ``fill`` copies, ``*_shared`` say how many bytes of shared memory that takes.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def hqmq_shared(codec: Hqmq) -> int:
 
 
 def hqmq_tables(params: Params) -> Tensor:
-    """Codebook of each head, times 2^15: uint8 ``[H, 8 * 24 S]``, or every second row of it where signs are in the codes."""
+    """Codebook of each head, times 2^15: uint8 ``[H, 8 * 24 S]``; every second row of it where codes have signs."""
     codebook = params["codebook"][0]
     table = codebook.float()
     if codebook.dtype == torch.int8:

@@ -6,10 +6,11 @@ namespace kv {
 
 KV_CONSTEXPR int low_bit(int n) { return n & -n; }
 
-// The bits of one part of a token's row: PART_BITS from bit part * PART_BITS on, of rows of ROW_BYTES bytes, eight of which
-// are whole words. Where a part begins inside a word depends on the lane alone: the words are shifted once, by an amount that
-// the compiler takes out of the loop, and every field lies where it knows. `own` is what of `token` depends on the lane, less
-// than 8; the rest is a number after unrolling. May read up to 7 bytes behind a row; what it finds there is not used.
+// The bits of one part of a token's row: PART_BITS from bit part * PART_BITS on, of rows of ROW_BYTES bytes, eight of
+// which are whole words. Where a part begins inside a word depends on the lane alone: the words are shifted once, by an
+// amount that the compiler takes out of the loop, and every field lies where it knows. `own` is what of `token` depends
+// on the lane, less than 8; the rest is a number after unrolling. May read up to 7 bytes behind a row; what it finds
+// there is not used.
 template <int ROW_BYTES, int PART_BITS> struct Stream {
   KV_CONST int GRAIN = low_bit(ROW_BYTES * 8 | PART_BITS | 128);  // every part begins at a multiple of this many bits
   KV_CONST int WORDS = (PART_BITS + 31) / 32;
@@ -45,8 +46,9 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
   }
 };
 
-// N numbers of BITS bits each as fp16 subnormals, left in place wherever they lie inside a half below the exponent: number k
-// is half `high(k)` of the word that `word` leaves, times 2^(shift(k) - 24). One mask each, and a shift for some.
+// N numbers of BITS bits each as fp16 subnormals, left in place wherever they lie inside a half below the exponent:
+// number k is half `high(k)` of the word that `word` leaves, times 2^(shift(k) - 24). One mask each, and a shift for
+// some.
 template <int ROW_BYTES, int N, int BITS> struct Small {
   Stream<ROW_BYTES, N * BITS> stream;
   KV_DEV Small(const uint8_t* plane, int token, int own, int part) : stream(plane, token, own, part) {}
@@ -77,8 +79,9 @@ KV_CONSTEXPR int table_copies(int entries, int room) {
   return n > 2 ? n : 1;  // two copies save one pass in twenty
 }
 
-// Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp reads in
-// one pass when its lanes meet 16 pairs of banks, so each lane has a copy, hence banks, of its own, or shares it with few.
+// Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp
+// reads in one pass when its lanes meet 16 pairs of banks, so each lane has a copy, hence banks, of its own, or shares
+// it with few.
 template <int ENTRIES, int ROOM> struct Table8 {
   KV_CONST int COPIES = table_copies(ENTRIES, ROOM);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;

@@ -1,17 +1,20 @@
-// Reader of hqmq (kvcodec/codecs/hqmq.py, packing=ceil), keys and values: four channels are a row of a codebook times a radius.
+// Reader of hqmq (kvcodec/codecs/hqmq.py, packing=ceil), keys and values: four channels are a row of a codebook times a
+// radius.
 //
-// The radius stays where it lies, an fp16 subnormal, and the codebook is held times 2^15, so that their product, one instruction
-// for two channels, is a normal number. Radii that lie higher by a power of two leave that to q or to the output.
+// The radius stays where it lies, an fp16 subnormal, and the codebook is held times 2^15, so that their product, one
+// instruction for two channels, is a normal number. Radii that lie higher by a power of two leave that to q or to the
+// output.
 //
-// The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without conflicts.
-// SIGNED says that rows 2i and 2i + 1 are each other's negatives. Then half of them are held, and the code's lowest bit becomes
-// the radius' sign.
+// The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
+// conflicts. SIGNED says that rows 2i and 2i + 1 are each other's negatives. Then half of them are held, and the code's
+// lowest bit becomes the radius' sign.
 #pragma once
 #include "bits.cuh"
 
 namespace kv {
 
-// Dead slots hold any bits, and 24 S is no power of two: what is looked up for them must not lie outside of shared memory.
+// Dead slots hold any bits, and 24 S is no power of two: what is looked up for them must not lie outside of shared
+// memory.
 enum Bound {
   CLAMP,  // by one more instruction for each row
   UP,     // rows behind the table may be read: it is the keys', and the values' is as long
@@ -41,7 +44,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
   template <int N> struct Part {
     using Lengths = Small<RADII, N, R>;
     KV_FUNCTION float weight(int k) { return 1.0f / (float)(1 << Lengths::shift(k)); }
-    template <class P> KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane, uint32_t* r) {
+    template <class P>
+    KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane, uint32_t* r) {
       const Stream<ROW, N * W> codes(planes[0], token, own, part);
       const Lengths lengths(planes[1], token, own, part);
       const uint32_t mine = Codebook::copy(lane);
@@ -54,7 +58,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
         if (BOUND == CLAMP) at = at < (uint32_t)TABLE - 8 ? at : (uint32_t)TABLE - 8;
         const Words2 x = Codebook::get(table - (BOUND == DOWN ? (int)(LAST - ENTRIES + 1) * Codebook::STRIDE : 0), at);
         uint32_t length = lengths.word(k);
-        if (SIGNED) length |= codes.field(W * k, 1, Lengths::high(k) ? 31 : 15) & (Lengths::high(k) ? 0x80000000u : 0x8000u);
+        constexpr uint32_t SIGNS[2] = {0x8000u, 0x80000000u};
+        if (SIGNED) length |= codes.field(W * k, 1, Lengths::high(k) ? 31 : 15) & SIGNS[Lengths::high(k)];
         length = Lengths::high(k) ? high2(length) : low2(length);
         r[2 * k] = hmul2(x.a, length), r[2 * k + 1] = hmul2(x.b, length);
       }
@@ -73,7 +78,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
   KV_CONST float K_UNIT = 1.0f;
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e; }
   KV_FUNCTION float k_weight(int e) { return Keys::weight(e / 4); }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     Keys::read(planes, table, token, lane / 4, part, lane, r);
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
@@ -86,7 +92,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
   KV_FUNCTION float v_weight(int e) { return Values::weight(e / 4); }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
     Values::read(planes, table, token, lane % 4 * 2, part, lane, r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }

@@ -1,8 +1,9 @@
 // Reader of octopus keys (kvcodec/codecs/octopus.py): a code is the row of a table of decoded triplets.
 //
-// Up to 10 bits the table holds the triplets themselves. Longer codes are looked up as a direction, from a table that is short
-// enough for several copies, and a length, two triplets' lengths at a time where 4^b_nrm of them are few; what is multiplied is
-// rounded once more. Four lanes share ceil(D/3) triplets evenly; those behind the last one are padding.
+// Up to 10 bits the table holds the triplets themselves. Longer codes are looked up as a direction, from a table that
+// is short enough for several copies, and a length, two triplets' lengths at a time where 4^b_nrm of them are few; what
+// is multiplied is rounded once more. Four lanes share ceil(D/3) triplets evenly; those behind the last one are
+// padding.
 #pragma once
 #include "bits.cuh"
 
@@ -51,13 +52,16 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
   }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
 
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     const Stream<ROW, PER * W> codes(planes[0], token, lane / 4, part);
     const uint32_t mine = Directions::copy(lane);
     constexpr int FROM = JOINT ? 0 : B_NRM, TO = Directions::STRIDE_BIT;
     constexpr uint32_t ROWS = (uint32_t)(ENTRIES - 1) << TO, MASK = (1u << B_NRM) - 1;
-    auto direction = [&](int k) { return Directions::get(table, (codes.field(W * k + FROM, W - FROM, TO) & ROWS) | mine); };
-    auto length_at = [&](int k, int to, uint32_t or_this) { return (codes.field(W * k, B_NRM, to) & MASK << to) | or_this; };
+    auto direction = [&](int k) {
+      return Directions::get(table, (codes.field(W * k + FROM, W - FROM, TO) & ROWS) | mine);
+    };
+    auto length_at = [&](int k, int to, uint32_t rest) { return (codes.field(W * k, B_NRM, to) & MASK << to) | rest; };
     auto length = [&](uint32_t at) { return *(const uint32_t*)(table + Directions::BYTES + at); };
     KV_UNROLL
     for (int k = 0; k < PER; k += 2) {
