@@ -12,15 +12,9 @@
 
 namespace kv {
 
-<<<<<<< HEAD
-// A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words. Runs that begin inside a word
-// read up to one word behind their end: the norms' plane follows.
-template <int RUN, int PARTS> struct PartStream {
-=======
 // A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words. Runs that
 // begin inside a word read up to one word behind their end: the norms' plane follows.
-template <int RUN, int PARTS> struct Stream {
->>>>>>> wt-lut
+template <int RUN, int PARTS> struct PartStream {
   KV_CONST int WORDS = (RUN + 31) / 32;
   KV_FUNCTION int words_read() {
     int most = 0;
