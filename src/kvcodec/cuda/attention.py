@@ -60,6 +60,11 @@ class Pair(NamedTuple):
         return f"decode attention of {self.key.type} and {self.value.type}, pages of {self.page_tokens}"
 
     @property
+    def joins(self) -> bool:
+        """Whether dense tokens can join the sums of the codes: values are in the model's basis."""
+        return self.value.order == 1 and not self.value.factor
+
+    @property
     def blocked(self) -> bool:
         """Whether a side has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
@@ -145,7 +150,7 @@ def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
     ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
     merge = config.warps * 32 * (_row_floats(pair.head_dim) + 2)
     need = max(tables + query + ring, merge)
-    if dense:  # tiles of 16 tokens, one for a warp
+    if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
         need = max(need, _align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
     return need
 
@@ -225,13 +230,14 @@ def machine(device: torch.device) -> Machine:
 
 def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine``; ``cap``: scores have a soft cap; ``dense``: -1, or their kind."""
+    dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
     threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
             '#include "decode.cuh"',
             *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense}>;",
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
@@ -350,9 +356,9 @@ def _attend(
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * pair.page_tokens
-    units, has_dense = batch * num_kv_heads * tiles, dense_k is not None
-    chosen = Config(*config) if config else config_for(pair, units, capacity, machine(q.device), has_dense)
-    slots = chosen.splits + (dense_k is not None)
+    units, apart = batch * num_kv_heads * tiles, dense_k is not None and not pair.joins
+    chosen = Config(*config) if config else config_for(pair, units, capacity, machine(q.device), apart)
+    slots = chosen.splits + apart
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
     if rows == 0:

@@ -186,8 +186,10 @@ KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[
 }
 
 template <int D, int WARPS, bool CAP, bool BF16> struct DensePart;
+template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin;
 
-// P tokens to a page, T to a tile; CAP: scores have a soft cap; DENSE: -1, or there are dense tokens, 0 fp16 or 1 bf16
+// P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
+// bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3)
 template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1> struct Decoder {
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
@@ -195,7 +197,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
   KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int LOOP = TABLES + QUERY + WARPS * STAGES * TILE;
   KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
-  KV_CONST int DENSE_SHARED = DENSE < 0 ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
+  KV_CONST bool APART = DENSE == 0 || DENSE == 1;
+  KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
   KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
   KV_CONST int SHARED = OWN > DENSE_SHARED ? OWN : DENSE_SHARED;
   KV_CONST int SUBS = T / 16;
@@ -208,6 +211,29 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][2][4];
   };
+
+  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
+  KV_DEV static void rescale(State& st, float (&top)[2], float largest) {
+    if (!any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) return;
+    float factor[2];
+    st.softmax.raise(top, factor);
+    st.bias[0] *= factor[0], st.bias[1] *= factor[1];
+    if constexpr (V::HAS_V_SCALE) {
+      const float biggest = warp_max(largest);
+      if (biggest > 16.0f * st.reference) {
+        // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
+        const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
+        st.inverse = bits_float(0x7f000000u - float_bits(next));
+        factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
+        st.reference = next;
+      }
+    }
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
+    }
+  }
 
   template <bool MASKED>
   KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at, const uint8_t* k_table, const uint8_t* v_table,
@@ -241,26 +267,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
       top[1] = maximum(top[1], maximum(s[sub][1], s[sub][3]));
       if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
     }
-    if (any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) {
-      float factor[2];
-      st.softmax.raise(top, factor);
-      st.bias[0] *= factor[0], st.bias[1] *= factor[1];
-      if constexpr (V::HAS_V_SCALE) {
-        const float biggest = warp_max(largest);
-        if (biggest > 16.0f * st.reference) {
-          // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
-          const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
-          st.inverse = bits_float(0x7f000000u - float_bits(next));
-          factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
-          st.reference = next;
-        }
-      }
-      KV_UNROLL
-      for (int k = 0; k < V::V_REGS / 2; ++k) {
-        KV_UNROLL
-        for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
-      }
-    }
+    rescale(st, top, largest);
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -340,9 +347,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
     const int warp = thread() / 32, lane = thread() % 32;
-    const int split = (int)block_x() - (DENSE >= 0), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
+    const int split = (int)block_x() - APART, h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
-    if constexpr (DENSE >= 0) {
+    if constexpr (APART) {
       if (split < 0) {  // first of all, so that it does not come last
         DensePart<D, WARPS, CAP, DENSE == 1>::run(a, shared, b, h, first_head, live_heads);
         return;
@@ -383,6 +390,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
 
     State st;
     start(st);
+    if constexpr (DENSE >= 2) DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3>::run(st, a, query, b, h, first_head, live_heads, split);
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
