@@ -45,7 +45,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
     using Lengths = Small<RADII, N, R>;
     KV_FUNCTION float weight(int k) { return 1.0f / (float)(1 << Lengths::shift(k)); }
     template <class P>
-    KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane, uint32_t* r) {
+    KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane,
+                            uint32_t* r) {
       const Stream<ROW, N * W> codes(planes[0], token, own, part);
       const Lengths lengths(planes[1], token, own, part);
       const uint32_t mine = Codebook::copy(lane);
@@ -58,8 +59,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
         if (BOUND == CLAMP) at = at < (uint32_t)TABLE - 8 ? at : (uint32_t)TABLE - 8;
         const Words2 x = Codebook::get(table - (BOUND == DOWN ? (int)(LAST - ENTRIES + 1) * Codebook::STRIDE : 0), at);
         uint32_t length = lengths.word(k);
-        constexpr uint32_t SIGNS[2] = {0x8000u, 0x80000000u};
-        if (SIGNED) length |= codes.field(W * k, 1, Lengths::high(k) ? 31 : 15) & SIGNS[Lengths::high(k)];
+        const int sign = Lengths::high(k) ? 31 : 15;
+        if (SIGNED) length |= codes.field(W * k, 1, sign) & 1u << sign;
         length = Lengths::high(k) ? high2(length) : low2(length);
         r[2 * k] = hmul2(x.a, length), r[2 * k + 1] = hmul2(x.b, length);
       }
@@ -93,7 +94,8 @@ template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
   KV_FUNCTION float v_weight(int e) { return Values::weight(e / 4); }
   template <class P>
-  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
+                            uint32_t (&r)[V_REGS]) {
     Values::read(planes, table, token, lane % 4 * 2, part, lane, r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
