@@ -216,3 +216,27 @@ def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any
     else:
         assert listed == {"encode": "none", "decode": "none"}
         assert isinstance(engine, str)
+
+
+@pytest.mark.parametrize("name", ["innerq", "octopus", "hqmq"])
+def test_a_step_of_a_static_cache_is_one_graph(name: str, machine: dict[str, Any]) -> None:
+    """Traced without a break, and once: tokens leave the window, or not, by what the device knows."""
+    k, v = rows(80)
+    traced, plain = (FusedLayerCache(WINDOWED[name], capacity=192) for _ in range(2))
+    q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(5))
+
+    def step(cache: FusedLayerCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        cache.append(k, v)
+        return cache.attend(q)
+
+    for cache in (traced, plain):
+        cache.append(k[:, :, :40], v[:, :, :40])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for at in range(40, 80):
+            new = k[:, :, at : at + 1], v[:, :, at : at + 1]
+            assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
+    assert len(traced) == len(plain) == 80
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
