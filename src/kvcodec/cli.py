@@ -18,6 +18,15 @@ import kvcodec
 from kvcodec.errors import KVError, ShapeError
 
 INTERRUPTED = 130
+BENCH_PARTS = ("decode", "encode", "prefill", "generate", "page")
+BENCH_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("--shapes", {"metavar": "A,B"}, "of decode, names or groups, e.g. spine,saw,sweep1 (all)"),
+    ("--out", {"metavar": "DIR"}, "folder for rows, page and figure; a run goes on from the rows there"),
+    ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
+    ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
+    ("--no-libraries", {"action": "store_true"}, "of rivals, torch's SDPA alone"),
+    ("--rows-only", {"action": "store_true"}, "write rows and no page"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,6 +218,11 @@ def _bench(args: argparse.Namespace) -> int:
     from kvcodec.bench.codec_bench import codec_rows
     from kvcodec.progress import Progress
 
+    if args.what not in ("cache", "codec"):
+        from kvcodec.bench import command
+
+        found = command.run(args, Progress().say)
+        return found if isinstance(found, int) else _finish(args, found, lambda: _bench_text(found))
     shape = {"kv_heads": args.kv_heads, "head_dim": args.head_dim, "tokens": args.tokens}
     common = {"device": args.device, "repeats": args.repeats, "seed": args.seed, "progress": Progress().say}
     if args.what == "codec":
@@ -221,7 +235,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _bench_text(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'spec':<20} {'bits':>6}  {'metric':<20} {'p20':>12} {'p50':>12} {'p80':>12}  unit"]
     for r in rows:
-        values = " ".join(f"{r['values'][p]:>12.4g}" for p in ("p20", "p50", "p80"))
+        values = " ".join(f"{(r['values'] or {}).get(p, float('nan')):>12.4g}" for p in ("p20", "p50", "p80"))
         bits = r.get("effective_bits")
         held = "-" if bits is None else f"{bits:.2f}"
         lines.append(f"{r['spec']:<20} {held:>6}  {r['metric']:<20} {values}  {r['unit']}")
@@ -396,17 +410,21 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "what",
         nargs="?",
-        choices=("cache", "codec"),
+        choices=("cache", "codec", *BENCH_PARTS),
         default="cache",
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
-        "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply)",
+        "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "
+        "encode, prefill, generate: the GPU's kernels beside 16-bit attention, with --device cuda; page: the page of "
+        "such a run's folder",
     )
-    p.add_argument("--specs", type=_specs, metavar="A,B", help="default: dense,saw-int4; codec: every preset")
+    p.add_argument("--specs", type=_specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
     for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
         p.add_argument(f"--{name}", type=_positive, default=default, help="(%(default)s)")
     _head_dim(p)
     p.add_argument("--seed", type=int, default=0)
     _device(p)
+    for option, form, text in BENCH_OPTIONS:
+        p.add_argument(option, **form, help=f"GPU benches: {text}")
 
     p = _command(commands, "reproduce", _reproduce, "recompute what the papers print")
     p.add_argument("papers", nargs="*", metavar="PAPER", help="papers, or rate-distortion; default: all of them")

@@ -1,0 +1,143 @@
+"""16-bit (and 8-bit) attention that the packed kernels are compared with: what torch ships, and libraries if importable.
+
+Every rival gets the same queries, keys and values in the layout it likes best; building that is not timed.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcodec.bench.shapes import Shape
+
+Call = Callable[[], object]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class Rival(NamedTuple):
+    """One way to attend: name of the library or backend, form, bits of its cache, and how to get a call of it."""
+
+    backend: str
+    form: str
+    bits: float
+    make: Callable[[], Call]
+
+
+class Dense:
+    """Uncompressed queries, keys and values of one shape, bf16 ``[B, H, T, D]``.
+
+    Parameters
+    ----------
+    shape : Shape
+    device : torch.device
+    seed : int
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        self.shape = shape
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(heads: int, n: int) -> Tensor:
+            size = (shape.batch, heads, n, shape.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.q = draw(shape.query_heads, 1)
+        self.k, self.v = draw(shape.kv_heads, shape.tokens), draw(shape.kv_heads, shape.tokens)
+
+    def sdpa(self, packed: bool) -> Tensor:
+        """Attention by torch; ``packed``: the heads of a group as query rows, so that no head is read twice."""
+        s = self.shape
+        if packed:
+            q = self.q.view(s.batch, s.kv_heads, s.group, s.head_dim)
+            return scaled_dot_product_attention(q, self.k, self.v).view(self.q.shape)
+        return scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=s.group > 1)
+
+
+def torch_rivals(dense: Dense) -> Iterator[Rival]:
+    """SDPA by cuDNN and flash, with ``enable_gqa`` and with the heads of a group as query rows."""
+    forms = {"group as query rows": True, "enable_gqa": False}
+    for name, backend in BACKENDS.items():
+        for form, packed in list(forms.items())[: 2 if dense.shape.group > 1 else 1]:
+
+            def call(backend: SDPBackend = backend, packed: bool = packed) -> None:
+                with sdpa_kernel([backend]):
+                    dense.sdpa(packed)
+
+            yield Rival(name, form, 16.0, lambda call=call: call)  # type: ignore[misc]
+
+
+def library_rivals(dense: Dense) -> Iterator[Rival]:
+    """FlexAttention, FlashInfer, FlashAttention-3 (its own package and vLLM's build), bf16, and FA-3's fp8 form."""
+    yield Rival("flex", "flex_attention, compiled", 16.0, lambda: _flex(dense))
+    yield Rival("flashinfer", "paged decode", 16.0, lambda: _flashinfer(dense))
+    yield Rival("flash-attention-3", "contiguous", 16.0, lambda: _flash3(dense, torch.bfloat16))
+    yield Rival("flash-attention-3", "contiguous, fp8", 8.0, lambda: _flash3(dense, torch.float8_e4m3fn))
+    yield Rival("flash-attention-3 of vllm", "paged", 16.0, lambda: _vllm(dense))
+
+
+def _flex(dense: Dense) -> Call:
+    flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    compiled = torch.compile(flex, dynamic=False)
+    return lambda: compiled(dense.q, dense.k, dense.v, enable_gqa=dense.shape.group > 1)
+
+
+def paged(dense: Dense, page: int, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values in pages ``[n, H, P, D]`` (or ``[n, P, H, D]``) in random order, and the block table ``[B, M]``."""
+    s = dense.shape
+    columns = -(-s.tokens // page)
+    generator = torch.Generator(dense.q.device).manual_seed(1)
+    order = torch.randperm(s.batch * columns, generator=generator, device=dense.q.device)
+    pools = []
+    for x in (dense.k, dense.v):
+        full = torch.nn.functional.pad(x, (0, 0, 0, columns * page - s.tokens))
+        cut = full.view(s.batch, s.kv_heads, columns, page, s.head_dim)
+        cut = cut.permute(0, 2, 1, 3, 4) if heads_first else cut.permute(0, 2, 3, 1, 4)
+        pool = torch.empty_like(cut.flatten(0, 1), memory_format=torch.contiguous_format)
+        pool[order] = cut.flatten(0, 1)
+        pools.append(pool)
+    return pools[0], pools[1], order.view(s.batch, columns).int()
+
+
+def _flashinfer(dense: Dense) -> Call:
+    flashinfer: Any = importlib.import_module("flashinfer")
+    s, device = dense.shape, dense.q.device
+    k, v, table = paged(dense, 16, heads_first=True)
+    columns = table.shape[1]
+    work = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "HND", use_tensor_cores=s.group > 1)
+    starts = torch.arange(0, s.batch * columns + 1, columns, dtype=torch.int32, device=device)
+    last = torch.full((s.batch,), s.tokens - (columns - 1) * 16, dtype=torch.int32, device=device)
+    wrapper.plan(starts, table.flatten(), last, s.query_heads, s.kv_heads, s.head_dim, 16, q_data_type=torch.bfloat16)
+    return lambda: wrapper.run(dense.q[:, :, 0], (k, v))
+
+
+def _flash3(dense: Dense, dtype: torch.dtype) -> Call:
+    attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+    q, k, v = (x.transpose(1, 2).contiguous().to(dtype) for x in (dense.q, dense.k, dense.v))
+    lengths = torch.full((dense.shape.batch,), dense.shape.tokens, dtype=torch.int32, device=q.device)
+    return lambda: attend(q, k, v, cache_seqlens=lengths)
+
+
+def _vllm(dense: Dense) -> Call:
+    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    s, device = dense.shape, dense.q.device
+    k, v, table = paged(dense, 16, heads_first=False)
+    starts = torch.arange(s.batch + 1, dtype=torch.int32, device=device)
+    lengths = torch.full((s.batch,), s.tokens, dtype=torch.int32, device=device)
+    return lambda: attend(
+        dense.q[:, :, 0], k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=s.tokens, seqused_k=lengths,
+        block_table=table, fa_version=3,
+    )  # fmt: skip
+
+
+def missing(error: BaseException) -> str:
+    """Turn what stopped a rival into the status of its row."""
+    if isinstance(error, ModuleNotFoundError):
+        return "not installed"
+    return f"not available: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+

@@ -1,0 +1,127 @@
+"""``kvcodec bench decode | encode | prefill | generate | page``: arguments, files and the order of things.
+
+Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
+everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, read_rows, require_gpu, stamp
+from kvcodec.bench.shapes import PRESETS, shapes_named
+from kvcodec.errors import KVError, SpecError
+from kvcodec.registry import get
+
+PARTS = ("decode", "encode", "prefill", "generate")
+DEVICE_LOST = 3
+"""Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
+DECODE_SHAPES = "spine,octopus,saw,per-head,sweep"
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int:
+    """Run one part; its rows, or the exit status ``DEVICE_LOST``.
+
+    Raises
+    ------
+    KVError
+        Before anything is timed: no GPU, an unknown preset or shape, a folder that cannot be written.
+    """
+    out = None if args.out is None else Path(args.out)
+    if args.what == "page":
+        return page(out, say)
+    for spec in args.specs or ():
+        get(spec)
+    device = require_gpu(args.what, args.device)
+    if out is not None:
+        from kvcodec.eval.rows import check_writable
+
+        check_writable(out)
+    path = None if out is None else out / f"{args.what}.jsonl"
+    recorder = Recorder(path, stamp(device, args.seed, args.commit), say)
+    lost = False
+    try:
+        for _ in rows_of(args, recorder, device):
+            pass
+    except KeyboardInterrupt:
+        say("interrupted: the rows hold what was finished")
+    except DeviceLostError as error:
+        say(str(error))
+        lost = True
+    if out is not None and not args.rows_only:
+        page(out, say)
+    return DEVICE_LOST if lost else recorder.new
+
+
+def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) -> Iterator[Row]:
+    """Rows of the part that ``args.what`` names."""
+    from kvcodec.bench.timing import Timer
+
+    specs: Sequence[str] = args.specs or PRESETS
+    common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
+    with_libraries = common | {"libraries": not args.no_libraries}
+    if args.what == "decode":
+        from kvcodec.bench.decode import decode_rows
+
+        shapes = shapes_named(args.shapes or DECODE_SHAPES)
+        return decode_rows(specs, shapes, recorder, timer=Timer(device), **with_libraries)
+    if args.what == "encode":
+        from kvcodec.bench.encode import encode_rows
+
+        return encode_rows(specs, recorder, timer=Timer(device), **with_libraries)
+    if args.what == "prefill":
+        from kvcodec.bench.prefill import prefill_rows
+
+        return prefill_rows(specs, recorder, timer=Timer(device), **common)
+    from kvcodec.bench.generate import generate_rows
+
+    return generate_rows(specs, recorder, **common)
+
+
+def page(out: Path | None, say: Callable[[str], None]) -> list[Row]:
+    """Write JSON, page and figure of a folder's rows; returns the rows."""
+    if out is None:
+        raise SpecError("bench page: name the folder of the rows with --out DIR.")
+    rows: list[Row] = []
+    for part in PARTS:
+        if (found := out / f"{part}.jsonl").is_file():
+            held = read_rows([found])
+            _write(out / f"{part}.json", json.dumps(held, indent=1) + "\n", say)
+            rows += held
+        elif (found := out / f"{part}.json").is_file():
+            rows += read_rows([found])
+    if not rows:
+        raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{p}.jsonl' for p in PARTS)}).")
+    from kvcodec.bench.page import page_html
+
+    _write(out / "bench.html", page_html(rows), say)
+    _figure(rows, out / "speed.png", say)
+    return rows
+
+
+def _write(path: Path, text: str, say: Callable[[str], None]) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KVError(f"cannot write {path}: {error.strerror or error}; pass another folder.") from error
+    say(f"written: {path}")
+
+
+def _figure(rows: Iterable[Row], path: Path, say: Callable[[str], None]) -> None:
+    from kvcodec.bench.summary import speed_points
+    from kvcodec.errors import UnsupportedError
+    from kvcodec.plot import speed_figure
+
+    points = speed_points(list(rows))
+    if not points:
+        return
+    try:
+        speed_figure(points, path)
+    except UnsupportedError as error:  # no matplotlib on the machine of the GPU: the page has its own drawing
+        say(str(error))
+        return
+    say(f"written: {path}")

@@ -1,0 +1,75 @@
+"""What each preset must reach on one H200, and what it aims at; a row of results is marked by them.
+
+Speed-ups over the fastest bf16 attention of the same run, cold L2, at ``llm64k`` / ``b32_8k`` / ``b32_32k``; encode in
+microseconds for 64k tokens of 4 KV heads at head_dim 128, keys and values.
+"""
+
+from typing import NamedTuple
+
+from kvcodec.bench.shapes import Shape
+
+SHAPE_NAMES = ("llm64k", "b32_8k", "b32_32k")
+FP8_RIVAL_US = {"llm64k": 44.7, "b32_8k": 203.0, "b32_32k": 755.0}
+"""FlashAttention-3 over an fp8 cache on the same kind of GPU, cold, measured apart from these rows."""
+
+
+class Target(NamedTuple):
+    """Must and aim of one preset, in the order of ``SHAPE_NAMES``."""
+
+    must: tuple[float, float, float]
+    aim: tuple[float, float, float]
+
+
+_INT = Target((1.8, 2.7, 3.2), (2.15, 3.1, 3.6))
+_ULTRAQUANT = Target((1.7, 2.5, 3.0), (1.9, 2.95, 3.5))
+_INNERQ = Target((1.7, 2.5, 3.0), (2.0, 2.9, 3.5))
+_KIVI = Target((1.8, 2.8, 3.5), (2.2, 3.6, 4.6))
+_TABLE16 = Target((1.6, 2.3, 2.8), (1.85, 2.9, 3.4))
+DECODE = {
+    "saw-int4": _INT,
+    "int-4": _INT,
+    "ultraquant": _ULTRAQUANT,
+    "innerq-base": _INNERQ,
+    "innerq-small": _INNERQ,
+    "innerq-hybrid": _INNERQ,
+    "kivi-2": _KIVI,
+    "ultra-tq": _TABLE16,
+    "turboquant-4": _TABLE16,
+    "octopus-2": Target((1.7, 2.7, 3.3), (2.0, 3.4, 4.2)),
+    "octopus-3": Target((1.6, 2.5, 3.1), (1.9, 3.0, 3.5)),
+    "octopus-4": Target((1.3, 2.0, 2.6), (1.6, 2.3, 2.85)),
+    "hqmq-s24_r3": Target((1.5, 2.3, 2.7), (1.75, 2.9, 3.4)),
+    "hqmq-s96_r4": Target((1.4, 1.9, 2.3), (1.7, 2.5, 3.2)),
+}
+ENCODE_SHAPE = Shape("llm64k", 1, 28, 4, 128, 65536)
+_BYTES = (164.0, 82.0)
+ENCODE_US = {
+    **dict.fromkeys(("saw-int4", "int-4", "ultraquant", "innerq-base", "innerq-small", "innerq-hybrid"), _BYTES),
+    **dict.fromkeys(("octopus-2", "octopus-3", "octopus-4"), (400.0, 120.0)),
+    "hqmq-s96_r4": (1200.0, 150.0),
+}
+"""Must and aim; those of integers and FP4 are four and two times the byte floor."""
+
+
+def verdict(spec: str, shape: str, metric: str, value: float) -> str | None:
+    """``aim met``, ``must met`` or ``must missed``; None where nothing is asked.
+
+    Parameters
+    ----------
+    spec, shape, metric : str
+        As in a result row: ``speedup_vs_bf16_cold`` (a ratio) and ``encode_us`` have targets.
+    value : float
+
+    Examples
+    --------
+    >>> verdict("kivi-2", "b32_32k", "speedup_vs_bf16_cold", 3.6), verdict("kivi-2", "video", "encode_us", 1.0)
+    ('must met', None)
+    """
+    if metric == "speedup_vs_bf16_cold" and spec in DECODE and shape in SHAPE_NAMES:
+        i = SHAPE_NAMES.index(shape)
+        must, aim = DECODE[spec].must[i], DECODE[spec].aim[i]
+        return "aim met" if value >= aim else "must met" if value >= must else "must missed"
+    if metric == "encode_us" and spec in ENCODE_US and shape == ENCODE_SHAPE.name:
+        most, aim = ENCODE_US[spec]
+        return "aim met" if value <= aim else "must met" if value <= most else "must missed"
+    return None
