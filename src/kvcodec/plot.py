@@ -44,6 +44,12 @@ METRICS = {
     "kl": "KL divergence from the uncompressed model (nats per token)",
     "perplexity": "perplexity above the uncompressed model",
 }
+SPEED_TITLES = {
+    "llm64k": "1 sequence of 64k tokens",
+    "b32_8k": "32 sequences of 8k",
+    "b32_32k": "32 sequences of 32k",
+    "video": "a video model's 32k",
+}
 LABEL_POINTS = 8.0
 CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
 CURVE_MARKERS = "osD^vP<"
@@ -258,6 +264,44 @@ def _source_panel(axes: Any, source: str, rows: Sequence[Row]) -> dict[str, Any]
     if left_out := [r["spec"] for r in rows if r["bits"] > MOST_BITS]:
         axes.set_xlabel(f"above {MOST_BITS:.0f} bits, not shown: {', '.join(left_out)}", fontsize=7)
     return handles
+
+
+def speed_figure(points: Sequence[Any], path: Path) -> None:
+    """Draw speed-up over 16-bit attention over effective bits, a panel per shape, and write a PNG.
+
+    Parameters
+    ----------
+    points : sequence of kvcodec.bench.summary.Point
+        ``spec, shape, bits, speedup``.
+    path : Path
+
+    Raises
+    ------
+    UnsupportedError, KVError
+        As ``quality_figure``.
+    """
+    shapes = list(dict.fromkeys(p.shape for p in points))
+    figure, canvas = _figure(4.6 * max(len(shapes), 1), 4.6)
+    panels = []
+    for i, shape in enumerate(shapes):
+        axes = figure.add_subplot(1, len(shapes), i + 1, sharey=panels[0][0] if panels else None)
+        shown = [Point(p.spec, p.bits, p.speedup, 0.0, False) for p in points if p.shape == shape]
+        for point in shown:
+            style = style_of(point.spec)
+            axes.plot(point.bits, point.value, color=style.color, marker=style.marker, ms=7, ls="none", zorder=3)
+        axes.axhline(1.0, color=STYLES["dense"].color, lw=1, ls="--", zorder=1)
+        axes.set_title(SPEED_TITLES.get(shape, shape), fontsize=10, loc="left")
+        axes.set_xlabel("effective bits (bytes held x 8 / elements)")
+        axes.margins(x=0.25, y=0.12)
+        _calm(axes)
+        panels.append((axes, shown))
+    if panels:
+        panels[0][0].set_ylabel("times as fast as the fastest 16-bit attention, cold L2")
+        panels[0][0].set_ylim(bottom=0)
+    canvas.draw()
+    for axes, shown in panels:
+        _place_labels(axes, shown, canvas.get_renderer())
+    _save(figure, path)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

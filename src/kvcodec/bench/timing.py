@@ -78,6 +78,20 @@ class Timer:
         self._replay(graph, read, 3)
         return quantiles(self._replay(graph, read, reps))
 
+    def eager(self, call: Callable[[], object], reps: int = 10) -> dict[str, float]:
+        """Time `call` outside a graph with a dirty L2; the gaps between its kernels count."""
+        call()
+        times = []
+        for _ in range(reps):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.flush.add_(1)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return quantiles(times)
+
     def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> dict[str, float]:
         """Time `calls` calls in one graph, per call."""
         graph = capture(call, calls)

@@ -1,0 +1,218 @@
+"""One self-contained page of GPU rows: what was reached and missed, rivals, the papers' studies, how it was measured."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcodec.bench.shapes import SWEEP_BATCHES
+from kvcodec.bench.studies import number, studies
+from kvcodec.bench.summary import Line, Point, Table, lines, misses, speed_points
+from kvcodec.bench.targets import DECODE, ENCODE_US, FP8_RIVAL_US, SHAPE_NAMES, verdict
+from kvcodec.plot import SPEED_TITLES, style_of
+from kvcodec.report import STYLE
+
+Row = Mapping[str, Any]
+SHAPES = (*SHAPE_NAMES, "video")
+MARKS = {"aim met": "good", "must met": "fair", "must missed": "bad", None: ""}
+MORE_STYLE = """
+td.good { background: #00805533; } td.fair { background: #80800022; } td.bad { background: #c0303044; }
+td.why { text-align: left; color: var(--soft); white-space: normal; } svg text { font: 11px system-ui, sans-serif; }
+"""
+METHOD = (
+    "One layer, one step, in a CUDA graph between two events; bf16 queries and output; pages of 64 tokens in random "
+    "order behind a block table. Cold: 512 MB were written before each replay, so the L2 holds dirty lines whose "
+    "write-back the call pays for; clean: 512 MB were read; warm: several calls in one graph. Medians; p20 and p80 are "
+    "in the rows. A preset is timed as it is used, its sink and window among the tokens. Pages are copies of 64 distinct "
+    "ones per head, each in memory of its own: Gaussian values, on which speed does not depend. Before timing, at the "
+    "size that is timed: the error against float64 attention over the decoded K and V is at most twice that of bf16 "
+    "SDPA over them."
+)
+
+
+def page_html(rows: Sequence[Row]) -> str:
+    """Return the page as one text; every word from a row is escaped."""
+    table = Table(rows)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>kvcodec: kernels</title><style>{STYLE}{MORE_STYLE}</style></head><body>",
+        "<h1>Attention over packed caches on a GPU</h1>",
+        _lead(rows),
+        "<h2>Decode: times as fast as the fastest 16-bit attention</h2>",
+        _decode(lines(rows)),
+        _drawings(speed_points(rows)),
+        "<h2>Break-even context</h2>",
+        "<p>Tokens per sequence from which a preset is faster than 16-bit attention at every longer measured length; "
+        "32 query heads, 8 KV heads, head_dim 128, cold.</p>",
+        _break_evens(lines(rows)),
+        "<h2>Encode: K and V of 64k tokens, 4 KV heads</h2>",
+        _encode(table),
+        "<h2>Rivals</h2>",
+        _rivals(table),
+    ]
+    for study in studies(rows):
+        parts += [f"<h2>{_text(study.title)}</h2>", f"<p>{_text(study.source)}. {_text(study.note)}</p>"]
+        parts.append(grid(study.headings, [[(cell, "") for cell in line] for line in study.lines]))
+    parts += [_generate(table), "<h2>How it was measured</h2>", f"<p>{METHOD}</p>", _machines(rows), "</body></html>"]
+    return "\n".join(p for p in parts if p) + "\n"
+
+
+def _text(x: Any) -> str:
+    return html.escape(str(x))
+
+
+def grid(headings: Sequence[str], cells: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """Return a table; a cell is its text and its class."""
+    head = "".join(f"<th>{_text(h)}</th>" for h in headings)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{f' class={mark}' if mark else ''}>{_text(x)}</td>" for x, mark in line) + "</tr>"
+        for line in cells
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def _lead(rows: Sequence[Row]) -> str:
+    missed = misses(rows)
+    if not missed:
+        return ""
+    return f'<p class="lead">Short of what was asked: {_text("; ".join(missed))}.</p>'
+
+
+def _decode(found: Sequence[Line]) -> str:
+    if not found:
+        return "<p>Not measured yet.</p>"
+    headings = ["preset", "bits"]
+    for shape in SHAPES:
+        headings += [SPEED_TITLES[shape], "us", "of roofline"]
+    cells = []
+    for line in found:
+        row = [(line.spec, ""), (number(line.bits, ".2f"), "")]
+        for shape in SHAPES:
+            gain, mark = line.speedups[shape], line.verdicts[shape]
+            asked = ""
+            if line.spec in DECODE and shape in SHAPE_NAMES:
+                i = SHAPE_NAMES.index(shape)
+                asked = f" (must {DECODE[line.spec].must[i]:g}, aim {DECODE[line.spec].aim[i]:g})"
+            row.append((f"{gain:.2f}x{asked}" if gain is not None else "–", MARKS[mark]))
+            row += [(number(line.microseconds[shape]), ""), (_percent(line.shares[shape]), "")]
+        cells.append([*row, (line.status, "why")])
+    return grid([*headings, "not timed because"], cells)
+
+
+def _percent(x: float | None) -> str:
+    return "–" if x is None else f"{100 * x:.0f} %"
+
+
+def _break_evens(found: Sequence[Line]) -> str:
+    kept = [line for line in found if any(line.break_evens.values())]
+    if not kept:
+        return "<p>Not measured yet.</p>"
+    headings = ["preset", *(f"{b} sequence{'s' * (b > 1)}" for b in SWEEP_BATCHES)]
+    return grid(headings, [[(x.spec, ""), *((str(x.break_evens[b] or "–"), "") for b in SWEEP_BATCHES)] for x in kept])
+
+
+def _encode(table: Table) -> str:
+    cells = []
+    for spec in table.specs("encode_us"):
+        row = table.row(spec, "encode_us", "llm64k")
+        if row is None:
+            continue
+        us = table.median(spec, "encode_us", "llm64k")
+        mark = MARKS[None if us is None else verdict(spec, "llm64k", "encode_us", us)]
+        must, aim = ENCODE_US.get(spec, (None, None))
+        floor = table.median(spec, "encode_roofline_us", "llm64k")
+        times = None if us is None or not floor else us / floor
+        cells.append([
+            (spec, ""), (number(us), mark), (number(must, "g"), ""), (number(aim, "g"), ""), (number(floor), ""),
+            (number(times), ""), (str(row.get("status", "")), "why"),
+        ])  # fmt: skip
+    headings = ["preset", "us", "must", "aim", "byte floor", "times the floor", "not timed because"]
+    return grid(headings, cells) if cells else "<p>Not measured yet.</p>"
+
+
+def _rivals(table: Table) -> str:
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in table.rows:
+        if not row["spec"].startswith("dense") or row["metric"] != "decode_us_cold" or row["shape"] not in SHAPES:
+            continue
+        key = row["spec"], str(row.get("backend")), str(row.get("form"))
+        values = row.get("values")
+        found.setdefault(key, {})[row["shape"]] = number(values["p50"]) if values else str(row["status"])
+    if not found:
+        return "<p>Not measured yet.</p>"
+    cells = [[(f"{b}, {f}", ""), *((times.get(s, "–"), "") for s in SHAPES)] for (_, b, f), times in found.items()]
+    apart = [number(FP8_RIVAL_US.get(s)) for s in SHAPES]
+    cells.append([("FlashAttention-3 over an fp8 cache, measured apart", ""), *((x, "") for x in apart)])
+    return grid(["microseconds, cold", *(SPEED_TITLES[s] for s in SHAPES)], cells)
+
+
+def _generate(table: Table) -> str:
+    cells = []
+    for row in table.rows:
+        if not str(row["metric"]).startswith("ms_per_token") or row.get("values") is None:
+            continue
+        way = row["metric"].removeprefix("ms_per_token_")
+        peak = f"{row['peak_bytes'] / 1e9:.1f} GB" if row.get("peak_bytes") else "–"
+        words = row["shape"], row["spec"], row.get("cache", ""), way, f"{row['values']['p50']:.2f}", peak
+        cells.append([(str(word), "") for word in words])
+    if not cells:
+        return ""
+    headings = ["shape", "spec", "cache", "way", "ms per token", "peak beside the weights"]
+    return f"<h2>Through generate</h2>\n{grid(headings, cells)}"
+
+
+def _machines(rows: Sequence[Row]) -> str:
+    runs: dict[str, str] = {}
+    for row in rows:
+        versions = ", ".join(f"{k} {v}" for k, v in (row.get("versions") or {}).items())
+        runs[str(row.get("run"))] = f"{row.get('gpu')}; commit {row.get('commit')}; seed {row.get('seed')}; {versions}"
+    items = "\n".join(f"<dt>{_text(run)}</dt><dd>{_text(about)}</dd>" for run, about in runs.items())
+    return f"<dl>\n{items}\n</dl>"
+
+
+# -- drawings ----------------------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 330, 42, 38, 26
+
+
+def _drawings(points: Sequence[Point]) -> str:
+    shapes = dict.fromkeys(p.shape for p in points)
+    drawn = [drawing([p for p in points if p.shape == shape], SPEED_TITLES.get(shape, shape)) for shape in shapes]
+    return f'<figure class="pairs">{"".join(drawn)}</figure>' if drawn else ""
+
+
+def drawing(points: Sequence[Point], title: str) -> str:
+    """Speed-up over effective bits as SVG: a dot per preset, its name beside it, the line of 16-bit attention."""
+    most_bits = max(p.bits for p in points) * 1.15
+    most = max(*(p.speedup for p in points), 1.0) * 1.12
+
+    def x(bits: float) -> float:
+        return LEFT + (WIDTH - LEFT - 8) * bits / most_bits
+
+    def y(gain: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * gain / most
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)}: the numbers are in the table">',
+        f'<text x="{LEFT}" y="15" font-weight="600">{_text(title)}</text>',
+        f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#4d4d4d" stroke-dasharray="4 3"/>',
+    ]
+    for gain in range(int(most) + 1):
+        parts.append(f'<text x="{LEFT - 8}" y="{y(gain) + 4:.1f}" text-anchor="end">{gain}x</text>')
+    for bits in range(0, int(most_bits) + 1, 1 if most_bits < 9 else 2):
+        parts.append(f'<text x="{x(bits):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{bits}</text>')
+    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">effective bits</text>')
+    taken: list[float] = []
+    for point in sorted(points, key=lambda p: -p.speedup):
+        color, at, height = style_of(point.spec).color, x(point.bits), y(point.speedup)
+        label = height + 4
+        while any(abs(label - other) < 11 for other in taken):  # names stand below each other
+            label += 1
+        taken.append(label)
+        side = 'x="{:.1f}" text-anchor="{}"'.format(*((at + 8, "start") if at < WIDTH * 0.6 else (at - 8, "end")))
+        parts.append(
+            f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4" fill="{color}"><title>{_text(point.spec)}: '
+            f"{point.speedup:.2f}x at {point.bits:.2f} bits</title></circle>"
+            f'<text {side} y="{label:.1f}" fill="{color}">{_text(point.spec)}</text>'
+        )
+    return "".join([*parts, "</svg>"])

@@ -1,0 +1,169 @@
+"""What result rows say: one line per preset, the break-even context, the points of the figure. Pure arithmetic on rows.
+
+Of rows with the same spec, metric and shape the newest measured one counts (``record.newest``).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvcodec.bench.record import newest
+from kvcodec.bench.shapes import SWEEP_BATCHES
+from kvcodec.bench.targets import SHAPE_NAMES, verdict
+
+Row = Mapping[str, Any]
+SPEEDUP = "speedup_vs_bf16_cold"
+_SWEEP_SHAPE = re.compile(r"llama8b_b(\d+)_(\d+)$")
+
+
+class Table:
+    """Rows by spec, metric and shape.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = newest([dict(row) for row in rows])
+        self._by_key = {(r["spec"], r["metric"], r["shape"]): r for r in self.rows if r["spec"] != "dense"}
+
+    def row(self, spec: str, metric: str, shape: str) -> Row | None:
+        """Return the row, measured or with a status; None if there is none."""
+        return self._by_key.get((spec, metric, shape))
+
+    def median(self, spec: str, metric: str, shape: str) -> float | None:
+        """Return p50 of a measured row."""
+        row = self.row(spec, metric, shape)
+        return None if row is None or row.get("values") is None else float(row["values"]["p50"])
+
+    def bf16(self, metric: str, shape: str) -> float | None:
+        """Return p50 of the fastest 16-bit form."""
+        found = [
+            float(r["values"]["p50"])
+            for r in self.rows
+            if (r["spec"], r["metric"], r["shape"]) == ("dense", metric, shape) and r.get("values") is not None
+        ]
+        return min(found, default=None)
+
+    def specs(self, metric: str = SPEEDUP) -> list[str]:
+        """Presets that a metric was asked of, measured or not, in the order of their rows."""
+        wanted = {metric, "decode_us_cold"} if metric == SPEEDUP else {metric}
+        found = dict.fromkeys(r["spec"] for r in self.rows if r["metric"] in wanted)
+        return [spec for spec in found if not spec.startswith("dense")]
+
+    def status(self, spec: str, shape: str) -> str:
+        """Why a preset has no time at a shape; empty if it has, or was never tried."""
+        row = self.row(spec, "decode_us_cold", shape)
+        return "" if row is None or row.get("values") is not None else str(row["status"])
+
+
+class BreakEven(NamedTuple):
+    """From which length on a preset beats 16-bit attention.
+
+    Parameters
+    ----------
+    tokens : int, optional
+        Smallest measured length from which on it is faster at every measured one; None: at none.
+    shortest, longest : int
+        Lengths measured.
+    """
+
+    tokens: int | None
+    shortest: int
+    longest: int
+
+    def __str__(self) -> str:
+        """Return e.g. ``1024``, ``<= 128`` or ``> 32768``."""
+        if self.tokens is None:
+            return f"> {self.longest}"
+        return f"<= {self.tokens}" if self.tokens == self.shortest else str(self.tokens)
+
+
+def break_even(table: Table, spec: str, batch: int) -> BreakEven | None:
+    """Read the break-even context of a preset from the sweep of lengths; None where it was not swept."""
+    ratios: dict[int, float] = {}
+    for row in table.rows:
+        match = _SWEEP_SHAPE.match(str(row["shape"]))
+        measured = row["spec"] == spec and row["metric"] == SPEEDUP and row.get("values") is not None
+        if match and measured and int(match[1]) == batch:
+            ratios[int(match[2])] = float(row["values"]["p50"])
+    if not ratios:
+        return None
+    first = None
+    for tokens in sorted(ratios, reverse=True):
+        if ratios[tokens] <= 1:
+            break
+        first = tokens
+    return BreakEven(first, min(ratios), max(ratios))
+
+
+class Line(NamedTuple):
+    """One preset of the report: bits at 64k tokens, speed-ups, verdicts and times by shape, break-even by batch."""
+
+    spec: str
+    bits: float | None
+    speedups: dict[str, float | None]
+    microseconds: dict[str, float | None]
+    shares: dict[str, float | None]
+    verdicts: dict[str, str | None]
+    break_evens: dict[int, BreakEven | None]
+    status: str
+
+
+def lines(rows: Sequence[Row], shapes: Sequence[str] = (*SHAPE_NAMES, "video")) -> list[Line]:
+    """One line per preset that has a row at one of ``shapes``."""
+    table = Table(rows)
+    out = []
+    for spec in table.specs():
+        gains = {shape: table.median(spec, SPEEDUP, shape) for shape in shapes}
+        status = next(filter(None, (table.status(spec, shape) for shape in shapes)), "")
+        if not any(gains.values()) and not status:
+            continue
+        bits = next((r["effective_bits"] for s in shapes if (r := table.row(spec, SPEEDUP, s)) is not None), None)
+        out.append(
+            Line(
+                spec,
+                bits,
+                gains,
+                {shape: table.median(spec, "decode_us_cold", shape) for shape in shapes},
+                {shape: table.median(spec, "roofline_share_cold", shape) for shape in shapes},
+                {s: None if x is None else verdict(spec, s, SPEEDUP, x) for s, x in gains.items()},
+                {batch: break_even(table, spec, batch) for batch in SWEEP_BATCHES},
+                status,
+            )
+        )
+    return out
+
+
+class Point(NamedTuple):
+    """One marker of the figure: effective bits at that shape, speed-up over the fastest 16-bit attention."""
+
+    spec: str
+    shape: str
+    bits: float
+    speedup: float
+
+
+def speed_points(rows: Sequence[Row], shapes: Sequence[str] = SHAPE_NAMES) -> list[Point]:
+    """Return a point per preset and shape that was measured."""
+    table = Table(rows)
+    found = []
+    for shape in shapes:
+        for spec in table.specs():
+            row = table.row(spec, SPEEDUP, shape)
+            if row is not None and row.get("values") is not None:
+                found.append(Point(spec, shape, float(row["effective_bits"]), float(row["values"]["p50"])))
+    return found
+
+
+def misses(rows: Sequence[Row]) -> list[str]:
+    """Sentences naming every measured row that misses its must."""
+    out = []
+    for row in newest([dict(row) for row in rows]):
+        if row.get("values") is None:
+            continue
+        value = float(row["values"]["p50"])
+        if verdict(row["spec"], row["shape"], row["metric"], value) == "must missed":
+            out.append(f"{row['spec']} at {row['shape']}: {row['metric']} {value:.4g} {row['unit']}")
+    return out
