@@ -1,0 +1,267 @@
+"""Time per token and memory of a whole model's decode steps: ``kvcodec bench generate``.
+
+A Qwen3-8B-shaped model with random weights (speed and memory only, no quality). Caches are filled with random keys and
+values, one token short of the prompt, instead of running the prompt through the model; the step that is timed is the
+model's own, with attention, projections and the cache's update. Three ways of stepping:
+
+- ``generate``: the call a user makes, with its compilation off: (time of 1 + n tokens - time of 1 token) / n;
+- ``graph``: one step captured in a CUDA graph and replayed (greedy token fed back on the device), which takes the host
+  out of the picture. DynamicCache cannot be captured (its tensors grow): the 16-bit side is StaticCache there;
+- ``compiled``: ``generate`` with its own torch.compile, as it runs by itself with a cache of fixed capacity.
+
+Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
+``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights).
+"""
+
+import gc
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvcodec.bench.cache_bench import spread
+from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from kvcodec.bench.targets import DECODE
+from kvcodec.errors import KVError, UnsupportedError
+
+WAYS = ("generate", "graph", "compiled")
+BATCHES = (8, 1)
+PROMPT = 32768
+RIVALS = {"generate": "DynamicCache", "graph": "StaticCache", "compiled": "StaticCache"}
+"""16-bit caches of transformers that each way is compared with."""
+
+
+def shape_name(batch: int, prompt: int) -> str:
+    """Name as rows carry it.
+
+    >>> shape_name(8, 32768)
+    'qwen3_8b_b8_32k'
+    """
+    return f"qwen3_8b_b{batch}_{prompt // 1024}k"
+
+
+def make_model(device: torch.device, layers: int = 36, **sizes: Any) -> Any:
+    """Return a randomly initialised Qwen3-8B (or another size, for tests)."""
+    transformers = importlib.import_module("transformers")
+    shape = {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": layers,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    }  # fmt: skip
+    config = transformers.Qwen3Config(**(shape | sizes))
+    torch.manual_seed(0)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Filler:
+    """Makes caches that hold random tokens, one short of the prompt.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    batch, prompt, room : int
+        Sequences, tokens of the prompt, and how many more a cache of fixed capacity holds.
+    """
+
+    def __init__(self, model: Any, batch: int, prompt: int, room: int) -> None:
+        self.model, self.batch, self.prompt, self.room = model, batch, prompt, room
+        config, device = model.config, model.device
+        generator = torch.Generator(device).manual_seed(0)
+        size = (batch, config.num_key_value_heads, prompt - 1, config.head_dim)
+        # one pair for all layers: what a step costs does not depend on the values
+        self.k, self.v = (torch.randn(size, generator=generator, device=device, dtype=model.dtype) for _ in "kv")
+        self.ids = torch.randint(10, config.vocab_size, (batch, prompt), generator=generator, device=device)
+
+    def filled(self, cache: Any) -> Any:
+        """Fill a cache layer by layer."""
+        for layer in range(self.model.config.num_hidden_layers):
+            cache.update(self.k, self.v, layer)
+        return cache
+
+    def dense(self, kind: str) -> Any:
+        """Return an empty 16-bit cache of transformers."""
+        transformers = importlib.import_module("transformers")
+        if kind == "DynamicCache":
+            return transformers.DynamicCache(config=self.model.config)
+        return transformers.StaticCache(config=self.model.config, max_cache_len=self.prompt + self.room)
+
+    def packed(self, spec: str, fixed: bool) -> Any:
+        """Return an empty packed cache served by the kernels; ``fixed``: of fixed capacity."""
+        cache_for = importlib.import_module("kvcodec.integrations.transformers").cache_for
+        max_len = self.prompt + self.room if fixed else None
+        return cache_for(self.model, spec, attention="fused", max_len=max_len, probe=False)
+
+
+def generate_rows(
+    specs: Sequence[str],
+    recorder: Recorder,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    deadline: Deadline | None = None,
+    batches: Sequence[int] = BATCHES,
+    ways: Sequence[str] = WAYS,
+    prompt: int = PROMPT,
+    new_tokens: int = 16,
+    model: Any = None,
+) -> Iterator[Row]:
+    """Time transformers' caches and presets, every preset of the targets first; what is there already is left out.
+
+    Parameters
+    ----------
+    specs : sequence of str
+    recorder, device, deadline
+        As ``decode.decode_rows``.
+    seed : int
+        Stamped; weights and tokens are drawn from 0.
+    batches : sequence of int
+    ways : sequence of str
+        Of ``WAYS``.
+    prompt, new_tokens : int
+    model : PreTrainedModel, optional
+        Default ``make_model``.
+
+    Returns
+    -------
+    iterator of dict
+        Rows as they are measured.
+
+    Raises
+    ------
+    UnsupportedError
+        If transformers is not installed.
+    """
+    deadline = deadline or Deadline()
+    try:
+        importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("bench generate needs transformers; run: pip install 'kvcodec[transformers]'") from error
+    model = model or make_model(device)
+    ordered = sorted(specs, key=lambda spec: spec not in DECODE)
+    for way in ways:
+        for batch in batches:
+            filler = Filler(model, batch, prompt, new_tokens + 32)
+            jobs: list[tuple[str, str, Callable[[], Any]]] = [
+                ("dense", RIVALS[way], partial(filler.dense, RIVALS[way])),
+                *((spec, "kvcodec fused", partial(filler.packed, spec, way != "generate")) for spec in ordered),
+            ]
+            for spec, cache, make in jobs:
+                if deadline.passed:
+                    recorder.say(f"out of time before {way} of {spec}, {batch} sequences; run again to go on")
+                    return
+                if not recorder.has(spec, f"ms_per_token_{way}", shape_name(batch, prompt)):
+                    yield _row(spec, cache, way, filler, make, new_tokens, recorder)
+
+
+def _row(
+    spec: str, cache: str, way: str, filler: Filler, make: Callable[[], Any], new_tokens: int, recorder: Recorder
+) -> Row:
+    model, device = filler.model, filler.model.device
+    model.set_attn_implementation("kvcodec" if spec != "dense" else "sdpa")
+    model.generation_config.disable_compile = way != "compiled"
+    name = shape_name(filler.batch, filler.prompt)
+    bits = 16.0 if spec == "dense" else None
+    common = {"cache": cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
+              "model": f"Qwen3-8B-shaped, {model.config.num_hidden_layers} layers, random bf16 weights"}  # fmt: skip
+    job = timed_graph if way == "graph" else timed_generate
+    try:
+        if way != "graph":
+            job(filler, make, 4 if way == "compiled" else 1)  # compiles
+        found = job(filler, make, new_tokens)
+    except Exception as error:  # one cache that fails must not lose the others' figures
+        lost = device_lost(device)
+        word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
+        status = f"{word}: {type(error).__name__}: {str(error)[:300]}"
+        row = recorder.add(spec, bits, f"ms_per_token_{way}", "ms", name, None, status=status, **common)
+        if lost:
+            raise DeviceLostError(f"bench generate: {way} of {spec} broke the CUDA context.") from error
+        if not isinstance(error, KVError | RuntimeError | ValueError | NotImplementedError):
+            recorder.say(f"unexpected {type(error).__name__}; the row says what")
+        return row
+    bits = found.pop("effective_bits", bits)
+    return recorder.add(spec, bits, f"ms_per_token_{way}", "ms", name, found.pop("values"), **found, **common)
+
+
+def _clean(device: torch.device) -> int:
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> dict[str, Any]:
+    """Run ``generate`` for 1 and for 1 + n tokens on a filled cache; milliseconds per token and memory."""
+    model, device, seconds = filler.model, filler.model.device, {}
+    found: dict[str, Any] = {}
+    for n in (1, 1 + new_tokens):
+        before = _clean(device)
+        cache = filler.filled(make())
+        _wait(device)
+        start = time.perf_counter()
+        model.generate(
+            filler.ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+            attention_mask=torch.ones_like(filler.ids),
+        )  # fmt: skip
+        _wait(device)
+        seconds[n] = time.perf_counter() - start
+        if device.type == "cuda":
+            found = {"peak_bytes": torch.cuda.max_memory_allocated() - before,
+                     "held_bytes": torch.cuda.memory_allocated() - before}  # fmt: skip
+        if hasattr(cache, "report"):
+            about = cache.report()
+            found |= {"effective_bits": about["effective_bits"], "paths": about["paths"]}
+        del cache
+    each = (seconds[1 + new_tokens] - seconds[1]) / new_tokens * 1e3
+    return {"values": dict.fromkeys(("p20", "p50", "p80"), round(each, 4)), **found}
+
+
+@torch.no_grad()
+def timed_graph(filler: Filler, make: Callable[[], Any], replays: int) -> dict[str, Any]:
+    """Capture one decode step of a filled cache and replay it; milliseconds and memory."""
+    model, device = filler.model, filler.model.device
+    before = _clean(device)
+    cache = filler.filled(make())
+    token = filler.ids[:, -1:].clone()
+    position = torch.full((filler.batch, 1), filler.prompt - 1, device=device)
+
+    def step() -> None:
+        out = model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+        token.copy_(out[:, -1].argmax(-1, keepdim=True))
+        position.add_(1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(replays):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    found: dict[str, Any] = {"values": spread(times), "peak_bytes": torch.cuda.max_memory_allocated() - before}
+    if hasattr(cache, "report"):
+        found["effective_bits"] = cache.report()["effective_bits"]
+    return found

@@ -1,0 +1,190 @@
+"""Times of attention of a block of new queries over packed history: ``kvcodec bench prefill``.
+
+======================  ====  ========================================================================================
+metric                  unit  what
+======================  ====  ========================================================================================
+``prefill_us``          us    q queries over T held tokens, the last q of them its own (causal), dirty L2, eager: the
+                              operator may have several launches
+``prefill_apart_us``    us    the same by decoding all K and V to bf16 in torch, then flash attention
+``prefill_speedup``     x     dequantize-then-flash over ``prefill_us``; below 1 the kernel must not be used
+======================  ====  ========================================================================================
+
+Rows of spec ``dense`` are flash attention over bf16 K and V: what no packed cache can beat for long q. The reference's
+decode in torch is slow for some codecs, so ``dequant_us`` says how much of ``prefill_apart_us`` it is, and
+``least_apart_us`` what dequantize-then-flash takes at the very least: bytes read and written at 4.3 TB/s, then flash.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcodec.attention import rounded_queries
+from kvcodec.bench.decode import ROOFLINE_BYTES_PER_US, ratio
+from kvcodec.bench.packed import Packed, Pools, packed_operator
+from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from kvcodec.bench.shapes import Shape
+from kvcodec.errors import KVError, UnsupportedError
+
+QUERIES = (16, 128, 512, 2048)
+HISTORIES = ((1, 2048), (1, 32768), (8, 8192))
+CHECKED_ROWS = 64
+
+
+class PrefillTimes(Protocol):
+    """What this bench needs of ``timing.Timer``."""
+
+    def eager(self, call: Callable[[], object], reps: int = 10) -> dict[str, float]:
+        """Time calls outside a graph, dirty L2, the gaps between their kernels included."""
+
+
+def prefill_shape(batch: int, tokens: int, queries: int) -> Shape:
+    """Mistral's and Llama-3.1-8B's heads; the name says how many queries.
+
+    >>> prefill_shape(1, 2048, 16).name
+    'prefill_b1_t2048_q16'
+    """
+    return Shape(f"prefill_b{batch}_t{tokens}_q{queries}", batch, 32, 8, 128, tokens)
+
+
+def prefill_rows(
+    specs: Sequence[str],
+    recorder: Recorder,
+    *,
+    timer: PrefillTimes,
+    device: torch.device,
+    seed: int = 0,
+    deadline: Deadline | None = None,
+    histories: Sequence[tuple[int, int]] = HISTORIES,
+    queries: Sequence[int] = QUERIES,
+    pool_pages: int | None = None,
+) -> Iterator[Row]:
+    """Time presets and flash attention; what the recorder's file already holds is left out.
+
+    Parameters
+    ----------
+    specs : sequence of str
+    recorder, timer, device, seed, deadline, pool_pages
+        As ``decode.decode_rows``.
+    histories : sequence of (sequences, tokens)
+    queries : sequence of int
+        New tokens; those longer than a history are left out.
+
+    Returns
+    -------
+    iterator of dict
+        Rows as they are measured.
+    """
+    deadline = deadline or Deadline()
+    pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
+    for batch, tokens in histories:
+        shapes = [(n, prefill_shape(batch, tokens, n)) for n in queries if n <= tokens]
+        generator = torch.Generator(device).manual_seed(seed)
+        like = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+        k, v = (torch.randn(batch, 8, tokens, 128, **like) for _ in "kv")
+        flash = {}
+        for n, shape in shapes:
+            if deadline.passed:
+                return
+            q = torch.randn(batch, 32, n, 128, **like)
+            flash[n] = timer.eager(lambda q=q: dense_attention(q, k, v), 12)  # type: ignore[misc]
+            yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash[n], sizes=shape.sizes())
+        for spec in specs:
+            for n, shape in shapes:
+                if deadline.passed:
+                    recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
+                    return
+                if not recorder.has(spec, "prefill_us", shape.name):
+                    yield from _preset_rows(spec, shape, n, recorder, timer, pools, flash[n]["p50"])
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Flash attention of the newest ``q [B, HQ, n, D]`` over bf16 ``k, v [B, H, T, D]``: query i sees T - n + i + 1."""
+    backends = [SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.MATH]
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    if q.is_cuda:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    hidden = torch.arange(k.shape[2])[None] > torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+
+@torch.no_grad()
+def _preset_rows(
+    spec: str, shape: Shape, n: int, recorder: Recorder, timer: PrefillTimes, pools: Pools, flash: float
+) -> Iterator[Row]:
+    common: dict[str, Any] = {"sizes": shape.sizes() | {"queries": n}}
+    bits = None
+
+    def refused(status: str) -> Row:
+        return recorder.add(spec, bits, "prefill_us", "us", shape.name, None, status=status, **common)
+
+    try:
+        packed = packed_operator(spec, shape, pools)
+        bits = packed.effective_bits
+        q = torch.randn(shape.batch, shape.query_heads, n, shape.head_dim, device=pools.device, dtype=torch.bfloat16)
+        fused = prefill_operator(packed, q)
+        wrong = prefill_error(packed, q, fused())
+        if not wrong[0] <= 2 * wrong[1]:
+            yield refused(f"failed its gate: error {wrong[0]:.2e}, bf16 over the decoded K and V {wrong[1]:.2e}")
+            return
+        ours = timer.eager(fused, 12)
+        apart = timer.eager(lambda: dense_attention(q, *packed.cache.decode()), 3)
+        decode = timer.eager(packed.cache.decode, 3)
+    except UnsupportedError as error:
+        yield refused(f"no kernel: {error}")
+        return
+    except (KVError, RuntimeError) as error:  # as in decode: a kernel that breaks is not the others' end
+        lost = device_lost(pools.device)
+        yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
+        if lost:
+            raise DeviceLostError(f"bench prefill: {spec} at {shape.name} broke the CUDA context.") from error
+        return
+    least = (packed.bytes_read + 2 * shape.bf16_bytes) / ROOFLINE_BYTES_PER_US + flash
+    yield recorder.add(spec, bits, "dequant_us", "us", shape.name, decode, **common)
+    yield recorder.add(spec, bits, "prefill_apart_us", "us", shape.name, apart, least_apart_us=least, **common)
+    speedup = ratio(apart["p50"], ours)
+    yield recorder.add(spec, bits, "prefill_speedup", "x", shape.name, speedup, **common)
+    yield recorder.add(spec, bits, "prefill_us", "us", shape.name, ours, flash_us=flash, **common)
+
+
+def prefill_operator(packed: Packed, q: Tensor) -> Callable[[], Tensor]:
+    """Return the call that attends with a block of queries; ``attend`` refuses what it has no kernel for.
+
+    Raises
+    ------
+    UnsupportedError
+        If the packed cache takes one query token at a time.
+    """
+    packed.cache.attend(q)  # compiles, or refuses
+    return lambda: packed.cache.attend(q)
+
+
+def prefill_error(packed: Packed, q: Tensor, found: Tensor) -> tuple[float, float]:
+    """Relative errors of some rows of one KV head against float64 over the decoded values: the kernel's and bf16's."""
+    shape, n = packed.shape, q.shape[2]
+    b, h = shape.batch - 1, shape.kv_heads - 1
+    k, v = packed.truth(b, h)
+    state = packed.cache.roles["key"]
+    if state.params is not None:
+        q = rounded_queries(q, state.codec, state.params, shape.kv_heads)
+    rows = torch.linspace(0, n - 1, min(n, CHECKED_ROWS), device=q.device).long()
+    heads = slice(h * shape.group, (h + 1) * shape.group)
+    part = q[b, heads][:, rows]
+    hidden = torch.arange(len(k), device=q.device)[None] > rows[:, None] + len(k) - n
+    errors = []
+    scores = part.double() @ k.double().T * shape.head_dim**-0.5
+    exact = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v.double()
+    bias = torch.zeros(hidden.shape, device=q.device, dtype=torch.bfloat16).masked_fill_(hidden, -torch.inf)
+    low = scaled_dot_product_attention(part[None], k.bfloat16()[None, None], v.bfloat16()[None, None], attn_mask=bias,
+                                       enable_gqa=True)[0]  # fmt: skip
+    for x in (found[b, heads][:, rows], low):
+        errors.append(float((x.double() - exact).norm() / exact.norm()))
+    return errors[0], errors[1]
+
+
