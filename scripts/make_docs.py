@@ -36,8 +36,8 @@ HEADINGS = {
 }
 """First words of a docstring's paragraph, and the section that it begins."""
 RESULTS = (
-    ROOT / "benchmarks/results/h200/quality_smollm2-135m.json",
-    ROOT / "benchmarks/results/h200/quality_smollm2-135m_variants.json",
+    ROOT / "benchmarks/results/nvidia-h200/quality_smollm2-135m.json",
+    ROOT / "benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json",
 )
 """Every preset, and options of some."""
 

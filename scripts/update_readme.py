@@ -4,8 +4,9 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
 
     results   table of benchmarks/results/cpu/smollm2-135m.json
     columns   what its columns mean
-    speed     the speed sentence, from the rows in benchmarks/results/h200/*.json
-    generate  the same through generate, from the rows of shape GENERATE
+    speed     the speed sentence, from the rows in benchmarks/results/nvidia-h200/
+    kernels   speed-up of every preset with a kernel, break-even context, and the figure SPEED_FIGURE, from DECODE there
+    generate  the same through generate, from GENERATE_FILE there
     best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
     presets   the registry, as `kvcodec list` prints it
 """
@@ -19,14 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import kvcodec
+from kvcodec.bench.record import newest, read_rows
+from kvcodec.bench.shapes import SWEEP_BATCHES
+from kvcodec.bench.studies import number
+from kvcodec.bench.summary import Table, break_even, lines, speed_points
+from kvcodec.plot import SPEED_TITLES, speed_figure
 from kvcodec.report import cell, columns_of, with_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
-ALL_RESULTS = Path("benchmarks/results/h200/quality_smollm2-135m.json")
-VARIANTS = Path("benchmarks/results/h200/quality_smollm2-135m_variants.json")
+ALL_RESULTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m.json")
+VARIANTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json")
 BUDGETS = (2.3, 3.3, 4.3, 5.0)
-SPEED = Path("benchmarks/results/h200")
+SPEED = Path("benchmarks/results/nvidia-h200")
 SHAPES = {
     "llm64k": "1 sequence of 64k tokens",
     "b32_8k": "32 of 8k",
@@ -34,6 +40,10 @@ SHAPES = {
     "video": "a video model's 32k",
 }
 SPEED_SPEC = "saw-int4"
+DECODE = "decode*.json"
+"""Files of `kvcodec bench decode`; of rows with the same name those of the latest run count."""
+SPEED_FIGURE = Path("docs/img/speed.png")
+GENERATE_FILE = "generate_qwen3-8b.json"
 GENERATE = "qwen3_8b_b1_32k"
 
 
@@ -73,8 +83,11 @@ def columns_block(root: Path) -> str:
 
 
 def median_of(rows: list[dict[str, Any]], metric: str, shape: str) -> tuple[float, dict[str, Any]]:
-    """p50 of the one row with this metric and shape."""
+    """p50 of the one row with this metric and shape; of several runs' that of the latest."""
     found = [r for r in rows if (r.get("spec"), r.get("metric"), r.get("shape")) == (SPEED_SPEC, metric, shape)]
+    found = [r for r in found if r.get("values") is not None]
+    latest = max((r.get("run", "") for r in found), default="")
+    found = [r for r in found if r.get("run", "") == latest]
     if len(found) != 1:
         raise MissingResultError(
             f"{SPEED}: {len(found)} rows have spec {SPEED_SPEC}, metric {metric}, shape {shape}; exactly one must."
@@ -104,9 +117,49 @@ def speed_block(root: Path) -> str:
     )
 
 
+def decode_rows(root: Path) -> list[dict[str, Any]]:
+    """Rows of the benches of decode attention; empty before the first."""
+    return newest(read_rows(sorted((root / SPEED).glob(DECODE))))
+
+
+def kernels_block(root: Path) -> str:
+    """One table: speed-ups at the spine's shapes, marked by what was asked, and the break-even context; the figure."""
+    rows = decode_rows(root)
+    measured = [line for line in lines(rows) if any(line.speedups.values())]
+    if not measured:
+        return "Not measured yet: `benchmarks/visit_h200.py` makes the rows."
+    table = Table(rows)
+    out = [f"![Speed-up over 16-bit attention over effective bits]({SPEED_FIGURE})", ""]
+    heads = ["preset", "bits", *(SPEED_TITLES[shape] for shape in SHAPES)]
+    heads += [f"break-even, {b} sequence{'s' * (b > 1)}" for b in SWEEP_BATCHES]
+    out += [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
+    for line in sorted(measured, key=lambda x: -(x.speedups["b32_32k"] or 0)):
+        cells = [f"`{line.spec}`", number(line.bits, ".2f")]
+        for shape in SHAPES:
+            gain, missed = line.speedups[shape], line.verdicts[shape] == "must missed"
+            cells.append("–" if gain is None else f"{gain:.2f}x{' ✗' if missed else ''}")
+        cells += [str(break_even(table, line.spec, batch) or "–") for batch in SWEEP_BATCHES]
+        out.append(f"| {' | '.join(cells)} |")
+    gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
+    return "\n".join(out) + (
+        f"\n\nTimes as fast as the fastest 16-bit attention of the same run ({gpus}; cold L2, CUDA graph, medians, "
+        f"pages in random order); ✗: below what the project asks of it. Break-even: tokens per sequence from which a "
+        f"preset is the faster one at every longer measured length."
+    )
+
+
+def write_figure(root: Path) -> bool:
+    """Draw SPEED_FIGURE if there are rows for it; whether there are."""
+    points = speed_points(decode_rows(root))
+    if points:
+        speed_figure(points, root / SPEED_FIGURE)
+    return bool(points)
+
+
 def generate_block(root: Path) -> str:
     """One sentence: milliseconds per token and peak memory of a whole model's step, beside transformers' caches."""
-    rows = [row for path in sorted((root / SPEED).glob("*.json")) for row in rows_of(path)]
+    path = root / SPEED / GENERATE_FILE
+    rows = rows_of(path) if path.is_file() else []
 
     def one(metric: str, cache: str) -> tuple[str, str]:
         found = [r for r in rows if (r.get("shape"), r.get("metric"), r.get("cache")) == (GENERATE, metric, cache)]
@@ -177,6 +230,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "results": results_block,
     "columns": columns_block,
     "speed": speed_block,
+    "kernels": kernels_block,
     "generate": generate_block,
     "best": best_block,
     "presets": presets_block,
@@ -214,6 +268,7 @@ def main() -> int:
             text = text[:begin] + new + text[text.index(f"<!-- {name}:end -->") - 1 :]
     if not check:
         readme.write_text(text, encoding="utf-8")
+        write_figure(ROOT)
     return 1 if failed else 0
 
 
