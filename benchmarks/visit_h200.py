@@ -37,10 +37,8 @@ def run(command: list[str], seconds: float, log: Path) -> int:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     late = threading.Event()
-    with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with log.open("a", encoding="utf-8") as file, subprocess.Popen(command, cwd=ROOT, env=environment, **pipe) as process:
         watch = threading.Timer(seconds, lambda: (late.set(), process.kill()))
         watch.start()
         assert process.stdout is not None

@@ -141,6 +141,7 @@ def generate_rows(
     deadline = deadline or Deadline()
     try:
         importlib.import_module("transformers")
+        importlib.import_module("kvcodec.integrations.transformers")  # registers the attention function
     except ModuleNotFoundError as error:
         raise UnsupportedError("bench generate needs transformers; run: pip install 'kvcodec[transformers]'") from error
     model = model or make_model(device)

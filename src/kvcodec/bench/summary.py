@@ -117,8 +117,9 @@ def lines(rows: Sequence[Row], shapes: Sequence[str] = (*SHAPE_NAMES, "video")) 
     out = []
     for spec in table.specs():
         gains = {shape: table.median(spec, SPEEDUP, shape) for shape in shapes}
+        times = {shape: table.median(spec, "decode_us_cold", shape) for shape in shapes}
         status = next(filter(None, (table.status(spec, shape) for shape in shapes)), "")
-        if not any(gains.values()) and not status:
+        if not any(times.values()) and not any(gains.values()) and not status:
             continue
         bits = next((r["effective_bits"] for s in shapes if (r := table.row(spec, SPEEDUP, s)) is not None), None)
         out.append(
@@ -126,7 +127,7 @@ def lines(rows: Sequence[Row], shapes: Sequence[str] = (*SHAPE_NAMES, "video")) 
                 spec,
                 bits,
                 gains,
-                {shape: table.median(spec, "decode_us_cold", shape) for shape in shapes},
+                times,
                 {shape: table.median(spec, "roofline_share_cold", shape) for shape in shapes},
                 {s: None if x is None else verdict(spec, s, SPEEDUP, x) for s, x in gains.items()},
                 {batch: break_even(table, spec, batch) for batch in SWEEP_BATCHES},

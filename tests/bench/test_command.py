@@ -1,0 +1,142 @@
+"""``kvcodec bench decode | ... | page`` and the script of a visit: arguments, files, exit statuses."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcodec.bench import command, decode, timing
+from kvcodec.bench.record import DeviceLostError
+from kvcodec.cli import main
+from tests.bench.gpu_stubs import CPU, Clock
+from tests.bench.test_summary import ROWS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("what", ["decode", "encode", "prefill", "generate"])
+def test_without_a_gpu_it_says_what_to_pass(capsys, what):
+    assert main(["bench", what]) == 2
+    assert f"bench {what} times kernels on a GPU; pass --device cuda" in capsys.readouterr().err
+
+
+def test_without_cuda_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "decode", "--device", "cuda"]) == 2
+    assert "torch finds no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.fixture
+def _gpu(monkeypatch):
+    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(timing, "Timer", lambda device: Clock())
+
+
+def rows(specs, shapes, recorder, **options):
+    for spec in specs:
+        yield recorder.add(spec, 4.0, "decode_us_cold", "us", shapes[0].name, {"p20": 1.0, "p50": 2.0, "p80": 3.0})
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_rows_page_and_json_of_a_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(decode, "decode_rows", rows)
+    arguments = ["bench", "decode", "--device", "cuda", "--specs", "int-4", "--shapes", "spine", "--out", str(tmp_path)]
+    assert main([*arguments, "--commit", "abc", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["spec"], row["commit"], row["shape"]) == ("int-4", "abc", "llm64k")
+    assert json.loads((tmp_path / "decode.json").read_text()) == [row]
+    assert "int-4" in (tmp_path / "bench.html").read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"decode.jsonl", "decode.json", "bench.html"}  # no speed-up, no figure
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_rows_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(decode, "decode_rows", rows)
+    assert main(["bench", "decode", "--device", "cuda", "--specs", "a-b:c,int-4", "--out", str(tmp_path)]) == 2
+    arguments = ["bench", "decode", "--device", "cuda", "--specs", "int-4", "--out", str(tmp_path), "--rows-only"]
+    assert main(arguments) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"decode.jsonl"}
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(("error", "status"), [(DeviceLostError("lost"), 3), (KeyboardInterrupt(), 0)])
+def test_what_ends_a_run_keeps_its_rows(monkeypatch, tmp_path, error, status):
+    def broken(*args, **options):
+        yield from rows(*args, **options)
+        raise error
+
+    monkeypatch.setattr(decode, "decode_rows", broken)
+    arguments = ["bench", "decode", "--device", "cuda", "--specs", "int-4", "--out", str(tmp_path), "--rows-only"]
+    assert main(arguments) == status
+    assert len((tmp_path / "decode.jsonl").read_text().splitlines()) == 1
+
+
+def test_page_of_a_folder_with_its_figure(capsys, tmp_path):
+    (tmp_path / "decode.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    assert main(["bench", "page", "--out", str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"decode.jsonl", "decode.json", "bench.html", "speed.png"}
+    assert "saw-int4" in capsys.readouterr().out
+    (tmp_path / "decode.jsonl").unlink()
+    assert main(["bench", "page", "--out", str(tmp_path)]) == 0  # from the JSON alone
+
+
+def test_page_without_rows_or_folder(capsys, tmp_path):
+    assert main(["bench", "page"]) == 2
+    assert "name the folder of the rows with --out DIR" in capsys.readouterr().err
+    assert main(["bench", "page", "--out", str(tmp_path)]) == 2
+    assert "holds no rows (decode.jsonl, encode.jsonl" in capsys.readouterr().err
+
+
+# -- the visit ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def visit():
+    spec = importlib.util.spec_from_file_location("visit_h200", ROOT / "benchmarks/visit_h200.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_hanging_part_is_stopped(visit, tmp_path, capsys):
+    script = "import time; print('begun', flush=True); time.sleep(60)"
+    assert visit.run([sys.executable, "-c", script], 2.0, tmp_path / "log") == 124
+    assert (tmp_path / "log").read_text() == "begun\n"
+    assert visit.run([sys.executable, "-c", "raise SystemExit(7)"], 30.0, tmp_path / "log") == 7
+
+
+def test_a_part_goes_on_when_the_device_was_lost(visit, tmp_path, monkeypatch, capsys):
+    told, statuses = [], [3, 3, 0]
+
+    def run(arguments, seconds, log):
+        told.append(arguments)
+        return statuses.pop(0)
+
+    monkeypatch.setattr(visit, "run", run)
+    options = ["--parts", "decode,encode", "--presets", "int-4", "--shapes", "spine", "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", ["visit", *options, "--out", str(tmp_path), "--deadline", "100"])
+    statuses += [0]
+    assert visit.main() == 0
+    assert [a[a.index("bench") + 1] for a in told] == ["decode", "decode", "decode", "encode"]
+    first = " ".join(told[0])
+    for part in ("--specs int-4", "--shapes spine", "--commit abc", "--rows-only", "--device cuda"):
+        assert part in first
+    assert "--shapes" not in told[3]
+    assert "decode" in json.loads(capsys.readouterr().out.split("s\n")[-1])
+
+
+def test_unknown_parts_are_refused(visit, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["visit", "--parts", "decode,speed", "--out", "x"])
+    with pytest.raises(SystemExit):
+        visit.main()
+    assert "no part speed; there are tests, decode" in capsys.readouterr().err
+
+
+def test_nothing_begins_when_time_is_out(visit, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(visit, "run", lambda *_: pytest.fail("begun"))
+    monkeypatch.setattr(sys, "argv", ["visit", "--parts", "tests,decode", "--out", str(tmp_path), "--deadline", "5"])
+    assert visit.main() == 0
+    assert json.loads(capsys.readouterr().out) == {"tests": "not begun: out of time", "decode": "not begun: out of time"}

@@ -1,0 +1,131 @@
+"""Rows of ``kvcodec bench prefill`` and ``generate`` on small shapes."""
+
+import pytest
+import torch
+
+from kvcodec.bench import generate, prefill
+from kvcodec.bench.packed import Pools, packed_operator
+from kvcodec.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
+from kvcodec.bench.record import Recorder, stamp
+from kvcodec.bench.shapes import Shape
+from kvcodec.errors import UnsupportedError
+from tests.bench.gpu_stubs import CPU, Clock, use_reference
+
+
+@pytest.fixture(autouse=True)
+def _reference(monkeypatch):
+    use_reference(monkeypatch)
+
+
+def recorder():
+    return Recorder(None, stamp(CPU, 0), lambda _: None)
+
+
+def prefills(specs, queries=(3, 16, 999)):
+    options = {"timer": Clock(), "device": CPU, "histories": [(1, 130)], "queries": queries, "pool_pages": 2}
+    return list(prefill_rows(specs, recorder(), **options))
+
+
+def test_prefill_rows():
+    rows = prefills(["int-4"])
+    assert {r["shape"] for r in rows} == {prefill_shape(1, 130, n).name for n in (3, 16)}  # 999 queries need as many
+    ours = [r for r in rows if r["spec"] == "int-4" and r["shape"].endswith("q16")]
+    assert [r["metric"] for r in ours] == ["dequant_us", "prefill_apart_us", "prefill_speedup", "prefill_us"]
+    apart = ours[1]
+    moved = apart["least_apart_us"] - 100.0
+    assert moved == pytest.approx((2 * 8 * 130 * (64 + 4) + 3 * 4 + 2 * 32 * 128 * 2 + 4 * 8 * 130 * 256) / 4.3e6, rel=0.01)
+
+
+def test_prefill_without_an_operator_says_so(monkeypatch):
+    def refuse(*_):
+        raise UnsupportedError("one query token at a time")
+
+    monkeypatch.setattr(prefill, "prefill_operator", refuse)
+    rows = [r for r in prefills(["int-4"], (3,)) if r["spec"] == "int-4"]
+    assert [r["status"] for r in rows] == ["no kernel: one query token at a time"]
+
+
+def test_prefill_that_is_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(prefill, "prefill_operator", lambda packed, q: lambda: torch.zeros_like(q))
+    rows = [r for r in prefills(["int-4"], (3,)) if r["spec"] == "int-4"]
+    assert [r["values"] for r in rows] == [None]
+    assert rows[0]["status"].startswith("failed its gate: error 1.00e+00")
+
+
+@pytest.mark.parametrize("spec", ["int-8", "innerq-base", "ultraquant"])
+def test_prefill_error_knows_which_tokens_a_query_sees(spec):
+    shape = Shape("p", 2, 4, 2, 128, 150)
+    packed = packed_operator(spec, shape, Pools(CPU, pages=2))
+    q = torch.randn(2, 4, 7, 128).bfloat16()
+    error, limit = prefill_error(packed, q, packed.cache.attend(q))
+    assert error <= 2 * limit
+    error, limit = prefill_error(packed, q, packed.cache.attend(q, causal=False))
+    assert error > 2 * limit
+
+
+def test_dense_attention_is_causal_from_the_end():
+    q, k, v = torch.randn(1, 2, 3, 64), torch.randn(1, 1, 5, 64), torch.randn(1, 1, 5, 64)
+    whole = dense_attention(q, k, v)
+    for i in range(3):
+        alone = dense_attention(q[:, :, i : i + 1], k[:, :, : 3 + i], v[:, :, : 3 + i])
+        torch.testing.assert_close(whole[:, :, i : i + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+TINY = {
+    "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    pytest.importorskip("transformers")
+    return generate.make_model(CPU, 2, **TINY)
+
+
+def generated(model, specs, **options):
+    options = {"device": CPU, "batches": (2,), "ways": ("generate",), "prompt": 40, "new_tokens": 2, **options}
+    return list(generate.generate_rows(specs, recorder(), model=model, **options))
+
+
+def test_a_filled_cache_takes_the_prompts_last_token_and_goes_on(model):
+    filler = generate.Filler(model, 2, 40, 8)
+    cache = filler.filled(filler.dense("DynamicCache"))
+    assert cache.get_seq_length() == 39
+    out = model.generate(filler.ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert out.shape == (2, 43)
+    assert cache.get_seq_length() == 42
+
+
+def test_rows_of_the_16_bit_cache_and_of_what_no_kernel_takes(model):
+    rows = generated(model, ["kivi-2:group=16"])
+    assert [(r["spec"], r["cache"], r["shape"]) for r in rows] == [
+        ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
+        ("kivi-2:group=16", "kvcodec fused", "qwen3_8b_b2_0k"),
+    ]
+    assert rows[0]["values"] is not None
+    assert rows[1]["status"].startswith("no kernel: UnsupportedError")
+
+
+def test_packed_caches_are_filled_and_reported(model, monkeypatch):
+    def streamed(filler, spec, fixed):
+        from kvcodec.integrations.transformers import cache_for
+
+        return cache_for(filler.model, spec, attention="streamed", probe=False)
+
+    monkeypatch.setattr(generate.Filler, "packed", streamed)
+    row = generated(model, ["int-4"])[-1]
+    assert row["values"] is not None
+    assert 4.5 < row["effective_bits"] < 8  # a page of 64 tokens for 42
+    assert row["paths"]["streamed"] > 0
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(generate.importlib, "import_module", absent)
+    with pytest.raises(UnsupportedError, match=r"bench generate needs transformers; run: pip install"):
+        next(generate.generate_rows([], recorder(), device=CPU))
