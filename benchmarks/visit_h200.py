@@ -37,8 +37,8 @@ def run(command: list[str], seconds: float, log: Path) -> int:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     late = threading.Event()
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with log.open("a", encoding="utf-8") as file, subprocess.Popen(command, cwd=ROOT, env=environment, **pipe) as process:
+    how = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with log.open("a", encoding="utf-8") as file, subprocess.Popen(command, **how) as process:
         watch = threading.Timer(seconds, lambda: (late.set(), process.kill()))
         watch.start()
         assert process.stdout is not None
@@ -91,8 +91,8 @@ def main() -> int:
             continue
         if part == "tests":
             there = [t for t in TESTS if (ROOT / t).exists()]
-            command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-m", "gpu", "-p", "no:cacheprovider", *there]
-            status = run(command, left, args.out / "visit.log")
+            command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-m", "gpu", "-p", "no:cacheprovider"]
+            status = run([*command, *there], left, args.out / "visit.log")
         else:
             status = bench(part, args, left)
         results[part] = f"exit {status} after {time.monotonic() - begun:.0f} s"

@@ -282,7 +282,7 @@ def speed_figure(points: Sequence[Any], path: Path) -> None:
     """
     shapes = list(dict.fromkeys(p.shape for p in points))
     figure, canvas = _figure(4.6 * max(len(shapes), 1), 4.6)
-    panels = []
+    panels: list[tuple[Any, list[Point]]] = []
     for i, shape in enumerate(shapes):
         axes = figure.add_subplot(1, len(shapes), i + 1, sharey=panels[0][0] if panels else None)
         shown = [Point(p.spec, p.bits, p.speedup, 0.0, False) for p in points if p.shape == shape]

@@ -108,7 +108,7 @@ def test_a_preset_without_an_encoder_says_so(monkeypatch):
 
 
 def test_other_libraries_are_rows_even_when_missing():
-    rows = [r for r in run([], libraries=True)]
+    rows = run([], libraries=True)
     assert {r["spec"] for r in rows} == {"hqq-4", "hqq-2", "quanto-4", "quanto-2"}
     for row in rows:
         assert (row["values"] is None) == ("status" in row)

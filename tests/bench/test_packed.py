@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.bench.gpu_stubs import CPU, use_reference
 
 from kvcodec.bench.packed import Gate, Pools, gate, packed_operator, scheme_of
 from kvcodec.bench.shapes import PRESETS, Shape
 from kvcodec.codec import ROLES
+from tests.bench.gpu_stubs import CPU, use_reference
 
 ODD = Shape("odd", 2, 6, 2, 128, 421)
 

@@ -181,7 +181,8 @@ def test_saw_tables_show_rotation_k_means_and_what_is_unfused():
 
 
 def test_innerq_hqmq_and_heads():
-    rows = [row("innerq-base", "decode_us_cold", "llama8b_b1_512", 7.0), *speedups("hqmq-s96_r4", {"llama8b_b1_4096": 0.5})]
+    rows = [row("innerq-base", "decode_us_cold", "llama8b_b1_512", 7.0)]
+    rows += speedups("hqmq-s96_r4", {"llama8b_b1_4096": 0.5})
     rows += [row("innerq-base", "append_us", f"append_b{b}", float(b)) for b in (1, 8, 32, 256)]
     rows += [row("int-4", "decode_us_cold", s, x) for s, x in (("llm64k", 25.0), ("llm64k_mha", 100.0))]
     rows += speedups("int-4", {"llm64k": 2.0})

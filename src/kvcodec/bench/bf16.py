@@ -1,4 +1,4 @@
-"""16-bit (and 8-bit) attention that the packed kernels are compared with: what torch ships, and libraries if importable.
+"""16-bit (and 8-bit) attention beside the packed kernels: what torch ships, and other libraries if importable.
 
 Every rival gets the same queries, keys and values in the layout it likes best; building that is not timed.
 """
@@ -81,12 +81,12 @@ def library_rivals(dense: Dense) -> Iterator[Rival]:
 
 def _flex(dense: Dense) -> Call:
     flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
-    compiled = torch.compile(flex, dynamic=False)
+    compiled: Any = torch.compile(flex, dynamic=False)
     return lambda: compiled(dense.q, dense.k, dense.v, enable_gqa=dense.shape.group > 1)
 
 
 def paged(dense: Dense, page: int, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values in pages ``[n, H, P, D]`` (or ``[n, P, H, D]``) in random order, and the block table ``[B, M]``."""
+    """Keys and values in pages ``[n, H, P, D]`` or ``[n, P, H, D]`` in random order, and the block table ``[B, M]``."""
     s = dense.shape
     columns = -(-s.tokens // page)
     generator = torch.Generator(dense.q.device).manual_seed(1)
@@ -139,5 +139,3 @@ def missing(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return f"not available: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-
-

@@ -193,9 +193,9 @@ def _preset_rows(
         return
     finally:
         del packed
-    error = dict.fromkeys(("p20", "p50", "p80"), checked.error)
+    found = dict.fromkeys(("p20", "p50", "p80"), checked.error)
     limit = {"bf16_error": checked.bf16_error, **common}
-    yield recorder.add(spec, bits, "attention_error", "x", shape.name, error, **limit)
+    yield recorder.add(spec, bits, "attention_error", "x", shape.name, found, **limit)
     for state, values in times.items():
         yield recorder.add(spec, bits, f"decode_us_{state}", "us", shape.name, values, **common)
     floor = bytes_read / ROOFLINE_BYTES_PER_US
@@ -209,4 +209,3 @@ def _preset_rows(
         base = best.times[state]["p50"]
         more = {"backend": best.rival.backend, "form": best.rival.form, "bf16_us": base, **common}
         yield recorder.add(spec, bits, f"speedup_vs_bf16_{state}", "x", shape.name, ratio(base, values), **more)
-

@@ -5,20 +5,18 @@ random order, each in a physical page of its own, behind a block table that is a
 move is therefore real (no byte is read twice), while the reference, which needs minutes for millions of tokens of some
 codecs, encodes 4096 tokens per head. Every decoded value is known, whatever the size.
 
-Only ``packed_operator``, ``encode_operator`` and ``prefill_operator`` know how the kernels are called.
+Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
 """
 
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
-from kvcodec.bench.shapes import PAGE_TOKENS, Shape
+from kvcodec.bench.shapes import Shape
 from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.fused import FusedLayerCache
@@ -89,8 +87,11 @@ class Packed:
         scheme, device = scheme_of(spec), pool.pages.device
         batch, heads, dim, tokens = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens
         generator = torch.Generator(device).manual_seed(seed + 1)
-        like = {"generator": generator, "device": device, "dtype": torch.bfloat16}
-        self.q = torch.randn(batch, shape.query_heads, 1, dim, **like)
+
+        def draw(count: int, n: int) -> Tensor:
+            return torch.randn(batch, count, n, dim, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.q = draw(shape.query_heads, 1)
         cache = FusedLayerCache(scheme, layer=LAYER, params=pool.params)
         nothing = self.q.new_empty(batch, heads, 0, dim)
         cache.append(nothing, nothing)  # allocates, or refuses
@@ -107,8 +108,8 @@ class Packed:
         cache.store.table = order.int().contiguous()
         for role, state in cache.roles.items():
             sink = min(scheme.sink, tokens)
-            state.sink = torch.randn(batch, heads, sink, dim, **like)
-            state.window = torch.randn(batch, heads, tokens - sink - encoded[role], dim, **like)
+            state.sink = draw(heads, sink)
+            state.window = draw(heads, tokens - sink - encoded[role])
             state.runs = [(0, encoded[role])] if encoded[role] else []
         cache.length = tokens
         cache._push()
@@ -170,7 +171,8 @@ def gate(packed: Packed) -> Gate:
         k, v = packed.truth(b, h)
         rows = slice(h * group, (h + 1) * group)
         exact = _attention(q[b, rows, 0].double(), k.double(), v.double())
-        low = scaled_dot_product_attention(*(x.bfloat16()[None, None] for x in (q[b, rows, 0], k, v)))[0, 0]
+        short = [x.bfloat16()[None, None] for x in (q[b, rows, 0], k, v)]
+        low = scaled_dot_product_attention(short[0], short[1], short[2])[0, 0]
         size = exact.norm()
         errors = [float((x.double() - exact).norm() / size) for x in (found[b, rows, 0], low)]
         here = Gate(errors[0], errors[1])

@@ -1,4 +1,4 @@
-"""One self-contained page of GPU rows: what was reached and missed, rivals, the papers' studies, how it was measured."""
+"""One self-contained page of GPU rows: what was reached and missed, rivals, the papers' studies, how it was timed."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ METHOD = (
     "One layer, one step, in a CUDA graph between two events; bf16 queries and output; pages of 64 tokens in random "
     "order behind a block table. Cold: 512 MB were written before each replay, so the L2 holds dirty lines whose "
     "write-back the call pays for; clean: 512 MB were read; warm: several calls in one graph. Medians; p20 and p80 are "
-    "in the rows. A preset is timed as it is used, its sink and window among the tokens. Pages are copies of 64 distinct "
-    "ones per head, each in memory of its own: Gaussian values, on which speed does not depend. Before timing, at the "
-    "size that is timed: the error against float64 attention over the decoded K and V is at most twice that of bf16 "
-    "SDPA over them."
+    "in the rows. A preset is timed as it is used, its sink and window among the tokens. Pages are copies of 64 "
+    "distinct ones per head, each in memory of its own: Gaussian values, on which speed does not depend. Before timing "
+    "and at the size that is timed, the error against float64 attention over the decoded K and V is at most twice that "
+    "of bf16 SDPA over them."
 )
 
 
@@ -34,7 +34,8 @@ def page_html(rows: Sequence[Row]) -> str:
     table = Table(rows)
     parts = [
         "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>kvcodec: kernels</title><style>{STYLE}{MORE_STYLE}</style></head><body>",
         "<h1>Attention over packed caches on a GPU</h1>",
         _lead(rows),

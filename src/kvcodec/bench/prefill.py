@@ -15,6 +15,7 @@ decode in torch is slow for some codecs, so ``dequant_us`` says how much of ``pr
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -83,15 +84,13 @@ def prefill_rows(
     pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
     for batch, tokens in histories:
         shapes = [(n, prefill_shape(batch, tokens, n)) for n in queries if n <= tokens]
-        generator = torch.Generator(device).manual_seed(seed)
-        like = {"generator": generator, "device": device, "dtype": torch.bfloat16}
-        k, v = (torch.randn(batch, 8, tokens, 128, **like) for _ in "kv")
+        draw = partial(_draw, torch.Generator(device).manual_seed(seed), batch)
+        k, v = draw(8, tokens), draw(8, tokens)
         flash = {}
         for n, shape in shapes:
             if deadline.passed:
                 return
-            q = torch.randn(batch, 32, n, 128, **like)
-            flash[n] = timer.eager(lambda q=q: dense_attention(q, k, v), 12)  # type: ignore[misc]
+            flash[n] = timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
             yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash[n], sizes=shape.sizes())
         for spec in specs:
             for n, shape in shapes:
@@ -100,6 +99,11 @@ def prefill_rows(
                     return
                 if not recorder.has(spec, "prefill_us", shape.name):
                     yield from _preset_rows(spec, shape, n, recorder, timer, pools, flash[n]["p50"])
+
+
+def _draw(generator: torch.Generator, batch: int, heads: int, n: int) -> Tensor:
+    size = (batch, heads, n, 128)
+    return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,5 +190,3 @@ def prefill_error(packed: Packed, q: Tensor, found: Tensor) -> tuple[float, floa
     for x in (found[b, heads][:, rows], low):
         errors.append(float((x.double() - exact).norm() / exact.norm()))
     return errors[0], errors[1]
-
-

@@ -33,7 +33,7 @@ def require_gpu(what: str, device: str) -> torch.device:
     """
     if torch.device(device).type != "cuda":
         raise UnsupportedError(
-            f"bench {what} times kernels on a GPU; pass --device cuda. On {device}: kvcodec bench cache, or bench codec."
+            f"bench {what} times kernels on a GPU; pass --device cuda. On a CPU: kvcodec bench cache, or bench codec."
         )
     if not torch.cuda.is_available():
         raise UnsupportedError(f"bench {what}: torch finds no CUDA device here; kvcodec bench codec needs none.")
