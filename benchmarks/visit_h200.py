@@ -57,6 +57,7 @@ def bench(part: str, args: argparse.Namespace, left: float) -> int:
     command += ["--commit", args.commit] if args.commit else []
     command += ["--specs", args.presets] if args.presets else []
     command += ["--shapes", args.shapes] if args.shapes and part == "decode" else []
+    command += ["--engine", args.engine] if args.engine else []
     command += ["--no-libraries"] if args.no_libraries else []
     end = time.monotonic() + left
     while (left := end - time.monotonic()) > 15:
@@ -74,6 +75,7 @@ def main() -> int:
     parser.add_argument("--presets", help="specs, comma-separated; default: each bench's own list")
     parser.add_argument("--shapes", help="of decode: names or groups, e.g. spine,saw,sweep1; default: all groups")
     parser.add_argument("--no-libraries", action="store_true", help="of rivals, torch's SDPA alone")
+    parser.add_argument("--engine", choices=("cuda",), help="kernels to use, not those that a cache chooses")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows and logs")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all parts together (%(default)s)")
     parser.add_argument("--commit", default="", help="stamped on the rows; default: what git says here")

@@ -18,15 +18,6 @@ import kvcodec
 from kvcodec.errors import KVError, ShapeError
 
 INTERRUPTED = 130
-BENCH_PARTS = ("decode", "encode", "prefill", "generate", "page")
-BENCH_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("--shapes", {"metavar": "A,B"}, "of decode, names or groups, e.g. spine,saw,sweep1 (all)"),
-    ("--out", {"metavar": "DIR"}, "folder for rows, page and figure; a run goes on from the rows there"),
-    ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
-    ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
-    ("--no-libraries", {"action": "store_true"}, "of rivals, torch's SDPA alone"),
-    ("--rows-only", {"action": "store_true"}, "write rows and no page"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -367,6 +358,8 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from kvcodec.bench import command
+
     parser = argparse.ArgumentParser(prog="kvcodec", description="KV caches 3-5x smaller, at their true bits.")
     parser.add_argument("--version", action="version", version=f"kvcodec {kvcodec.__version__}")
     _codec_file(parser, [])
@@ -410,7 +403,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "what",
         nargs="?",
-        choices=("cache", "codec", *BENCH_PARTS),
+        choices=("cache", "codec", *command.PARTS, "page"),
         default="cache",
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "
@@ -423,8 +416,7 @@ def _parser() -> argparse.ArgumentParser:
     _head_dim(p)
     p.add_argument("--seed", type=int, default=0)
     _device(p)
-    for option, form, text in BENCH_OPTIONS:
-        p.add_argument(option, **form, help=f"GPU benches: {text}")
+    command.add_arguments(p)
 
     p = _command(commands, "reproduce", _reproduce, "recompute what the papers print")
     p.add_argument("papers", nargs="*", metavar="PAPER", help="papers, or rate-distortion; default: all of them")

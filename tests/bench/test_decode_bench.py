@@ -81,10 +81,10 @@ def test_what_fails_its_gate_is_reported_and_not_timed(monkeypatch):
 def test_what_has_no_kernel_or_breaks_says_so_and_the_others_are_timed(monkeypatch, error, status):
     true = packed.packed_operator
 
-    def operator(spec, shape, pools):
+    def operator(spec, shape, pools, engine):
         if spec == "int-4":
             raise error
-        return true(spec, shape, pools)
+        return true(spec, shape, pools, engine)
 
     monkeypatch.setattr(decode, "packed_operator", operator)
     rows = run(["int-4", "int-8"])

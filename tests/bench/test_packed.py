@@ -37,6 +37,7 @@ def test_tokens_are_the_shapes_and_windows_are_among_them(spec, pools):
     for role in ROLES:
         state = packed.cache.roles[role]
         parts = state.dense("sink").shape[2], state.encoded, state.dense("window").shape[2]
+        assert packed.encoded[role] == state.encoded
         assert sum(parts) == len(packed.cache) == 421
         assert parts[:2] == (scheme.sink, scheme.encoded_tokens(role, 421))
 

@@ -23,6 +23,21 @@ DEVICE_LOST = 3
 DECODE_SHAPES = "spine,octopus,saw,per-head,sweep"
 
 
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add what only these benches take."""
+    options: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("--shapes", {"metavar": "A,B"}, "of decode, names or groups, e.g. spine,saw,sweep1 (all)"),
+        ("--out", {"metavar": "DIR"}, "folder for rows, page and figure; a run goes on from the rows there"),
+        ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
+        ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
+        ("--no-libraries", {"action": "store_true"}, "of rivals, torch's SDPA alone"),
+        ("--engine", {"choices": ("cuda",)}, "of decode and encode: these kernels, not those that a cache chooses"),
+        ("--rows-only", {"action": "store_true"}, "write rows and no page"),
+    )
+    for option, form, text in options:
+        p.add_argument(option, **form, help=f"GPU benches: {text}")
+
+
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int:
     """Run one part; its rows, or the exit status ``DEVICE_LOST``.
 
@@ -63,7 +78,7 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
 
     specs: Sequence[str] = args.specs or PRESETS
     common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
-    with_libraries = common | {"libraries": not args.no_libraries}
+    with_libraries = common | {"libraries": not args.no_libraries, "engine": args.engine or ""}
     if args.what == "decode":
         from kvcodec.bench.decode import decode_rows
 

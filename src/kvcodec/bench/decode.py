@@ -82,6 +82,7 @@ def decode_rows(
     libraries: bool = True,
     deadline: Deadline | None = None,
     pool_pages: int | None = None,
+    engine: str = "",
 ) -> Iterator[Row]:
     """Time presets and rivals at every shape; what the recorder's file already holds is left out.
 
@@ -99,6 +100,8 @@ def decode_rows(
         Nothing is begun behind it.
     pool_pages : int, optional
         Distinct pages per KV head; default ``packed.POOL_PAGES``.
+    engine : str
+        As ``packed.Packed``; rows say which kernels they are of (``path``).
 
     Returns
     -------
@@ -126,7 +129,7 @@ def decode_rows(
             if deadline.passed:
                 recorder.say(f"{shape.name}: out of time before {spec}; run again to go on")
                 break
-            yield from _preset_rows(spec, shape, recorder, timer, pools, sixteen)
+            yield from _preset_rows(spec, shape, recorder, timer, pools, sixteen, engine)
         best = min(sixteen, key=lambda bar: bar.times["cold"]["p50"])
         again = timer.cold(best.call, 20)
         more = {"backend": best.rival.backend, "form": best.rival.form, "sizes": shape.sizes()}
@@ -166,6 +169,7 @@ def _preset_rows(
     timer: Times,
     pools: Pools,
     bars: Sequence[Bar],
+    engine: str,
 ) -> Iterator[Row]:
     common: dict[str, Any] = {"sizes": shape.sizes()}
 
@@ -174,7 +178,8 @@ def _preset_rows(
 
     packed: Packed | None = None
     try:
-        packed = packed_operator(spec, shape, pools)
+        packed = packed_operator(spec, shape, pools, engine)
+        common["path"] = packed.path
         bits = packed.effective_bits
         checked = gate(packed)
         if not checked.passed:

@@ -66,13 +66,14 @@ def encode_rows(
     deadline: Deadline | None = None,
     shapes: Sequence[Shape] = ENCODE_SHAPES,
     batches: Sequence[int] = APPEND_BATCHES,
+    engine: str = "",
 ) -> Iterator[Row]:
     """Time presets, the steps of saw-int4 and other libraries; what the recorder's file holds is left out.
 
     Parameters
     ----------
     specs : sequence of str
-    recorder, timer, device, seed, libraries, deadline
+    recorder, timer, device, seed, libraries, deadline, engine
         As ``decode.decode_rows``.
     shapes : sequence of Shape
         Of the prefill.
@@ -92,7 +93,7 @@ def encode_rows(
                 recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
                 return
             if not recorder.has(spec, metric, shape.name):
-                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed)
+                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed, engine)
         if metric == "encode_us" and libraries and shape.name == "llm64k":
             yield from _library_rows(shape, recorder, timer, device, seed)
         if device.type == "cuda":
@@ -101,7 +102,14 @@ def encode_rows(
 
 @torch.no_grad()
 def _preset_rows(
-    spec: str, shape: Shape, metric: str, recorder: Recorder, timer: EncodeTimes, device: torch.device, seed: int
+    spec: str,
+    shape: Shape,
+    metric: str,
+    recorder: Recorder,
+    timer: EncodeTimes,
+    device: torch.device,
+    seed: int,
+    engine: str,
 ) -> Iterator[Row]:
     bits = scheme_of(spec).effective_bits(shape.head_dim)
     common: dict[str, Any] = {"sizes": shape.sizes()}
@@ -110,7 +118,7 @@ def _preset_rows(
         return recorder.add(spec, bits, metric, "us", shape.name, None, status=status, **common)
 
     try:
-        work = encode_operator(spec, shape, device, seed)
+        work = encode_operator(spec, shape, device, seed, engine)
         common["path"] = work.path
         share = differing_bytes(work)
         if share > MOST_DIFFERENT:
@@ -158,7 +166,7 @@ def _step_rows(
     work: Encoding, recorder: Recorder, timer: EncodeTimes, bits: float, common: dict[str, Any]
 ) -> Iterator[Row]:
     shape, device = work.shape, work.keys.device
-    plain = encode_operator("int-4", shape, device, 0)
+    plain = encode_operator("int-4", shape, device, 0, work.path)
     order = shape.head_dim & -shape.head_dim
     matrix = hadamard_matrix(order, str(device)).to(torch.bfloat16) * order**-0.5
 

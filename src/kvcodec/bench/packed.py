@@ -8,6 +8,8 @@ codecs, encodes 4096 tokens per head. Every decoded value is known, whatever the
 Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
 """
 
+import importlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from kvcodec.attention import rounded_queries
 from kvcodec.bench.shapes import Shape
 from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES, Params, Role
+from kvcodec.errors import UnsupportedError
 from kvcodec.fused import FusedLayerCache
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -75,6 +78,8 @@ class Packed:
     shape : Shape
     pool : Pool
     seed : int
+    engine : str
+        ``cuda``: those kernels where they exist, instead of the ones that the cache chooses.
 
     Raises
     ------
@@ -82,7 +87,7 @@ class Packed:
         If no kernel reads this scheme; the text says why.
     """
 
-    def __init__(self, spec: str, shape: Shape, pool: Pool, seed: int) -> None:
+    def __init__(self, spec: str, shape: Shape, pool: Pool, seed: int, engine: str = "") -> None:
         self.spec, self.shape, self.pool = spec, shape, pool
         scheme, device = scheme_of(spec), pool.pages.device
         batch, heads, dim, tokens = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens
@@ -92,32 +97,38 @@ class Packed:
             return torch.randn(batch, count, n, dim, generator=generator, device=device, dtype=torch.bfloat16)
 
         self.q = draw(shape.query_heads, 1)
-        cache = FusedLayerCache(scheme, layer=LAYER, params=pool.params)
-        nothing = self.q.new_empty(batch, heads, 0, dim)
-        cache.append(nothing, nothing)  # allocates, or refuses
+        cache = self.cache = _allocated(scheme, pool, draw(heads, 0), tokens)
+        if engine == "cuda":
+            use_cuda(cache, dim)
         assert cache.store is not None
-        page_tokens = cache.store.layout.page_tokens
-        encoded = {role: scheme.encoded_tokens(role, tokens) for role in ROLES}
-        columns = -(-max(encoded.values()) // page_tokens)
-        pages = torch.randint(len(pool.pages), (batch, columns), generator=generator, device=device)
+        # a fused cache may let both roles leave the window together
+        unit = int(getattr(cache, "unit", 1))
+        steps = {role: math.lcm(scheme.codec(role).block_tokens, unit) for role in ROLES}
+        self.encoded = {r: n * max(0, (tokens - scheme.sink - scheme.window) // n) for r, n in steps.items()}
+        columns = -(-max(self.encoded.values()) // cache.store.layout.page_tokens)
+        self.content = torch.randint(len(pool.pages), (batch, columns), generator=generator, device=device)
         order = torch.randperm(batch * columns, generator=generator, device=device).view(batch, columns)
-        self.content = pages
         cache.store.pages = torch.empty(batch * columns, *pool.pages.shape[1:], dtype=torch.uint8, device=device)
-        for ids, source in zip(order, pages, strict=True):  # one sequence at a time: no second copy of the pool
+        for ids, source in zip(order, self.content, strict=True):  # one sequence at a time: no second copy of the pool
             cache.store.pages[ids] = pool.pages[source]
         cache.store.table = order.int().contiguous()
+        self.dense: dict[Role, tuple[Tensor, Tensor]] = {}
         for role, state in cache.roles.items():
             sink = min(scheme.sink, tokens)
-            state.sink = draw(heads, sink)
-            state.window = draw(heads, tokens - sink - encoded[role])
-            state.runs = [(0, encoded[role])] if encoded[role] else []
+            self.dense[role] = draw(heads, sink), draw(heads, tokens - sink - self.encoded[role])
+            state.sink, state.window = self.dense[role]
+            state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
         cache.length = tokens
         cache._push()
-        self.cache = cache
 
     def attend(self) -> Tensor:
         """One decode step: ``[B, HQ, 1, D]``."""
         return self.cache.attend(self.q)
+
+    @property
+    def path(self) -> str:
+        """Which kernels serve the cache: ``triton`` or ``cuda``."""
+        return str(getattr(getattr(self.cache, "engine", None), "name", "triton"))
 
     @property
     def effective_bits(self) -> float:
@@ -126,18 +137,56 @@ class Packed:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes a decode step cannot do without: live packed blocks, dense tokens, table, query and output."""
-        held = self.cache.nbytes()
-        return sum(held.values()) - held["reserve"] + 2 * self.q.nbytes
+        """Bytes a decode step cannot do without: live blocks, dense tokens, page table, query and output."""
+        store, each = self.cache.store, self.shape.batch * self.shape.kv_heads
+        assert store is not None
+        total = store.table.nbytes + 2 * self.q.nbytes
+        for plane in store.layout.planes:
+            tokens = store.layout.page_tokens // plane.blocks
+            total += -(-self.encoded["key" if plane.role == "key" else "value"] // tokens) * plane.field.nbytes * each
+        return total + sum(x.nbytes for both in self.dense.values() for x in both)
 
     def truth(self, sequence: int, head: int) -> tuple[Tensor, Tensor]:
         """Decoded keys and values of one head, float32 ``[T, D]``, from the pool and never from the packed cache."""
         out = []
-        for (_, state), decoded in zip(self.cache.roles.items(), self.pool.decoded, strict=True):
-            packed = decoded[head][self.content[sequence]].flatten(0, 1)[: state.encoded]
-            ends = [getattr(state, name)[sequence, head].float() for name in ("sink", "window")]
-            out.append(torch.cat([ends[0], packed, ends[1]]))
+        for role, decoded in zip(ROLES, self.pool.decoded, strict=True):
+            packed = decoded[head][self.content[sequence]].flatten(0, 1)[: self.encoded[role]]
+            sink, window = (x[sequence, head].float() for x in self.dense[role])
+            out.append(torch.cat([sink, packed, window]))
         return out[0], out[1]
+
+
+def _allocated(scheme: KVScheme, pool: Pool, nothing: Tensor, tokens: int) -> FusedLayerCache:
+    """Return an empty cache of fixed capacity, as a captured decode step needs it; else one that grows."""
+    try:
+        cache = FusedLayerCache(scheme, layer=LAYER, params=pool.params, capacity=tokens)
+        cache.append(nothing, nothing)  # allocates, or refuses
+    except UnsupportedError:
+        cache = FusedLayerCache(scheme, layer=LAYER, params=pool.params)
+        cache.append(nothing, nothing)
+    return cache
+
+
+def use_cuda(cache: FusedLayerCache, head_dim: int) -> None:
+    """Serve a cache by the CUDA kernels, whatever it chose.
+
+    Raises
+    ------
+    UnsupportedError
+        If they do not read its codecs, or cannot run here.
+    """
+    engines = importlib.import_module("kvcodec.engine")
+    attention, build = (importlib.import_module(f"kvcodec.cuda.{name}") for name in ("attention", "build"))
+    assert cache.store is not None
+    key, value = (state.codec for state in cache.roles.values())
+    tokens = cache.store.layout.page_tokens
+    pair = attention.pair_for(key, value, head_dim, tokens)
+    reason = pair if isinstance(pair, str) else build.refusal(cache.store.table.device)
+    if reason:
+        raise UnsupportedError(reason)
+    engine = engines.CudaEngine(key, value, head_dim, tokens)
+    engine.prepare(cache.roles)
+    cache.engine = engine
 
 
 class Gate(NamedTuple):
@@ -209,12 +258,12 @@ class Pools:
 
 
 @torch.no_grad()
-def packed_operator(spec: str, shape: Shape, pools: Pools) -> Packed:
-    """Return a filled cache whose ``attend`` is what the benches time.
+def packed_operator(spec: str, shape: Shape, pools: Pools, engine: str = "") -> Packed:
+    """Return a filled cache whose ``attend`` is what the benches time; ``engine`` as in ``Packed``.
 
     Raises
     ------
     UnsupportedError
         If no kernel reads this scheme at this head_dim on this device.
     """
-    return Packed(spec, shape, pools.get(spec, shape.kv_heads, shape.head_dim), pools.seed)
+    return Packed(spec, shape, pools.get(spec, shape.kv_heads, shape.head_dim), pools.seed, engine)

@@ -1,6 +1,6 @@
 """Encoding into pages as the GPU benches time it, and whether the bytes are the reference's.
 
-``encode_operator`` knows how the kernels are called: those in CUDA where both roles have one, else the Triton kernel.
+``encode_operator`` knows how the kernels are called.
 """
 
 import importlib
@@ -72,8 +72,8 @@ class Encoding:
         return s.bf16_bytes + written
 
 
-def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int) -> Encoding:
-    """Draw keys and values and find the kernel that encodes them.
+def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int, engine: str = "") -> Encoding:
+    """Draw keys and values and find the kernel that encodes them: the one that a cache chooses, or CUDA's.
 
     Raises
     ------
@@ -95,8 +95,17 @@ def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int) ->
     order = torch.randperm(store.table.numel(), generator=generator, device=device)
     store.table = order.view(store.table.shape).int().contiguous()
     first = torch.zeros(shape.batch, dtype=torch.int32, device=device)
-    write, path = _cuda(scheme, shape, store, params, first) or _triton(scheme, shape, store, first)
+    cuda = None if engine != "cuda" and _prefers_triton(scheme) else _cuda(scheme, shape, store, params, first)
+    write, path = cuda or _triton(scheme, shape, store, first)
     return Encoding(spec, shape, keys, values, store, params, write, path)
+
+
+def _prefers_triton(scheme: Any) -> bool:
+    """Whether a cache has this scheme served by Triton kernels."""
+    try:
+        return bool(importlib.import_module("kvcodec.engine").triton_stem(scheme))
+    except ModuleNotFoundError:
+        return False
 
 
 Write = tuple[Callable[[Tensor | None, Tensor | None], object], str]

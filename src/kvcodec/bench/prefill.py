@@ -1,19 +1,21 @@
-"""Times of attention of a block of new queries over packed history: ``kvcodec bench prefill``.
+"""Times of a block of new tokens over packed history: ``kvcodec bench prefill``.
 
 ======================  ====  ========================================================================================
 metric                  unit  what
 ======================  ====  ========================================================================================
-``prefill_us``          us    q queries over T held tokens, the last q of them its own (causal), dirty L2, eager: the
-                              operator may have several launches
+``prefill_us``          us    n new queries over T packed tokens and, causally, over their own n fresh ones; dirty L2,
+                              eager: the operator has several launches
 ``prefill_apart_us``    us    the same by decoding all K and V to bf16 in torch, then flash attention
-``prefill_speedup``     x     dequantize-then-flash over ``prefill_us``; below 1 the kernel must not be used
+``dequant_us``          us    the decoding in ``prefill_apart_us``, alone
+``prefill_speedup``     x     ``prefill_apart_us`` over ``prefill_us``; below 1 the operator must not be used
 ======================  ====  ========================================================================================
 
-Rows of spec ``dense`` are flash attention over bf16 K and V: what no packed cache can beat for long q. The reference's
-decode in torch is slow for some codecs, so ``dequant_us`` says how much of ``prefill_apart_us`` it is, and
-``least_apart_us`` what dequantize-then-flash takes at the very least: bytes read and written at 4.3 TB/s, then flash.
+Rows of spec ``dense`` are flash attention over bf16 K and V of T + n tokens, what a packed cache cannot beat for long
+n. The reference's decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also say what
+dequantize-then-flash takes at the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -26,9 +28,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
 from kvcodec.bench.decode import ROOFLINE_BYTES_PER_US, ratio
-from kvcodec.bench.packed import Packed, Pools, packed_operator
+from kvcodec.bench.packed import Packed, Pools, packed_operator, use_cuda
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.shapes import Shape
+from kvcodec.codec import ROLES
 from kvcodec.errors import KVError, UnsupportedError
 
 QUERIES = (16, 128, 512, 2048)
@@ -73,7 +76,7 @@ def prefill_rows(
         As ``decode.decode_rows``.
     histories : sequence of (sequences, tokens)
     queries : sequence of int
-        New tokens; those longer than a history are left out.
+        New tokens.
 
     Returns
     -------
@@ -83,15 +86,16 @@ def prefill_rows(
     deadline = deadline or Deadline()
     pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
     for batch, tokens in histories:
-        shapes = [(n, prefill_shape(batch, tokens, n)) for n in queries if n <= tokens]
+        shapes = [(n, prefill_shape(batch, tokens, n)) for n in queries]
         draw = partial(_draw, torch.Generator(device).manual_seed(seed), batch)
-        k, v = draw(8, tokens), draw(8, tokens)
         flash = {}
         for n, shape in shapes:
             if deadline.passed:
                 return
+            k, v = draw(8, tokens + n), draw(8, tokens + n)
             flash[n] = timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
             yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash[n], sizes=shape.sizes())
+            del k, v
         for spec in specs:
             for n, shape in shapes:
                 if deadline.passed:
@@ -130,15 +134,15 @@ def _preset_rows(
 
     try:
         packed = packed_operator(spec, shape, pools)
-        bits = packed.effective_bits
-        q = torch.randn(shape.batch, shape.query_heads, n, shape.head_dim, device=pools.device, dtype=torch.bfloat16)
-        fused = prefill_operator(packed, q)
-        wrong = prefill_error(packed, q, fused())
+        draw = partial(_draw, torch.Generator(pools.device).manual_seed(pools.seed), shape.batch)
+        q, k, v = draw(shape.query_heads, n), draw(shape.kv_heads, n), draw(shape.kv_heads, n)
+        fused = prefill_operator(packed, q, k, v)
+        wrong = prefill_error(packed, q, k, v, fused())
         if not wrong[0] <= 2 * wrong[1]:
             yield refused(f"failed its gate: error {wrong[0]:.2e}, bf16 over the decoded K and V {wrong[1]:.2e}")
             return
         ours = timer.eager(fused, 12)
-        apart = timer.eager(lambda: dense_attention(q, *packed.cache.decode()), 3)
+        apart = timer.eager(lambda: prefill_apart(packed, q, k, v), 3)
         decode = timer.eager(packed.cache.decode, 3)
     except UnsupportedError as error:
         yield refused(f"no kernel: {error}")
@@ -157,36 +161,59 @@ def _preset_rows(
     yield recorder.add(spec, bits, "prefill_us", "us", shape.name, ours, flash_us=flash, **common)
 
 
-def prefill_operator(packed: Packed, q: Tensor) -> Callable[[], Tensor]:
-    """Return the call that attends with a block of queries; ``attend`` refuses what it has no kernel for.
+def prefill_apart(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Decode everything, then flash attention."""
+    both = [torch.cat([old, new], 2) for old, new in zip(packed.cache.decode(), (k, v), strict=True)]
+    return dense_attention(q, both[0], both[1])
+
+
+def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``.
 
     Raises
     ------
     UnsupportedError
-        If the packed cache takes one query token at a time.
+        If there is no such operator for these codecs here.
     """
-    packed.cache.attend(q)  # compiles, or refuses
-    return lambda: packed.cache.attend(q)
+    try:
+        prefill: Any = importlib.import_module("kvcodec.cuda.prefill")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("this version has no operator for many queries") from error
+    cache, scale = packed.cache, packed.shape.head_dim**-0.5
+    use_cuda(cache, packed.shape.head_dim)
+    engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
+    assert cache.store is not None
+    store, encoded = cache.store, packed.encoded["key"]
+    dense = [torch.cat(packed.dense[role], 2) for role in ROLES]
+    constants = {"pair": engine.pair, "key": engine.reading["key"], "value": engine.reading["value"], "scale": scale}
+
+    def attend() -> Tensor:
+        seen = prefill.attend_pages(q, store.pages, store.table, 0, encoded, **constants)
+        if dense[0].shape[2]:
+            seen = prefill.join(seen, prefill.score(q, dense[0], dense[1], scale))
+        out: Tensor = prefill.join(seen, prefill.score(q, k, v, scale, causal=True)).out
+        return out.to(q.dtype)
+
+    return attend
 
 
-def prefill_error(packed: Packed, q: Tensor, found: Tensor) -> tuple[float, float]:
+def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> tuple[float, float]:
     """Relative errors of some rows of one KV head against float64 over the decoded values: the kernel's and bf16's."""
     shape, n = packed.shape, q.shape[2]
     b, h = shape.batch - 1, shape.kv_heads - 1
-    k, v = packed.truth(b, h)
+    history = packed.truth(b, h)
+    keys, values = (torch.cat([old, new[b, h].float()]) for old, new in zip(history, (k, v), strict=True))
     state = packed.cache.roles["key"]
     if state.params is not None:
         q = rounded_queries(q, state.codec, state.params, shape.kv_heads)
     rows = torch.linspace(0, n - 1, min(n, CHECKED_ROWS), device=q.device).long()
     heads = slice(h * shape.group, (h + 1) * shape.group)
     part = q[b, heads][:, rows]
-    hidden = torch.arange(len(k), device=q.device)[None] > rows[:, None] + len(k) - n
-    errors = []
-    scores = part.double() @ k.double().T * shape.head_dim**-0.5
-    exact = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v.double()
+    hidden = torch.arange(len(keys), device=q.device)[None] > rows[:, None] + shape.tokens
+    scores = part.double() @ keys.double().T * shape.head_dim**-0.5
+    exact = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values.double()
     bias = torch.zeros(hidden.shape, device=q.device, dtype=torch.bfloat16).masked_fill_(hidden, -torch.inf)
-    low = scaled_dot_product_attention(part[None], k.bfloat16()[None, None], v.bfloat16()[None, None], attn_mask=bias,
-                                       enable_gqa=True)[0]  # fmt: skip
-    for x in (found[b, heads][:, rows], low):
-        errors.append(float((x.double() - exact).norm() / exact.norm()))
+    short = [x.bfloat16() for x in (part[None], keys[None, None], values[None, None])]
+    low = scaled_dot_product_attention(short[0], short[1], short[2], attn_mask=bias, enable_gqa=True)[0]
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (found[b, heads][:, rows], low)]
     return errors[0], errors[1]
