@@ -113,11 +113,10 @@ Write = tuple[Callable[[Tensor | None, Tensor | None], object], str]
 
 def _cuda(scheme: Any, shape: Shape, store: PageStore, params: dict[Role, Params], first: Tensor) -> Write | None:
     try:
-        kernels = importlib.import_module("kvcodec.cuda.encode")
-        sides = importlib.import_module("kvcodec.cuda.sides")
+        build, kernels, sides = (importlib.import_module(f"kvcodec.cuda.{name}") for name in ("build", "encode", "sides"))
     except ModuleNotFoundError:
         return None
-    if first.device.type != "cuda":
+    if build.refusal(first.device):
         return None
     target = kernels.target_for(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens)
     if target.key is None or target.value is None:
