@@ -11,6 +11,7 @@ Parts, in this order whatever the order given:
 
 - ``tests``: ``pytest -m gpu`` on the kernel tests (correctness first); the benches go on after a failure, since every
   preset has a gate of its own before it is timed;
+- ``cases``: random cases of the CUDA kernels (``tests/cuda/gpu_cases.py``), to ``DIR/cases.json``;
 - ``decode``, ``encode``, ``prefill``, ``generate``: ``kvcodec bench <part>``.
 
 Needs torch, triton and what the kernels need; neither the network nor matplotlib.
@@ -26,7 +27,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("tests", "decode", "encode", "prefill", "generate")
+PARTS = ("tests", "cases", "decode", "encode", "prefill", "generate")
 DEVICE_LOST = 3
 TESTS = ["tests/kernels", "tests/cuda"]
 
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument("--shapes", help="of decode: names or groups, e.g. spine,saw,sweep1; default: all groups")
     parser.add_argument("--no-libraries", action="store_true", help="of rivals, torch's SDPA alone")
     parser.add_argument("--engine", choices=("cuda",), help="kernels to use, not those that a cache chooses")
+    parser.add_argument("--cases", type=int, default=1000, help="of the part cases (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows and logs")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all parts together (%(default)s)")
     parser.add_argument("--commit", default="", help="stamped on the rows; default: what git says here")
@@ -95,6 +97,11 @@ def main() -> int:
             there = [t for t in TESTS if (ROOT / t).exists()]
             command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-m", "gpu", "-p", "no:cacheprovider"]
             status = run([*command, *there], left, args.out / "visit.log")
+        elif part == "cases":
+            command = [sys.executable, "-m", "tests.cuda.gpu_cases", "--cases", str(args.cases)]
+            command += ["--presets", args.presets] if args.presets else []
+            command += ["--deadline", str(int(left - 20)), "--out", str(args.out / "cases.json")]
+            status = run(command, left, args.out / "visit.log")
         else:
             status = bench(part, args, left)
         results[part] = f"exit {status} after {time.monotonic() - begun:.0f} s"

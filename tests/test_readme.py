@@ -70,6 +70,50 @@ def test_speed_sentence_refuses_rows_that_do_not_carry_it(tmp_path: Path, spoil:
         script.speed_block(tmp_path)
 
 
+def test_speed_sentence_takes_the_latest_run(tmp_path: Path) -> None:
+    later = [
+        {**row, "run": "2026-12-01", "values": {"p20": 0, "p50": row["values"]["p50"] + 100, "p80": 99}}
+        for row in speed_rows()
+    ]
+    unmeasured = [{**row, "run": "2027-01-01", "values": None, "status": "failed"} for row in speed_rows()]
+    write_speed(tmp_path, [*speed_rows(), *later, *unmeasured])
+    assert [m[1] for m in re.finditer(r"(\d+) µs", script.speed_block(tmp_path))] == ["130", "131", "132", "133"]
+
+
+def kernel_rows() -> list[dict[str, Any]]:
+    def row(spec: str, shape: str, gain: float | None) -> dict[str, Any]:
+        values = (
+            {"values": None, "status": "no kernel"} if gain is None else {"values": {"p20": 0, "p50": gain, "p80": 9}}
+        )
+        common = {"effective_bits": 4.25, "unit": "x", "gpu": "G", "run": "2026-12-01"}
+        return {"spec": spec, "metric": "speedup_vs_bf16_cold", "shape": shape, **common, **values}
+
+    gains = {"llm64k": 2.2, "b32_8k": 2.6, "llama8b_b1_512": 0.9, "llama8b_b1_1024": 1.1}
+    return [
+        *(row("saw-int4", shape, gain) for shape, gain in gains.items()),
+        row("kivi-2", "b32_32k", 3.6),
+        row("octopus-2", "b32_32k", None),
+    ]
+
+
+def test_table_of_kernels_has_speedups_what_falls_short_and_the_break_even(tmp_path: Path) -> None:
+    assert script.kernels_block(tmp_path).startswith("Not measured yet")
+    assert not script.write_figure(tmp_path)
+    write_speed(tmp_path, [])
+    (tmp_path / script.SPEED / "decode.json").write_text(json.dumps(kernel_rows()))
+    lines = script.kernels_block(tmp_path).splitlines()
+    assert lines[0] == "![Speed-up over 16-bit attention over effective bits](docs/img/speed.png)"
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    assert cells == [
+        ["`kivi-2`", "4.25", "–", "–", "3.60x", "–", "–", "–", "–"],
+        ["`saw-int4`", "4.25", "2.20x", "2.60x ✗", "–", "–", "1024", "–", "–"],
+    ]
+    assert "(G; cold L2" in lines[-1]
+    (tmp_path / script.SPEED_FIGURE).parent.mkdir(parents=True)
+    assert script.write_figure(tmp_path)
+    assert (tmp_path / script.SPEED_FIGURE).read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("block", ["results", "columns", "speed", "generate", "best"])
 def test_missing_result_files_are_errors(tmp_path: Path, block: str) -> None:
     with pytest.raises(script.MissingResultError):

@@ -39,4 +39,5 @@ class ReferenceCache(LayerCache):
 
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "FusedLayerCache", ReferenceCache)
+    monkeypatch.setattr(packed, "fused_refusal", lambda *_: "")
     monkeypatch.setattr(bf16, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})

@@ -128,11 +128,22 @@ def test_a_part_goes_on_when_the_device_was_lost(visit, tmp_path, monkeypatch, c
     assert "decode" in json.loads(capsys.readouterr().out.split("s\n")[-1])
 
 
+def test_random_cases_are_a_part(visit, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(visit, "run", lambda arguments, seconds, log: told.append(arguments) or 0)
+    arguments = ["visit", "--parts", "cases", "--cases", "50", "--presets", "int-4", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert visit.main() == 0
+    (command,) = told
+    assert "tests.cuda.gpu_cases --cases 50 --presets int-4 --deadline" in " ".join(command)
+    assert command[-1] == str(tmp_path / "cases.json")
+
+
 def test_unknown_parts_are_refused(visit, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["visit", "--parts", "decode,speed", "--out", "x"])
     with pytest.raises(SystemExit):
         visit.main()
-    assert "no part speed; there are tests, decode" in capsys.readouterr().err
+    assert "no part speed; there are tests, cases, decode" in capsys.readouterr().err
 
 
 def test_nothing_begins_when_time_is_out(visit, monkeypatch, tmp_path, capsys):

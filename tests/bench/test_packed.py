@@ -6,6 +6,7 @@ import torch
 from kvcodec.bench.packed import Gate, Pools, gate, packed_operator, scheme_of
 from kvcodec.bench.shapes import PRESETS, Shape
 from kvcodec.codec import ROLES
+from kvcodec.errors import UnsupportedError
 from tests.bench.gpu_stubs import CPU, use_reference
 
 ODD = Shape("odd", 2, 6, 2, 128, 421)
@@ -57,6 +58,13 @@ def test_bits_and_bytes_are_those_held(pools):
     assert packed.effective_bits == held * 8 / ODD.elements
     live = 2 * 2 * 2 * 421 * (64 + 4)  # keys and values, 2 sequences, 2 heads, codes and scales
     assert packed.bytes_read == live + packed.cache.store.table.nbytes + 2 * packed.q.nbytes
+
+
+def test_a_preset_that_no_kernel_reads_is_refused_before_its_pool_is_made(monkeypatch):
+    monkeypatch.setattr("kvcodec.bench.packed.fused_refusal", lambda *_: "nobody reads this")
+    monkeypatch.setattr("kvcodec.bench.packed.make_pool", lambda *_: pytest.fail("made"))
+    with pytest.raises(UnsupportedError, match="nobody reads this"):
+        packed_operator("int-4", ODD, Pools(CPU))
 
 
 def test_pool_is_encoded_once_per_head_shape(pools):

@@ -149,6 +149,14 @@ def test_misses_name_row_and_figure():
     assert misses(newer) == []
 
 
+def test_four_bits_shall_beat_an_fp8_cache_at_32_sequences():
+    rows = [row("kivi-2", "decode_us_cold", shape, us) for shape, us in (("b32_8k", 203.0), ("b32_32k", 754.0))]
+    assert misses(rows) == ["kivi-2 at b32_8k: 203 us, FlashAttention-3, fp8 cache 203"]
+    assert misses([r | {"effective_bits": 5.1} for r in rows]) == []
+    assert misses([r | {"spec": "int-8"} for r in rows]) == []
+    assert misses([r | {"shape": "llm64k"} for r in rows]) == []
+
+
 # -- studies -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, read_rows, require_gpu, stamp
-from kvcodec.bench.shapes import PRESETS, shapes_named
+from kvcodec.bench.shapes import KMEANS, PRESETS, shapes_named
 from kvcodec.errors import KVError, SpecError
 from kvcodec.registry import get
 
@@ -76,7 +76,7 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
     """Rows of the part that ``args.what`` names."""
     from kvcodec.bench.timing import Timer
 
-    specs: Sequence[str] = args.specs or PRESETS
+    specs: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
     common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
     with_libraries = common | {"libraries": not args.no_libraries, "engine": args.engine or ""}
     if args.what == "decode":

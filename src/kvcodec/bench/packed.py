@@ -22,7 +22,7 @@ from kvcodec.bench.shapes import Shape
 from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
-from kvcodec.fused import FusedLayerCache
+from kvcodec.fused import FusedLayerCache, fused_refusal
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
@@ -266,4 +266,7 @@ def packed_operator(spec: str, shape: Shape, pools: Pools, engine: str = "") -> 
     UnsupportedError
         If no kernel reads this scheme at this head_dim on this device.
     """
+    # before the pool, which takes seconds for some codecs
+    if reason := fused_refusal(scheme_of(spec), shape.head_dim, pools.device):
+        raise UnsupportedError(reason)
     return Packed(spec, shape, pools.get(spec, shape.kv_heads, shape.head_dim), pools.seed, engine)

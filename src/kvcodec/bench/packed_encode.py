@@ -113,7 +113,8 @@ Write = tuple[Callable[[Tensor | None, Tensor | None], object], str]
 
 def _cuda(scheme: Any, shape: Shape, store: PageStore, params: dict[Role, Params], first: Tensor) -> Write | None:
     try:
-        build, kernels, sides = (importlib.import_module(f"kvcodec.cuda.{name}") for name in ("build", "encode", "sides"))
+        names = ("build", "encode", "sides")
+        build, kernels, sides = (importlib.import_module(f"kvcodec.cuda.{name}") for name in names)
     except ModuleNotFoundError:
         return None
     if build.refusal(first.device):

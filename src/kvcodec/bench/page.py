@@ -7,7 +7,7 @@ from typing import Any
 from kvcodec.bench.shapes import SWEEP_BATCHES
 from kvcodec.bench.studies import number, studies
 from kvcodec.bench.summary import Line, Point, Table, lines, misses, speed_points
-from kvcodec.bench.targets import DECODE, ENCODE_US, FP8_RIVAL_US, SHAPE_NAMES, verdict
+from kvcodec.bench.targets import APART_US, DECODE, ENCODE_US, SHAPE_NAMES, verdict
 from kvcodec.plot import SPEED_TITLES, style_of
 from kvcodec.report import STYLE
 
@@ -142,8 +142,8 @@ def _rivals(table: Table) -> str:
     if not found:
         return "<p>Not measured yet.</p>"
     cells = [[(f"{b}, {f}", ""), *((times.get(s, "–"), "") for s in SHAPES)] for (_, b, f), times in found.items()]
-    apart = [number(FP8_RIVAL_US.get(s)) for s in SHAPES]
-    cells.append([("FlashAttention-3 over an fp8 cache, measured apart", ""), *((x, "") for x in apart)])
+    for name, apart in APART_US.items():
+        cells.append([(f"vLLM 0.33: {name}; measured apart", ""), *((number(x), "") for x in apart), ("–", "")])
     return grid(["microseconds, cold", *(SPEED_TITLES[s] for s in SHAPES)], cells)
 
 

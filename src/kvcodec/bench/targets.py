@@ -9,8 +9,19 @@ from typing import NamedTuple
 from kvcodec.bench.shapes import Shape
 
 SHAPE_NAMES = ("llm64k", "b32_8k", "b32_32k")
-FP8_RIVAL_US = {"llm64k": 44.7, "b32_8k": 203.0, "b32_32k": 755.0}
-"""FlashAttention-3 over an fp8 cache on the same kind of GPU, cold, measured apart from these rows."""
+FP8_RIVAL = "FlashAttention-3, fp8 cache"
+APART_US = {
+    "FlashAttention-3, bf16 cache": (52.9, 261.0, 983.0),
+    FP8_RIVAL: (44.7, 203.0, 755.0),
+    "int4_per_token_head (Triton)": (635.0, 1119.0, 4356.0),
+    "turboquant_4bit_nc (Triton)": (707.0, 1370.0, 5348.0),
+    "turboquant_3bit_nc (Triton)": (957.0, 2201.0, 8686.0),
+    "ultraquant_4bit (Triton, made for another GPU)": (804.0, 1006.0, 3866.0),
+}
+"""vLLM 0.33's own attention on an H200, microseconds, cold by the same method, in the order of ``SHAPE_NAMES``;
+measured apart from the rows, because they need an engine around them."""
+FP8_BITS = 5.0
+"""A preset of the table that holds no more bits than this shall also beat FP8_RIVAL at 32 sequences."""
 
 
 class Target(NamedTuple):
