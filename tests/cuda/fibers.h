@@ -94,6 +94,7 @@ struct Machine {
   Fiber* current;
   Warp* warp;
   unsigned char* stacks;
+  int guards;                        // stacks with a page before them that nobody may touch
   unsigned char* shared;
   size_t shared_bytes, shared_room;  // asked for; up to the guard page
   int threads, live, waiting;        // in sync_threads
@@ -366,8 +367,9 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     void* at = mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
-    for (int t = 0; t < MAX_THREADS; t++) mprotect(m.stacks + (size_t)t * STACK, page(), PROT_NONE);
   }
+  // no more of them than are used: a process has a limited number of mappings, and many libraries
+  for (; m.guards < threads; m.guards++) mprotect(m.stacks + (size_t)m.guards * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;

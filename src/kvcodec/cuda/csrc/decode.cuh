@@ -73,7 +73,8 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     } else {
       s[0] += d[0] * sx[group], s[1] += d[1] * sx[group], s[2] += d[2] * sy[group], s[3] += d[3] * sy[group];
       if constexpr (K::HAS_K_ZERO && k_offset<K>(0) == 0.0f) {
-        const float zx = K::k_zero(planes, at, group), zy = K::k_zero(planes, at + 8, group);
+        constexpr float UNIT = k_scale_unit<K>(0) != 0.0f ? 1.0f / k_scale_unit<K>(0) : 1.0f;
+        const float zx = K::k_zero(planes, at, group) * UNIT, zy = K::k_zero(planes, at + 8, group) * UNIT;
         s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx, s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
       }
     }
