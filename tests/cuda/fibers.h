@@ -88,6 +88,7 @@ struct Range {
 };
 
 struct Machine {
+  int walled = 0;  // stacks with a wall below
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
   Context main;
@@ -366,8 +367,9 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     void* at = mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
-    for (int t = 0; t < MAX_THREADS; t++) mprotect(m.stacks + (size_t)t * STACK, page(), PROT_NONE);
   }
+  // a process may have 65,530 mappings, and a test run loads many libraries
+  for (; m.walled < threads; m.walled++) mprotect(m.stacks + (size_t)m.walled * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;
