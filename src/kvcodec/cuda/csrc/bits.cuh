@@ -73,6 +73,35 @@ template <int ROW_BYTES, int N, int BITS> struct Small {
   }
 };
 
+// Reads of tables in dynamic shared memory. The compiler for sm_90 keeps where that begins in a register (blocks of a
+// cluster have theirs elsewhere) and adds it to every address, an instruction for each row. There the beginning is a
+// number instead, behind the 1024 bytes that the system takes, and a kernel that finds it elsewhere stops.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr uint32_t SHARED_BASE = 1024;
+KV_DEV uint32_t shared_address(const uint8_t* table, uint32_t at) {
+  KV_DYNAMIC_SHARED(shared);
+  return SHARED_BASE + (uint32_t)(table - shared) + at;
+}
+KV_DEV void check_shared_base() {
+  KV_DYNAMIC_SHARED(shared);
+  if (((uint32_t)__cvta_generic_to_shared(shared) & 0xffffffu) != SHARED_BASE) asm volatile("trap;");
+}
+KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) {
+  Words2 x;
+  asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.a), "=r"(x.b) : "r"(shared_address(table, at)));
+  return x;
+}
+KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
+  uint32_t x;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(table, at)));
+  return x;
+}
+#else
+KV_DEV void check_shared_base() {}
+KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
+KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) { return *(const uint32_t*)(table + at); }
+#endif
+
 KV_CONSTEXPR int table_copies(int entries, int room) {
   int n = 16;
   while (n > 1 && entries * 8 * n > room) n /= 2;
@@ -89,10 +118,11 @@ template <int ENTRIES, int ROOM> struct Table8 {
   KV_CONST int STRIDE_BIT = COPIES == 16 ? 7 : COPIES == 8 ? 6 : COPIES == 4 ? 5 : 3;
 
   KV_DEV static uint32_t copy(int lane) { return lane % COPIES * 8; }
-  KV_DEV static Words2 get(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
+  KV_DEV static Words2 get(const uint8_t* table, uint32_t at) { return load_table2(table, at); }
 
   // DOWN: the last row first
   template <bool DOWN = false> KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    check_shared_base();
     constexpr int AHEAD = 4;  // loads in flight
     const Words2* entries = (const Words2*)from;
     KV_NO_UNROLL

@@ -62,7 +62,7 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
       return Directions::get(table, (codes.field(W * k + FROM, W - FROM, TO) & ROWS) | mine);
     };
     auto length_at = [&](int k, int to, uint32_t rest) { return (codes.field(W * k, B_NRM, to) & MASK << to) | rest; };
-    auto length = [&](uint32_t at) { return *(const uint32_t*)(table + Directions::BYTES + at); };
+    auto length = [&](uint32_t at) { return load_table(table + Directions::BYTES, at); };
     KV_UNROLL
     for (int k = 0; k < PER; k += 2) {
       const bool two = k + 1 < PER;
