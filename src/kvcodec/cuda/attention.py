@@ -221,12 +221,6 @@ def program(pair: Pair, config: Config, cap: bool = False) -> Program:
     return Program(source, folders=folders)
 
 
-@lru_cache(maxsize=256)
-def _kernels(pair: Pair, config: Config, cap: bool, device: torch.device) -> tuple[Kernel, ...]:
-    # the number of splits is no part of the program
-    return load(program(pair, config, cap), ("kv_decode", "kv_combine"), device, pair.name)
-
-
 ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "11q" + "10i2f")
 """``kv::DecodeArgs``, field by field."""
 ARGS_FIELDS = (
@@ -286,6 +280,24 @@ def pair_of(text: str) -> Pair:
     return _PAIRS[text]
 
 
+class Plan(NamedTuple):
+    """What a call launches: found once per pair, sizes and device, because eager decoding pays for every look."""
+
+    config: Config
+    decode: Kernel
+    combine: Kernel
+    shared: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, device: torch.device) -> Plan:
+    pair = pair_of(text)
+    config = Config(*given) if given else config_for(pair, units, capacity, machine(device))
+    # the number of splits is no part of the program
+    decode, combine = load(program(pair, config, cap), ("kv_decode", "kv_combine"), device, pair.name)
+    return Plan(config, decode, combine, shared_bytes(pair, config))
+
+
 def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
     """Return the splits that ``decode_attention`` chooses for these sizes."""
     pair = _PAIRS[pair_text]
@@ -319,12 +331,13 @@ def _attend(
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * pair.page_tokens
-    chosen = Config(*config) if config else config_for(pair, batch * num_kv_heads * tiles, capacity, machine(q.device))
-    slots = chosen.splits + (dense_k is not None)
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return o, lse
+    plan = _plan(pair_text, batch * num_kv_heads * tiles, capacity, tuple(config), softcap > 0.0, q.device)
+    splits = plan.config.splits
+    slots = splits + (dense_k is not None)
     part = 0
     if slots > 1:
         if workspace is None:
@@ -339,15 +352,14 @@ def _attend(
         part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
         *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
         q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
-        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, chosen.splits, slots, capacity, width,
+        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, splits, slots, capacity, width,
         scale * LOG2E, softcap,
     )  # fmt: skip
-    decode, combine = _kernels(pair, chosen._replace(splits=0), softcap > 0.0, q.device)
-    decode.launch((slots, num_kv_heads * tiles, batch), chosen.warps * 32, shared_bytes(pair, chosen), args)
+    plan.decode.launch((slots, num_kv_heads * tiles, batch), plan.config.warps * 32, plan.shared, args)
     if slots > 1:
         shared = (2 * COMBINE_WARPS * (dim + 1) + slots) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel
-        combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
+        plan.combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
     return o, lse
 
 
