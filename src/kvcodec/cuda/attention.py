@@ -12,21 +12,25 @@ outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
 """
 
 import ctypes
-import math
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec
-from kvcodec.cuda.build import Kernel, Program, load, refusal, shared_memory
-from kvcodec.cuda.sides import Reader, SideTensors, reader
+from kvcodec.cuda.build import Kernel, Program, load, refusal
+from kvcodec.cuda.pairs import H200, Config, Machine, Pair, align, config_for, machine, pair_for, shared_bytes
+from kvcodec.cuda.sides import SideTensors
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.layout import PageLayout
+
+# fmt: off
+__all__ = [
+    "ARGS", "ARGS_FIELDS", "H200", "Config", "Machine", "Pair", "config_for", "decode_attention", "machine", "pair_for",
+    "pair_of", "program", "shared_bytes", "splits_of", "text_of", "workspace_numel",
+]
+# fmt: on
 
 LOG2E = 1.4426950408889634
 HEADS = 8
@@ -36,171 +40,12 @@ KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MOST_SEQUENCES = 65535
 
 
-class Pair(NamedTuple):
-    """What a decode program is compiled for.
-
-    Parameters
-    ----------
-    key, value : Reader
-    head_dim, page_tokens : int
-    key_planes, value_planes : tuple of (bytes of a block, tokens of a block)
-        In the order of the page.
-    """
-
-    key: Reader
-    value: Reader
-    head_dim: int
-    page_tokens: int
-    key_planes: tuple[tuple[int, int], ...]
-    value_planes: tuple[tuple[int, int], ...]
-
-    @property
-    def name(self) -> str:
-        """Short text for messages."""
-        return f"decode attention of {self.key.type} and {self.value.type}, pages of {self.page_tokens}"
-
-    @property
-    def blocked(self) -> bool:
-        """Whether a side has blocks of several tokens."""
-        return max(self.key.block, self.value.block) > 1
-
-    def tile_bytes(self, tokens: int) -> int:
-        """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
-        return sum(_align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
-
-
-def _align(n: int, to: int = 16) -> int:
-    return -(-n // to) * to
-
-
-def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
-    """Return the pair of two codecs, or the reason why the kernels do not read it."""
-    sides = reader(key, head_dim, "key"), reader(value, head_dim, "value")
-    for side in sides:
-        if isinstance(side, str):
-            return side
-    k, v = sides
-    assert isinstance(k, Reader)
-    assert isinstance(v, Reader)
-    if v.lends and k.lends == v.lends:
-        v = replace(v, type=v.borrower, shared=0, tables=None)
-    step = math.lcm(16, k.block, v.block)
-    if page_tokens % step:
-        return f"page_tokens={page_tokens} is not a multiple of {step}"
-    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
-    planes: dict[str, list[tuple[int, int]]] = {"key": [], "value": []}
-    for plane in page.planes:
-        planes[plane.role].append((plane.field.nbytes, page_tokens // plane.blocks))
-    return Pair(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
-
-
-# -- launch constants --------------------------------------------------------------------------------------------------
-
-
-class Config(NamedTuple):
-    """Launch constants.
-
-    Parameters
-    ----------
-    tile : int
-        Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
-    warps : int
-        Warps of a CTA.
-    stages : int
-        Tiles of a warp's ring.
-    resident : int
-        CTAs that shall share a multiprocessor: bounds the registers.
-    splits : int
-        CTAs that share the tokens of a sequence.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    resident: int
-    splits: int
-
-
-class Machine(NamedTuple):
-    """What the table of launch constants knows of a GPU: multiprocessors, and bytes of shared memory."""
-
-    sms: int
-    shared_block: int
-    shared_sm: int
-
-
-H200 = Machine(132, 232448, 233472)
-
-
-def shared_bytes(pair: Pair, config: Config) -> int:
-    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
-    tables = _align(_align(pair.key.shared) + _align(pair.value.shared), 128)
-    row = pair.head_dim + pair.head_dim // 4 + 1  # kv::row_floats
-    ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
-    merge = config.warps * 8 * (row + 2) * 4
-    return tables + _align(8 * (row + 1) * 4, 128) + max(ring, merge)
-
-
-@lru_cache(maxsize=256)
-def config_for(pair: Pair, units: int, capacity: int, machine: Machine) -> Config:
-    """Choose launch constants; a pure function, nothing is tuned at run time.
-
-    Parameters
-    ----------
-    pair : Pair
-    units : int
-        Sequences x KV heads x tiles of 8 query heads: CTAs without any split.
-    capacity : int
-        Tokens that the page table can hold per sequence.
-    machine : Machine
-
-    Raises
-    ------
-    UnsupportedError
-        No choice fits the machine's shared memory.
-    """
-    least = 32 if pair.blocked else 16
-    tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    # two CTAs a multiprocessor hide each other's starts and ends; long tiles and three stages keep bytes in flight
-    for resident, shapes in ((2, ((4, 3), (4, 2))), (1, ((8, 3), (8, 2), (4, 3), (4, 2), (2, 2)))):
-        for tile in tiles:
-            for warps, stages in shapes:
-                config = Config(tile, warps, stages, resident, 1)
-                need = shared_bytes(pair, config)
-                if need <= machine.shared_block and resident * (need + 1024) <= machine.shared_sm:
-                    return config._replace(splits=_splits(config, units, capacity, machine))
-    raise UnsupportedError(
-        f"{pair.name}: needs {shared_bytes(pair, Config(tiles[-1], 2, 2, 1, 1))} bytes of shared memory in a block; "
-        f"this GPU has {machine.shared_block}."
-    )
-
-
-def _splits(config: Config, units: int, capacity: int, machine: Machine) -> int:
-    slots = config.resident * machine.sms
-    most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
-    if units >= slots:
-        # whole waves of whole sequences; few of them leave a long last one
-        wanted = 1 if units >= 4 * slots or units % slots == 0 else -(-2 * slots // units)
-    else:
-        wanted = max(1, slots // max(units, 1))
-    return min(wanted, most)
-
-
-@lru_cache
-def machine(device: torch.device) -> Machine:
-    """What the table of launch constants knows of this GPU; of an H200 where there is none."""
-    if device.type != "cuda":
-        return H200
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
-
-
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
 def program(pair: Pair, config: Config, cap: bool = False) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine`` for a pair; ``cap``: scores have a soft cap."""
-    threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
+    threads, tile = config.warps * 32, align(pair.tile_bytes(config.tile), 128)
     headers = sorted({pair.key.header, pair.value.header})
     source = "\n".join(
         [
