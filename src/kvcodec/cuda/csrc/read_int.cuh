@@ -33,14 +33,15 @@ template <int BITS, int C> struct Codes {
     if (BITS == 4) return e / 8 * 8 + e % 2 * 4 + e / 2 % 4;
     return C == 8 ? e % 2 * 4 + e / 2 : e / 16 * 16 + e % 2 * 8 + e / 2 % 8;
   }
-  KV_FUNCTION int factor(int e) {
-    const int n = e / 2;
-    if (BITS == 8) return 1;
-    if (BITS == 4) return n % 2 ? 16 : 1;
-    if (BITS == 2) return 1 << n % 4 * 2;
-    if (C == 8) return n == 3 ? 2 : 1 << 3 * n;
-    return n % 8 < 3 ? 1 << n % 8 * 3 : n % 8 < 6 ? 2 << (n % 8 - 3) * 3 : 4 << (n % 8 - 6) * 3;
+  // its bit within a half, as `read` shifts words for RAW: closed forms, which compilers take for constants
+  KV_FUNCTION int position(int n) {
+    if (BITS == 8) return 0;
+    if (BITS == 4) return n % 2 * 4;
+    if (BITS == 2) return n % 4 * 2;
+    if (C == 8) return n == 3 ? 1 : 3 * n;
+    return n % 8 < 3 ? n % 8 * 3 : n % 8 < 6 ? n % 8 * 3 - 8 : n % 8 * 3 - 16;
   }
+  KV_FUNCTION int factor(int e) { return 1 << position(e / 2); }
   // HOW: RAW; UP: 1024 + code factor, as halves; BASED: base(n) + code, for which codes are shifted to bits 6-9: bit k of a half with
   // exponent 10 - k counts 1
   KV_CONST int RAW = 0, UP = 1, BASED = 2;
@@ -48,7 +49,7 @@ template <int BITS, int C> struct Codes {
   // w has register n's codes at bits 3 n or so, as `read` shifts it for RAW
   template <int HOW> KV_DEV static uint32_t pick(uint32_t w, int n) {
     if (HOW == BASED) {
-      const int by = bit(n) - log2(factor(2 * n)), k = bit(n);
+      const int by = bit(n) - position(n), k = bit(n);
       w = by < 0 ? w >> -by : w << by;
       return and_or(w, 0x00010001u * (uint32_t)(((1 << BITS) - 1) << k), 0x00010001u * (uint32_t)((25 - k) << 10));
     }
@@ -104,7 +105,7 @@ template <int BITS, int C> struct Codes {
     read<UP>(row, part, r);
     KV_UNROLL
     for (int n = 0; n < REGS; ++n) {
-      const uint32_t inverse = 0x04000400u * (uint32_t)(15 - log2(factor(2 * n)));
+      const uint32_t inverse = 0x04000400u * (uint32_t)(15 - position(n));
       r[n] = hfma2(r[n], inverse, 0x80008000u | (inverse + 0x28002800u));  // times 1 / factor, minus 1024 / factor
     }
   }
@@ -122,7 +123,6 @@ template <int BITS, int C> struct Codes {
       for (int n = 0; n < REGS; ++n) r[n] = hfma2(r[n], s, bit(n) == 6 ? z16 : bit(n) == 7 ? z8 : z4);
     }
   }
-  KV_FUNCTION int log2(int f) { return f > 1 ? 1 + log2(f / 2) : 0; }
 };
 
 // Codes per part of a row of D: the parts of D = 96 are as long as those of 128 where they would not end with a byte or
