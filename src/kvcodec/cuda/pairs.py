@@ -138,7 +138,7 @@ def candidates(pair: Pair) -> list[Config]:
     """Return launch constants worth trying, without regard to the machine."""
     least = 32 if pair.blocked else 16
     tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    shapes = ((4, 2), (8, 1), (4, 3), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
+    shapes = ((4, 2), (6, 2), (8, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
     return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
 
 
