@@ -420,10 +420,14 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
             _check(driver, int(status), f"load {label or 'a program'}")
             _LOADED[program, index] = module
         module = _LOADED[program, index]
-    kernels = []
-    for name in names:
-        with _on(index):
-            status, handle = driver.cuModuleGetFunction(module, name.encode())
-        _check(driver, int(status), f"find {name} in {label or 'a program'}")
-        kernels.append(Kernel(handle, index))
-    return tuple(kernels)
+    return tuple(_kernel(program, name, index) for name in names)
+
+
+@lru_cache(maxsize=None)
+def _kernel(program: Program, name: str, index: int) -> Kernel:
+    """One object per function: what a function may have of shared memory is set once and must not shrink."""
+    driver = importlib.import_module("cuda.bindings.driver")
+    with _on(index):
+        status, handle = driver.cuModuleGetFunction(_LOADED[program, index], name.encode())
+    _check(driver, int(status), f"find {name} in a program")
+    return Kernel(handle, index)

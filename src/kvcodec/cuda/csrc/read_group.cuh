@@ -73,7 +73,9 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
     const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
-    V::scaled(planes[0] + token * ROW, live, s * 0x10001u, z * 0x10001u, r);
+    V::whole(planes[0] + token * ROW, live, r);
+    KV_UNROLL
+    for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
   }
 };
 

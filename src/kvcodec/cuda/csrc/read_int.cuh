@@ -42,43 +42,34 @@ template <int BITS, int C> struct Codes {
     return n % 8 < 3 ? n % 8 * 3 : n % 8 < 6 ? n % 8 * 3 - 8 : n % 8 * 3 - 16;
   }
   KV_FUNCTION int factor(int e) { return 1 << position(e / 2); }
-  // HOW: RAW; UP: 1024 + code factor, as halves; BASED: base(n) + code, for which codes are shifted to bits 6-9: bit k of a half with
-  // exponent 10 - k counts 1
-  KV_CONST int RAW = 0, UP = 1, BASED = 2;
-  KV_FUNCTION int bit(int n) { return BITS == 2 ? 6 + n % 2 * 2 : BITS == 3 && C > 8 && n % 8 > 2 && n % 8 < 6 ? 7 : 6; }
-  // w has register n's codes at bits 3 n or so, as `read` shifts it for RAW
-  template <int HOW> KV_DEV static uint32_t pick(uint32_t w, int n) {
-    if (HOW == BASED) {
-      const int by = bit(n) - position(n), k = bit(n);
-      w = by < 0 ? w >> -by : w << by;
-      return and_or(w, 0x00010001u * (uint32_t)(((1 << BITS) - 1) << k), 0x00010001u * (uint32_t)((25 - k) << 10));
-    }
-    const uint32_t mask = 0x00010001u * (uint32_t)(((1 << BITS) - 1) * factor(2 * n));
-    return HOW == UP ? and_or(w, mask, 0x64006400u) : w & mask;
+  // UP: 1024 + code factor, as halves
+  template <bool UP> KV_DEV static uint32_t pick(uint32_t w, int n) {
+    const uint32_t mask = 0x00010001u * (uint32_t)(((1 << BITS) - 1) << position(n));
+    return UP ? and_or(w, mask, 0x64006400u) : w & mask;
   }
 
   // two words of which byte `first` and the five behind it are 16 codes of three bits
-  template <int HOW> KV_DEV static void sixteen(uint32_t low, uint32_t high, uint32_t first, uint32_t* r) {
+  template <bool UP> KV_DEV static void sixteen(uint32_t low, uint32_t high, uint32_t first, uint32_t* r) {
     const uint32_t a = prmt(low, high, 0x4310u + first * 0x1111u);  // bits 0-15 of either 24
     const uint32_t b = prmt(low, high, 0x5421u + first * 0x1111u);  // bits 8-23
     KV_UNROLL
-    for (int n = 0; n < 8; ++n) r[n] = pick<HOW>(n < 3 ? a : n < 6 ? b : b >> 8, n);
+    for (int n = 0; n < 8; ++n) r[n] = pick<UP>(n < 3 ? a : n < 6 ? b : b >> 8, n);
   }
 
-  template <int HOW = RAW> KV_DEV static void read(const uint8_t* row, int part, uint32_t (&r)[REGS]) {
+  template <bool UP = false> KV_DEV static void read(const uint8_t* row, int part, uint32_t (&r)[REGS]) {
     if constexpr (BYTES == 2) {  // 8 codes of two bits
       const uint32_t x = *(const uint16_t*)(row + 2 * part), y = x | x << 8;
       KV_UNROLL
-      for (int n = 0; n < 4; ++n) r[n] = pick<HOW>(y, n);
+      for (int n = 0; n < 4; ++n) r[n] = pick<UP>(y, n);
     } else if constexpr (BYTES == 3) {  // 8 codes of three bits; both words lie in the row
       const uint32_t* words = (const uint32_t*)row;
       const uint32_t x = prmt(words[3 * part / 4], words[(3 * part + 2) / 4], 0x0210u + 3 * part % 4 * 0x0111u);
       const uint32_t y = (x & 0xfffu) | (x << 4 & 0x0fff0000u);
       KV_UNROLL
-      for (int n = 0; n < 4; ++n) r[n] = pick<HOW>(n < 3 ? y : y >> 8, n);
+      for (int n = 0; n < 4; ++n) r[n] = pick<UP>(n < 3 ? y : y >> 8, n);
     } else if constexpr (BYTES == 6) {  // 16 codes of three bits
       const uint32_t* words = (const uint32_t*)row + 3 * part / 2;
-      sixteen<HOW>(words[0], words[1], part % 2 * 2, r);
+      sixteen<UP>(words[0], words[1], part % 2 * 2, r);
     } else {
       constexpr int WORDS = BYTES / 4;
       uint32_t w[WORDS];
@@ -86,15 +77,15 @@ template <int BITS, int C> struct Codes {
       if constexpr (BITS == 3) {
         KV_UNROLL
         for (int i = 0; i < WORDS; i += 3) {
-          sixteen<HOW>(w[i], w[i + 1], 0, r + i / 3 * 16);
-          sixteen<HOW>(w[i + 1], w[i + 2], 2, r + i / 3 * 16 + 8);
+          sixteen<UP>(w[i], w[i + 1], 0, r + i / 3 * 16);
+          sixteen<UP>(w[i + 1], w[i + 2], 2, r + i / 3 * 16 + 8);
         }
       } else {
         KV_UNROLL
         for (int n = 0; n < REGS; ++n) {
-          if (BITS == 8) r[n] = prmt(w[n / 2], HOW == UP ? 0x64646464u : 0u, n % 2 ? 0x4342u : 0x4140u);
-          if (BITS == 4) r[n] = pick<HOW>(n % 4 < 2 ? w[n / 4] : w[n / 4] >> 8, n);
-          if (BITS == 2) r[n] = pick<HOW>(n % 8 < 4 ? w[n / 8] : w[n / 8] >> 8, n);
+          if (BITS == 8) r[n] = prmt(w[n / 2], UP ? 0x64646464u : 0u, n % 2 ? 0x4342u : 0x4140u);
+          if (BITS == 4) r[n] = pick<UP>(n % 4 < 2 ? w[n / 4] : w[n / 4] >> 8, n);
+          if (BITS == 2) r[n] = pick<UP>(n % 8 < 4 ? w[n / 8] : w[n / 8] >> 8, n);
         }
       }
     }
@@ -102,25 +93,11 @@ template <int BITS, int C> struct Codes {
 
   // codes as they are, exact halves
   KV_DEV static void whole(const uint8_t* row, int part, uint32_t (&r)[REGS]) {
-    read<UP>(row, part, r);
+    read<true>(row, part, r);
     KV_UNROLL
     for (int n = 0; n < REGS; ++n) {
       const uint32_t inverse = 0x04000400u * (uint32_t)(15 - position(n));
       r[n] = hfma2(r[n], inverse, 0x80008000u | (inverse + 0x28002800u));  // times 1 / factor, minus 1024 / factor
-    }
-  }
-  // s code + z, rounded once; s and z twice in a word
-  KV_DEV static void scaled(const uint8_t* row, int part, uint32_t s, uint32_t z, uint32_t (&r)[REGS]) {
-    if constexpr (BITS == 8) {
-      whole(row, part, r);
-      KV_UNROLL
-      for (int n = 0; n < REGS; ++n) r[n] = hfma2(r[n], s, z);
-    } else {
-      read<BASED>(row, part, r);
-      // z - base s: rounding it moves a value by less than s / 256
-      const uint32_t z16 = hfma2(0xcc00cc00u, s, z), z8 = hfma2(0xc800c800u, s, z), z4 = hfma2(0xc400c400u, s, z);
-      KV_UNROLL
-      for (int n = 0; n < REGS; ++n) r[n] = hfma2(r[n], s, bit(n) == 6 ? z16 : bit(n) == 7 ? z8 : z4);
     }
   }
 };
