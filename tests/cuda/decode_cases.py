@@ -139,7 +139,7 @@ _SOURCE = """
 #include "decode.cuh"
 {includes}
 constexpr int WARPS = {warps}, MERGERS = 2;
-using Kernel = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}>;
+using Kernel = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}>;
 KV_KERNEL void decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
 KV_KERNEL void combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{dim}, MERGERS>(a); }}
 extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
@@ -147,16 +147,21 @@ extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 extern "C" void run(const kv::DecodeArgs* a, int batch) {{
   kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel::SHARED, decode, *a);
   if (a->slots > 1)
-    kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, (2 * MERGERS * {dim} + 3 * MERGERS) * 4, combine, *a);
+    kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, kv::combine_shared({dim}, MERGERS, a->slots), combine, *a);
 }}
 """
 
 
 @functools.cache
-def library(key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry) -> harness.Library:
+def library(key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry, cap: bool) -> harness.Library:
     """Build the kernel for two readers."""
     source = _SOURCE.format(
-        includes="\n".join(f'#include "{name}"' for name in headers), key=key, value=value, dim=dim, **vars(geometry)
+        includes="\n".join(f'#include "{name}"' for name in headers),
+        key=key,
+        value=value,
+        dim=dim,
+        cap=str(cap).lower(),
+        **vars(geometry),
     )
     lib = harness.build(source)
     assert lib.enter("args_bytes", result=ctypes.c_int) == ctypes.sizeof(_Args)
@@ -245,7 +250,7 @@ def check(
     """
     geometry = geometry or Geometry()
     headers = tuple(dict.fromkeys((key.header, value.header)))
-    lib = library(key.reader.format(D=dim), value.reader.format(D=dim), headers, dim, geometry)
+    lib = library(key.reader.format(D=dim), value.reader.format(D=dim), headers, dim, geometry, case.softcap > 0)
     rng = torch.Generator().manual_seed(case.seed)
     b, h, hq = len(case.lens), case.heads, case.heads * case.group
     layout = PageLayout(key.codec.layout(dim), value.codec.layout(dim), geometry.page)

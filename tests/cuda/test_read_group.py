@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kvcodec.codec import Params
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
-from torch import Tensor
+from tests.cuda.decode_cases import OPTIONS, Case, Side, check
 
 
 def _int(bits: int, symmetric: bool = False) -> Side:

@@ -1,4 +1,4 @@
-"""Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the kernel with them."""
+"""Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the whole kernel."""
 
 import ctypes
 from typing import Any
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Role, Site
-from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.tables import level_table, turboquant_table, ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
-from tests.cuda.harness import Library, Out, build
+from tests.cuda.harness import Out, build
+from tests.cuda.offline import ARCHITECTURES, compile_kernels, mix
 
 DIMS = (64, 96, 128, 256)
 TOKENS = 256
+NO_TABLE = torch.zeros(1, dtype=torch.uint8)
 
 # one warp unpacks 256 tokens as the kernel would, and writes what each register stands for
 _KEYS = """
@@ -53,6 +55,10 @@ extern "C" void run_keys(const uint8_t* bytes, const uint8_t* table, float* out)
 extern "C" int64_t bytes() {{ return kv::planes_bytes<R>(T); }}
 """
 _VALUES = """
+template <class Q> static float scale(const kv::Planes<Q, T>& planes, int token) {{
+  if constexpr (Q::HAS_V_SCALE) return Q::v_scale(planes, token);
+  return 1.0f;
+}}
 KV_KERNEL void values(const uint8_t* bytes, const uint8_t* table, float* out) {{
   KV_DYNAMIC_SHARED(shared);
   const kv::Planes<R, T> planes{{prepare(shared, bytes, table)}};
@@ -60,11 +66,9 @@ KV_KERNEL void values(const uint8_t* bytes, const uint8_t* table, float* out) {{
   for (int token = lane % 4; token < T; token += 4) {{
     uint32_t r[R::V_REGS];
     R::values(planes, shared, token, lane / 4, lane, r);
-    float scale = 1.0f;
-    if constexpr (R::HAS_V_SCALE) scale = R::v_scale(planes, token);
     for (int e = 0; e < 2 * R::V_REGS; ++e) {{
       const int c = R::v_channel(lane / 4, e);
-      if (c >= 0) out[token * D + c] += number(r[e / 2], e) * R::v_weight(e) * scale;
+      if (c >= 0) out[token * D + c] += number(r[e / 2], e) * R::v_weight(e) * scale<R>(planes, token);
     }}
   }}
 }}
@@ -74,10 +78,11 @@ extern "C" void run_values(const uint8_t* bytes, const uint8_t* table, float* ou
 """
 
 
-def unpacked(reader: str, header: str, dim: int, role: Role, codec: Codec, payload: Payload, table: Tensor) -> Tensor:
-    """What the reader makes of a payload of 256 tokens, float32 ``[256, D]``: scale * weight * raw."""
-    source = (_KEYS + _VALUES if role == "value" else _KEYS).format(reader=reader, header=header, dim=dim)
-    library: Library = build(source)
+def unpacked(
+    reader: str, header: str, dim: int, role: Role, codec: Codec, payload: Payload, table: Tensor, both: bool = True
+) -> Tensor:
+    """What the reader makes of a payload of 256 tokens, float32 ``[256, D]``; ``both``: it reads either role."""
+    library = build((_KEYS + _VALUES if both else _KEYS).format(reader=reader, header=header, dim=dim))
     layout = codec.layout(dim)
     parts = []
     for field in layout.fields:
@@ -125,7 +130,10 @@ def close(got: Tensor, want: Tensor, relative: float) -> None:
 def test_turboquant_codes(dim: int, bits: int, role: Role) -> None:
     codec = TurboQuant(bits, "fp32" if bits == 3 else "fp16")
     params = fitted(codec, dim)
-    payload = {"codes": all_bytes(dim, dim * bits // 8), "norm": norms(1, torch.float32 if bits == 3 else torch.float16)}
+    payload = {
+        "codes": all_bytes(dim, dim * bits // 8),
+        "norm": norms(1, torch.float32 if bits == 3 else torch.float16),
+    }
     reader = f"ReadTurboQuant<{dim}, {bits}, {str(bits == 3).lower()}>"
     got = unpacked(reader, "read_levels.cuh", dim, role, codec, payload, turboquant_table(params, dim))
     close(got, codec.decode(payload, params)[0, 0], 2.0**-11 + 2.0**-20)
@@ -138,7 +146,7 @@ def test_ultra_tq_codes(dim: int, norm: Any) -> None:
     params = fitted(codec, dim)
     payload = {"codes": all_bytes(dim, dim // 2), "norm": norms(1 if norm == "token" else dim // 32)}
     reader = f"ReadUltraTQ<{dim}, {str(norm == 'block').lower()}>"
-    got = unpacked(reader, "read_levels.cuh", dim, "key", codec, payload, ultra_tq_table(params, norm))
+    got = unpacked(reader, "read_levels.cuh", dim, "key", codec, payload, ultra_tq_table(params, norm), both=False)
     close(got, codec.decode(payload, params)[0, 0], 2.0**-11 if norm == "token" else 2.0**-10 + 2.0**-20)
 
 
@@ -163,8 +171,7 @@ def test_ultraquant_codes(dim: int, way: str) -> None:
     payload["codes"] = torch.where((scale == 0).repeat_interleave(16, -1), 0, payload["codes"])  # as encoders leave it
     reader = f"ReadUltraQuant<{dim}, kv::TABLE_{'OWN' if way == 'value' else way}>"
     role: Role = "value" if way == "value" else "key"
-    # values have no reader without a table, so keys are built alone
-    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, torch.zeros(1, dtype=torch.uint8))
+    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, NO_TABLE, both=way != "NONE")
     assert torch.equal(got, codec.decode(payload, {})[0, 0])
 
 
@@ -174,7 +181,7 @@ def test_ultraquant_real_scales(dim: int, role: Role) -> None:
     codec = UltraQuant(role == "key", scale="real")
     payload = {"codes": all_bytes(dim, dim // 2), "scale": norms(dim // 32)}
     reader = f"ReadUltraQuant<{dim}, kv::TABLE_OWN, true>"
-    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, torch.zeros(1, dtype=torch.uint8))
+    got = unpacked(reader, "read_ultraquant.cuh", dim, role, codec, payload, NO_TABLE)
     close(got, codec.decode(payload, {})[0, 0], 2.0**-11)
 
 
@@ -184,9 +191,10 @@ def test_tiny_scales_vanish() -> None:
     payload = {"codes": all_bytes(64, 32), "scale": exponents(64, -120, 0)}
     payload["codes"] = torch.where((payload["scale"] == 0).repeat_interleave(16, -1), 0, payload["codes"])
     want = codec.decode(payload, {})[0, 0]
-    none = torch.zeros(1, dtype=torch.uint8)
+    role: Role
     for reader, role, bound in (("OWN", "key", 2.0**-19), ("OWN", "value", 2.0**-19), ("NONE", "key", 2.0**-24)):
-        got = unpacked(f"ReadUltraQuant<64, kv::TABLE_{reader}>", "read_ultraquant.cuh", 64, role, codec, payload, none)
+        name, both = f"ReadUltraQuant<64, kv::TABLE_{reader}>", reader == "OWN"
+        got = unpacked(name, "read_ultraquant.cuh", 64, role, codec, payload, NO_TABLE, both)
         assert float((got - want).abs().max()) <= bound
 
 
@@ -199,7 +207,7 @@ def test_level_table() -> None:
     assert level_table(torch.arange(32.0), 5).view(torch.float16).view(32, 2)[17].tolist() == [17.0, 17.0]
 
 
-# -- the kernel ----------------------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------------------------
 
 
 def turboquant(bits: int, borrows: bool = False, norm: Any = "fp16") -> Side:
@@ -233,10 +241,10 @@ def ultraquant(role: Role, way: str, scale: Any = "pow2", c: float = 0.156) -> S
     )
 
 
-SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+INTS = Side(GroupInt(4, 32, "channels"), "kv::ReadGroupInt<{D}, 4>", "read_group.cuh")
 PAIRS = {
     **{f"turboquant-{b}": (turboquant(b), turboquant(b, borrows=True)) for b in (2, 3, 4)},
-    "ultra-tq": (ultra_tq("token"), SAW),
+    "ultra-tq": (ultra_tq("token"), INTS),
     "ultraquant": (ultraquant("key", "NONE"), ultraquant("value", "OWN")),
 }
 # other widths, scales and ways to look up: fewer shapes
@@ -244,27 +252,66 @@ OTHERS = {
     **{f"turboquant-{b}": (turboquant(b), turboquant(b, borrows=True)) for b in (1, 5, 6)},
     "turboquant-3 fp32": (turboquant(3, norm="fp32"), turboquant(3, norm="fp32")),
     "turboquant 4 and 2": (turboquant(4), turboquant(2)),
-    "ultra-tq block": (ultra_tq("block"), SAW),
+    "ultra-tq block": (ultra_tq("block"), INTS),
     "ultraquant one table": (ultraquant("key", "OWN"), ultraquant("value", "BORROWED")),
     "ultraquant real": (ultraquant("key", "OWN", "real"), ultraquant("value", "BORROWED", "real")),
     "ultraquant c=1": (ultraquant("key", "NONE", c=1.0), ultraquant("value", "OWN", c=1.0)),
 }
 
 
+def agree(pair: tuple[Side, Side], dim: int, options: dict[str, Any]) -> None:
+    """Within twice the error of attention in bf16.
+
+    Rows that differ by 2^12 would have logits of 150, of which queries rounded to fp16 lose 0.03 wherever they are
+    rotated, while bf16 may be exact on E2M1 keys: the scale brings them down to 5.
+    """
+    if options.get("spread"):
+        options = {**options, "scale": dim**-0.5 / 32}
+    check(*pair, dim, Case(**options), tolerance=2)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_decode(name: str, dim: int) -> None:
     for options in OPTIONS:
-        check(*PAIRS[name], dim, Case(**options))
+        agree(PAIRS[name], dim, options)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_decode_other_options(name: str) -> None:
-    for dim, options in zip((64, 96, 128, 256), OPTIONS[2:6], strict=True):
-        check(*OTHERS[name], dim, Case(**options))
+    for options in OPTIONS[1], OPTIONS[6]:
+        agree(OTHERS[name], 96, options)
+    for options in OPTIONS[2], OPTIONS[4]:
+        agree(OTHERS[name], 128, options)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_tiles(name: str) -> None:
-    for geometry in (Geometry(16, 16, 4, 2), Geometry(128, 64, 1, 3)):
-        check(*PAIRS[name], 128, Case(lens=(1, 17, 129), start=(0, 2, 63), splits=2), geometry)
+    check(*PAIRS[name], 128, Case(lens=(1, 17, 129), start=(0, 2, 63), splits=2), Geometry(128, 64, 1, 3))
+
+
+# -- machine code ----------------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+#include "decode.cuh"
+#include "{key.header}"
+#include "{value.header}"
+using Kernel = kv::Decoder<{k}, {v}, 128, 64, 32, 4, 3>;
+KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
+"""
+# instructions per element, on the way around that unpacks 32 tokens and starts no fetch; a third more but for sm_90
+BUDGETS = {"turboquant-2": 1.7, "turboquant-3": 2.6, "turboquant-4": 2.1, "ultra-tq": 2.6, "ultraquant": 3.05}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_machine_code(name: str, arch: int) -> None:
+    key, value = PAIRS[name]
+    source = _PROGRAM.format(key=key, value=value, k=key.reader.format(D=128), v=value.reader.format(D=128))
+    kernel = compile_kernels(source, arch)["decode"]
+    assert kernel.spills() == []
+    assert kernel.stack == 0
+    loop = kernel.loop_with("HMMA", "LDGSTS")
+    products = mix(loop.code)["HMMA"] // 2  # a tile is either whole or masked
+    path = loop.shortest("HMMA", products)
+    assert len(path) / (2 * 32 * 128 / 32) <= BUDGETS[name] * (1 if arch == 90 else 4 / 3)
