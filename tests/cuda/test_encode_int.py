@@ -1,4 +1,4 @@
-"""Encode kernels of the integer and FP4/FP8 codecs, emulated: every byte of the page pool against the reference codec."""
+"""Encode kernels of the integer, FP4 and FP8 codecs, emulated: every byte of the page pool as the reference has it."""
 
 import ctypes
 import struct
@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Codec, Params
+from kvcodec.codec import FP16_MAX, Codec, Params, Payload
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.layout import PageLayout
-from kvcodec.ops.hadamard import power_of_two_divisor
+from kvcodec.layout import Field, Layout, PageLayout
+from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.pages import PageStore
 from tests.cuda import harness
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (64, 96, 128, 192, 256)
+DIMS = (64, 96, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (192, 256)))
 
 
 class Side(ctypes.Structure):
@@ -134,17 +134,18 @@ BLOCKS: dict[str, Sequence[Callable[[int], Case]]] = {
     "kivi": [_tokens_int(2), _tokens_int(3), _tokens_int(4), _tokens_int(8), _tokens_int(4, symmetric=True)],
     "kivi-groups": [_tokens_int(2, 16), _tokens_int(3, 64), _tokens_int(2, 4), _tokens_int(2, 20)],
     "innerq-tokens": [
-        *(_tokens_innerq(3, "literal"), _tokens_innerq(2, "full"), _tokens_innerq(3, "signed", factor="FACTOR_INVERSE")),
+        *(_tokens_innerq(3, "literal"), _tokens_innerq(2, "full")),
+        _tokens_innerq(3, "signed", factor="FACTOR_INVERSE"),
         *(_tokens_innerq(2, r, hybrid=True) for r in ("literal", "signed", "full")),
         _tokens_innerq(3, "literal", hybrid=True),
     ],
 }
 
 
-def _library(cases: Sequence[Case]) -> harness.Library:
+def _library(cases: Sequence[Case], more: str = "") -> harness.Library:
     """Kernels run_0, run_1, ...: grid x, batch, arguments."""
     lines = [f'#include "encode_{name}.cuh"' for name in ("saw", "fp8", "ultraquant", "innerq", "blocks")]
-    lines.append("using namespace kv;")
+    lines.extend(("using namespace kv;", more))
     for i, case in enumerate(cases):
         if case.blocks:
             body, threads = f"encode_blocks<T{i}, {case.factor or 'FACTOR_NONE'}>(args, args.key)", f"T{i}::THREADS"
@@ -192,6 +193,8 @@ def _launch(library: harness.Library, index: int, case: Case, call: Call, params
             norm = params["norm"]
             factor = 1.0 / norm.double() if case.factor == "FACTOR_INVERSE" else norm
             side.factor, side.factor_batch = memory.put(factor), factor.stride(0) if len(factor) > 1 else 0
+        if "table" in params:
+            side.tables, side.table_head = memory.put(params["table"]), params["table"].stride(1) * 4
         args = Args(memory.put(pages, True), memory.put(table), memory.put(bad, True), side, Side())
         args.page_bytes, args.table_row, args.kind = layout.page_bytes, table.stride(0), KINDS.index(x.dtype)
         args.page_tokens, args.heads = call.page_tokens, x.shape[1]
@@ -277,12 +280,16 @@ def _rows(dim: int, dtype: torch.dtype, rotated: bool, seed: int = 0) -> Tensor:
         integers(0, 2) * 896 - 448.0,
         normal(1, dim) * 2.0 ** integers(-12, 8),
     ]
+    if dtype == torch.float32:  # spans of which the scale lies half way between two fp16 numbers
+        steps = torch.tensor([1, 2, 3, 4, 7, 15, 127, 255, 448], dtype=torch.float64).repeat_interleave(4)
+        ties = 1 + (2 * torch.arange(36) * 23 + 1) / 2048.0
+        rows.append(torch.where(torch.arange(dim) % 16 == 3, (steps * ties).unsqueeze(-1), 0.0))
     x = torch.cat(rows)
     top = FP16_MAX if dtype != torch.bfloat16 else 65280.0  # 65504 would round up
     x = x.clamp(-top, top).to(torch.float16 if rotated and dtype == torch.float32 else dtype).to(dtype)
     # which zero the minimum of -0 and +0 is, is up to the machine: all of a row's zeros are alike
     x = torch.where(x == 0, torch.zeros_like(x), x)
-    return x if rotated else torch.cat([x, torch.full((1, dim), -0.0, dtype=dtype)])
+    return x if rotated else torch.cat([torch.full((1, dim), -0.0, dtype=dtype), x])
 
 
 def _params(case: Case, x: Tensor, batch: int) -> Params:
@@ -408,8 +415,69 @@ def test_keys_and_values_in_one_launch() -> None:
         value.plane = next(p.offset for p in layout.planes if p.role == "value")
         for side, x in ((key, keys), (value, values)):
             side.batch, side.head, side.token = x.stride()[:3]
-        args = Args(memory.put(pages, True), memory.put(store.table), None, key, value, layout.page_bytes, 2, 0, 16, 32, 2)
+        held, table = memory.put(pages, True), memory.put(store.table)
+        args = Args(held, table, None, key, value, layout.page_bytes, 2, 0, 16, 32, 2)
         library.enter("run", ctypes.byref(args))
     store.write("key", 0, codecs[0].encode(codecs[0].to_code(keys.float(), {}), {}))
     store.write("value", 5, codecs[1].encode(values.float(), {}))
     assert torch.equal(pages, store.pages)
+
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    """What ``ROUNDED_ROW`` does: planes of whole words, of half words and of bytes."""
+
+    def layout(self, head_dim: int) -> Layout:
+        fields = (Field("codes", "uint8", (head_dim,)), Field("ends", "float16", (3,)), Field("low", "uint8", (3,)))
+        return Layout(head_dim, 1, fields, nominal_bits=8.0)
+
+    def to_code(self, x: Tensor, params: Params) -> Tensor:
+        return block_hadamard(x * params["norm"].unsqueeze(2), power_of_two_divisor(x.shape[-1]))
+
+    def encode(self, x: Tensor, params: Params) -> Payload:
+        codes = (x + params["table"][:, :, None, :1]).round().clamp(-128, 127).to(torch.int8).view(torch.uint8)
+        ends = x[..., [0, 31, x.shape[-1] - 1]].half()
+        return {"codes": codes, "ends": ends, "low": ends.view(torch.uint8)[..., ::2]}
+
+    def decode(self, payload: Payload, params: Params) -> Tensor:
+        raise NotImplementedError
+
+
+ROUNDED_ROW = """
+template <int D> struct Rounded {
+  KV_CONST int DIM = D, TEAM = 32, PLANES = 3, SCRATCH = 12;
+  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D : p == 1 ? 6 : 3; }
+  KV_DEV static void row(const float (&y)[D / 32], int lane, const uint8_t* tables, uint8_t* out, uint8_t* scratch) {
+    float* ends = (float*)scratch;
+    if (lane == 0) ends[0] = y[0];
+    if (lane == 31) ends[1] = y[0], ends[2] = y[D / 32 - 1];
+    for (int i = 0; i < D / 32; i++) {
+      float q = minimum(maximum(round_even(add(y[i], *(const float*)tables)), -128.0f), 127.0f);
+      out[lane + 32 * i] = (uint8_t)(int)q;
+    }
+    sync_warp();
+    if (lane < 3) {
+      uint16_t bits = half_bits(ends[lane]);
+      ((uint16_t*)(out + row_offset<Rounded>(1)))[lane] = bits;
+      out[row_offset<Rounded>(2) + lane] = (uint8_t)bits;
+    }
+    sync_warp();
+  }
+};
+"""
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_shared_by_a_whole_warp(dim: int) -> None:
+    order = power_of_two_divisor(dim)
+    case = Case(Rounded(), f"Role<Rounded<{dim}>, {order}, FACTOR_TIMES>", factor="FACTOR_TIMES")
+    library = _library([case], ROUNDED_ROW)
+    g = torch.Generator().manual_seed(9)
+    signs = torch.randint(0, 2, (1, 3, dim), generator=g).float() * 2 - 1
+    params = {"norm": signs, "table": torch.randn(1, 3, 2, generator=g)}
+    for dtype in KINDS:
+        x = (torch.randn(2, 3, 7, dim, generator=g) * 40).half().to(dtype)
+        for seed in (0, 1):
+            assert _check(library, 0, case, Call(x, [14, 3], 16, 2, seed=seed, grid=2), params) == 0
+        x[1, 2, 4, dim - 1] = float("nan")
+        assert _check(library, 0, case, Call(x, [0, 9], 16, 1, grid=1), params) == 1

@@ -16,12 +16,13 @@
 // Role<Codec, ORDER, FACTOR> is the way into the code basis, bit by bit the reference's: x, by FACTOR
 //   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
 //   FACTOR_OVER                over factor[b, h, c], float32
-//   FACTOR_INVERSE             over a float32 norm[b, h, c] of which factor holds the reciprocals, 1.0 / norm in float64: the same
-//                              bits as FACTOR_OVER, for a quarter of the instructions
-// then the block-diagonal Hadamard matrix of ORDER (1: none), ops/hadamard.py: sums in double, times ORDER**-0.5, rounded to fp32.
+//   FACTOR_INVERSE             over a float32 norm[b, h, c] of which factor holds the reciprocals, 1.0 / norm in
+//                              float64: the same bits as FACTOR_OVER, for a quarter of the instructions
+// then the block-diagonal Hadamard matrix of ORDER (1: none), ops/hadamard.py: sums in double, times ORDER**-0.5,
+// rounded to fp32.
 //
-// A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity is not
-// stored and raises *bad to 2.
+// A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity
+// is not stored and raises *bad to 2.
 //
 // Row codecs: a struct template on D, in encode_<name>.cuh, lanes of a warp share a row:
 //
@@ -29,18 +30,19 @@
 //   PLANES, plane_bytes(p)     bytes of one token in plane p, as layout() of the Python codec has them
 //   SCRATCH                    bytes of shared memory per warp that row() needs besides, 16-byte aligned; 0: none
 //   row(const float (&y)[D / 32], int lane, const uint8_t* tables, uint8_t* out, uint8_t* scratch)
-//                              y[i] is channel lane + 32 i in the code basis. All 32 lanes call it with the same row. Writes every
-//                              byte of all planes of this token to `out` (shared memory: plane p starts at row_offset<Codec>(p),
-//                              4-byte aligned; `out` itself at 16). Ends with kv::sync_warp().
+//                              y[i] is channel lane + 32 i in the code basis. All 32 lanes call it with the same row.
+//                              Writes every byte of all planes of this token to `out` (shared memory: plane p starts at
+//                              row_offset<Codec>(p), 4-byte aligned; `out` itself at 16). Ends with kv::sync_warp().
 //
 // Quad codecs do four rows per warp, eight lanes each, and pack what a lane holds without shared memory:
 //
 //   TEAM = 8
 //   PLANES, plane_bytes(p)
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES])
-//                              y[4 i + e] is channel 32 i + 4 part + e of the row of lanes 8 r .. 8 r + 7 (part = lane % 8). at[p]
-//                              is where plane p of the row lies in global memory. Stores only if live; every stored word is
-//                              and-ed with keep (0 for a row that cannot be held). All lanes must reach every exchange.
+//                              y[4 i + e] is channel 32 i + 4 part + e of the row of lanes 8 r .. 8 r + 7 (part = lane
+//                              % 8). at[p] is where plane p of the row lies in global memory. Stores only if live;
+//                              every stored word is and-ed with keep (0 for a row that cannot be held). All lanes must
+//                              reach every exchange.
 #pragma once
 #include "encode_args.cuh"
 
@@ -81,13 +83,13 @@ KV_CONSTEXPR double inverse_root(int order) {
   return order == 2 ? c * 0.70710678118654757 : c;
 }
 
-// -- into the code basis -----------------------------------------------------------------------------------------------------
+// -- into the code basis ----------------------------------------------------------------------------------------------
 template <int TEAM> KV_DEV int channel_of(int part, int k) {
   return TEAM == 32 ? part + 32 * k : 32 * (k / 4) + 4 * part + k % 4;
 }
 
-// What a lane holds of a row as it lies in memory, w, and in fp32, y. Two steps, so that addresses of the page can be computed
-// while the row is on its way.
+// What a lane holds of a row as it lies in memory, w, and in fp32, y. Two steps, so that addresses of the page can be
+// computed while the row is on its way.
 template <int TEAM, int N>
 KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind) {
   if (TEAM == 32) {
@@ -132,10 +134,10 @@ template <int TEAM, int N> KV_DEV void load_row(float (&y)[N], const void* x, in
   widen<TEAM>(y, w, kind);
 }
 
-// x by a role's factor. Why a reciprocal in double gives the quotient as IEEE rounds it: the product is within 2^-51 of x / norm,
-// relatively, and x / norm is 2^-49 or more away from where rounding to float changes: such a midpoint m has 25 bits, x - norm m
-// is a multiple of the last of the 49 bits of norm m, and not 0. (Below 2^-126 floats have fewer bits and this does not hold; all
-// scales are above 2^-25, and codes there 0 either way.)
+// x by a role's factor. Why a reciprocal in double gives the quotient as IEEE rounds it: the product is within 2^-51 of
+// x / norm, relatively, and x / norm is 2^-49 or more away from where rounding to float changes: such a midpoint m has
+// 25 bits, x - norm m is a multiple of the last of the 49 bits of norm m, and not 0. (Below 2^-126 floats have fewer
+// bits and this does not hold; all scales are above 2^-25, and codes there 0 either way.)
 template <int HOW> KV_DEV float factored(float x, const float* factor, int64_t i) {
   if (HOW == FACTOR_INVERSE) return (float)mul((double)x, ((const double*)factor)[i]);
   return HOW == FACTOR_TIMES ? mul(x, factor[i]) : div(x, factor[i]);
@@ -163,7 +165,7 @@ template <int TEAM, int ORDER, int N> KV_DEV void rotate_row(float (&y)[N], int 
   KV_UNROLL for (int k = 0; k < N; k++) y[k] = (float)mul(s[k], inverse_root(ORDER));
 }
 
-// -- from shared memory to a page ----------------------------------------------------------------------------------------------
+// -- from shared memory to a page -------------------------------------------------------------------------------------
 template <class T, int BYTES> KV_DEV void copy_as(uint8_t* to, const uint8_t* from, int lane, bool keep) {
   KV_UNROLL for (int i = lane; i < BYTES / (int)sizeof(T); i += 32) ((T*)to)[i] = keep ? ((const T*)from)[i] : (T)0;
 }
@@ -185,7 +187,8 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
 
 // where the planes of a token, or of a block of GROUP tokens, begin in its page
 template <class C, int GROUP = 1>
-KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot) {
+KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head,
+                   uint32_t slot) {
   int64_t page = a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
   int32_t place = (int32_t)(slot % (uint32_t)a.page_tokens / GROUP), blocks = a.page_tokens / GROUP;
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;

@@ -1,5 +1,5 @@
-// Arguments of the encode kernels. One struct by value, mirrored field by field in kvcodec/cuda/encode.py: pointers, then 64-bit
-// numbers, then 32-bit numbers, so that both compilers lay it out alike.
+// Arguments of the encode kernels. One struct by value, mirrored field by field in kvcodec/cuda/encode.py: pointers,
+// then 64-bit numbers, then 32-bit numbers, so that both compilers lay it out alike.
 #pragma once
 #include "platform.cuh"
 
@@ -11,7 +11,7 @@ struct EncodeSide {
   const uint8_t* tables;    // constants of KV head h at tables + h * table_head; may be null
   const float* factor;      // [B or 1, H, D] of the role's FACTOR (FACTOR_INVERSE: float64); null without
   const int32_t* first;     // [B] slot of token 0: token n of sequence b goes to slot first[b] + n
-  int64_t batch, head, token;  // strides of x in elements; kernels that load vectors need multiples of 4, and x at 16 bytes
+  int64_t batch, head, token;  // strides of x in elements, multiples of 4: vectors are loaded; x at 16 bytes
   int64_t table_head;       // bytes; 0: one table for all heads
   int64_t factor_batch;     // elements; 0: one for all sequences
   int64_t plane;            // byte of the page at which this role's first plane begins

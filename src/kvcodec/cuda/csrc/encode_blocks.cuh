@@ -10,14 +10,14 @@
 //   EncodeTokensInnerq<D, BITS, READING, HYBRID>          InnerQ(BITS, "tokens", READING, HYBRID)
 //   encode_blocks<Block, FACTOR>                          FACTOR as in Role
 //
-// Grid (x, B, 1), any x >= 1; ceil(H * tokens / GROUP) gives every block of threads one step. THREADS = 2 D threads, no dynamic
-// shared memory. `tokens` and first[b] are multiples of GROUP, and so is page_tokens.
+// Grid (x, B, 1), any x >= 1; ceil(H * tokens / GROUP) gives every block of threads one step. THREADS = 2 D threads, no
+// dynamic shared memory. `tokens` and first[b] are multiples of GROUP, and so is page_tokens.
 //
-// A block of tokens with a row that cannot be held (NaN, Inf, above 65504) is stored as zeros, and raises *bad to 1; one that
-// passes the capacity is not stored and raises *bad to 2.
+// A block of tokens with a row that cannot be held (NaN, Inf, above 65504) is stored as zeros, and raises *bad to 1;
+// one that passes the capacity is not stored and raises *bad to 2.
 //
-// Four channels to a thread, tokens dealt to eight lots: lot l holds tokens l, l + 8, l + 16 ... That is the order in which
-// ops/sums.py adds 32 squared errors by halves: within a thread first, the last three steps across lots.
+// Four channels to a thread, tokens dealt to eight lots: lot l holds tokens l, l + 8, l + 16 ... That is the order in
+// which ops/sums.py adds 32 squared errors by halves: within a thread first, the last three steps across lots.
 #pragma once
 #include "encode_innerq.cuh"
 
@@ -25,7 +25,8 @@ namespace kv {
 
 constexpr int LOTS = 8;
 
-// OTHER: the grid of the alternative to GRID, or void; the one with the smaller squared error is kept, OTHER by the scale's sign bit
+// OTHER: the grid of the alternative to GRID, or void; the one with the smaller squared error is kept, OTHER by the
+// scale's sign bit
 template <int DIMENSION, int GROUP, class GRID, class OTHER> struct EncodeTokens {
   KV_CONST int D = DIMENSION, G = GROUP, THREADS = D / 4 * LOTS, EACH = (G + LOTS - 1) / LOTS;
   KV_CONST bool HYBRID = !IsVoid<OTHER>::YES;

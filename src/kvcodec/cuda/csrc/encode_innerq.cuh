@@ -1,7 +1,8 @@
 // InnerQ along channels: symmetric codes in groups of 32, of the three readings of "b bits". Norms are the role's
 // factor: Role<EncodeInnerq<D, BITS, READING>, 1, FACTOR_INVERSE>.
 //
-// Planes: codes [D w / 8], scale fp16 [D / 32], with w = BITS + 1 bits a code for the literal reading, BITS for the others.
+// Planes: codes [D w / 8], scale fp16 [D / 32], with w = BITS + 1 bits a code for the literal reading, BITS for the
+// others.
 #pragma once
 #include "encode_int.cuh"
 

@@ -1,5 +1,5 @@
-// Integers in groups along channels (GroupInt), and the pieces that all integer encoders share: scales as they are held,
-// quotients as IEEE rounds them, codes to bits.
+// Integers in groups along channels (GroupInt), and the pieces that all integer encoders share: scales as they are
+// held, quotients as IEEE rounds them, codes to bits.
 //
 //     EncodeGroupInt<D, BITS, GROUP, SYMMETRIC>       GROUP = 0: one group
 //
@@ -13,12 +13,12 @@ namespace kv {
 constexpr float ROUNDING = 12582912.0f;
 constexpr float LEAST_SCALE = 5.9604644775390625e-08f;  // 2^-24, the smallest positive fp16
 
-// x / s as IEEE rounds it, for s of at most 12 significant bits (a widened fp16 times a power of two) and r within two ulp of
-// 1 / s. Why one correction is enough: q = x r is within 4 ulp of x / s; x - s q is exact, as it is a multiple of ulp(q) ulp(s)
-// below 4 ulp(q) s; so the corrected sum, before it is rounded, is within 4 ulp * 2^-22 = 2^-20 ulp of x / s. A point half way
-// between floats, m, has 25 bits, and x - s m is a nonzero multiple of ulp(s) ulp(m): x / s stays 2^-13 ulp away from m.
-// It holds while nothing underflows: |x| >= 2^-84. Below, s >= 2^-24 makes both the quotient and this less than 2^-59, which
-// rounds to the same code. Zero loses its sign.
+// x / s as IEEE rounds it, for s of at most 12 significant bits (a widened fp16 times a power of two) and r within two
+// ulp of 1 / s. Why one correction is enough: q = x r is within 5 ulp of x / s; x - s q is exact, a multiple of
+// ulp(q) ulp(s) below 5 ulp(q) s; so the corrected sum, before it is rounded, is within 5 ulp * 2^-22 < 2^-19 ulp of
+// x / s. A point half way between floats, m, has 25 bits, and x - s m is a nonzero multiple of ulp(s) ulp(m): x / s
+// stays 2^-13 ulp away from m. It holds while nothing underflows: |x| >= 2^-84. Below, s >= 2^-24 makes both the
+// quotient and this less than 2^-59, which rounds to the same code. Zero loses its sign.
 KV_DEV float quotient(float x, float s, float r) {
   float q = mul(x, r);
   return fma(fma(-s, q, x), r, q);
@@ -48,10 +48,11 @@ template <int BITS>
 struct IntGrid<BITS, true>
     : Grid<BITS, (1 << (BITS - 1)) - 1, 1 - (1 << (BITS - 1)), (1 << (BITS - 1)) - 1, 1 << (BITS - 1), false> {};
 
-// The bytes of four neighbouring channels, by all lanes; codes may have other bits above the lowest 22. 'to' is where the bytes
-// of the group of 32 channels begin that eight lanes hold, part 0..7.
+// The bytes of four neighbouring channels, by all lanes; codes may have other bits above the lowest 22. 'to' is where
+// the bytes of the group of 32 channels begin that eight lanes hold, part 0..7.
 template <int WIDTH>
-KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t keep, bool live) {
+KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t keep,
+                       bool live) {
   static_assert(WIDTH == 2 || WIDTH == 3 || WIDTH == 4 || WIDTH == 8, "bits of a code");
   if (WIDTH == 8) {
     uint32_t word = prmt(prmt(a, b, 0x0040), prmt(c, d, 0x0040), 0x5410);
@@ -72,8 +73,9 @@ KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c
   }
 }
 
-// One number for each of GROUPS groups that all eight lanes of a row share, wanted once per group: lanes LANES g .. LANES g +
-// LANES - 1 have group g afterwards. Halving the groups at each exchange takes 4 + 2 + 1 of them for eight, not 8 * 3.
+// One number for each of GROUPS groups that all eight lanes of a row share, wanted once per group: lanes LANES g ..
+// LANES g + LANES - 1 have group g afterwards. Halving the groups at each exchange takes 4 + 2 + 1 of them for eight,
+// not 8 * 3.
 template <int GROUPS> struct Shares {
   KV_CONST int ALL = GROUPS <= 2 ? GROUPS : GROUPS <= 4 ? 4 : 8, LANES = 8 / ALL;
   static_assert(GROUPS <= 8, "a group for each lane");

@@ -17,7 +17,7 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
     low = team_min<8>(low);
     high = team_max<8>(high);
     // no scale below 2^(floor(log2 max|y|) - 9) or 2^-24
-    int32_t exponent = (int32_t)(float_bits(maximum(high, -low)) >> 23) - 9;
+    int32_t exponent = (int32_t)(float_bits(magnitude(maximum(high, -low))) >> 23) - 9;  // a -0 is no big number
     float least = bits_float((uint32_t)(exponent > 103 ? exponent : 103) << 23);
     float wanted = maximum(quotient(sub(high, low), 15.0f, 1.0f / 15.0f), least);
     uint32_t scale = half_bits(minimum(wanted, HALF_MAX));
@@ -29,7 +29,8 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
     z = half_float((uint16_t)zero);
     if (live && part == 0) *(uint32_t*)at[1] = (scale | zero << 16) & keep;
 
-    // rne(y / s) is clipped to -z..15 - z where it still stands above ROUNDING; the four codes' z is added when they are packed
+    // rne(y / s) is clipped to -z..15 - z where it still stands above ROUNDING; the four codes' z is added when they
+    // are packed
     float bottom = ROUNDING - z, top = bottom + 15.0f;
     uint32_t shift = float_bits(ROUNDING) - float_bits(bottom);
     shift = shift * 0x1111u;

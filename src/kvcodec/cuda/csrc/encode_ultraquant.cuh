@@ -1,4 +1,5 @@
-// UltraQuant: E2M1 codes in groups of 32 channels, each with a power of two (UE8M0) or, REAL, an fp16 scale. Rotation is the role's:
+// UltraQuant: E2M1 codes in groups of 32 channels, each with a power of two (UE8M0) or, REAL, an fp16 scale. Rotation
+// is the role's:
 // Role<EncodeUltraquant<D, C>, ORDER>; C are the bits of the double c, the scale over a group's largest magnitude.
 // REAL scales are held over 2^UNIT, UNIT = ceil(log2(ORDER) / 2).
 //
