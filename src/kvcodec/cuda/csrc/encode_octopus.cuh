@@ -95,7 +95,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
   // The code in fp32. What can be off, to be compared with the bounds used:
   //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4   2^-20 (Levels)
   //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                2^-21 (|x| + |y| + |z|)
-  //   length    a score, a reciprocal and two roundings: 2^-21.5 of it                        2^-20 of the largest wall
+  //   length    a score, a reciprocal and two roundings: 2^-20.8 of it                        2^-20 of the largest wall
   // With |x| and |y| the levels next to (xi, eta) are positive ones, or the first on both sides of 0.
   KV_DEV static uint32_t guess(const uint8_t* table, const float (&t)[3], float inverse, bool& sure) {
     float x = magnitude(t[0]), y = magnitude(t[1]), z = t[2];

@@ -33,17 +33,59 @@ struct TableRow {
 
 template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + TABLE_WARPS * C::SCRATCH; }
 
-template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const EncodeSide& s) {
+// a warp's rows of a head
+template <class R>
+KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int workers,
+                       const uint8_t* table, uint8_t* scratch) {
   using C = typename R::Codec;
   constexpr int N = C::DIM / 8;
+  int lane = thread() % 32, part = lane % 8, b = block_y();
+  uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * 4;
+  int64_t row = b * s.batch + head * s.head, begin = s.first[b];
+  for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4; first < tokens; first += step) {
+    uint32_t n = first + lane / 8;
+    bool live = n < tokens;
+    if (!live) n = first;
+    uint32_t w[N];
+    load_words<8>(w, s.x, row + n * s.token, part, a.kind);
+    uint32_t slot = 0;
+    if (live && begin + n >= (uint32_t)a.capacity) {
+      if (part == 0) raise(a.bad, 2);
+      live = false;
+    }
+    if (live) slot = (uint32_t)(begin + n);
+    if (!any(live)) continue;
+    uint8_t* at[C::PLANES];
+    locate<C>(at, a, s, b, head, slot);
+    float y[N];
+    widen<8>(y, w, a.kind);
+
+    bool good = true;  // false for NaN too
+    KV_UNROLL for (int k = 0; k < N; k++) good &= magnitude(y[k]) <= HALF_MAX;
+    good = (ballot(!good) >> (lane - part) & 0xffu) == 0;
+    if (!good) {
+      if (live && part == 0) raise(a.bad, 1);
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
+    }
+    if (R::FACTOR != FACTOR_NONE) {
+      int64_t i = b * s.factor_batch + head * C::DIM;
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, i + channel_of<8>(part, k));
+    }
+    if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
+    uint32_t keep = good ? 0xffffffffu : 0u;
+    if constexpr (C::OWN) C::quad(y, part, keep, live, at, table, scratch, s.factor[b * s.factor_batch + head]);
+    else C::quad(y, part, keep, live, at, table, scratch);
+  }
+}
+
+template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const EncodeSide& s) {
+  using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
-  int warp = thread() / 32, part = thread() % 8, b = block_y();
-  uint8_t* scratch = shared + C::TABLE + warp * C::SCRATCH;
+  uint8_t* scratch = shared + C::TABLE + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // at work at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
-  int64_t step = (int64_t)workers * TABLE_WARPS * 4;
   for (int head = block_x() % heads; head < a.heads; head += heads) {
     const uint8_t* table = s.tables + head * s.table_head;
     if (C::TABLE) {
@@ -53,41 +95,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
       copy_wait<0>();
       sync_threads();
     }
-    for (int64_t first = ((int64_t)worker * TABLE_WARPS + warp) * 4; first < s.tokens; first += step) {
-      int64_t n = first + thread() % 32 / 8;
-      bool live = n < s.tokens;
-      if (!live) n = first;
-      float y[N];
-      load_row<8>(y, s.x, b * s.batch + head * s.head + n * s.token, part, a.kind);
-      int64_t slot = s.first[b] + n;
-      if (live && slot >= a.capacity) {
-        if (part == 0) raise(a.bad, 2);
-        live = false;
-      }
-      if (!any(live)) continue;
-      uint8_t* at[C::PLANES];
-      locate<C>(at, a, s, b, head, live ? (int32_t)slot : 0);
-
-      bool good = true;  // false for NaN too
-      KV_UNROLL for (int k = 0; k < N; k++) good = good && magnitude(y[k]) <= HALF_MAX;
-      good = (ballot(!good) >> (thread() % 32 - part) & 0xffu) == 0;
-      if (!good) {
-        if (live && part == 0) raise(a.bad, 1);
-        KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
-      }
-      if (R::FACTOR != FACTOR_NONE) {
-        const float* factor = s.factor + b * s.factor_batch + head * C::DIM;
-        KV_UNROLL for (int k = 0; k < N; k++) {
-          float f = factor[channel_of<8>(part, k)];
-          y[k] = R::FACTOR == FACTOR_TIMES ? mul(y[k], f) : div(y[k], f);
-        }
-      }
-      if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
-      const uint8_t* look = C::TABLE ? (const uint8_t*)shared : table;
-      uint32_t keep = good ? 0xffffffffu : 0u;
-      if constexpr (C::OWN) C::quad(y, part, keep, live, at, look, scratch, s.factor[b * s.factor_batch + head]);
-      else C::quad(y, part, keep, live, at, look, scratch);
-    }
+    table_rows<R>(a, s, head, worker, workers, C::TABLE ? (const uint8_t*)shared : table, scratch);
   }
 }
 
