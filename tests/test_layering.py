@@ -28,7 +28,7 @@ MAY_IMPORT = (
         "ops": {"errors", "codec", "ops"},  # codec for its constants
         "codecs": {*CONTRACT, "ops", "codecs"},
         "kernels": {"errors", "layout", "codec", "kernels"},
-        "cuda": {*CONTRACT, "ops", "codecs", "cuda", "progress", "models"},  # models for the user's cache folder
+        "cuda": {*CONTRACT, "ops", "codecs", "attention", "cuda", "progress", "models"},  # models for the cache folder
         "pages": {*CONTRACT},
         "cache": {*CONTRACT, "pages"},
         "engine": {*CONTRACT, "codecs", "pages", "cache", "cuda", "kernels"},

@@ -130,6 +130,7 @@ def test_libraries_that_are_missing_say_so(monkeypatch):
         raise RuntimeError("no compiler\nat all")
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setattr(decode, "SPINE", (TINY,))
     rows = run(["int-8"], libraries=True)
     found = {(r["backend"], r["form"]): r.get("status") for r in rows if r["spec"].startswith("dense")}
     assert found["flashinfer", "paged decode"] == found["flash-attention-3", "contiguous, fp8"] == "not installed"

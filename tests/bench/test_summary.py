@@ -1,6 +1,7 @@
 """What rows say: targets as data, break-even, the points of the figure, the papers' studies, the page."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -215,7 +216,7 @@ def test_page_of_rows():
     assert re.search(r"<td class=bad>3.10x", page)
     assert "no kernel: &lt;none&gt;" in page
     assert "<none>" not in page
-    assert "Short of what was asked: saw-int4 at b32_32k" in page
+    assert "Short of what was asked:<ul><li>saw-int4 at b32_32k" in page
     assert page.count("<svg") == 2
     assert re.search(r"<td class=fair>90.0</td><td>164</td><td>82</td><td>40.0</td><td>2.2</td>", page)
     assert "DynamicCache" in page
@@ -228,11 +229,13 @@ def test_page_before_anything_was_measured():
     assert "<svg" not in page
 
 
-def test_drawing_keeps_names_apart():
-    svg = drawing([Point(f"p{i}", "llm64k", 4.0, 2.0) for i in range(5)], "t")
-    heights = [float(y) for y in re.findall(r'<text x="[\d.]+" text-anchor="\w+" y="([\d.]+)"', svg)]
-    assert len(heights) == 5
-    assert min(b - a for a, b in zip(sorted(heights), sorted(heights)[1:], strict=False)) >= 10.9
+@pytest.mark.parametrize("gains", [[2.0] * 20, [0.1] * 20, [5.0, 4.9, 1.0, 0.2]])
+def test_drawing_keeps_names_apart_and_inside(gains):
+    svg = drawing([Point(f"p{i}", "llm64k", 4.0, gain) for i, gain in enumerate(gains)], "t")
+    heights = [float(y) for y in re.findall(r'<text class="name" x="[\d.]+" y="([\d.]+)"', svg)]
+    assert len(heights) == len(gains)
+    assert min(b - a for a, b in pairwise(heights)) > 12
+    assert 0 < heights[0] <= heights[-1] < 370
 
 
 def test_cells_are_escaped():

@@ -293,30 +293,32 @@ def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
 
 
 @pytest.mark.parametrize(
-    ("spec", "served"),
+    ("spec", "decode", "encode"),
     [
-        ("int-4", True),
-        ("int-2", False),
-        ("int-3", False),
-        ("int-8", False),
-        ("int-4:symmetric=true", False),
-        ("int-4:group=32", False),
-        ("int-4:outliers=3", False),
-        ("kivi-4", False),
+        ("int-4", "triton", "triton"),
+        ("int-2", "cuda", "cuda"),
+        ("int-3", "cuda", "cuda"),
+        ("int-8", "cuda", "cuda"),
+        ("int-4:symmetric=true", "cuda", "cuda"),
+        ("int-4:group=32", "cuda", "cuda"),
+        ("int-4:group=16", "none", "none"),
+        ("int-4:outliers=3", "none", "none"),
+        ("kivi-4", "cuda", "cuda"),
     ],
 )
-def test_the_kernels_read_one_configuration(spec, served):
-    assert kvcodec.describe(spec)["kernels"] == {"encode": served, "decode": served}
+def test_which_kernels_read_which_configuration(spec, decode, encode):
+    assert kvcodec.describe(spec)["kernels"] == {"encode": encode, "decode": decode}
     refused = fused_refusal(kvcodec.get(spec), 128, torch.device("cpu"))
-    assert ("fused kernels exist for int-4" in refused) != served
+    assert {"triton": "device cpu is not a GPU", "cuda": "device cpu is not a CUDA GPU"}.get(decode, refused) == refused
+    if decode == "none":
+        assert refused.startswith(("no CUDA kernel reads Med(", "in groups the kernels read asymmetric integers"))
     assert GroupInt(4, 32, "tokens").kernel is None
 
 
-def test_keys_and_values_of_two_kernels_are_refused():
+def test_keys_and_values_of_two_kernels_go_to_cuda():
     mixed = kvcodec.KVScheme(key=SawInt4(), value=GroupInt(4, 0))
-    refused = fused_refusal(mixed, 128, torch.device("cpu"))
-    assert "keys and values need the same kernel, not saw_int4 and group_int" in refused
-    assert kvcodec.registry.kernels_for(mixed) == {"encode": False, "decode": False}
+    assert fused_refusal(mixed, 128, torch.device("cpu")) == "device cpu is not a CUDA GPU"
+    assert kvcodec.registry.kernels_for(mixed) == {"encode": "cuda", "decode": "cuda"}
 
 
 def test_a_codec_of_another_package_is_not_taken_for_ours():
@@ -325,4 +327,4 @@ def test_a_codec_of_another_package_is_not_taken_for_ours():
         layout = encode = decode = GroupInt.layout
 
     scheme = kvcodec.KVScheme(key=Stranger(), value=Stranger())
-    assert "fused kernels exist for int-4" in fused_refusal(scheme, 128, torch.device("cpu"))
+    assert fused_refusal(scheme, 128, torch.device("cpu"), page_tokens=64) == f"no CUDA kernel reads {Stranger()}"

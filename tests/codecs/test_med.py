@@ -402,7 +402,7 @@ def test_what_the_inner_codec_holds_depends_on_the_dtype():
 
 
 def test_no_kernel_claims_these_bytes():
-    assert kvcodec.registry.kernels_for(kvcodec.get("hqmq-s24_r3:outliers=3")) == {"encode": False, "decode": False}
+    assert kvcodec.registry.kernels_for(kvcodec.get("hqmq-s24_r3:outliers=3")) == {"encode": "none", "decode": "none"}
 
 
 def test_refusals():

@@ -197,17 +197,17 @@ def test_describe_prints_every_option():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("zero=float", "no kmeans or hessian), not for saw-int4:zero=float"),
-        ("pack=halves", "no kmeans or hessian), not for saw-int4:pack=halves"),
-        ("kmeans=16", "no kmeans or hessian), not for saw-int4:kmeans=16"),
-        ("hessian=true", "no kmeans or hessian), not for saw-int4:hessian=true"),
+        ("zero=float", "the kernels read zero=rounded and pack=neighbours, not SawInt4("),
+        ("pack=halves", "the kernels read zero=rounded and pack=neighbours, not SawInt4("),
+        ("kmeans=16", "no CUDA kernel reads KMeansResidual("),
+        ("hessian=true", "no CUDA kernel reads HessianRotated("),
     ],
 )
 def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reason):
     scheme = kvcodec.get(f"saw-int4:{options}")
     assert reason in fused_refusal(scheme, 128, torch.device("cpu"))
-    assert kvcodec.describe(str(scheme))["kernels"] == {"encode": False, "decode": False}
-    assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": True, "decode": True}
+    assert kvcodec.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
+    assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "triton", "decode": "triton"}
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         monkeypatch.setattr(module, "load", load)
         monkeypatch.setattr(module, "_refused", lambda device: "")
     monkeypatch.setattr(build, "refusal", lambda device: "")
-    attention._kernels.cache_clear()
+    attention._plan.cache_clear()
     encode._launches.cache_clear()
     yield made
-    attention._kernels.cache_clear()
+    attention._plan.cache_clear()
     encode._launches.cache_clear()

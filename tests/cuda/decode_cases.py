@@ -146,8 +146,8 @@ extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
 extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 extern "C" void run(const kv::DecodeArgs* a, int batch) {{
   kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel::SHARED, decode, *a);
-  if (a->slots > 1)
-    kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, kv::combine_shared({dim}, MERGERS, a->slots), combine, *a);
+  const int shared = kv::combine_shared({dim}, MERGERS, a->slots);
+  if (a->slots > 1) kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, shared, combine, *a);
 }}
 """
 
@@ -253,6 +253,7 @@ def check(
     """
     geometry = geometry or Geometry()
     headers = tuple(dict.fromkeys((key.header, value.header)))
+    joins = value.order(dim) == 1 and value.factor is None  # dense tokens among the codes
     lib = library(
         key.reader.format(D=dim),
         value.reader.format(D=dim),
@@ -260,7 +261,7 @@ def check(
         dim,
         geometry,
         case.softcap > 0,
-        -1 if case.dense is None else KINDS[case.dense_dtype],
+        -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins,
     )
     rng = torch.Generator().manual_seed(case.seed)
     b, h, hq = len(case.lens), case.heads, case.heads * case.group
@@ -299,7 +300,7 @@ def check(
                 held[i] = torch.cat([held[i], x[i, :, first:n].float()], 1)
 
     out, lse = torch.full((b, hq, dim), torch.nan, dtype=case.out_dtype), torch.full((b, hq), torch.nan)
-    slots = case.splits + (case.dense is not None)
+    slots = case.splits + (case.dense is not None and not joins)
     with lib.memory() as memory:
 
         def put(x: Tensor | None, write: bool = False) -> int | None:

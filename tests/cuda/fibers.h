@@ -88,13 +88,13 @@ struct Range {
 };
 
 struct Machine {
-  int walled = 0;  // stacks with a wall below
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
   Context main;
   Fiber* current;
   Warp* warp;
   unsigned char* stacks;
+  int guards;                        // stacks with a page before them that nobody may touch
   unsigned char* shared;
   size_t shared_bytes, shared_room;  // asked for; up to the guard page
   int threads, live, waiting;        // in sync_threads
@@ -368,8 +368,8 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     if (at == MAP_FAILED) return (void)snprintf(m.error, sizeof m.error, "no memory for stacks");
     m.stacks = (unsigned char*)at;
   }
-  // a process may have 65,530 mappings, and a test run loads many libraries
-  for (; m.walled < threads; m.walled++) mprotect(m.stacks + (size_t)m.walled * STACK, page(), PROT_NONE);
+  // no more of them than are used: a process has a limited number of mappings, and many libraries
+  for (; m.guards < threads; m.guards++) mprotect(m.stacks + (size_t)m.guards * STACK, page(), PROT_NONE);
   m.shared = guarded(shared_bytes, PAGE_SLACK);
   if (!m.shared) return (void)snprintf(m.error, sizeof m.error, "no memory for %zu shared bytes", shared_bytes);
   m.shared_bytes = shared_bytes;

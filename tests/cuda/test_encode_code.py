@@ -1,4 +1,4 @@
-"""Machine code of the encode kernels, compiled for GPUs that need not be there: no spills, and budgets of instructions."""
+"""Machine code of the encode kernels, compiled for GPUs that need not be there: no spills, budgets of instructions."""
 
 import pytest
 

@@ -1,6 +1,7 @@
 """FusedLayerCache on the CUDA engine against LayerCache, step by step; the kernels run on the emulated machine."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.cache import LayerCache, RoleState
 from kvcodec.codec import ROLES
 from kvcodec.codecs.dense import Dense
 from kvcodec.codecs.octopus_qjl import OctopusQJL
@@ -22,6 +24,13 @@ DIM, HEADS, BATCH = 64, 1, 2
 CPU = torch.device("cpu")
 
 
+class Reference(LayerCache):
+    """The reference, its roles leaving the window together as in the fused cache."""
+
+    def _unit(self, state: RoleState) -> int:
+        return math.lcm(*(self.scheme.codec(role).block_tokens for role in ROLES))
+
+
 def scheme(spec: str, sink: int = 0, window: int = 0) -> KVScheme:
     return replace(kvcodec.get(spec), sink=sink, window=window, spec="")
 
@@ -32,7 +41,7 @@ def rows(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def same(fused: FusedLayerCache, reference: kvcodec.LayerCache, seed: int = 1, **options: Any) -> None:
+def same(fused: FusedLayerCache, reference: LayerCache, seed: int = 1, **options: Any) -> None:
     """Both hold the same tokens, give the same attention, and count their bytes."""
     q = torch.randn(reference.batch, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(fused.attend(q, **options), reference.attend(q, **options), rtol=0, atol=4e-3)
@@ -55,7 +64,7 @@ WINDOWED = {
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity: int, machine: dict[str, Any]) -> None:
     k, v = rows(120)
-    fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), kvcodec.LayerCache(WINDOWED[name])
+    fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), Reference(WINDOWED[name])
     sinks = torch.tensor([0.3, -0.5])
     at = 0
     for n in (40, 1, 1, 30, *(1,) * 36):  # through the end of a block, token by token
@@ -88,7 +97,7 @@ def test_left_padding_beside_sink_and_window(capacity: int, machine: dict[str, A
     """Padding that ends in the sink, in the pages, in the window, and nowhere."""
     k, v = rows(50)
     made = scheme("int-8", 4, 6)
-    fused, reference = FusedLayerCache(made, capacity=capacity), kvcodec.LayerCache(made)
+    fused, reference = FusedLayerCache(made, capacity=capacity), Reference(made)
     for cache in (fused, reference):
         cache.append(k, v)
     q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(4))
@@ -105,7 +114,7 @@ def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any])
     for seed in (0, 1):
         k, v = rows(60, seed)
         k = k * (1 + 3 * seed)
-        reference = kvcodec.LayerCache(made)
+        reference = Reference(made)
         fused.reset()
         for cache in (fused, reference):
             cache.append(k[:, :, :50], v[:, :, :50])
@@ -134,7 +143,7 @@ def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> N
 def test_copies_go_on_by_themselves(machine: dict[str, Any]) -> None:
     k, v = rows(40)
     made = scheme("turboquant-3")
-    fused, reference = FusedLayerCache(made), kvcodec.LayerCache(made)
+    fused, reference = FusedLayerCache(made), Reference(made)
     for cache in (fused, reference):
         cache.append(k[:, :, :30], v[:, :, :30])
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
@@ -148,7 +157,7 @@ def test_layers_with_a_dense_role_are_served_too(machine: dict[str, Any]) -> Non
     for key, value in ((Dense(), kvcodec.get("octopus-3").value), (Dense(), Dense())):
         made = KVScheme(key=key, value=value, window=3)
         for x, y in ((k, v), (k.bfloat16(), v.bfloat16())):
-            fused, reference = FusedLayerCache(made), kvcodec.LayerCache(made)
+            fused, reference = FusedLayerCache(made), Reference(made)
             for cache in (fused, reference):
                 cache.append(x, y)
             same(fused, reference)
@@ -158,7 +167,7 @@ def test_what_has_no_encoder_is_encoded_by_the_reference(machine: dict[str, Any]
     made = scheme("fp8", 0, 2)
     monkeypatch.setattr(sides, "_ENCODERS", {k: v for k, v in sides._ENCODERS.items() if k is not type(made.key)})
     k, v = rows(20)
-    fused, reference = FusedLayerCache(made), kvcodec.LayerCache(made)
+    fused, reference = FusedLayerCache(made), Reference(made)
     for at in range(0, 20, 10):
         for cache in (fused, reference):
             cache.append(k[:, :, at : at + 10], v[:, :, at : at + 10])
@@ -187,7 +196,7 @@ def test_refusals_name_the_reason() -> None:
     assert "no CUDA kernel reads OctopusQJL" in str(choose(KVScheme(key=OctopusQJL(), value=Dense()), 128, CPU))
     assert "head_dim 64, 96, 128, 256, not 80" in str(choose(scheme("kivi-2"), 80, CPU))
     assert "page_tokens=48 is not a multiple of 32" in str(choose(scheme("kivi-2"), 128, CPU, 48))
-    with pytest.raises(UnsupportedError, match="device cpu is not a CUDA GPU. Use attention='decoded' or 'streamed'"):
+    with pytest.raises(UnsupportedError, match=r"device cpu is not a CUDA GPU\. Use attention='decoded' or 'streamed'"):
         FusedLayerCache(scheme("kivi-2")).append(*rows(3))
 
 
@@ -202,6 +211,32 @@ def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any
         assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}
         for layer in range(4):
             assert isinstance(choose(made.for_layer(layer, 4), 128, CPU), CudaEngine)
+    elif spec in ("int-4", "saw-int4"):
+        assert listed == {"encode": "triton", "decode": "triton"}
     else:
-        assert listed["decode"] == ("triton" if spec in ("int-4", "saw-int4") else "none")
+        assert listed == {"encode": "none", "decode": "none"}
         assert isinstance(engine, str)
+
+
+@pytest.mark.parametrize("name", ["innerq", "octopus", "hqmq"])
+def test_a_step_of_a_static_cache_is_one_graph(name: str, machine: dict[str, Any]) -> None:
+    """Traced without a break, and once: tokens leave the window, or not, by what the device knows."""
+    k, v = rows(80)
+    traced, plain = (FusedLayerCache(WINDOWED[name], capacity=192) for _ in range(2))
+    q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(5))
+
+    def step(cache: FusedLayerCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        cache.append(k, v)
+        return cache.attend(q)
+
+    for cache in (traced, plain):
+        cache.append(k[:, :, :40], v[:, :, :40])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for at in range(40, 80):
+            new = k[:, :, at : at + 1], v[:, :, at : at + 1]
+            assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
+    assert len(traced) == len(plain) == 80
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,15 +1,18 @@
 """Readers of int-b, kivi, innerq, fp8 and of group-wise integer values, in the pairings of the presets."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from kvcodec.codec import Params
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
-from tests.cuda.decode_cases import OPTIONS, Case, Side, check
+from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
 
 
 def _int(bits: int, symmetric: bool = False) -> Side:
@@ -61,11 +64,48 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("name", PAIRS)
+DIMS = (128, 64, 96, 256)
+
+
+def _cases() -> Iterator[Any]:
+    """Every pair at every head_dim; one head_dim each, in turn, without the mark of slow tests."""
+    for i, name in enumerate(PAIRS):
+        for dim in DIMS:
+            marks = [] if dim == DIMS[i % len(DIMS)] else [pytest.mark.slow]
+            yield pytest.param(name, dim, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "dim"), _cases())
 def test_reader(name: str, dim: int) -> None:
     key, value = PAIRS[name]
     for options in OPTIONS:
-        if "spread" in options and "innerq" in name:  # its groups of tokens share a scale: sizes differ less
-            options = {**options, "spread": 1}
         check(key, value, dim, Case(**options), tolerance=2)
+
+
+@pytest.mark.parametrize(
+    "geometry", [Geometry(tile=64), Geometry(page=128, tile=32, warps=3, stages=3), Geometry(page=32)]
+)
+@pytest.mark.parametrize("name", ["kivi-2", "innerq-hybrid"])
+def test_geometries(name: str, geometry: Geometry) -> None:
+    """Blocks of 32 tokens in tiles of 32 and 64, alive in part or not at all."""
+    for lens, start in (((31, 32, 33, 300), (0, 31, 32, 40)), ((63, 64, 97, 257), (0, 33, 64, 255))):
+        check(*PAIRS[name], 64, Case(lens=lens, start=start, splits=2), geometry, tolerance=2)
+
+
+def test_hybrid_values_with_offsets() -> None:
+    """Numbers far from 0 make every group asymmetric, which random ones never do."""
+    key, value = PAIRS["innerq-hybrid"]
+    x = value.codec.encode(torch.randn(1, 1, 32, 64) + 9, {})
+    assert bool(torch.signbit(x["scale"]).all())
+    for lens in ((130, 7), (65, 33)):
+        check(key, value, 64, Case(lens=lens, shift=9.0), tolerance=2)
+    check(key, value, 64, Case(lens=(130,), shift=1.2), tolerance=2)  # some and some
+
+
+def test_a_wrong_width_shows() -> None:
+    """Symmetric codes read as asymmetric ones, three bits as four: the bound is not that wide."""
+    with pytest.raises(AssertionError):
+        check(replace(_int(4, True), reader="kv::ReadInt<{D}, 4>"), _int(4), 64, Case())
+    wrong = replace(_inner_value(2), reader="kv::ReadInnerValue<{D}, 3, true>")
+    with pytest.raises(AssertionError):
+        check(_inner_key(3), wrong, 64, Case())

@@ -79,8 +79,8 @@ def case_int4(device: str) -> None:
         assert_close(fused, streamed)
         layers = len(cache.layers)
         assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
-    with pytest.raises(UnsupportedError, match=r"fused kernels exist for int-4 .* not for int-8"):
-        run(model, "fused", prompt(1, 10), spec="int-8")
+    with pytest.raises(UnsupportedError, match=r"no CUDA kernel reads PolarQuant"):
+        run(model, "fused", prompt(1, 10), spec="polarquant-4")
 
 
 def case_static(device: str) -> None:
@@ -177,8 +177,12 @@ def sink_and_window(device: str, scheme: kvcodec.KVScheme) -> None:
         reference, fused = (cache.attend(q) for cache in caches)
         torch.testing.assert_close(fused, reference, rtol=0, atol=2e-3)
     assert len(caches[0]) == len(caches[1]) == 60
-    with pytest.raises(UnsupportedError, match="leave max_len out"):
-        FusedLayerCache(scheme, capacity=64).append(k, v)
+    static = FusedLayerCache(scheme, capacity=96)
+    whole = kvcodec.LayerCache(scheme)
+    for at, end in ((0, 70), *((t, t + 1) for t in range(70, 76))):
+        for cache in (static, whole):
+            cache.append(k[:, :, at:end], v[:, :, at:end])
+        torch.testing.assert_close(static.attend(q), whole.attend(q), rtol=0, atol=2e-3)
 
 
 def case_full_static_cache_is_flagged(device: str) -> None:

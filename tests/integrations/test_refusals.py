@@ -127,7 +127,9 @@ def test_fused_on_a_cpu_is_refused(tiny: Any) -> None:
     model.set_attn_implementation("kvcodec")
     with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM, layer 0: .* Use attention='decoded' or 'streamed'"):
         cache_for(model, "saw-int4", attention="fused")
-    with pytest.raises(UnsupportedError, match="fused kernels exist for int-4 "):
+    with pytest.raises(UnsupportedError, match=r"layer 0: no CUDA kernel reads PolarQuant.* Use attention='decoded'"):
+        cache_for(model, "polarquant-3", attention="fused")
+    with pytest.raises(UnsupportedError, match="layer 0: device cpu is not a CUDA GPU"):
         cache_for(model, "octopus-3", attention="fused")
 
 

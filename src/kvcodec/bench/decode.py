@@ -25,12 +25,12 @@ import torch
 from kvcodec.bench.bf16 import Dense, Rival, library_rivals, missing, torch_rivals
 from kvcodec.bench.packed import Packed, Pools, gate, packed_operator
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
-from kvcodec.bench.shapes import SWEEP, Shape
+from kvcodec.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
 from kvcodec.errors import KVError, UnsupportedError
 
 ROOFLINE_BYTES_PER_US = 4.3e6
 """Bytes a microsecond that a copy reaches on an H200, read and written together."""
-STATES = ("cold", "clean", "warm")
+COLD_ONLY = (*SWEEP, *SAW, *PER_HEAD)
 
 
 class Times(Protocol):
@@ -55,9 +55,9 @@ class Bar(NamedTuple):
 
 
 def times_of(timer: Times, call: Callable[[], object], shape: Shape) -> dict[str, dict[str, float]]:
-    """Time a call in the states that matter for a shape: all three, or cold alone in the sweep of lengths."""
+    """Time a call in the states that matter for a shape: all three, or cold alone at the studies' many shapes."""
     reps, calls = (60, 20) if shape.batch == 1 else (20, 6)
-    if shape in SWEEP:
+    if shape in COLD_ONLY:
         return {"cold": timer.cold(call, 30 if shape.batch == 1 else 16)}
     return {"cold": timer.cold(call, reps), "clean": timer.clean(call, reps), "warm": timer.warm(call, calls)}
 
@@ -95,7 +95,7 @@ def decode_rows(
     device : torch.device
     seed : int
     libraries : bool
-        Whether to time rivals outside torch's SDPA as well (not in the sweep of lengths).
+        Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
         Nothing is begun behind it.
     pool_pages : int, optional
@@ -116,7 +116,7 @@ def decode_rows(
             continue
         dense = Dense(shape, device, seed)
         found = list(torch_rivals(dense))
-        if libraries and shape not in SWEEP:
+        if libraries and shape in SPINE:  # FlexAttention compiles for each shape
             found += library_rivals(dense)
         bars: list[Bar] = []
         for rival in found:

@@ -26,6 +26,7 @@ from kvcodec.bench.cache_bench import spread
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.targets import DECODE
 from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.registry import describe
 
 WAYS = ("generate", "graph", "compiled")
 BATCHES = (8, 1)
@@ -93,7 +94,16 @@ class Filler:
         return transformers.StaticCache(config=self.model.config, max_cache_len=self.prompt + self.room)
 
     def packed(self, spec: str, fixed: bool) -> Any:
-        """Return an empty packed cache served by the kernels; ``fixed``: of fixed capacity."""
+        """Return an empty packed cache served by the kernels; ``fixed``: of fixed capacity.
+
+        Raises
+        ------
+        UnsupportedError
+            If a role has no kernel to be encoded: the reference would take minutes to fill all layers.
+        """
+        written = describe(spec)["kernels"]["encode"]
+        if not written or "none" in str(written):
+            raise UnsupportedError(f"no kernel encodes {spec} (keys and values: {written})")
         cache_for = importlib.import_module("kvcodec.integrations.transformers").cache_for
         max_len = self.prompt + self.room if fixed else None
         return cache_for(self.model, spec, attention="fused", max_len=max_len, probe=False)

@@ -16,6 +16,7 @@ SHAPES = (*SHAPE_NAMES, "video")
 MARKS = {"aim met": "good", "must met": "fair", "must missed": "bad", None: ""}
 MORE_STYLE = """
 td.good { background: #00805533; } td.fair { background: #80800022; } td.bad { background: #c0303044; }
+.drawings { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); }
 td.why { text-align: left; color: var(--soft); white-space: normal; } svg text { font: 11px system-ui, sans-serif; }
 """
 METHOD = (
@@ -76,7 +77,8 @@ def _lead(rows: Sequence[Row]) -> str:
     missed = misses(rows)
     if not missed:
         return ""
-    return f'<p class="lead">Short of what was asked: {_text("; ".join(missed))}.</p>'
+    items = "".join(f"<li>{_text(one)}</li>" for one in missed)
+    return f'<div class="lead">Short of what was asked:<ul>{items}</ul></div>'
 
 
 def _decode(found: Sequence[Line]) -> str:
@@ -173,22 +175,22 @@ def _machines(rows: Sequence[Row]) -> str:
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 330, 42, 38, 26
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, NAMES, LINE = 560, 370, 42, 38, 26, 170, 12.5
 
 
 def _drawings(points: Sequence[Point]) -> str:
     shapes = dict.fromkeys(p.shape for p in points)
     drawn = [drawing([p for p in points if p.shape == shape], SPEED_TITLES.get(shape, shape)) for shape in shapes]
-    return f'<figure class="pairs">{"".join(drawn)}</figure>' if drawn else ""
+    return f'<figure class="drawings">{"".join(drawn)}</figure>' if drawn else ""
 
 
 def drawing(points: Sequence[Point], title: str) -> str:
-    """Speed-up over effective bits as SVG: a dot per preset, its name beside it, the line of 16-bit attention."""
+    """Speed-up over effective bits as SVG: a dot per preset, names in a column, the line of 16-bit attention."""
     most_bits = max(p.bits for p in points) * 1.15
     most = max(*(p.speedup for p in points), 1.0) * 1.12
 
     def x(bits: float) -> float:
-        return LEFT + (WIDTH - LEFT - 8) * bits / most_bits
+        return LEFT + (WIDTH - LEFT - NAMES) * bits / most_bits
 
     def y(gain: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * gain / most
@@ -196,24 +198,28 @@ def drawing(points: Sequence[Point], title: str) -> str:
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)}: the numbers are in the table">',
         f'<text x="{LEFT}" y="15" font-weight="600">{_text(title)}</text>',
-        f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#4d4d4d" stroke-dasharray="4 3"/>',
+        f'<path d="M{LEFT} {y(1):.1f}H{WIDTH - NAMES}" stroke="#4d4d4d" stroke-dasharray="4 3"/>',
     ]
     for gain in range(int(most) + 1):
         parts.append(f'<text x="{LEFT - 8}" y="{y(gain) + 4:.1f}" text-anchor="end">{gain}x</text>')
     for bits in range(0, int(most_bits) + 1, 1 if most_bits < 9 else 2):
         parts.append(f'<text x="{x(bits):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{bits}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">effective bits</text>')
-    taken: list[float] = []
-    for point in sorted(points, key=lambda p: -p.speedup):
+    parts.append(f'<text x="{x(most_bits / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">effective bits</text>')
+    ordered = sorted(points, key=lambda p: -p.speedup)
+    labels: list[float] = []
+    for point in ordered:  # below each other, as near to their dots as that allows
+        labels.append(max(y(point.speedup), labels[-1] + LINE if labels else TOP))
+    low = HEIGHT - BOTTOM + 0.0
+    for i in range(len(labels) - 1, -1, -1):
+        labels[i] = min(labels[i], low)
+        low = labels[i] - LINE
+    column = WIDTH - NAMES + 14
+    for point, label in zip(ordered, labels, strict=True):
         color, at, height = style_of(point.spec).color, x(point.bits), y(point.speedup)
-        label = height + 4
-        while any(abs(label - other) < 11 for other in taken):  # names stand below each other
-            label += 1
-        taken.append(label)
-        side = 'x="{:.1f}" text-anchor="{}"'.format(*((at + 8, "start") if at < WIDTH * 0.6 else (at - 8, "end")))
         parts.append(
-            f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4" fill="{color}"><title>{_text(point.spec)}: '
-            f"{point.speedup:.2f}x at {point.bits:.2f} bits</title></circle>"
-            f'<text {side} y="{label:.1f}" fill="{color}">{_text(point.spec)}</text>'
+            f'<line x1="{at:.1f}" y1="{height:.1f}" x2="{column - 3}" y2="{label:.1f}" stroke="{color}" '
+            f'stroke-width=".5" opacity=".6"/><circle cx="{at:.1f}" cy="{height:.1f}" r="4" fill="{color}">'
+            f"<title>{_text(point.spec)}: {point.speedup:.2f}x at {point.bits:.2f} bits</title></circle>"
+            f'<text class="name" x="{column}" y="{label + 4:.1f}" fill="{color}">{_text(point.spec)}</text>'
         )
     return "".join([*parts, "</svg>"])

@@ -12,21 +12,36 @@ outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
 """
 
 import ctypes
-import math
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec
-from kvcodec.cuda.build import Kernel, Program, load, refusal, shared_memory
-from kvcodec.cuda.sides import Reader, SideTensors, includes, reader
+from kvcodec.cuda.build import Kernel, Program, load, refusal
+from kvcodec.cuda.pairs import (
+    H200,
+    Config,
+    Machine,
+    Pair,
+    align,
+    candidates,
+    config_for,
+    machine,
+    pair_for,
+    shared_bytes,
+)
+from kvcodec.cuda.sides import SideTensors, includes
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.layout import PageLayout
+
+# fmt: off
+__all__ = [
+    "ARGS", "ARGS_FIELDS", "H200", "Config", "Machine", "Pair", "config_for", "decode_attention", "machine", "pair_for",
+    "candidates", "pair_of", "program", "shared_bytes", "splits_of", "text_of", "workspace_numel",
+]
+# fmt: on
 
 LOG2E = 1.4426950408889634
 HEADS = 8
@@ -36,202 +51,19 @@ KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MOST_SEQUENCES = 65535
 
 
-class Pair(NamedTuple):
-    """What a decode program is compiled for.
-
-    Parameters
-    ----------
-    key, value : Reader
-    head_dim, page_tokens : int
-    key_planes, value_planes : tuple of (bytes of a block, tokens of a block)
-        In the order of the page.
-    """
-
-    key: Reader
-    value: Reader
-    head_dim: int
-    page_tokens: int
-    key_planes: tuple[tuple[int, int], ...]
-    value_planes: tuple[tuple[int, int], ...]
-
-    @property
-    def name(self) -> str:
-        """Short text for messages."""
-        return f"decode attention of {self.key.type} and {self.value.type}, pages of {self.page_tokens}"
-
-    @property
-    def blocked(self) -> bool:
-        """Whether a side has blocks of several tokens."""
-        return max(self.key.block, self.value.block) > 1
-
-    def tile_bytes(self, tokens: int) -> int:
-        """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
-        return sum(_align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
-
-
-def _align(n: int, to: int = 16) -> int:
-    return -(-n // to) * to
-
-
-def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
-    """Return the pair of two codecs, or the reason why the kernels do not read it."""
-    sides = reader(key, head_dim, "key"), reader(value, head_dim, "value")
-    for side in sides:
-        if isinstance(side, str):
-            return side
-    k, v = sides
-    assert isinstance(k, Reader)
-    assert isinstance(v, Reader)
-    if key == value:
-        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
-    if v.lends and k.lends == v.lends:
-        v = replace(v, type=v.borrower, shared=0, tables=None)
-    step = math.lcm(16, k.block, v.block)
-    if page_tokens % step:
-        return f"page_tokens={page_tokens} is not a multiple of {step}"
-    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
-    planes: dict[str, list[tuple[int, int]]] = {"key": [], "value": []}
-    for plane in page.planes:
-        planes[plane.role].append((plane.field.nbytes, page_tokens // plane.blocks))
-    return Pair(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
-
-
-# -- launch constants --------------------------------------------------------------------------------------------------
-
-
-class Config(NamedTuple):
-    """Launch constants.
-
-    Parameters
-    ----------
-    tile : int
-        Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
-    warps : int
-        Warps of a CTA.
-    stages : int
-        Tiles of a warp's ring.
-    resident : int
-        CTAs that shall share a multiprocessor: bounds the registers.
-    splits : int
-        CTAs that share the tokens of a sequence.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    resident: int
-    splits: int
-
-
-class Machine(NamedTuple):
-    """What the table of launch constants knows of a GPU: multiprocessors, and bytes of shared memory."""
-
-    sms: int
-    shared_block: int
-    shared_sm: int
-
-
-H200 = Machine(132, 232448, 233472)
-
-
-def _row_floats(channels: int) -> int:
-    return channels + channels // 4 + 1  # kv::row_floats
-
-
-def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
-    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
-    tables = _align(_align(pair.key.shared) + _align(pair.value.shared), 128)
-    query = _align(32 * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
-    ring = config.warps * config.stages * _align(pair.tile_bytes(config.tile), 128)
-    merge = config.warps * 32 * (_row_floats(pair.head_dim) + 2)
-    need = max(tables + query + ring, merge)
-    if dense:  # tiles of 16 tokens, one for a warp
-        need = max(need, _align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
-    return need
-
-
-def candidates(pair: Pair) -> list[Config]:
-    """Return launch constants worth trying, without regard to the machine."""
-    least = 32 if pair.blocked else 16
-    tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    shapes = ((4, 2), (8, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
-    return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
-
-
-def _fits(pair: Pair, config: Config, machine: Machine, dense: bool = False) -> bool:
-    need = shared_bytes(pair, config, dense)
-    return need <= machine.shared_block and config.resident * (need + 1024) <= machine.shared_sm
-
-
-@lru_cache(maxsize=256)
-def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False) -> Config:
-    """Choose launch constants; a pure function, nothing is tuned at run time.
-
-    Parameters
-    ----------
-    pair : Pair
-    units : int
-        Sequences x KV heads x tiles of 8 query heads: CTAs without any split.
-    capacity : int
-        Tokens that the page table can hold per sequence.
-    machine : Machine
-    dense : bool
-        Whether there are dense tokens: one CTA more for each unit.
-
-    Raises
-    ------
-    UnsupportedError
-        No choice fits the machine's shared memory.
-    """
-    # Eight warps a multiprocessor hide memory's latency; long tiles cost the fewest instructions. Few sequences: one CTA a
-    # multiprocessor leaves the fewest partials to merge. Many: two hide each other's starts and ends.
-    few = 4 * units <= machine.sms
-    fitting = sorted(
-        (c for c in candidates(pair) if _fits(pair, c, machine, dense)),
-        key=lambda c: (c.warps * c.resident < 8, -c.tile, c.resident if few else -c.resident, c.warps),
-    )
-    if fitting:
-        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
-    raise UnsupportedError(
-        f"{pair.name}: needs {min(shared_bytes(pair, c) for c in candidates(pair))} bytes of shared memory in a "
-        f"block; this GPU has {machine.shared_block}."
-    )
-
-
-def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: bool = False) -> int:
-    slots = config.resident * machine.sms
-    most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
-    if 2 * units > slots:
-        # whole sequences save the merge; a last wave that is nearly empty is worth cutting them
-        waves = units / slots
-        whole = waves / math.ceil(waves)
-        wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
-    else:
-        wanted = max(1, slots // max(units, 1) - dense)
-    return min(wanted, most)
-
-
-@lru_cache
-def machine(device: torch.device) -> Machine:
-    """Return what the table of launch constants knows of the device."""
-    if device.type != "cuda":
-        return H200
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
-
-
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
 def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine``; ``cap``: scores have a soft cap; ``dense``: -1, or their kind."""
-    threads, tile = config.warps * 32, _align(pair.tile_bytes(config.tile), 128)
+    dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
+    threads, tile = config.warps * 32, align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
             '#include "decode.cuh"',
             *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense}>;",
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}>;",
             f'static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
@@ -243,12 +75,6 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> P
     )
     folders = tuple(dict.fromkeys((Program("").folders[0], pair.key.folder, pair.value.folder)))
     return Program(source, folders=folders)
-
-
-@lru_cache(maxsize=256)
-def _kernels(pair: Pair, config: Config, cap: bool, dense: int, device: torch.device) -> tuple[Kernel, ...]:
-    # the number of splits is no part of the program
-    return load(program(pair, config, cap, dense), ("kv_decode", "kv_combine"), device, pair.name)
 
 
 ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "11q" + "10i2f")
@@ -318,6 +144,27 @@ def pair_of(text: str) -> Pair:
     return _PAIRS[text]
 
 
+class Plan(NamedTuple):
+    """What a call launches: found once per pair, sizes and device, because eager decoding pays for every look."""
+
+    config: Config
+    decode: Kernel
+    combine: Kernel
+    shared: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, device: torch.device
+) -> Plan:
+    pair = pair_of(text)
+    apart = dense >= 0 and not pair.joins
+    config = Config(*given) if given else config_for(pair, units, capacity, machine(device), apart)
+    # the number of splits is no part of the program
+    decode, combine = load(program(pair, config, cap, dense), ("kv_decode", "kv_combine"), device, pair.name)
+    return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0))
+
+
 def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
     """Return the splits that ``decode_attention`` chooses for these sizes."""
     pair = _PAIRS[pair_text]
@@ -350,13 +197,14 @@ def _attend(
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * pair.page_tokens
-    units, has_dense = batch * num_kv_heads * tiles, dense_k is not None
-    chosen = Config(*config) if config else config_for(pair, units, capacity, machine(q.device), has_dense)
-    slots = chosen.splits + (dense_k is not None)
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return o, lse
+    units = batch * num_kv_heads * tiles
+    plan = _plan(pair_text, units, capacity, tuple(config), softcap > 0.0, dense_kind, q.device)
+    splits = plan.config.splits
+    slots = splits + (dense_k is not None and not pair.joins)
     part = 0
     if slots > 1:
         if workspace is None:
@@ -371,15 +219,14 @@ def _attend(
         part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
         *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
         q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
-        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, chosen.splits, slots, capacity, width,
+        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, splits, slots, capacity, width,
         scale * LOG2E, softcap,
     )  # fmt: skip
-    decode, combine = _kernels(pair, chosen._replace(splits=0), softcap > 0.0, dense_kind, q.device)
-    decode.launch((slots, num_kv_heads * tiles, batch), chosen.warps * 32, shared_bytes(pair, chosen, dense_kind >= 0), args)
+    plan.decode.launch((slots, num_kv_heads * tiles, batch), plan.config.warps * 32, plan.shared, args)
     if slots > 1:
         shared = (2 * COMBINE_WARPS * (dim + 1) + slots) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel
-        combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
+        plan.combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
     return o, lse
 
 

@@ -138,8 +138,8 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _launches(target: Target, roles: tuple[Role, ...], device: torch.device) -> dict[tuple[Role, ...], Launch]:
-    found = {}
+def _launches(text: str, roles: tuple[Role, ...], device: torch.device) -> dict[tuple[Role, ...], Launch]:
+    target, found = _TARGETS[text], {}
     for group, program in programs(target, roles).items():
         side = target.side(group[0])
         assert side is not None
@@ -226,7 +226,7 @@ def _encode(
         target.page_bytes, table.stride(0), KINDS[some.dtype], target.page_tokens,
         table.shape[1] * target.page_tokens, pages.shape[1],
     )  # fmt: skip
-    for group, (kernel, shared) in _launches(target, tuple(x), some.device).items():
+    for group, (kernel, shared) in _launches(text, tuple(x), some.device).items():
         side = target.side(group[0])
         assert side is not None
         blocks = max(_blocks(target, role, x[role]) for role in group)

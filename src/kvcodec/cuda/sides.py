@@ -259,15 +259,13 @@ def _ultraquant(codec: Codec, dim: int, role: Role) -> Reader | str:
     if codec.queries != "exact":
         return f"the kernels do not round queries, as {codec} does"
     real = codec.scale == "real"
-    # keys unpacked in registers and values by table keep two pipes of the machine busy; real scales need the table
-    way = "NONE" if role == "key" and not real else "OWN"
     name = f"kv::ReadUltraQuant<{dim}, kv::TABLE_{{}}, {_bool(real)}>"
     return Reader(
-        name.format(way),
+        name.format("OWN"),
         "read_ultraquant.cuh",
-        shared=0 if way == "NONE" else LEVEL_TABLE[4],
+        shared=LEVEL_TABLE[4],
         order=power_of_two_divisor(dim) if codec.rotate else 1,
-        lends="" if way == "NONE" else f"E2M1, real {real}",
+        lends=f"E2M1, real {real}",
         borrower=name.format("BORROWED"),
     )
 

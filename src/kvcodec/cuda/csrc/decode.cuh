@@ -14,12 +14,14 @@
 //   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two that goes into q
 //   keys(planes, table, token, part, lane, r)   raw numbers
 //   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
-//   may have K_OFFSET: the same as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): all groups at once, K_SCALE_UNIT apart
+//   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
+//                 once, without its factor K_SCALE_UNIT
 //   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT: key = s K_UNIT k_weight raw + z
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:   as above, any weight
-//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element; V_UNEVEN: where
-//                 v_uneven(planes, block, part), v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
+//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
+//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp,
+//                 v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies it exactly).
 //
 // Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is fp16: an online softmax
@@ -48,7 +50,10 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     K::k_scales(planes, at + 8, sy);
   } else if constexpr (!K::K_BLOCKED) {
     KV_UNROLL
-    for (int group = 0; group < K::GROUPS; ++group) sx[group] = K::k_scale(planes, at, group), sy[group] = K::k_scale(planes, at + 8, group);
+    for (int group = 0; group < K::GROUPS; ++group) {
+      sx[group] = K::k_scale(planes, at, group);
+      sy[group] = K::k_scale(planes, at + 8, group);
+    }
   }
   KV_UNROLL
   for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
@@ -68,7 +73,8 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     } else {
       s[0] += d[0] * sx[group], s[1] += d[1] * sx[group], s[2] += d[2] * sy[group], s[3] += d[3] * sy[group];
       if constexpr (K::HAS_K_ZERO && k_offset<K>(0) == 0.0f) {
-        const float zx = K::k_zero(planes, at, group), zy = K::k_zero(planes, at + 8, group);
+        constexpr float UNIT = k_scale_unit<K>(0) != 0.0f ? 1.0f / k_scale_unit<K>(0) : 1.0f;
+        const float zx = K::k_zero(planes, at, group) * UNIT, zy = K::k_zero(planes, at + 8, group) * UNIT;
         s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx, s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
       }
     }
@@ -136,9 +142,11 @@ KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
   b[1] = transpose8(pack_half2(p[2], p[3]));
 }
 
-// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then come the channels' scales
+// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then times the
+// channels' scales
 template <class V>
-KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2], const uint32_t (&b1)[2]) {
+KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2],
+                         const uint32_t (&b1)[2]) {
   const uint32_t one = 0x3c003c00u;
   mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
   mma(mass, one, one, one, one, b0[0], b0[1]);
@@ -146,12 +154,15 @@ KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], c
   KV_UNROLL
   for (int k = 0; k < V::V_REGS / 2; ++k) {
     KV_UNROLL
-    for (int i = 0; i < 8; ++i) part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
+    for (int i = 0; i < 8; ++i) {
+      const int e = 4 * k + i / 4 + i / 2 % 2 * 2;
+      part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(e));
+    }
   }
 }
 template <class V, int D, class P>
-KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4], const float (&mass)[4], const P& planes,
-                         int block, int lane) {
+KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4],
+                         const float (&mass)[4], const P& planes, int block, int lane) {
   float s[2 * V::V_REGS];
   V::v_bscales(planes, block, lane / 4, s);
   KV_UNROLL
@@ -176,8 +187,10 @@ KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[
 }
 
 template <int D, int WARPS, bool CAP, bool BF16> struct DensePart;
+template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin;
 
-// P tokens to a page, T to a tile; CAP: scores have a soft cap; DENSE: -1, or there are dense tokens, 0 fp16 or 1 bf16
+// P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
+// bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3)
 template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1> struct Decoder {
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
@@ -185,7 +198,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
   KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int LOOP = TABLES + QUERY + WARPS * STAGES * TILE;
   KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
-  KV_CONST int DENSE_SHARED = DENSE < 0 ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
+  KV_CONST bool APART = DENSE == 0 || DENSE == 1;
+  KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
   KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
   KV_CONST int SHARED = OWN > DENSE_SHARED ? OWN : DENSE_SHARED;
   KV_CONST int SUBS = T / 16;
@@ -198,6 +212,29 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][2][4];
   };
+
+  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
+  KV_DEV static void rescale(State& st, float (&top)[2], float largest) {
+    if (!any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) return;
+    float factor[2];
+    st.softmax.raise(top, factor);
+    st.bias[0] *= factor[0], st.bias[1] *= factor[1];
+    if constexpr (V::HAS_V_SCALE) {
+      const float biggest = warp_max(largest);
+      if (biggest > 16.0f * st.reference) {
+        // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
+        const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
+        st.inverse = bits_float(0x7f000000u - float_bits(next));
+        factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
+        st.reference = next;
+      }
+    }
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
+    }
+  }
 
   template <bool MASKED>
   KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at, const uint8_t* k_table, const uint8_t* v_table,
@@ -231,26 +268,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
       top[1] = maximum(top[1], maximum(s[sub][1], s[sub][3]));
       if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
     }
-    if (any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) {
-      float factor[2];
-      st.softmax.raise(top, factor);
-      st.bias[0] *= factor[0], st.bias[1] *= factor[1];
-      if constexpr (V::HAS_V_SCALE) {
-        const float biggest = warp_max(largest);
-        if (biggest > 16.0f * st.reference) {
-          // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
-          const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
-          st.inverse = bits_float(0x7f000000u - float_bits(next));
-          factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
-          st.reference = next;
-        }
-      }
-      KV_UNROLL
-      for (int k = 0; k < V::V_REGS / 2; ++k) {
-        KV_UNROLL
-        for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
-      }
-    }
+    rescale(st, top, largest);
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -270,9 +288,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
       weights(p16[sub], p);
-      if constexpr (!V::V_BLOCKED) add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
-      // a block without live tokens has arbitrary scales
-      else if (sub % 2 == 1 && (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
+      if constexpr (!V::V_BLOCKED) {
+        add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+      } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
+                 (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
         float fresh[V::V_REGS / 2][2][4], mass[4];
         enter_values<V>(fresh, mass, p16[sub - 1], p16[sub]);
         add_values<V, D, MASKED>(fresh, p16[sub - 1], values, v_table, 16 * sub - 16, lane, live_from, live_to);
@@ -329,9 +348,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
     const int warp = thread() / 32, lane = thread() % 32;
-    const int split = (int)block_x() - (DENSE >= 0), h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
+    const int split = (int)block_x() - APART, h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
-    if constexpr (DENSE >= 0) {
+    if constexpr (APART) {
       if (split < 0) {  // first of all, so that it does not come last
         DensePart<D, WARPS, CAP, DENSE == 1>::run(a, shared, b, h, first_head, live_heads);
         return;
@@ -372,6 +391,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
 
     State st;
     start(st);
+    if constexpr (DENSE >= 2) DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3>::run(st, a, query, b, h, first_head, live_heads, split);
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {

@@ -52,4 +52,96 @@ template <int D, int WARPS, bool CAP, bool BF16> struct DensePart {
   }
 };
 
+// The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs of a sequence. Rows
+// come straight from global memory, values in the order in which the codes' accumulators hold channels.
+template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin {
+  using R = ReadDense<D, BF16>;
+
+  struct Rows {
+    const uint8_t* base;
+    int64_t stride;
+    int last;  // dead tokens read the last live one
+    KV_DEV const uint8_t* row(int token) const { return base + (token < last ? token : last) * stride; }
+  };
+
+  KV_DEV static void keys(const uint8_t* row, int part, uint32_t (&r)[R::K_REGS]) {
+    const uint8_t* planes[1] = {row};
+    R::keys(planes, nullptr, 0, part, 0, r);
+  }
+  KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V::V_REGS]) {
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS; ++k) {
+      float x[2];
+      KV_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int c = V::v_channel(part, 2 * k + i);
+        x[i] = c < 0 ? 0.0f : load_real(row, c, BF16);
+      }
+      r[k] = pack_half2(x[0], x[1]);
+    }
+  }
+
+  template <class State> KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, int b, int h, int first_head, int live_heads, int split) {
+    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+    int begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
+    begin = begin > 0 ? begin : 0;
+    end = end < a.dense_width ? end : a.dense_width;
+    const int tiles = (end - begin + 15) / 16;
+    if (split >= tiles) return;
+    sync_threads();  // everyone has taken the codes' query
+    Query<R, D> q;
+    const Side model{nullptr, nullptr, 0, 0, 1};
+    load_query<R, D, WARPS>(q, shared, a, model, b, h, first_head, live_heads);
+    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token, end - 1};
+    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token, end - 1};
+    KV_NO_UNROLL
+    for (int t = split + warp * a.splits; t < tiles; t += WARPS * a.splits) {
+      const int first = begin + 16 * t;
+      uint32_t x[R::K_REGS], y[R::K_REGS];
+      keys(k_rows.row(first + g), j, x);
+      keys(k_rows.row(first + g + 8), j, y);
+      float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      KV_UNROLL
+      for (int k = 0; k < R::K_REGS; k += 2) mma(s, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) s[i] *= q.scale[i % 2];
+      if (CAP) soft_cap(s, a.softcap);
+      if (first + g >= end) s[0] = s[1] = minus_infinity();
+      if (first + g + 8 >= end) s[2] = s[3] = minus_infinity();
+      float top[2] = {maximum(s[0], s[2]), maximum(s[1], s[3])}, p[4];
+      Loop::rescale(st, top, 0.0f);
+      st.softmax.weigh(s, p);
+      uint32_t p16[2];
+      weights(p16, p);
+      float sum[V::V_REGS / 2][2][4];
+      KV_UNROLL
+      for (int k = 0; k < V::V_REGS / 2; ++k) {
+        KV_UNROLL
+        for (int i = 0; i < 8; ++i) sum[k][i / 4][i % 4] = 0.0f;
+      }
+      KV_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        uint32_t u[V::V_REGS], w[V::V_REGS];
+        values(v_rows.row(first + 2 * j + odd), g, u);
+        values(v_rows.row(first + 2 * j + odd + 8), g, w);
+        const uint32_t low0 = odd ? p16[0] >> 16 : p16[0] & 0xffffu, low1 = odd ? p16[1] >> 16 : p16[1] & 0xffffu;
+        const uint32_t high0 = odd ? p16[0] & 0xffff0000u : p16[0] << 16, high1 = odd ? p16[1] & 0xffff0000u : p16[1] << 16;
+        KV_UNROLL
+        for (int k = 0; k < V::V_REGS / 2; ++k) {
+          mma(sum[k][0], u[2 * k], u[2 * k + 1], w[2 * k], w[2 * k + 1], low0, low1);
+          mma(sum[k][1], u[2 * k], u[2 * k + 1], w[2 * k], w[2 * k + 1], high0, high1);
+        }
+      }
+      // the accumulators hold outputs over their weights, and over the reference of the codes' scales
+      if (V::HAS_V_SCALE && st.reference == 0.0f) st.reference = st.inverse = 1.0f;
+      const float over = V::HAS_V_SCALE ? st.inverse : 1.0f;
+      KV_UNROLL
+      for (int k = 0; k < V::V_REGS / 2; ++k) {
+        KV_UNROLL
+        for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] += sum[k][i / 4][i % 4] * (over / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
+      }
+    }
+  }
+};
+
 }  // namespace kv

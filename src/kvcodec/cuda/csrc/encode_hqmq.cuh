@@ -4,7 +4,7 @@
 // The search turns a chunk x by the Hurwitz unit p nearest to it, y = conj(p) x: <p y, p p' q> = <y, p' q>, so that one
 // table of what is near serves all 24 places. There |y_1| + |y_2| + |y_3| <= y_0, and the cell of (y_1, y_2, y_3) / y_0
 // in a grid lists the few products that can be best in it. fp32 finds the best of those; where the second comes too
-// close, all products are tried in double, which is exact (ops/quaternion.py), the lowest code first.
+// close, they are tried again in double, which is exact (ops/quaternion.py), and the lowest code wins ties.
 #pragma once
 #include "encode_med.cuh"
 
@@ -34,23 +34,31 @@ template <int S> struct HqmqSearch {
 
   // 24 s + p of the product with the largest inner product with x
   KV_DEV static uint32_t find(const uint8_t* table, const float (&x)[4]) {
+    Turn t;
     bool sure = true;
-    uint32_t code = guess(table, x, sure);
-    if (!sure) code = exact(table, x);
+    uint32_t code = guess(table, x, t, sure);
+    if (!sure) code = t.list & 15 ? among(table, x, t) : exact(table, x);
     return code;
   }
+
+  // how a chunk was turned: its unit p, number `unit` of them, and what its cell holds
+  struct Turn {
+    float p[4];
+    uint32_t unit, list;
+  };
 
   // In fp32. r is off by less than 2^-20 (a chunk is at most sqrt 2 y_0 long; y has three roundings, the reciprocal an
   // ulp), so a difference of two scores of entries at most 1 apart by less than 2^-19; and lists serve what is up to
   // 2^-18 outside their cell.
-  KV_DEV static uint32_t guess(const uint8_t* table, const float (&x)[4], bool& sure) {
+  KV_DEV static uint32_t guess(const uint8_t* table, const float (&x)[4], Turn& t, bool& sure) {
     constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: around it fp32 holds whole numbers only, the addition rounds
     constexpr float SCALE = 0.5f * SIDE * (1.0f - 1.0f / 128.0f);  // the octahedron lies inside
-    float a[4], p[4];
+    float a[4];
+    float (&p)[4] = t.p;
     KV_UNROLL for (int i = 0; i < 4; i++) a[i] = magnitude(x[i]);
     float most = maximum(maximum(a[0], a[1]), maximum(a[2], a[3]));
     float half = mul(0.5f, add(add(a[0], a[1]), add(a[2], a[3])));
-    sure = most > 1e-30f;  // below that a reciprocal is not what it should be
+    bool small = !(most > 1e-30f);  // a reciprocal is not what it should be
     bool axis = most > half;  // then one component alone is the largest
     float top = axis ? most : half, least = axis ? most : 0.0f, size = axis ? 1.0f : 0.5f;
     KV_UNROLL for (int i = 0; i < 4; i++) {
@@ -66,8 +74,8 @@ template <int S> struct HqmqSearch {
       cell = cell * SIDE + float_bits(fma(r[k], SCALE, WHOLE + SIDE / 2));
     }
     cell -= float_bits(WHOLE) * (uint32_t)(SIDE * SIDE + SIDE + 1);
-    cell = cell < CELLS ? cell : 0;  // of what is not a number
-    uint32_t list = ((const uint16_t*)(table + LISTS))[cell];
+    cell = small || cell >= CELLS ? 0 : cell;  // a corner of the grid, of which nothing is listed
+    uint32_t list = t.list = ((const uint16_t*)(table + LISTS))[cell];
     const Two* at = (const Two*)table + (list >> 4);
     float best = -1.0f, second = -1.0f;
     uint32_t place = 0;
@@ -81,25 +89,56 @@ template <int S> struct HqmqSearch {
         best = maximum(best, s);
       }
     }
-    sure = sure && sub(best, second) > 0x1p-19f;
+    sure = sub(best, second) > 0x1p-19f;
     uint32_t name = ((const uint16_t*)(table + NAMES))[2 * (list >> 4) + place];
     uint32_t sign[4], unit;
     KV_UNROLL for (int i = 0; i < 4; i++) sign[i] = float_bits(x[i]) >> 31;
     if (axis) unit = a[1] >= most ? 2 + sign[1] : a[2] >= most ? 4 + sign[2] : a[3] >= most ? 6 + sign[3] : sign[0];
     else unit = 8 + 8 * sign[0] + 4 * sign[1] + 2 * sign[2] + sign[3];
+    t.unit = unit;
     bool zero = most == 0.0f;
     sure = sure || zero;
-    return zero ? 0 : 24 * (name >> 5) + table[TIMES + 24 * unit + (name & 31)];
+    return zero ? 0 : code_of(table, unit, name);
+  }
+  KV_DEV static uint32_t code_of(const uint8_t* table, uint32_t unit, uint32_t name) {
+    return 24 * (name >> 5) + table[TIMES + 24 * unit + (name & 31)];
   }
 
-  // as _by_closed_form of ops/quaternion.py
-  KV_DEV static uint32_t exact(const uint8_t* table, const float (&x)[4]) {
-    double most = 0.0, v[4], y[4];
+  // x, which is not 0, on the reference's grid: times 2^40 over the power of two above its largest component, rounded
+  KV_DEV static void scaled(const float (&x)[4], double (&y)[4]) {
+    double most = 0.0;
     KV_UNROLL for (int i = 0; i < 4; i++) most = magnitude((double)x[i]) > most ? magnitude((double)x[i]) : most;
-    if (!(most > 0.0)) return 0;
-    // 2^40 over the power of two above the largest component
     double unit = bits_double((1022 + 1023 + 40 - (double_bits(most) >> 52)) << 52);
     KV_UNROLL for (int i = 0; i < 4; i++) y[i] = round_even(mul((double)x[i], unit));
+  }
+
+  // the best of what is listed: sums of multiples of 2^-12 up to 2^41, exact
+  KV_DEV static uint32_t among(const uint8_t* table, const float (&x)[4], const Turn& t) {
+    double v[4], p[4], y[4];
+    scaled(x, v);
+    KV_UNROLL for (int i = 0; i < 4; i++) p[i] = (double)t.p[i];
+    y[0] = fma(p[3], v[3], fma(p[2], v[2], fma(p[1], v[1], mul(p[0], v[0]))));
+    y[1] = fma(p[3], v[2], fma(-p[2], v[3], fma(-p[1], v[0], mul(p[0], v[1]))));
+    y[2] = fma(-p[3], v[1], fma(-p[2], v[0], fma(p[1], v[3], mul(p[0], v[2]))));
+    y[3] = fma(-p[3], v[0], fma(p[2], v[1], fma(-p[1], v[2], mul(p[0], v[3]))));
+    const uint16_t* names = (const uint16_t*)(table + NAMES) + 2 * (t.list >> 4);
+    const uint64_t* entries = (const uint64_t*)table + 2 * (t.list >> 4);
+    double best = -1.0;
+    uint32_t chosen = 0;
+    KV_NO_UNROLL for (uint32_t i = 0; i < 2 * (t.list & 15); i++) {
+      uint64_t e = entries[i];
+      uint32_t front = (uint32_t)e, back = (uint32_t)(e >> 32), code = code_of(table, t.unit, names[i]);
+      double s = fma(y[3], (double)high(back), fma(y[2], (double)low(back),
+                 fma(y[1], (double)high(front), mul(y[0], (double)low(front)))));
+      if (s > best || (s == best && code < chosen)) best = s, chosen = code;
+    }
+    return chosen;
+  }
+
+  // as _by_closed_form of ops/quaternion.py; x is not 0
+  KV_DEV static uint32_t exact(const uint8_t* table, const float (&x)[4]) {
+    double v[4], y[4];
+    scaled(x, y);
     double best = -1.0;
     uint32_t chosen = 0;
     KV_NO_UNROLL for (uint32_t s = 0; s < S; s++) {

@@ -17,7 +17,7 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
     low = team_min<8>(low);
     high = team_max<8>(high);
     // no scale below 2^(floor(log2 max|y|) - 9) or 2^-24
-    int32_t exponent = (int32_t)(float_bits(maximum(high, -low)) >> 23) - 9;
+    int32_t exponent = (int32_t)(float_bits(magnitude(maximum(high, -low))) >> 23) - 9;  // a -0 is no big number
     float least = bits_float((uint32_t)(exponent > 103 ? exponent : 103) << 23);
     float wanted = maximum(quotient(sub(high, low), 15.0f, 1.0f / 15.0f), least);
     uint32_t scale = half_bits(minimum(wanted, HALF_MAX));

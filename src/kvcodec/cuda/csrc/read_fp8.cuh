@@ -35,7 +35,8 @@ template <int D, bool SCALED> struct ReadFp8 {
   KV_CONST bool HAS_K_ZERO = false;
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + place(e); }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     read<K_REGS>(planes[0] + token * D + part * (D / 4), r);
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
@@ -47,7 +48,8 @@ template <int D, bool SCALED> struct ReadFp8 {
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + place(e); }
   KV_FUNCTION float v_weight(int) { return SCALED ? 1.0f : UNIT; }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     read<V_REGS>(planes[0] + token * D + part * (D / 8), r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }

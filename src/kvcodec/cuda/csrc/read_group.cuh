@@ -1,5 +1,5 @@
-// Readers of integers in groups of 32: along channels of a token (GroupInt: values of kivi, octopus, ultra-tq; keys of innerq) or along
-// tokens of a channel (keys of kivi, values of innerq). Bytes: kvcodec/codecs/group_int.py and innerq.py.
+// Readers of integers in groups of 32: along channels of a token (GroupInt: values of kivi, octopus, ultra-tq; keys of
+// innerq) or along tokens of a channel (keys of kivi, values of innerq). Bytes: kvcodec/codecs/group_int.py, innerq.py.
 #pragma once
 #include "read_int.cuh"
 
@@ -15,7 +15,8 @@ template <int D, int BITS> struct GroupKeys {
   KV_CONST bool HAS_K_ZERO = true;
   KV_FUNCTION int k_channel(int part, int e) { return e / 8 * 32 + part * 8 + Part::place(e % 8); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / Part::factor(e % 8); }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     KV_UNROLL
     for (int group = 0; group < GROUPS; ++group) {
       uint32_t x[Part::REGS];
@@ -68,12 +69,11 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
     const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
-    V::whole(planes[0] + token * ROW, live, r);
-    KV_UNROLL
-    for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
+    V::scaled(planes[0] + token * ROW, live, s * 0x10001u, z * 0x10001u, r);
   }
 };
 
@@ -94,7 +94,8 @@ template <int D, int BITS> struct ReadTokenInt {
   KV_CONST float K_UNIT = 16777216.0f;
   KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     K::read(planes[0] + token * ROW, live_part<D, K>(part), r);
   }
   // numbers of a part's channels, paired as the codes are
@@ -104,10 +105,12 @@ template <int D, int BITS> struct ReadTokenInt {
     KV_UNROLL
     for (int n = 0; n < K_REGS; ++n) {
       const int a = K::place(2 * n), b = K::place(2 * n + 1);
-      r[n] = b == a + 1 ? w[a / 2] : prmt(w[a / 2], w[b / 2], (a % 2 ? 0x0032u : 0x0010u) | (b % 2 ? 0x7600u : 0x5400u));
+      const uint32_t halves = (a % 2 ? 0x0032u : 0x0010u) | (b % 2 ? 0x7600u : 0x5400u);
+      r[n] = b == a + 1 ? w[a / 2] : prmt(w[a / 2], w[b / 2], halves);
     }
   }
-  template <class P> KV_DEV static void k_block(const P& planes, int block, int part, uint32_t (&s)[K_REGS], uint32_t (&z)[K_REGS]) {
+  template <class P>
+  KV_DEV static void k_block(const P& planes, int block, int part, uint32_t (&s)[K_REGS], uint32_t (&z)[K_REGS]) {
     const int live = live_part<D, K>(part);
     pairs(planes[1], block, live, s);
     pairs(planes[2], block, live, z);
@@ -146,7 +149,8 @@ template <int D, int WIDTH, bool HYBRID> struct ReadInnerValue {
   KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
   KV_FUNCTION float v_weight(int e) { return 16777216.0f / V::factor(e); }
   KV_CONST float V_OFFSET = -(float)(1 << (WIDTH - 1));
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
   }
   template <class P> KV_DEV static void words(const P& planes, int block, int part, uint32_t (&w)[V_REGS]) {
@@ -173,7 +177,8 @@ template <int D, int WIDTH, bool HYBRID> struct ReadInnerValue {
   }
   template <class P> KV_DEV static float v_bzero(const P& planes, int block, int channel) {
     if constexpr (HYBRID) {
-      if (((const uint16_t*)planes[1])[block * D + channel] >> 15) return half_float(((const uint16_t*)planes[2])[block * D + channel]);
+      const int at = block * D + channel;
+      if (((const uint16_t*)planes[1])[at] >> 15) return half_float(((const uint16_t*)planes[2])[at]);
     }
     return v_bscale(planes, block, channel) * V_OFFSET;
   }

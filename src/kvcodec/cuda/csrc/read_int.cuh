@@ -1,8 +1,9 @@
-// Integers of 2, 3, 4 or 8 bits in a little-endian bit stream (kvcodec/ops/bitpack.py), and the reader of int-b (group=0 of
-// kvcodec/codecs/group_int.py): one scale and, unless symmetric, one zero per token.
+// Integers of 2, 3, 4 or 8 bits in a little-endian bit stream (kvcodec/ops/bitpack.py), and the reader of int-b
+// (group=0 of kvcodec/codecs/group_int.py): one scale and, unless symmetric, one zero per token.
 //
-// Codes stay where they lie: masked inside a 16-bit half, a code in bits 0-9 is an fp16 subnormal, code * factor * 2^-24, the
-// factor a power of two by its place. So two codes cost one mask; 2^24 goes into the scale, 1 / factor into q or the output.
+// Codes stay where they lie: masked inside a 16-bit half, a code in bits 0-9 is an fp16 subnormal, code * factor *
+// 2^-24, the factor a power of two by its place. So two codes cost one mask; 2^24 goes into the scale, 1 / factor into
+// q or the output.
 #pragma once
 #include "platform.cuh"
 
@@ -21,8 +22,8 @@ template <int N> KV_DEV void load_run(uint32_t (&w)[N], const void* at) {
   }
 }
 
-// C neighbouring codes, part after part of a row, in registers of two codes each: C is 8 or a multiple of 16 for two and three bits.
-// Element e (register e / 2, half e % 2) is code place(e) of the part and holds code * factor(e) * 2^-24.
+// C neighbouring codes, part after part of a row, in registers of two codes each; for two and three bits C is 8 or a
+// multiple of 16. Element e (register e / 2, half e % 2) is code place(e) of the part: code * factor(e) * 2^-24.
 template <int BITS, int C> struct Codes {
   KV_CONST int REGS = C / 2;
   KV_CONST int BYTES = C * BITS / 8;
@@ -32,42 +33,52 @@ template <int BITS, int C> struct Codes {
     if (BITS == 4) return e / 8 * 8 + e % 2 * 4 + e / 2 % 4;
     return C == 8 ? e % 2 * 4 + e / 2 : e / 16 * 16 + e % 2 * 8 + e / 2 % 8;
   }
-  KV_FUNCTION int factor(int e) {
-    const int n = e / 2;
-    if (BITS == 8) return 1;
-    if (BITS == 4) return n % 2 ? 16 : 1;
-    if (BITS == 2) return 1 << n % 4 * 2;
-    if (C == 8) return n == 3 ? 2 : 1 << 3 * n;
-    return n % 8 < 3 ? 1 << n % 8 * 3 : n % 8 < 6 ? 2 << (n % 8 - 3) * 3 : 4 << (n % 8 - 6) * 3;
+  // its bit within a half, as `read` shifts words for RAW: closed forms, which compilers take for constants
+  KV_FUNCTION int position(int n) {
+    if (BITS == 8) return 0;
+    if (BITS == 4) return n % 2 * 4;
+    if (BITS == 2) return n % 4 * 2;
+    if (C == 8) return n == 3 ? 1 : 3 * n;
+    return n % 8 < 3 ? n % 8 * 3 : n % 8 < 6 ? n % 8 * 3 - 8 : n % 8 * 3 - 16;
   }
-  // UP: 1024 + code factor, as halves
-  template <bool UP> KV_DEV static uint32_t pick(uint32_t w, int n) {
+  KV_FUNCTION int factor(int e) { return 1 << position(e / 2); }
+  // HOW: RAW; UP: 1024 + code factor, as halves; BASED: base(n) + code, for which codes are shifted to bits 6-9: bit k of a half with
+  // exponent 10 - k counts 1
+  KV_CONST int RAW = 0, UP = 1, BASED = 2;
+  KV_FUNCTION int bit(int n) { return BITS == 2 ? 6 + n % 2 * 2 : BITS == 3 && C > 8 && n % 8 > 2 && n % 8 < 6 ? 7 : 6; }
+  // w has register n's codes at bits 3 n or so, as `read` shifts it for RAW
+  template <int HOW> KV_DEV static uint32_t pick(uint32_t w, int n) {
+    if (HOW == BASED) {
+      const int by = bit(n) - position(n), k = bit(n);
+      w = by < 0 ? w >> -by : w << by;
+      return and_or(w, 0x00010001u * (uint32_t)(((1 << BITS) - 1) << k), 0x00010001u * (uint32_t)((25 - k) << 10));
+    }
     const uint32_t mask = 0x00010001u * (uint32_t)(((1 << BITS) - 1) * factor(2 * n));
-    return UP ? and_or(w, mask, 0x64006400u) : w & mask;
+    return HOW == UP ? and_or(w, mask, 0x64006400u) : w & mask;
   }
 
   // two words of which byte `first` and the five behind it are 16 codes of three bits
-  template <bool UP> KV_DEV static void sixteen(uint32_t low, uint32_t high, uint32_t first, uint32_t* r) {
+  template <int HOW> KV_DEV static void sixteen(uint32_t low, uint32_t high, uint32_t first, uint32_t* r) {
     const uint32_t a = prmt(low, high, 0x4310u + first * 0x1111u);  // bits 0-15 of either 24
     const uint32_t b = prmt(low, high, 0x5421u + first * 0x1111u);  // bits 8-23
     KV_UNROLL
-    for (int n = 0; n < 8; ++n) r[n] = pick<UP>(n < 3 ? a : n < 6 ? b : b >> 8, n);
+    for (int n = 0; n < 8; ++n) r[n] = pick<HOW>(n < 3 ? a : n < 6 ? b : b >> 8, n);
   }
 
-  template <bool UP = false> KV_DEV static void read(const uint8_t* row, int part, uint32_t (&r)[REGS]) {
+  template <int HOW = RAW> KV_DEV static void read(const uint8_t* row, int part, uint32_t (&r)[REGS]) {
     if constexpr (BYTES == 2) {  // 8 codes of two bits
       const uint32_t x = *(const uint16_t*)(row + 2 * part), y = x | x << 8;
       KV_UNROLL
-      for (int n = 0; n < 4; ++n) r[n] = pick<UP>(y, n);
+      for (int n = 0; n < 4; ++n) r[n] = pick<HOW>(y, n);
     } else if constexpr (BYTES == 3) {  // 8 codes of three bits; both words lie in the row
       const uint32_t* words = (const uint32_t*)row;
       const uint32_t x = prmt(words[3 * part / 4], words[(3 * part + 2) / 4], 0x0210u + 3 * part % 4 * 0x0111u);
       const uint32_t y = (x & 0xfffu) | (x << 4 & 0x0fff0000u);
       KV_UNROLL
-      for (int n = 0; n < 4; ++n) r[n] = pick<UP>(n < 3 ? y : y >> 8, n);
+      for (int n = 0; n < 4; ++n) r[n] = pick<HOW>(n < 3 ? y : y >> 8, n);
     } else if constexpr (BYTES == 6) {  // 16 codes of three bits
       const uint32_t* words = (const uint32_t*)row + 3 * part / 2;
-      sixteen<UP>(words[0], words[1], part % 2 * 2, r);
+      sixteen<HOW>(words[0], words[1], part % 2 * 2, r);
     } else {
       constexpr int WORDS = BYTES / 4;
       uint32_t w[WORDS];
@@ -75,15 +86,15 @@ template <int BITS, int C> struct Codes {
       if constexpr (BITS == 3) {
         KV_UNROLL
         for (int i = 0; i < WORDS; i += 3) {
-          sixteen<UP>(w[i], w[i + 1], 0, r + i / 3 * 16);
-          sixteen<UP>(w[i + 1], w[i + 2], 2, r + i / 3 * 16 + 8);
+          sixteen<HOW>(w[i], w[i + 1], 0, r + i / 3 * 16);
+          sixteen<HOW>(w[i + 1], w[i + 2], 2, r + i / 3 * 16 + 8);
         }
       } else {
         KV_UNROLL
         for (int n = 0; n < REGS; ++n) {
-          if (BITS == 8) r[n] = prmt(w[n / 2], UP ? 0x64646464u : 0u, n % 2 ? 0x4342u : 0x4140u);
-          if (BITS == 4) r[n] = pick<UP>(n % 4 < 2 ? w[n / 4] : w[n / 4] >> 8, n);
-          if (BITS == 2) r[n] = pick<UP>(n % 8 < 4 ? w[n / 8] : w[n / 8] >> 8, n);
+          if (BITS == 8) r[n] = prmt(w[n / 2], HOW == UP ? 0x64646464u : 0u, n % 2 ? 0x4342u : 0x4140u);
+          if (BITS == 4) r[n] = pick<HOW>(n % 4 < 2 ? w[n / 4] : w[n / 4] >> 8, n);
+          if (BITS == 2) r[n] = pick<HOW>(n % 8 < 4 ? w[n / 8] : w[n / 8] >> 8, n);
         }
       }
     }
@@ -91,18 +102,31 @@ template <int BITS, int C> struct Codes {
 
   // codes as they are, exact halves
   KV_DEV static void whole(const uint8_t* row, int part, uint32_t (&r)[REGS]) {
-    read<true>(row, part, r);
+    read<UP>(row, part, r);
     KV_UNROLL
     for (int n = 0; n < REGS; ++n) {
-      const uint32_t inverse = 0x04000400u * (uint32_t)(15 - log2(factor(2 * n)));
+      const uint32_t inverse = 0x04000400u * (uint32_t)(15 - position(n));
       r[n] = hfma2(r[n], inverse, 0x80008000u | (inverse + 0x28002800u));  // times 1 / factor, minus 1024 / factor
     }
   }
-  KV_FUNCTION int log2(int f) { return f > 1 ? 1 + log2(f / 2) : 0; }
+  // s code + z, rounded once; s and z twice in a word
+  KV_DEV static void scaled(const uint8_t* row, int part, uint32_t s, uint32_t z, uint32_t (&r)[REGS]) {
+    if constexpr (BITS == 8) {
+      whole(row, part, r);
+      KV_UNROLL
+      for (int n = 0; n < REGS; ++n) r[n] = hfma2(r[n], s, z);
+    } else {
+      read<BASED>(row, part, r);
+      // z - base s: rounding it moves a value by less than s / 256
+      const uint32_t z16 = hfma2(0xcc00cc00u, s, z), z8 = hfma2(0xc800c800u, s, z), z4 = hfma2(0xc400c400u, s, z);
+      KV_UNROLL
+      for (int n = 0; n < REGS; ++n) r[n] = hfma2(r[n], s, bit(n) == 6 ? z16 : bit(n) == 7 ? z8 : z4);
+    }
+  }
 };
 
-// Codes per part of a row of D: the parts of D = 96 are as long as those of 128 where they would not end with a byte or a
-// group, so the last ones are empty.
+// Codes per part of a row of D: the parts of D = 96 are as long as those of 128 where they would not end with a byte or
+// a group, so the last ones are empty.
 template <int D, int BITS> KV_CONSTEXPR int key_codes() { return D == 96 && BITS < 4 ? 32 : D / 4; }
 template <int D, int BITS> KV_CONSTEXPR int value_codes() { return D == 96 && BITS < 8 ? 16 : D / 8; }
 
@@ -111,7 +135,9 @@ template <int D, class C> KV_CONSTEXPR int part_channel(int part, int e) {
   return (part + 1) * C::REGS * 2 <= D ? part * C::REGS * 2 + C::place(e) : -1;
 }
 // an empty part reads the first one
-template <int D, class C> KV_DEV int live_part(int part) { return D % (C::REGS * 2 * 4) == 0 || (part + 1) * C::REGS * 2 <= D ? part : 0; }
+template <int D, class C> KV_DEV int live_part(int part) {
+  return D % (C::REGS * 2 * 4) == 0 || (part + 1) * C::REGS * 2 <= D ? part : 0;
+}
 
 template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   using K = Codes<BITS, key_codes<D, BITS>()>;
@@ -123,7 +149,8 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST int TABLE = 0;
   KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
 
-  template <class P> KV_DEV static float scale(const P& planes, int token) { return half_float(((const uint16_t*)planes[1])[token]); }
+  template <class P>
+  KV_DEV static float scale(const P& planes, int token) { return half_float(((const uint16_t*)planes[1])[token]); }
   template <class P> KV_DEV static float zero(const P& planes, int token) {
     if constexpr (SYMMETRIC) return scale(planes, token) * -(float)(1 << (BITS - 1));
     else return half_float(((const uint16_t*)planes[2])[token]);
@@ -135,10 +162,12 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST bool HAS_K_ZERO = true;
   KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     K::read(planes[0] + token * ROW, live_part<D, K>(part), r);
   }
-  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * 16777216.0f; }
+  template <class P>
+  KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * 16777216.0f; }
   template <class P> KV_DEV static float k_zero(const P& planes, int token, int) { return zero(planes, token); }
 
   KV_CONST int V_REGS = V::REGS;
@@ -148,10 +177,12 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST bool HAS_V_ZERO = true;
   KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
   KV_FUNCTION float v_weight(int e) { return 1.0f / V::factor(e); }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
   }
-  template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * 16777216.0f; }
+  template <class P>
+  KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * 16777216.0f; }
   template <class P> KV_DEV static float v_zero(const P& planes, int token) { return zero(planes, token); }
 };
 

@@ -1,21 +1,21 @@
 // Readers of codes that are levels of a table: turboquant, and the keys of ultra-tq.
 //
-// A byte of codes (two of 4 bits, four of 2, eight of 1) or a pair of 3-bit codes is looked up at once. An entry has the levels in fp16
-// and is held in as many copies as fill the 128 bytes of all banks, so that no two lanes meet in one: entry i begins at 128 i,
-// a lane's copy at lane * size. For bytes one operation is the whole address: dot4 = byte * 128 + copy.
+// A byte of codes (two of 4 bits, four of 2, eight of 1) or a pair of 3-bit codes is looked up at once. An entry has
+// the levels in fp16 and is held in as many copies as fill the 128 bytes of all banks, so that no two lanes meet in
+// one: entry i begins at 128 i, a lane's copy at lane * size. For bytes one operation is the whole address: dot4 =
+// byte * 128 + copy.
 //
-// Numbers: a level is rounded to fp16 once, 2^-11 of it at most; norms stay in fp32. With norms per block of 32 channels a key is
-// fp16(fp16(level / 4) * norm), two roundings, exact to 2^-25 where it is subnormal.
+// Numbers: a level is rounded to fp16 once, by 2^-11 of it at most; norms stay in fp32. With norms per block of 32
+// channels a key is fp16(fp16(level / 4) * norm), two roundings, exact to 2^-25 where it is subnormal.
 #pragma once
 #include "platform.cuh"
 
 namespace kv {
 
-// A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words. Runs that begin inside a word
-// read up to one word behind their end: the norms' plane follows.
+// A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words. Runs that
+// begin inside a word read up to one word behind their end: the norms' plane follows.
 template <int RUN, int PARTS> struct PartStream {
   KV_CONST int WORDS = (RUN + 31) / 32;
-  KV_CONST bool ALIGNED = RUN % 32 == 0 || RUN == 16 || RUN == 8;
   KV_FUNCTION int words_read() {
     int most = 0;
     for (int part = 0; part < PARTS; ++part) {
@@ -58,8 +58,9 @@ template <int RUN, int PARTS> struct PartStream {
   }
 };
 
-// Values, eight parts of two words. The four tokens that a warp reads at once are an even number of 64-byte rows apart, in the same banks;
-// so a part has words 4 (part / 2) + part % 2 and two on, lanes of the later two tokens read them the other way round, and turn them back.
+// Values, eight parts of two words. The four tokens that a warp reads at once are an even number of 64-byte rows
+// apart, in the same banks; so a part has words 4 (part / 2) + part % 2 and two on, and lanes of the later two tokens
+// read them the other way round and turn them back.
 struct CrossedWords {
   KV_FUNCTION int word(int part, int i) { return part / 2 * 4 + part % 2 + 2 * i; }
   KV_DEV static void load(const uint8_t* row, int part, int lane, uint32_t (&w)[2]) {
@@ -71,8 +72,8 @@ struct CrossedWords {
   }
 };
 
-// Levels of codes of BITS bits. In global memory: one copy of each entry, the codes of its index from the lowest bits up
-// (kvcodec/cuda/tables.py, level_table).
+// Levels of codes of BITS bits. In global memory: one copy of each entry, the codes of its index from the lowest bits
+// up, see level_table in kvcodec/cuda/tables.py.
 template <int BITS> struct LevelTable {
   KV_CONST bool BYTEWISE = BITS == 1 || BITS == 2 || BITS == 4;
   KV_CONST int PER = BYTEWISE ? 8 / BITS : BITS == 3 ? 2 : 1;  // codes of an entry
@@ -117,7 +118,8 @@ template <int BITS> struct LevelTable {
   }
 
   // levels of the first 2 REGS codes; codes behind the run's end give levels too, of whatever bits are there
-  template <int N, int REGS> KV_DEV static void look_up(const uint32_t (&w)[N], const uint8_t* table, int lane, uint32_t (&r)[REGS]) {
+  template <int N, int REGS>
+  KV_DEV static void look_up(const uint32_t (&w)[N], const uint8_t* table, int lane, uint32_t (&r)[REGS]) {
     const uint32_t copy = lane % COPIES * ENTRY;
     if (PER == 1) {
       KV_UNROLL
@@ -174,7 +176,7 @@ template <int D, int BITS> struct LevelRows {
   }
 };
 
-// kvcodec/codecs/turboquant.py: value = level * sqrt(D) * norm; the table holds level * sqrt(D), numbers of about 0.03 to 5.
+// kvcodec/codecs/turboquant.py: value = level * sqrt(D) * norm; the table holds level * sqrt(D), about 0.03 to 5.
 // BORROWS: values whose levels are the keys' have no table of their own, but read the one before theirs.
 template <int D, int BITS, bool NORM32 = false, bool BORROWS = false> struct ReadTurboQuant {
   using Rows = LevelRows<D, BITS>;
@@ -183,7 +185,9 @@ template <int D, int BITS, bool NORM32 = false, bool BORROWS = false> struct Rea
   KV_CONST int PLANES = 2;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? Rows::ROW : NORM32 ? 4 : 2; }
   KV_CONST int TABLE = BORROWS ? 0 : Table::BYTES;
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) { Table::fill(to, from, thread, threads); }
+  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    Table::fill(to, from, thread, threads);
+  }
 
   template <class P> KV_DEV static float norm(const P& planes, int token) {
     if (NORM32) return ((const float*)planes[1])[token];
@@ -196,7 +200,8 @@ template <int D, int BITS, bool NORM32 = false, bool BORROWS = false> struct Rea
   KV_CONST bool HAS_K_ZERO = false;
   KV_FUNCTION int k_channel(int part, int e) { return Rows::k_channel(part, e); }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     Rows::keys(planes[0] + token * Rows::ROW, table, part, lane, r);
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return norm(planes, token); }
@@ -208,7 +213,9 @@ template <int D, int BITS, bool NORM32 = false, bool BORROWS = false> struct Rea
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return Rows::v_channel(part, e); }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
+                            uint32_t (&r)[V_REGS]) {
     Rows::values(planes[0] + token * Rows::ROW, BORROWS ? table - Table::BYTES : table, part, lane, r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return norm(planes, token); }
@@ -223,7 +230,9 @@ template <int D, bool BLOCK_NORM = false> struct ReadUltraTQ {
   KV_CONST int NORMS = BLOCK_NORM ? D / 32 : 1;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? Rows::ROW : 2 * NORMS; }
   KV_CONST int TABLE = Table::BYTES;
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) { Table::fill(to, from, thread, threads); }
+  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    Table::fill(to, from, thread, threads);
+  }
 
   // 4 * 2^r: the table holds level / 4, so that a product with any norm is an fp16 number; 4^r >= rotation's order / 32
   KV_FUNCTION float unit() {
@@ -238,7 +247,8 @@ template <int D, bool BLOCK_NORM = false> struct ReadUltraTQ {
   KV_CONST bool HAS_K_ZERO = false;
   KV_FUNCTION int k_channel(int part, int e) { return Rows::k_channel(part, e); }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     Rows::keys(planes[0] + token * Rows::ROW, table, part, lane, r);
     if (BLOCK_NORM) {
       // runs of eight channels that share a norm in every part

@@ -1,13 +1,13 @@
 // Reader of ultraquant (kvcodec/codecs/ultraquant.py): E2M1 codes, and a scale for every 32 channels of a token.
 //
-// A code becomes fp16 in one of two ways. By a table of bytes (two codes) in shared memory, one dot4 and one load for two codes. Or in
-// registers: the bits s e e m belong at 15, 11, 10 and 9 of a half, where they are the code times 2^-14, subnormals included; a word of
-// eight codes takes eleven operations, since shifting its even and its odd codes into bytes costs as much as doing it for one pair.
-// The table takes time in shared memory, the registers in the pipe of shifts and masks, so one for keys and one for values is best.
+// A code becomes fp16 in one of two ways. By a table of bytes (two codes) in shared memory, one dot4 and one load for
+// two codes. Or in registers: the bits s e e m belong at 15, 11, 10 and 9 of a half, where they are the code times
+// 2^-14, subnormals included; a word of eight codes takes eleven operations, since even and odd codes are put into
+// bytes first. The table loads shared memory, the registers load the pipe of shifts and masks.
 //
 // Scales are powers of two, which multiply an fp16 number exactly unless the product is subnormal:
-//   by table      code 2^E is (code / 8) (2^E / 8) 64: exact for E >= -17, off by 2^-19 at most below; E beyond 18 is out of range, which
-//                 numbers of up to 2^18 / c have
+//   by table      code 2^E is (code / 8) (2^E / 8) 64: exact for E >= -17, off by 2^-19 at most below; E beyond 18, as
+//                 of c times a magnitude of more than 2^18, is out of range
 //   registers     code 2^E is held over the token's largest 2^E, which stays in fp32: exact from 2^-24 of it up
 // scale=real: the product of code / 8 with any fp16 scale is an fp16 number; it is rounded, once.
 #pragma once
@@ -32,8 +32,9 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
 
   KV_CONST int TABLE = WAY == TABLE_OWN ? Pairs::BYTES : 0;
   KV_DEV static uint32_t number(int code) {  // fp16 bits
-    const float whole = bits_float((code & 6 ? (uint32_t)(code >> 1 & 3) + 126 : 126) << 23);  // 2^(e-1), 1/2 for subnormals
-    const float size = code & 6 ? whole * (code & 1 ? 1.5f : 1.0f) : code & 1 ? whole : 0.0f;
+    const int e = code >> 1 & 3;
+    const float whole = bits_float((uint32_t)(126 + e) << 23);  // 2^(e-1); subnormals are halves
+    const float size = e ? whole * (code & 1 ? 1.5f : 1.0f) : code & 1 ? whole : 0.0f;
     return half_bits(size * HELD) | (code & 8) << 12;
   }
   KV_DEV static void fill(uint8_t* to, const uint8_t*, int thread, int threads) {
@@ -45,7 +46,8 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
 
   // eight codes; register k, half h is code 4 h + (2, 0, 3, 1)[k]
   KV_DEV static void place(uint32_t w, uint32_t* r) {
-    const uint32_t even = (w << 1 & 0x0e0e0e0eu) | (w << 4 & 0x80808080u), odd = (w >> 3 & 0x0e0e0e0eu) | (w & 0x80808080u);
+    const uint32_t even = (w << 1 & 0x0e0e0e0eu) | (w << 4 & 0x80808080u);
+    const uint32_t odd = (w >> 3 & 0x0e0e0e0eu) | (w & 0x80808080u);
     r[0] = even & 0xff00ff00u;
     r[1] = prmt(even, 0u, 0x2404);
     r[2] = odd & 0xff00ff00u;
@@ -100,7 +102,8 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     return part * (D / 4) + (WAY == TABLE_NONE ? e / 8 * 8 + e % 2 * 4 + (k % 2 ? 0 : 2) + k / 2 : e);
   }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     const uint8_t* row = planes[0] + token * (D / 2);
     uint32_t w[Keys::WORDS], most = 0;
     if (WAY == TABLE_NONE) Keys::load(row, part, w), most = top(planes, token);
@@ -137,7 +140,9 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return Rows::v_channel(part, e); }
   KV_FUNCTION float v_weight(int) { return REAL ? 1.0f / HELD : 1.0f / (HELD * HELD); }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
+                            uint32_t (&r)[V_REGS]) {
     static_assert(WAY != TABLE_NONE, "values are looked up");
     Rows::values(planes[0] + token * (D / 2), WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, part, lane, r);
     constexpr int SPAN = span(8);
