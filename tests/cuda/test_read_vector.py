@@ -24,6 +24,7 @@ from kvcodec.ops.bitpack import pack
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda import harness
 from tests.cuda.decode_cases import OPTIONS, Case, Side, check
+from tests.cuda.offline import ARCHITECTURES, compile_kernels
 
 DIMS = [64, 96, 128, 192, 256]
 
@@ -227,3 +228,31 @@ def test_hqmq_beside_another_codec(role: Role) -> None:
     side = hqmq_side(Hqmq(24, 3), None)
     for options in OPTIONS:
         check(*((side, SAW) if role == "key" else (SAW, side)), 64, Case(**options))
+
+
+DECODER = """
+#include "decode.cuh"
+#include "read_hqmq.cuh"
+#include "read_octopus.cuh"
+#include "read_saw.cuh"
+using Kernel = kv::Decoder<{key}, {value}, 128, 64, 32, 8, 2>;
+KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("codec", "products", "most"), [(Octopus(4, 2), 50, 2.3), (Octopus(5, 3), 50, 2.9), (Hqmq(24, 3), 48, 3.0)], ids=str
+)
+def test_machine_code(codec: Codec, products: int, most: float, arch: int) -> None:
+    """No spills, and at most so many instructions for a number of the cache on sm_90, a quarter more elsewhere."""
+    if isinstance(codec, Octopus):
+        pair = octopus_reader(codec, 128), "kv::ReadSaw<128>"
+    else:
+        assert isinstance(codec, Hqmq)
+        pair = hqmq_reader(codec, 128, "key"), hqmq_reader(codec, 128, "value")
+    kernel = compile_kernels(DECODER.format(key=pair[0], value=pair[1]), arch)["decode"]
+    assert kernel.stack == 0
+    assert not kernel.spills()
+    ways = [loop.shortest("HMMA", products) for loop in kernel.loops_with("HMMA", "LDGSTS")]
+    assert min(map(len, ways)) * 32 / (2 * 32 * 128) <= most * (1 if arch == 90 else 1.25)
