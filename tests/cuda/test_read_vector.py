@@ -220,7 +220,9 @@ def test_octopus_decode(codec: Octopus, dim: int) -> None:
 def test_hqmq_decode(s: int, r: int, dim: int) -> None:
     codec = Hqmq(s, r)
     for options in OPTIONS:
-        check(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, Case(**options))
+        # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
+        tolerance = 2.0 if "spread" in options else 1.0
+        check(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, Case(**options), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("role", ["key", "value"])
