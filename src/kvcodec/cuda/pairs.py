@@ -171,7 +171,7 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
     # multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the shortest last round. Many: long
     # tiles cost the fewest instructions, two CTAs hide each other's ends, and where only one fits, more warps help.
     fitting = [c for c in candidates(pair) if _fits(pair, c, machine, dense)]
-    if 4 * units <= machine.sms:
+    if 10 * units <= machine.sms:
         fitting.sort(key=lambda c: (c.warps * c.resident < 8, abs(c.tile - 32), c.resident, c.warps))
     else:
         order = {1: -1, 2: 1}
