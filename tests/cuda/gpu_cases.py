@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--presets", default="")
     parser.add_argument("--dims", default="64,96,128,256")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=8, help="processes; 0: this one, as a sanitizer wants it")
     parser.add_argument("--deadline", type=float, default=1e9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
@@ -283,13 +284,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     results: list[dict[str, Any]] = []
     context = torch.multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        futures = [pool.submit(run_combination, job) for job in jobs]
+    with ProcessPoolExecutor(args.jobs, mp_context=context) if args.jobs else nullcontext() as pool:
+        futures = [pool.submit(run_combination, job) for job in jobs] if pool else [None] * len(jobs)
         for job, future in zip(jobs, futures, strict=True):
             if time.time() - started > args.deadline:
-                future.cancel()
+                if future is not None:
+                    future.cancel()
                 continue
-            part = future.result()
+            part = future.result() if future is not None else run_combination(job)
             results += part
             wrong = [row for row in part if bad(row)]
             top = max((row["decode"]["ratio"] for row in part if "decode" in row), default=math.nan)
