@@ -167,8 +167,8 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
     UnsupportedError
         No choice fits the machine's shared memory.
     """
-    # Eight warps a multiprocessor hide memory's latency; long tiles cost the fewest instructions. Few sequences: one CTA a
-    # multiprocessor leaves the fewest partials to merge. Many: two hide each other's starts and ends.
+    # Eight warps a multiprocessor hide memory's latency; long tiles cost the fewest instructions. Few sequences: one
+    # CTA a multiprocessor leaves the fewest partials to merge. Many: two hide each other's starts and ends.
     few = 4 * units <= machine.sms
     fitting = sorted(
         (c for c in candidates(pair) if _fits(pair, c, machine, dense)),
