@@ -2,6 +2,7 @@
 // innerq) or along tokens of a channel (keys of kivi, values of innerq). Bytes: kvcodec/codecs/group_int.py, innerq.py.
 #pragma once
 #include "read_int.cuh"
+#include "read_levels.cuh"
 
 namespace kv {
 
@@ -45,7 +46,8 @@ template <int D, int BITS> struct GroupKeys {
   }
 };
 
-// Groups of GROUP channels of a token, asymmetric.
+// Groups of GROUP channels of a token, asymmetric. Values of two bits are looked up a byte at a time: the four exact numbers
+// of an entry cost two operations, masks and a subtraction cost nine.
 template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BITS> {
   using V = Codes<BITS, D == 96 ? 16 : D / 8>;
   static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
@@ -54,8 +56,18 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = 3;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? ROW : 2 * SCALES; }
-  KV_CONST int TABLE = 0;
-  KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
+  using Bytes = LevelTable<2>;
+  KV_CONST int TABLE = BITS == 2 ? Bytes::BYTES : 0;
+  KV_DEV static uint32_t number(int code) { return code == 3 ? 0x4200u : code == 2 ? 0x4000u : code == 1 ? 0x3c00u : 0u; }
+  KV_DEV static void fill(uint8_t* to, const uint8_t*, int thread, int threads) {
+    check_shared_base();
+    for (int n = thread; n < TABLE / 16; n += threads) {
+      const int byte = n / 8;
+      const uint32_t low = number(byte & 3) | number(byte >> 2 & 3) << 16;
+      const uint32_t high = number(byte >> 4 & 3) | number(byte >> 6) << 16;
+      ((Words4*)to)[n] = {low, high, low, high};
+    }
+  }
   template <class P> KV_DEV static float k_zero(const P& planes, int token, int group) {
     static_assert(GROUP == 32, "keys in groups of 32");
     return GroupKeys<D, BITS>::number(planes, 2, token, group);
@@ -67,13 +79,25 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = false;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
+  KV_FUNCTION int v_channel(int part, int e) {
+    if (BITS > 2) return part_channel<D, V>(part, e);
+    const int c = part * (2 * V_REGS) + e;
+    return c < D ? c : -1;
+  }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
   template <class P>
-  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
     const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
-    V::whole(planes[0] + token * ROW, live, r);
+    if constexpr (BITS == 2) {
+      const uint8_t* run = planes[0] + token * ROW + live * V::BYTES;
+      uint32_t w[(V::BYTES + 3) / 4];
+      if constexpr (V::BYTES == 2) w[0] = *(const uint16_t*)run;
+      else load_run<V::BYTES / 4>(w, run);
+      Bytes::look_up(w, table, lane, r);
+    } else {
+      V::whole(planes[0] + token * ROW, live, r);
+    }
     KV_UNROLL
     for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
   }

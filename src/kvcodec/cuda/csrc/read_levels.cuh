@@ -8,7 +8,7 @@
 // Numbers: a level is rounded to fp16 once, by 2^-11 of it at most; norms stay in fp32. With norms per block of 32
 // channels a key is fp16(fp16(level / 4) * norm), two roundings, exact to 2^-25 where it is subnormal.
 #pragma once
-#include "platform.cuh"
+#include "bits.cuh"
 
 namespace kv {
 
@@ -92,6 +92,7 @@ template <int BITS> struct LevelTable {
     return {y, y, y, y};
   }
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    check_shared_base();
     constexpr int ALL = BYTES / 16, STEP = 4;  // loads of four turns under way at once
     KV_NO_UNROLL
     for (int first = thread; first < ALL; first += STEP * threads) {
@@ -124,20 +125,20 @@ template <int BITS> struct LevelTable {
     if (PER == 1) {
       KV_UNROLL
       for (int i = 0; i < REGS; ++i) {
-        const uint32_t low = *(const uint32_t*)(table + address(w, 2 * i, copy));
-        r[i] = prmt(low, *(const uint32_t*)(table + address(w, 2 * i + 1, copy)), 0x7610);
+        const uint32_t low = load_table(table, address(w, 2 * i, copy));
+        r[i] = prmt(low, load_table(table, address(w, 2 * i + 1, copy)), 0x7610);
       }
     } else {
       KV_UNROLL
       for (int i = 0; i < 2 * REGS / PER; ++i) {
-        const uint8_t* entry = table + address(w, i, copy);
+        const uint32_t at = address(w, i, copy);
         if (PER == 2) {
-          r[i] = *(const uint32_t*)entry;
+          r[i] = load_table(table, at);
         } else if (PER == 4) {
-          const Words2 x = *(const Words2*)entry;
+          const Words2 x = load_table2(table, at);
           r[2 * i % REGS] = x.a, r[(2 * i + 1) % REGS] = x.b;
         } else {
-          const Words4 x = *(const Words4*)entry;
+          const Words4 x = *(const Words4*)(table + at);
           r[4 * i % REGS] = x.a, r[(4 * i + 1) % REGS] = x.b, r[(4 * i + 2) % REGS] = x.c, r[(4 * i + 3) % REGS] = x.d;
         }
       }

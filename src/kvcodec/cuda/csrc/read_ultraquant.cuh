@@ -38,6 +38,7 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     return half_bits(size * HELD) | (code & 8) << 12;
   }
   KV_DEV static void fill(uint8_t* to, const uint8_t*, int thread, int threads) {
+    check_shared_base();
     for (int n = thread; n < TABLE / 16; n += threads) {
       const uint32_t x = number(n / 8 & 15) | number(n / 8 >> 4) << 16;
       ((Words4*)to)[n] = {x, x, x, x};
