@@ -23,7 +23,6 @@ from kvcodec.layout import page_tokens_for
 from kvcodec.pages import PageStore
 from kvcodec.scheme import KVScheme
 
-
 SLOWER = ("group_int",)
 """Triton kernels that CUDA's outrun: scale and offset in planes of their own cost them a third of the speed."""
 

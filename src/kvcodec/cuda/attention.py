@@ -38,8 +38,8 @@ from kvcodec.errors import ShapeError, UnsupportedError
 
 # fmt: off
 __all__ = [
-    "ARGS", "ARGS_FIELDS", "H200", "Config", "Machine", "Pair", "config_for", "decode_attention", "machine", "pair_for",
-    "candidates", "pair_of", "program", "shared_bytes", "splits_of", "text_of", "workspace_numel",
+    "ARGS", "ARGS_FIELDS", "H200", "Config", "Machine", "Pair", "candidates", "config_for", "decode_attention",
+    "machine", "pair_for", "pair_of", "program", "shared_bytes", "splits_of", "text_of", "workspace_numel",
 ]
 # fmt: on
 
@@ -55,7 +55,17 @@ MOST_SEQUENCES = 65535
 
 
 def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> Program:
-    """Return the source of ``kv_decode`` and ``kv_combine``; ``cap``: scores have a soft cap; ``dense``: -1, or their kind."""
+    """Return the source of ``kv_decode`` and ``kv_combine``.
+
+    Parameters
+    ----------
+    pair : Pair
+    config : Config
+    cap : bool
+        Whether scores have a soft cap.
+    dense : int
+        Kind of the dense tokens, a value of ``KINDS``; -1: there are none.
+    """
     dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
     threads, tile = config.warps * 32, align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(
@@ -64,7 +74,8 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> P
             *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}>;",
-            f'static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "shared memory as the host counts it");',
+            f"static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "
+            '"shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",

@@ -18,7 +18,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -423,7 +423,7 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
     return tuple(_kernel(program, name, index) for name in names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(program: Program, name: str, index: int) -> Kernel:
     """One object per function: what a function may have of shared memory is set once and must not shrink."""
     driver = importlib.import_module("cuda.bindings.driver")

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.cuda.attention import KINDS, MOST_SEQUENCES
 from kvcodec.cuda.build import Kernel, Program, load, refusal
-from kvcodec.cuda.sides import Encoder, SideTensors, encoder, includes
+from kvcodec.cuda.sides import Encoder, SideTensors, encoder
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PageLayout
 

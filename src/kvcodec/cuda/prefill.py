@@ -1,4 +1,4 @@
-"""Attention of many query tokens over packed pages: unpacked chunk by chunk into a dense staging area, for flash attention.
+"""Attention of many query tokens over packed pages: unpacked chunk by chunk into dense memory, for flash attention.
 
 A chunk of a prompt has tens to thousands of queries, so arithmetic and not memory decides: the pages are unpacked once
 per chunk of history, at the speed of memory, and the tensor cores see 16-bit numbers. Nothing is rotated back: queries
@@ -74,7 +74,9 @@ def program(pair: Pair) -> Program:
         Keys are held with a sketch: their second part is in another basis than the first.
     """
     if pair.key.queries > 1:
-        raise UnsupportedError(f"unpacking {pair.key.type}: keys with a sketch are not unpacked; use streamed attention.")
+        raise UnsupportedError(
+            f"unpacking {pair.key.type}: keys with a sketch are not unpacked; use streamed attention."
+        )
     source = "\n".join(
         [
             '#include "unpack.cuh"',

@@ -1,5 +1,5 @@
-// Arguments of the decode kernels. One struct by value, mirrored field by field in kvcodec/cuda/attention.py: pointers, then 64-bit
-// strides, then 32-bit numbers, so that both compilers lay it out alike.
+// Arguments of the decode kernels. One struct by value, mirrored field by field in kvcodec/cuda/attention.py:
+// pointers, then 64-bit strides, then 32-bit numbers, so that both compilers lay it out alike.
 #pragma once
 #include "platform.cuh"
 
@@ -8,7 +8,8 @@ namespace kv {
 // what keys or values need besides their bytes
 struct Side {
   const uint8_t* table;     // look-up tables of KV head h at table + h * table_head; may be null
-  const float* factor;      // [B or 1, H, D] keys: multiplies q before the rotation; values: the output after it; null: ones
+  // [B or 1, H, D] keys: multiplies q before the rotation; values: the output after it; null: ones
+  const float* factor;
   int64_t table_head;       // bytes; 0: one table for all heads
   int64_t factor_batch;     // elements; 0: one for all sequences
   int64_t block;            // order of the Hadamard rotation, 1 for none

@@ -1,9 +1,10 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
-// Work split. CTA (split, KV head x tile of 8 query heads, sequence) owns a run of tiles of T tokens; its warps take them in turn. Each warp
-// keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies, and its own online softmax; nothing in the
-// loop waits for another warp. Tokens (for values: channels) are the 16 rows of the tensor-core tile and the heads its 8 columns, so the
-// codes go from shared memory through registers into the tensor core and nothing decoded is written anywhere.
+// Work split. CTA (split, KV head x tile of 8 query heads, sequence) owns a run of tiles of T tokens; its warps take
+// them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies, and
+// its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16 rows
+// of the tensor-core tile and the heads its 8 columns, so the codes go from shared memory through registers into the
+// tensor core and nothing decoded is written anywhere.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
@@ -11,187 +12,41 @@
 //  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
 //   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
 //   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
-//   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two that goes into q
+//   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two
+//                 that goes into q
 //   keys(planes, table, token, part, lane, r)   raw numbers
 //   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
 //   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
 //                 once, without its factor K_SCALE_UNIT
-//   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT: key = s K_UNIT k_weight raw + z
+//   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT:
+//                 key = s K_UNIT k_weight raw + z
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
-//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:   as above, any weight
+//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
+//                 as above, any weight
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp,
 //                 v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
-// Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies it exactly).
+// Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
+// it exactly).
 //
-// Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is fp16: an online softmax
-// whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a reference of their own, so that fp16 holds them.
+// Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
+// fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
+// reference of their own, so that fp16 holds them.
 //
-// Partials (m, l, o) of every split and of the dense tokens are merged in combine.cuh.
+// Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
 #include "finish.cuh"
-#include "query.cuh"
-#include "tile.cuh"
+#include "products.cuh"
 
 namespace kv {
-
-// scores of 16 tokens: s[0..1] token g, heads 2j 2j+1; s[2..3] token g + 8
-template <class K, int D, class P>
-KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const uint8_t* table, int token, int lane,
-                   const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[4]) {
-  constexpr int PER = K::K_REGS / K::GROUPS;
-  const int j = lane % 4, at = token + lane / 4;
-  uint32_t x[K::K_REGS], y[K::K_REGS];
-  K::keys(planes, table, at, j, lane, x);
-  K::keys(planes, table, at + 8, j, lane, y);
-  float sx[K::GROUPS], sy[K::GROUPS];
-  if constexpr (k_scale_unit<K>(0) != 0.0f) {
-    K::k_scales(planes, at, sx);
-    K::k_scales(planes, at + 8, sy);
-  } else if constexpr (!K::K_BLOCKED) {
-    KV_UNROLL
-    for (int group = 0; group < K::GROUPS; ++group) {
-      sx[group] = K::k_scale(planes, at, group);
-      sy[group] = K::k_scale(planes, at + 8, group);
-    }
-  }
-  KV_UNROLL
-  for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
-  KV_UNROLL
-  for (int group = 0; group < K::GROUPS; ++group) {
-    float d[4];
-    KV_UNROLL
-    for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
-    KV_UNROLL
-    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
-      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
-      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
-    }
-    if constexpr (K::K_BLOCKED) {
-      KV_UNROLL
-      for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
-    } else {
-      s[0] += d[0] * sx[group], s[1] += d[1] * sx[group], s[2] += d[2] * sy[group], s[3] += d[3] * sy[group];
-      if constexpr (K::HAS_K_ZERO && k_offset<K>(0) == 0.0f) {
-        constexpr float UNIT = k_scale_unit<K>(0) != 0.0f ? 1.0f / k_scale_unit<K>(0) : 1.0f;
-        const float zx = K::k_zero(planes, at, group) * UNIT, zy = K::k_zero(planes, at + 8, group) * UNIT;
-        s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx, s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
-      }
-    }
-  }
-  s[0] *= q.scale[0], s[1] *= q.scale[1], s[2] *= q.scale[0], s[3] *= q.scale[1];
-}
-
-// bits of 1 / w as fp16, w a power of two between 2^-14 and 2^14
-KV_CONSTEXPR uint32_t inverse_half(float w) {
-  int exponent = 15;
-  for (; w < 1.0f; w *= 2.0f) ++exponent;
-  for (; w > 1.0f; w *= 0.5f) --exponent;
-  return (uint32_t)exponent << 10;
-}
-template <class K> KV_DEV uint32_t unweighted(uint32_t q, int r) {
-  return hmul2(q, inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16);
-}
-
-// scale and zero of 32 tokens' channels go into q: block_q = q s, and the zeros' share of every score
-template <class K, int D, class P>
-KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const Query<K, D>& q, const P& planes, int block, int lane) {
-  uint32_t s[K::K_REGS], z[K::K_REGS];
-  K::k_block(planes, block, lane % 4, s, z);
-  KV_UNROLL
-  for (int i = 0; i < 4; ++i) zero[i] = 0.0f;
-  KV_UNROLL
-  for (int k = 0; k < K::K_REGS; k += 2) {
-    block_q[k] = hmul2(q.r[k], s[k]);
-    block_q[k + 1] = hmul2(q.r[k + 1], s[k + 1]);
-    mma(zero, z[k], z[k], z[k + 1], z[k + 1], unweighted<K>(q.r[k], k), unweighted<K>(q.r[k + 1], k + 1));
-  }
-}
-
-// out += V^T P of 16 tokens, P by `weights`; dead tokens' numbers are dropped when MASKED
-template <class V, int D, bool MASKED, class P>
-KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2], const P& planes, const uint8_t* table, int token, int lane,
-                       int live_from, int live_to) {
-  const int g = lane / 4, j = lane % 4;
-  const uint32_t b0 = b[0], b1 = b[1];
-  KV_UNROLL
-  for (int odd = 0; odd < 2; ++odd) {
-    const int at = token + 2 * j + odd;
-    uint32_t x[V::V_REGS], y[V::V_REGS];
-    V::values(planes, table, at, g, lane, x);
-    V::values(planes, table, at + 8, g, lane, y);
-    if (MASKED) {
-      const bool keep_x = at >= live_from && at < live_to, keep_y = at + 8 >= live_from && at + 8 < live_to;
-      KV_UNROLL
-      for (int r = 0; r < V::V_REGS; ++r) x[r] = keep_x ? x[r] : 0u, y[r] = keep_y ? y[r] : 0u;
-    }
-    // one token's two channels share a register, so each product takes P in one half and zero in the other
-    const uint32_t low0 = odd ? b0 >> 16 : b0 & 0xffffu, low1 = odd ? b1 >> 16 : b1 & 0xffffu;
-    const uint32_t high0 = odd ? b0 & 0xffff0000u : b0 << 16, high1 = odd ? b1 & 0xffff0000u : b1 << 16;
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);
-      mma(out[k][1], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], high0, high1);
-    }
-  }
-}
-
-// p as `scores` gives them, scaled: B operands
-KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
-  b[0] = transpose8(pack_half2(p[0], p[1]));
-  b[1] = transpose8(pack_half2(p[2], p[3]));
-}
-
-// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then times the
-// channels' scales
-template <class V>
-KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2],
-                         const uint32_t (&b1)[2]) {
-  const uint32_t one = 0x3c003c00u;
-  mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
-  mma(mass, one, one, one, one, b0[0], b0[1]);
-  mma(mass, one, one, one, one, b1[0], b1[1]);
-  KV_UNROLL
-  for (int k = 0; k < V::V_REGS / 2; ++k) {
-    KV_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const int e = 4 * k + i / 4 + i / 2 % 2 * 2;
-      part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(e));
-    }
-  }
-}
-template <class V, int D, class P>
-KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4],
-                         const float (&mass)[4], const P& planes, int block, int lane) {
-  float s[2 * V::V_REGS];
-  V::v_bscales(planes, block, lane / 4, s);
-  KV_UNROLL
-  for (int k = 0; k < V::V_REGS / 2; ++k) {
-    KV_UNROLL
-    for (int i = 0; i < 8; ++i) out[k][i / 4][i % 4] += part[k][i / 4][i % 4] * s[4 * k + i / 4 + i / 2 % 2 * 2];
-  }
-  if constexpr (V::V_UNEVEN) {
-    if (!any(V::v_uneven(planes, block, lane / 4))) return;
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      KV_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int e = 4 * k + i, c = V::v_channel(lane / 4, e);
-        if (c < 0) continue;
-        const float z = (V::v_bzero(planes, block, c) - V::V_OFFSET * s[e]) * (1.0f / V::v_weight(e));
-        out[k][i % 2][i / 2 * 2] += mass[0] * z;
-        out[k][i % 2][i / 2 * 2 + 1] += mass[1] * z;
-      }
-    }
-  }
-}
 
 template <int D, int WARPS, bool CAP, bool BF16> struct DensePart;
 template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin;
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3)
-template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1> struct Decoder {
+template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1>
+struct Decoder {
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
@@ -204,7 +59,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
   KV_CONST int SHARED = OWN > DENSE_SHARED ? OWN : DENSE_SHARED;
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
-  static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0), "a tile is part of a page and holds whole blocks");
+  static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
+                "a tile is part of a page and holds whole blocks");
 
   struct State {
     Softmax softmax;
@@ -237,8 +93,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
   }
 
   template <bool MASKED>
-  KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at, const uint8_t* k_table, const uint8_t* v_table,
-                          int lane, int live_from, int live_to) {
+  KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at,
+                          const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
+                          int live_to) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
     const int g = lane / 4;
@@ -312,7 +169,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
   }
 
   // merge the warps and leave their sums in a slot; all of shared memory is free by now
-  KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head, int live_heads, int slot) {
+  KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head,
+                            int live_heads, int slot) {
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
     copy_wait<0>();
     sync_threads();
@@ -338,7 +196,10 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     }
     if (g == 0) {
       KV_UNROLL
-      for (int n = 0; n < 2; ++n) merge_m[warp * 8 + 2 * j + n] = st.softmax.m[n], merge_l[warp * 8 + 2 * j + n] = st.softmax.l[n];
+      for (int n = 0; n < 2; ++n) {
+        merge_m[warp * 8 + 2 * j + n] = st.softmax.m[n];
+        merge_l[warp * 8 + 2 * j + n] = st.softmax.l[n];
+      }
     }
     sync_threads();
     merge_warps<D, WARPS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot);
@@ -348,7 +209,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
     const int warp = thread() / 32, lane = thread() % 32;
-    const int split = (int)block_x() - APART, h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8, b = block_z();
+    const int split = (int)block_x() - APART, b = block_z();
+    const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8;
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
     if constexpr (APART) {
       if (split < 0) {  // first of all, so that it does not come last
@@ -364,7 +226,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     const int end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
     const int begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
     const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
-    const int from = first + (int)((int64_t)split * tiles / a.splits), to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
+    const int from = first + (int)((int64_t)split * tiles / a.splits);
+    const int to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
 
     // the page id of the next fetch is read one fetch ahead
     const int32_t* row = a.page_table + b * a.table_row;
@@ -375,7 +238,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
       if (fetched < to) {
         const int next = fetched + WARPS;
         const int ahead = next < to ? row[next * T / P] : 0;
-        fetch_tile<K, V, P, T>(ring + stage * TILE, a.pages + ((int64_t)page * a.heads + h) * stride, fetched * T % P, lane);
+        const uint8_t* at = a.pages + ((int64_t)page * a.heads + h) * stride;
+        fetch_tile<K, V, P, T>(ring + stage * TILE, at, fetched * T % P, lane);
         page = ahead;
         fetched = next;
       }
@@ -387,11 +251,14 @@ template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
     Query<K, D> q;
-    load_query<K, D, WARPS>(q, query, a, a.key, b, h, first_head, live_heads);  // synchronises the threads, for the tables as well
+    // synchronises the threads, for the tables as well
+    load_query<K, D, WARPS>(q, query, a, a.key, b, h, first_head, live_heads);
 
     State st;
     start(st);
-    if constexpr (DENSE >= 2) DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3>::run(st, a, query, b, h, first_head, live_heads, split);
+    if constexpr (DENSE >= 2) {
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3>::run(st, a, query, b, h, first_head, live_heads, split);
+    }
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {

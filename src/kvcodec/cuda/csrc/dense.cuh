@@ -1,5 +1,5 @@
-// Attention over tokens held dense (sink and window) beside the pages: the loop of decode.cuh over tiles of 16 tokens whose rows are copied
-// one by one, queries and outputs in the model's basis. Its sums go into a slot of their own.
+// Attention over tokens held dense (sink and window) beside the pages: the loop of decode.cuh over tiles of 16 tokens
+// whose rows are copied one by one, queries and outputs in the model's basis. Its sums go into a slot of their own.
 #pragma once
 #include "decode.cuh"
 #include "read_dense.cuh"
@@ -11,7 +11,8 @@ template <int D, int WARPS, bool CAP, bool BF16> struct DensePart {
   using Loop = Decoder<R, R, D, 16, 16, WARPS, 1, CAP>;
   KV_CONST int LOOP = Loop::SHARED;
 
-  KV_DEV static void fetch(uint8_t* to, const void* from, int64_t at, int64_t token_stride, int first, int last, int lane) {
+  KV_DEV static void fetch(uint8_t* to, const void* from, int64_t at, int64_t token_stride, int first, int last,
+                           int lane) {
     constexpr int PER = D / 8;  // copies of a row
     KV_UNROLL
     for (int i = lane; i < 16 * PER; i += 32) {
@@ -52,8 +53,9 @@ template <int D, int WARPS, bool CAP, bool BF16> struct DensePart {
   }
 };
 
-// The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs of a sequence. Rows
-// come straight from global memory, values in the order in which the codes' accumulators hold channels.
+// The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
+// of a sequence. Rows come straight from global memory, values in the order in which the codes' accumulators hold
+// channels.
 template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin {
   using R = ReadDense<D, BF16>;
 
@@ -81,7 +83,9 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
     }
   }
 
-  template <class State> KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, int b, int h, int first_head, int live_heads, int split) {
+  template <class State>
+  KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, int b, int h, int first_head, int live_heads,
+                         int split) {
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
     int begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
     begin = begin > 0 ? begin : 0;
@@ -92,8 +96,10 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
     Query<R, D> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
     load_query<R, D, WARPS>(q, shared, a, model, b, h, first_head, live_heads);
-    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token, end - 1};
-    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token, end - 1};
+    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
+                      end - 1};
+    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
+                      end - 1};
     KV_NO_UNROLL
     for (int t = split + warp * a.splits; t < tiles; t += WARPS * a.splits) {
       const int first = begin + 16 * t;
@@ -125,7 +131,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
         values(v_rows.row(first + 2 * j + odd), g, u);
         values(v_rows.row(first + 2 * j + odd + 8), g, w);
         const uint32_t low0 = odd ? p16[0] >> 16 : p16[0] & 0xffffu, low1 = odd ? p16[1] >> 16 : p16[1] & 0xffffu;
-        const uint32_t high0 = odd ? p16[0] & 0xffff0000u : p16[0] << 16, high1 = odd ? p16[1] & 0xffff0000u : p16[1] << 16;
+        const uint32_t high0 = odd ? p16[0] & 0xffff0000u : p16[0] << 16;
+        const uint32_t high1 = odd ? p16[1] & 0xffff0000u : p16[1] << 16;
         KV_UNROLL
         for (int k = 0; k < V::V_REGS / 2; ++k) {
           mma(sum[k][0], u[2 * k], u[2 * k + 1], w[2 * k], w[2 * k + 1], low0, low1);
@@ -138,7 +145,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
       KV_UNROLL
       for (int k = 0; k < V::V_REGS / 2; ++k) {
         KV_UNROLL
-        for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] += sum[k][i / 4][i % 4] * (over / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
+        for (int i = 0; i < 8; ++i)
+          st.out[k][i / 4][i % 4] += sum[k][i / 4][i % 4] * (over / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
       }
     }
   }

@@ -1,12 +1,14 @@
-// What happens to sums (m, l, o) of attention: over the warps of a CTA, over the splits of a sequence, with dense tokens and learned sinks; and back
-// to the model's basis. All sums are fp32, unnormalised, with respect to 2^m.
+// What happens to sums (m, l, o) of attention: over the warps of a CTA, over the splits of a sequence, with dense
+// tokens and learned sinks; and back to the model's basis. All sums are fp32, unnormalised, with respect to 2^m.
 #pragma once
 #include "softmax.cuh"
 
 namespace kv {
 
 // normalise one row in the codes' basis, rotate it back, add what is in the model's basis already, store
-template <int D> KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], const float (&dense)[D / 32], float m, float l, int b, int h, int head, int lane) {
+template <int D>
+KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], const float (&dense)[D / 32], float m, float l, int b,
+                      int h, int head, int lane) {
   const float total_inverse = l > 0.0f ? 1.0f / l : 0.0f;
   KV_UNROLL
   for (int i = 0; i < D / 32; ++i) x[i] *= total_inverse;
@@ -15,7 +17,10 @@ template <int D> KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], 
   const int64_t at = b * a.out_batch + head * a.out_head;
   KV_UNROLL
   for (int i = 0; i < D / 32; ++i) store_real(a.out, at + lane + 32 * i, x[i] + dense[i] * total_inverse, a.out_kind);
-  if (lane == 0) a.lse[b * (int64_t)(a.heads * a.group) + head] = l > 0.0f ? (m + log2_fast(l)) * 0.69314718055994531f : minus_infinity();
+  if (lane == 0) {
+    a.lse[b * (int64_t)(a.heads * a.group) + head] =
+        l > 0.0f ? (m + log2_fast(l)) * 0.69314718055994531f : minus_infinity();
+  }
 }
 
 // a learned sink is one more logit without a value
@@ -32,7 +37,8 @@ KV_DEV void add_sink(const DecodeArgs& a, int head, float& m, float& l, float& f
 
 // merge the warps of this CTA and either store the result or leave a partial for `combine`
 template <int D, int WARPS>
-KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, const float* ls, int b, int h, int first_head, int live, int slot) {
+KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, const float* ls, int b, int h,
+                        int first_head, int live, int slot) {
   const int warp = thread() / 32, lane = thread() % 32;
   KV_NO_UNROLL
   for (int n = warp; n < live; n += WARPS) {
@@ -63,8 +69,8 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
   }
 }
 
-// merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on their way before
-// the weights are known.
+// merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on
+// their way before the weights are known.
 template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   constexpr int N = D / 32, CHUNK = 8;
   KV_DYNAMIC_SHARED(shared_bytes);  // floats: 2 WARPS D of sums, 2 WARPS of maxima and sums of l, slots of weights
@@ -138,6 +144,8 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   store_row<D>(a, x, dense, m, l, b, head / a.group, head, lane);
 }
 // bytes of shared memory that `combine` takes
-KV_CONSTEXPR int combine_shared(int head_dim, int warps, int slots) { return (2 * warps * head_dim + 2 * warps + slots) * 4; }
+KV_CONSTEXPR int combine_shared(int head_dim, int warps, int slots) {
+  return (2 * warps * head_dim + 2 * warps + slots) * 4;
+}
 
 }  // namespace kv

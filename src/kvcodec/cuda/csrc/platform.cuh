@@ -1,6 +1,6 @@
-// What the kernels use of the machine, in one place: half-precision registers, tensor cores, warp exchange, asynchronous
-// copies. Inline PTX and no header, so that NVRTC compiles it without a CUDA toolkit. A host compiler gets the same names
-// from an emulator (tests/cuda/emulator.h), which runs a block's threads one after another.
+// What the kernels use of the machine, in one place: half-precision registers, tensor cores, warp exchange,
+// asynchronous copies. Inline PTX and no header, so that NVRTC compiles it without a CUDA toolkit. A host compiler
+// gets the same names from an emulator (tests/cuda/emulator.h), which runs a block's threads one after another.
 //
 // A half2 is held as uint32_t, low half first.
 #pragma once
@@ -54,7 +54,7 @@ KV_DEV float shfl(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane);
 KV_DEV double shfl(double x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KV_DEV uint32_t shfl(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
-// -- numbers -----------------------------------------------------------------------------------------------------------
+// -- numbers ----------------------------------------------------------------------------------------------------------
 KV_DEV uint32_t float_bits(float x) { return __float_as_uint(x); }
 KV_DEV float bits_float(uint32_t x) { return __uint_as_float(x); }
 KV_DEV uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x); }
@@ -74,7 +74,8 @@ KV_DEV double div(double a, double b) { return __ddiv_rn(a, b); }
 KV_DEV double sqrt(double a) { return __dsqrt_rn(a); }
 KV_DEV float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 KV_DEV double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
-KV_DEV float rcp_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }  // within an ulp
+// within an ulp
+KV_DEV float rcp_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float round_even(float a) { float y; asm("cvt.rni.f32.f32 %0, %1;" : "=f"(y) : "f"(a)); return y; }
 KV_DEV double round_even(double a) { double y; asm("cvt.rni.f64.f64 %0, %1;" : "=d"(y) : "d"(a)); return y; }
 KV_DEV float magnitude(float a) { return fabsf(a); }
@@ -84,7 +85,7 @@ KV_DEV float maximum(float a, float b) { return fmaxf(a, b); }
 KV_DEV double minimum(double a, double b) { return fmin(a, b); }
 KV_DEV double maximum(double a, double b) { return fmax(a, b); }
 
-// -- 16-bit floating point -------------------------------------------------------------------------------------------------
+// -- 16-bit floating point --------------------------------------------------------------------------------------------
 KV_DEV uint16_t half_bits(float x) { uint16_t y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 KV_DEV uint16_t half_bits(double x) { uint16_t y; asm("cvt.rn.f16.f64 %0, %1;" : "=h"(y) : "d"(x)); return y; }
 KV_DEV float half_float(uint16_t x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
@@ -95,15 +96,23 @@ KV_DEV uint32_t pack_half2(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
-KV_DEV uint32_t hadd2(uint32_t a, uint32_t b) { uint32_t y; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
-KV_DEV uint32_t hmul2(uint32_t a, uint32_t b) { uint32_t y; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+KV_DEV uint32_t hadd2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+KV_DEV uint32_t hmul2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
 KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 
-// -- one word for all threads -------------------------------------------------------------------------------------------------
+// -- one word for all threads -----------------------------------------------------------------------------------------
 KV_DEV void atomic_max(int32_t* at, int32_t x) { atomicMax(at, x); }
 // one half of x twice, as an operand of hmul2 and hfma2 without an instruction of its own
 KV_DEV uint32_t low2(uint32_t x) {
@@ -117,7 +126,7 @@ KV_DEV uint32_t high2(uint32_t x) {
   return y;
 }
 
-// -- bits --------------------------------------------------------------------------------------------------------------------
+// -- bits -------------------------------------------------------------------------------------------------------------
 KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {  // selector: 0..7 in each of four nibbles
   uint32_t y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
@@ -138,7 +147,7 @@ KV_DEV uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 
-// -- tensor cores and matrices of 16-bit numbers -----------------------------------------------------------------------------
+// -- tensor cores and matrices of 16-bit numbers ----------------------------------------------------------------------
 // d [16 x 8] += a [16 x 16] b [16 x 8]; with lane = 4 g + j
 //   a0 row g, columns 2j 2j+1;  a1 row g+8;  a2 row g, columns 2j+8 2j+9;  a3 row g+8
 //   b0 rows 2j 2j+1, column g;  b1 rows 2j+8 2j+9      d0 d1 row g, columns 2j 2j+1;  d2 d3 row g+8
@@ -153,7 +162,7 @@ KV_DEV uint32_t transpose8(uint32_t x) {
   return y;
 }
 
-// -- copies from global to shared memory, 16 bytes each, that run beside other work ----------------------------------------
+// -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------
 KV_DEV void copy16(void* shared, const void* global) {
   uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
@@ -161,7 +170,7 @@ KV_DEV void copy16(void* shared, const void* global) {
 KV_DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> KV_DEV void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// -- between kernels of a stream: the next one may be launched early, and waits for the results of this one --------------
+// -- between kernels of a stream: the next one may be launched early, and waits for the results of this one -----------
 KV_DEV void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -192,7 +201,8 @@ KV_DEV void store_real(void* at, int64_t i, float x, int kind) {
   else ((uint16_t*)at)[i] = kind == 0 ? half_bits(x) : bf16_bits(x);
 }
 
-// N neighbouring 32-bit words, in loads as wide as their alignment is known to be: the address is a multiple of 4 N bytes, or of 4
+// N neighbouring 32-bit words, in loads as wide as their alignment is known to be: the address is a multiple of 4 N
+// bytes, or of 4
 template <int N> KV_DEV void load_words(uint32_t (&w)[N], const void* at) {
   if (N % 4 == 0) {
     KV_UNROLL

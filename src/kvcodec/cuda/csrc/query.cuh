@@ -10,8 +10,9 @@ template <class R> KV_CONSTEXPR float k_offset(long) { return 0.0f; }
 template <class R> KV_CONSTEXPR auto k_scale_unit(int) -> decltype(R::K_SCALE_UNIT) { return R::K_SCALE_UNIT; }
 template <class R> KV_CONSTEXPR float k_scale_unit(long) { return 0.0f; }
 
-// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the codes' basis
-// (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells where the D signs s lie.
+// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the
+// codes' basis (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells
+// where the D signs s lie.
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
@@ -23,7 +24,9 @@ template <class K, int D> struct Query {
   float scale[2];              // scores = dot * scale, in powers of two
 };
 
-template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const Side& side, int b, int h, int first, int live) {
+template <class K, int D, int WARPS>
+KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const Side& side, int b, int h, int first,
+                       int live) {
   constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
   const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
   float x[ROWS][N];
@@ -63,7 +66,8 @@ template <class K, int D, int WARPS> KV_DEV void load_query(Query<K, D>& q, floa
   sync_threads();
   const float* mine = shared + g * WIDTH;
   const float top = shared[8 * WIDTH + g];
-  // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room themselves
+  // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room
+  // themselves
   int exponent = (int)(float_bits(top) >> 23) - 127;
   exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
   exponent -= K::K_BLOCKED ? 0 : 9;

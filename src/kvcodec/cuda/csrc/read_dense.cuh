@@ -1,5 +1,6 @@
-// Reader of dense (kvcodec/codecs/dense.py): 16-bit numbers as they are. For layers of which a role stays in 16 bit, beside a role that
-// is packed. bf16 becomes fp16, exactly within fp16's range, which cached numbers keep; below 2^-14 it is off by 2^-25 at most.
+// Reader of dense (kvcodec/codecs/dense.py): 16-bit numbers as they are. For layers of which a role stays in 16 bit,
+// beside a role that is packed. bf16 becomes fp16, exactly within fp16's range, which cached numbers keep; below
+// 2^-14 it is off by 2^-25 at most.
 #pragma once
 #include "platform.cuh"
 
@@ -12,7 +13,9 @@ template <int D, bool BF16> struct ReadDense {
   KV_CONST int TABLE = 0;
   KV_DEV static void fill(uint8_t*, const uint8_t*, int, int) {}
 
-  KV_DEV static uint32_t half2(uint32_t w) { return BF16 ? pack_half2(bits_float(w << 16), bits_float(w & 0xffff0000u)) : w; }
+  KV_DEV static uint32_t half2(uint32_t w) {
+    return BF16 ? pack_half2(bits_float(w << 16), bits_float(w & 0xffff0000u)) : w;
+  }
 
   // 16 bytes in turn: the parts of a token lie side by side
   KV_CONST int GROUPS = 1;
@@ -21,7 +24,8 @@ template <int D, bool BF16> struct ReadDense {
   KV_CONST bool HAS_K_ZERO = false;
   KV_FUNCTION int k_channel(int part, int e) { return e / 8 * 32 + part * 8 + e % 8; }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     KV_UNROLL
     for (int i = 0; i < D / 32; ++i) {
       uint32_t w[4];
@@ -41,7 +45,8 @@ template <int D, bool BF16> struct ReadDense {
   KV_CONST bool HAS_V_ZERO = false;
   KV_FUNCTION int v_channel(int part, int e) { return e / 4 * 32 + part * 4 + e % 4; }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     KV_UNROLL
     for (int i = 0; i < D / 32; ++i) {
       uint32_t w[2];

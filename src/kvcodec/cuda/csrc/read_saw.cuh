@@ -1,14 +1,15 @@
 // Reader of saw-int4 (kvcodec/codecs/saw_int4.py, zero=rounded, pack=neighbours) and of four-bit codes at large.
 //
-// A nibble is a number as it stands: masked in place inside its 16-bit half it is an fp16 subnormal, code * 2^-24, in bits 4-7 code * 2^-20.
-// So eight codes cost four masks and one shift. 2^24 goes into the scale, the factor 16 of odd nibbles into q or the output.
+// A nibble is a number as it stands: masked in place inside its 16-bit half it is an fp16 subnormal, code * 2^-24, in
+// bits 4-7 code * 2^-20. So eight codes cost four masks and one shift. 2^24 goes into the scale, the factor 16 of odd
+// nibbles into q or the output.
 #pragma once
 #include "platform.cuh"
 
 namespace kv {
 
-// Channels of a part, for codes of four bits. For keys a part is D / 4 neighbouring channels in 32-bit words; for values D / 8, in
-// halves of words where D / 8 is no multiple of 8, so that the last word may be half empty.
+// Channels of a part, for codes of four bits. For keys a part is D / 4 neighbouring channels in 32-bit words; for
+// values D / 8, in halves of words where D / 8 is no multiple of 8, so that the last word may be half empty.
 template <int D> struct Nibbles {
   KV_CONST float UNIT = 16777216.0f;
   KV_CONST int K_WORDS = D / 32;
@@ -66,16 +67,19 @@ template <int D> struct ReadSaw {
   KV_CONST bool HAS_K_ZERO = true;
   KV_FUNCTION int k_channel(int part, int e) { return Codes::k_channel(part, e); }
   KV_FUNCTION float k_weight(int e) { return Codes::weight(e); }
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     Codes::keys(planes[0] + token * (D / 2), part, r);
   }
   // y = s (code - z)
-  template <class P> KV_DEV static float scale(const P& planes, int token) { return half_float(((const uint16_t*)planes[1])[2 * token]); }
+  template <class P>
+  KV_DEV static float scale(const P& planes, int token) { return half_float(((const uint16_t*)planes[1])[2 * token]); }
   template <class P> KV_DEV static float offset(const P& planes, int token) {
     const uint32_t both = ((const uint32_t*)planes[1])[token];
     return -half_float((uint16_t)both) * half_float((uint16_t)(both >> 16));
   }
-  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * Codes::UNIT; }
+  template <class P>
+  KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * Codes::UNIT; }
   template <class P> KV_DEV static float k_zero(const P& planes, int token, int) { return offset(planes, token); }
 
   KV_CONST int V_REGS = Codes::V_REGS;
@@ -85,10 +89,12 @@ template <int D> struct ReadSaw {
   KV_CONST bool HAS_V_ZERO = true;
   KV_FUNCTION int v_channel(int part, int e) { return Codes::v_channel(part, e); }
   KV_FUNCTION float v_weight(int e) { return Codes::weight(e); }
-  template <class P> KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
+  template <class P>
+  KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     Codes::values(planes[0] + token * (D / 2), part, r);
   }
-  template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * Codes::UNIT; }
+  template <class P>
+  KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * Codes::UNIT; }
   template <class P> KV_DEV static float v_zero(const P& planes, int token) { return offset(planes, token); }
 };
 

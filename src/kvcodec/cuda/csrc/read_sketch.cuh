@@ -2,8 +2,8 @@
 //
 //   <q, key> = gamma (<q, u^> + g sqrt(pi / 2) / sqrt(D) <H (s q), sigma>)        q in the codes' basis
 //
-// The signs are a second group of numbers +-1 that meets a second query, so nothing is rotated back. D is a power of two: H is then
-// Sylvester's, which the skeleton applies.
+// The signs are a second group of numbers +-1 that meets a second query, so nothing is rotated back. D is a power of
+// two: H is then Sylvester's, which the skeleton applies.
 #pragma once
 #include "platform.cuh"
 
@@ -17,7 +17,9 @@ template <class Base, int D> struct ReadSketch {
   KV_FUNCTION int plane_bytes(int p) { return p < Base::PLANES ? Base::plane_bytes(p) : p == Base::PLANES ? D / 8 : 2; }
   KV_CONST int TABLE = Base::TABLE;
   // source: D signs of float32, then the stage's tables
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) { Base::fill(to, from + 4 * D, thread, threads); }
+  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    Base::fill(to, from + 4 * D, thread, threads);
+  }
   KV_CONST bool SKETCHED = true;
   KV_DEV static const float* sketch(const uint8_t* source) { return (const float*)source; }
 
@@ -37,7 +39,8 @@ template <class Base, int D> struct ReadSketch {
   }
   KV_FUNCTION float k_weight(int e) { return e < 2 * Base::K_REGS ? Base::k_weight(e) : 1.0f; }
 
-  template <class P> KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  template <class P>
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     uint32_t stage[Base::K_REGS];
     Base::keys(planes, table, token, part, lane, stage);
     KV_UNROLL
@@ -55,7 +58,8 @@ template <class Base, int D> struct ReadSketch {
       for (int i = 0; i < D / 128; ++i) {
         const uint32_t w = ((const uint32_t*)row)[i];
         KV_UNROLL
-        for (int k = 0; k < 16; ++k) r[PER + 16 * i + k] = ((w << (15 - k)) & 0x80008000u) ^ 0xbc00bc00u;  // bit 1 is +1
+        // bit 1 is +1
+        for (int k = 0; k < 16; ++k) r[PER + 16 * i + k] = ((w << (15 - k)) & 0x80008000u) ^ 0xbc00bc00u;
       }
     }
   }

@@ -1,5 +1,6 @@
-// Online softmax of 8 heads in one warp, in powers of two: arXiv:1805.02867, with a reference that may lag behind the maximum, so that what
-// has been summed is rescaled rarely. Lane 4 g + j holds heads 2j, 2j+1 and its own tokens' share of the sums.
+// Online softmax of 8 heads in one warp, in powers of two: arXiv:1805.02867, with a reference that may lag behind the
+// maximum, so that what has been summed is rescaled rarely. Lane 4 g + j holds heads 2j, 2j+1 and its own tokens'
+// share of the sums.
 #pragma once
 #include "transform.cuh"
 

@@ -1,7 +1,7 @@
 // Tiles: where the planes of a run of tokens lie, in a page and in shared memory, and how a warp fetches them.
 //
-// A reader R says BLOCK, PLANES and plane_bytes(p), the bytes of one block in plane p. Planes follow one another, each start a
-// multiple of 16 bytes, in a page of P tokens as in a tile of T tokens.
+// A reader R says BLOCK, PLANES and plane_bytes(p), the bytes of one block in plane p. Planes follow one another,
+// each start a multiple of 16 bytes, in a page of P tokens as in a tile of T tokens.
 #pragma once
 #include "platform.cuh"
 
@@ -30,7 +30,8 @@ template <class R, int T> struct Planes {
   }
 };
 
-template <class K, class V> KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
+template <class K, class V>
+KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 
 // start fetching tokens [first, first + T) of a page: one 16-byte copy per lane and turn
 template <class R, int P, int T> KV_DEV void fetch_role(uint8_t* tile, const uint8_t* page, int first, int lane) {
@@ -45,7 +46,8 @@ template <class R, int P, int T> KV_DEV void fetch_role(uint8_t* tile, const uin
   }
 }
 
-template <class K, class V, int P, int T> KV_DEV void fetch_tile(uint8_t* tile, const uint8_t* page, int first, int lane) {
+template <class K, class V, int P, int T>
+KV_DEV void fetch_tile(uint8_t* tile, const uint8_t* page, int first, int lane) {
   if (P == T) {  // the planes of a whole page are one run
     const int bytes = page_bytes<K, V>(T);
     KV_UNROLL

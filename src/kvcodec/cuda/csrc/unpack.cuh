@@ -1,6 +1,7 @@
 // Pages to dense keys and values in the basis of the codes: what a prefill over packed history attends to.
 //
-// One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded once, to fp16 or bf16.
+// One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded
+// once, to fp16 or bf16.
 #pragma once
 #include "args.cuh"
 #include "tile.cuh"
@@ -23,9 +24,13 @@ struct UnpackArgs {
 };
 
 // fp16 saturates: a rotated key may be larger than what the cache was given
-KV_DEV uint16_t round16(float x, int kind) { return kind == 0 ? half_bits(minimum(maximum(x, -65504.0f), 65504.0f)) : bf16_bits(x); }
+KV_DEV uint16_t round16(float x, int kind) {
+  return kind == 0 ? half_bits(minimum(maximum(x, -65504.0f), 65504.0f)) : bf16_bits(x);
+}
 
-template <class R, int T> KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const uint8_t* table, int token, int part, int lane) {
+template <class R, int T>
+KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
+                        int part, int lane) {
   uint32_t r[R::K_REGS];
   R::keys(planes, table, token, part, lane, r);
   if constexpr (R::K_BLOCKED) {
@@ -34,7 +39,8 @@ template <class R, int T> KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], con
     KV_UNROLL
     for (int e = 0; e < 2 * R::K_REGS; ++e) {
       const int shift = e % 2 * 16;
-      x[e] = half_float((uint16_t)(r[e / 2] >> shift)) * (R::k_weight(e) * R::K_UNIT) * half_float((uint16_t)(s[e / 2] >> shift)) + half_float((uint16_t)(z[e / 2] >> shift));
+      const float raw = half_float((uint16_t)(r[e / 2] >> shift)) * (R::k_weight(e) * R::K_UNIT);
+      x[e] = raw * half_float((uint16_t)(s[e / 2] >> shift)) + half_float((uint16_t)(z[e / 2] >> shift));
     }
   } else {
     KV_UNROLL
@@ -46,7 +52,9 @@ template <class R, int T> KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], con
   }
 }
 
-template <class R, int T> KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const uint8_t* table, int token, int part, int lane) {
+template <class R, int T>
+KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
+                          int part, int lane) {
   uint32_t r[R::V_REGS];
   R::values(planes, table, token, part, lane, r);
   KV_UNROLL
@@ -64,7 +72,8 @@ template <class R, int T> KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], c
   }
 }
 
-// P tokens to a page, fetched T at a time (T = 16, or 32 where a codec has blocks of tokens); grid (ceil(count / (T WARPS)), H, B)
+// P tokens to a page, fetched T at a time (T = 16, or 32 where a codec has blocks of tokens);
+// grid (ceil(count / (T WARPS)), H, B)
 template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;

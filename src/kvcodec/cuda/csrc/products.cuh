@@ -1,0 +1,162 @@
+// The two products of decode attention over 16 tokens, on the tensor core: queries with keys, weights with values. What
+// a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put back here.
+#pragma once
+#include "query.cuh"
+#include "tile.cuh"
+
+namespace kv {
+
+// scores of 16 tokens: s[0..1] token g, heads 2j 2j+1; s[2..3] token g + 8
+template <class K, int D, class P>
+KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const uint8_t* table, int token, int lane,
+                   const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[4]) {
+  constexpr int PER = K::K_REGS / K::GROUPS;
+  const int j = lane % 4, at = token + lane / 4;
+  uint32_t x[K::K_REGS], y[K::K_REGS];
+  K::keys(planes, table, at, j, lane, x);
+  K::keys(planes, table, at + 8, j, lane, y);
+  float sx[K::GROUPS], sy[K::GROUPS];
+  if constexpr (k_scale_unit<K>(0) != 0.0f) {
+    K::k_scales(planes, at, sx);
+    K::k_scales(planes, at + 8, sy);
+  } else if constexpr (!K::K_BLOCKED) {
+    KV_UNROLL
+    for (int group = 0; group < K::GROUPS; ++group) {
+      sx[group] = K::k_scale(planes, at, group);
+      sy[group] = K::k_scale(planes, at + 8, group);
+    }
+  }
+  KV_UNROLL
+  for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
+  KV_UNROLL
+  for (int group = 0; group < K::GROUPS; ++group) {
+    float d[4];
+    KV_UNROLL
+    for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
+    KV_UNROLL
+    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
+      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
+      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+    }
+    if constexpr (K::K_BLOCKED) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
+    } else {
+      s[0] += d[0] * sx[group], s[1] += d[1] * sx[group], s[2] += d[2] * sy[group], s[3] += d[3] * sy[group];
+      if constexpr (K::HAS_K_ZERO && k_offset<K>(0) == 0.0f) {
+        constexpr float UNIT = k_scale_unit<K>(0) != 0.0f ? 1.0f / k_scale_unit<K>(0) : 1.0f;
+        const float zx = K::k_zero(planes, at, group) * UNIT, zy = K::k_zero(planes, at + 8, group) * UNIT;
+        s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx;
+        s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
+      }
+    }
+  }
+  s[0] *= q.scale[0], s[1] *= q.scale[1], s[2] *= q.scale[0], s[3] *= q.scale[1];
+}
+
+// bits of 1 / w as fp16, w a power of two between 2^-14 and 2^14
+KV_CONSTEXPR uint32_t inverse_half(float w) {
+  int exponent = 15;
+  for (; w < 1.0f; w *= 2.0f) ++exponent;
+  for (; w > 1.0f; w *= 0.5f) --exponent;
+  return (uint32_t)exponent << 10;
+}
+template <class K> KV_DEV uint32_t unweighted(uint32_t q, int r) {
+  return hmul2(q, inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16);
+}
+
+// scale and zero of 32 tokens' channels go into q: block_q = q s, and the zeros' share of every score
+template <class K, int D, class P>
+KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const Query<K, D>& q, const P& planes,
+                        int block, int lane) {
+  uint32_t s[K::K_REGS], z[K::K_REGS];
+  K::k_block(planes, block, lane % 4, s, z);
+  KV_UNROLL
+  for (int i = 0; i < 4; ++i) zero[i] = 0.0f;
+  KV_UNROLL
+  for (int k = 0; k < K::K_REGS; k += 2) {
+    block_q[k] = hmul2(q.r[k], s[k]);
+    block_q[k + 1] = hmul2(q.r[k + 1], s[k + 1]);
+    mma(zero, z[k], z[k], z[k + 1], z[k + 1], unweighted<K>(q.r[k], k), unweighted<K>(q.r[k + 1], k + 1));
+  }
+}
+
+// out += V^T P of 16 tokens, P by `weights`; dead tokens' numbers are dropped when MASKED
+template <class V, int D, bool MASKED, class P>
+KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2], const P& planes, const uint8_t* table,
+                       int token, int lane, int live_from, int live_to) {
+  const int g = lane / 4, j = lane % 4;
+  const uint32_t b0 = b[0], b1 = b[1];
+  KV_UNROLL
+  for (int odd = 0; odd < 2; ++odd) {
+    const int at = token + 2 * j + odd;
+    uint32_t x[V::V_REGS], y[V::V_REGS];
+    V::values(planes, table, at, g, lane, x);
+    V::values(planes, table, at + 8, g, lane, y);
+    if (MASKED) {
+      const bool keep_x = at >= live_from && at < live_to, keep_y = at + 8 >= live_from && at + 8 < live_to;
+      KV_UNROLL
+      for (int r = 0; r < V::V_REGS; ++r) x[r] = keep_x ? x[r] : 0u, y[r] = keep_y ? y[r] : 0u;
+    }
+    // one token's two channels share a register, so each product takes P in one half and zero in the other
+    const uint32_t low0 = odd ? b0 >> 16 : b0 & 0xffffu, low1 = odd ? b1 >> 16 : b1 & 0xffffu;
+    const uint32_t high0 = odd ? b0 & 0xffff0000u : b0 << 16, high1 = odd ? b1 & 0xffff0000u : b1 << 16;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);
+      mma(out[k][1], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], high0, high1);
+    }
+  }
+}
+
+// p as `scores` gives them, scaled: B operands
+KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
+  b[0] = transpose8(pack_half2(p[0], p[1]));
+  b[1] = transpose8(pack_half2(p[2], p[3]));
+}
+
+// blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then times the
+// channels' scales
+template <class V>
+KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2],
+                         const uint32_t (&b1)[2]) {
+  const uint32_t one = 0x3c003c00u;
+  mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
+  mma(mass, one, one, one, one, b0[0], b0[1]);
+  mma(mass, one, one, one, one, b1[0], b1[1]);
+  KV_UNROLL
+  for (int k = 0; k < V::V_REGS / 2; ++k) {
+    KV_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int e = 4 * k + i / 4 + i / 2 % 2 * 2;
+      part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(e));
+    }
+  }
+}
+template <class V, int D, class P>
+KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4],
+                         const float (&mass)[4], const P& planes, int block, int lane) {
+  float s[2 * V::V_REGS];
+  V::v_bscales(planes, block, lane / 4, s);
+  KV_UNROLL
+  for (int k = 0; k < V::V_REGS / 2; ++k) {
+    KV_UNROLL
+    for (int i = 0; i < 8; ++i) out[k][i / 4][i % 4] += part[k][i / 4][i % 4] * s[4 * k + i / 4 + i / 2 % 2 * 2];
+  }
+  if constexpr (V::V_UNEVEN) {
+    if (!any(V::v_uneven(planes, block, lane / 4))) return;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int e = 4 * k + i, c = V::v_channel(lane / 4, e);
+        if (c < 0) continue;
+        const float z = (V::v_bzero(planes, block, c) - V::V_OFFSET * s[e]) * (1.0f / V::v_weight(e));
+        out[k][i % 2][i / 2 * 2] += mass[0] * z;
+        out[k][i % 2][i / 2 * 2 + 1] += mass[1] * z;
+      }
+    }
+  }
+}
+
+}  // namespace kv
