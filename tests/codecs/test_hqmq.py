@@ -145,7 +145,7 @@ def hamilton(p, q):
 
 
 HURWITZ = [[sign * (i == axis) for i in range(4)] for axis in range(4) for sign in (1.0, -1.0)]
-HURWITZ += [list(signs) for signs in itertools.product((0.5, -0.5), repeat=4)]
+HURWITZ += [[sign * c for c in (0.5, *rest)] for rest in itertools.product((0.5, -0.5), repeat=3) for sign in (1, -1)]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -195,6 +195,13 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
     between = ((exact % 1) - 0.5).abs() < 1e-6
     assert torch.equal(radius[~between].double(), exact.round().clamp(0, levels)[~between])
     assert bool(((radius - exact).abs()[between] < 0.5 + 1e-5).all())
+
+
+@pytest.mark.parametrize("codebook", ["fp16", "int8"])
+def test_the_lowest_bit_of_a_code_is_a_sign(codebook):
+    table = fitted(Hqmq(24, 3, codebook=codebook))["codebook"]
+    assert torch.equal(table[:, :, 0::2], -table[:, :, 1::2])
+    assert Hqmq(24, 3).layout(128).version == 2
 
 
 def test_radix_splits_the_code_into_a_digit_and_low_bits():

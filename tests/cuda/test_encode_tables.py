@@ -329,8 +329,10 @@ def test_levels(bits: int) -> None:
             assert sure.sum() > 3000
 
 
-def test_hqmq_ties() -> None:
+@pytest.mark.parametrize("most", [0, MOST_PAIRS], ids=["without lists", "with lists"])
+def test_hqmq_ties(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunks of small whole numbers: the lowest of the products with the largest inner product."""
+    monkeypatch.setattr("kvcodec.cuda.hqmq_tables.MOST_PAIRS", most)
     codec = Hqmq(24, 3)
     encoders = Encoders([codec], 64)
     grid = torch.arange(-2.0, 3.0)

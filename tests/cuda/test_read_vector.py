@@ -10,7 +10,6 @@ from kvcodec.codec import Codec, Params, Payload, Role, Site
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.cuda import tables_vector
 from kvcodec.cuda.tables_vector import (
     JOINT_BITS,
     hqmq_reader,
@@ -161,23 +160,6 @@ def test_hqmq_codes(s: int, r: int, dim: int, role: Role) -> None:
     want = codec.decode(payload, params)[0, 0] / scale[0, 0].float()
     got = unpacked(codec, dim, payload, params, tokens, role) / scale[0, 0].float()
     torch.testing.assert_close(got, want, rtol=2.0**-11 * (2.001 if codec.codebook == "int8" else 1.001), atol=2.0**-14)
-
-
-@pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize(("s", "r", "dim"), [(24, 3, 128), (48, 6, 96), (96, 4, 64), (192, 3, 128)])
-def test_hqmq_codes_with_signs(s: int, r: int, dim: int, role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A codebook whose rows 2i and 2i + 1 are opposite: half of it is looked up."""
-    monkeypatch.setattr(tables_vector, "SIGNED", True)
-    codec = Hqmq(s, r)
-    params = codec.fit(Site(1, role, 1, dim))
-    half = torch.randn(1, 1, 12 * s, 4, generator=torch.Generator().manual_seed(s)).clamp(-1, 1).half()
-    params = {**params, "codebook": torch.stack([half, -half], 3).flatten(2, 3)}
-    codes, tokens = codes_everywhere(24 * s, dim // 4)
-    radii = (torch.arange(tokens)[:, None] // 3 + 5 * torch.arange(dim // 4)) % 2**r
-    payload = {"codes": pack(codes, codec.code_bits), "radius": pack(radii[None, None], r), "scale": numbers(tokens)}
-    scale = payload["scale"][0, 0].float()
-    got, want = unpacked(codec, dim, payload, params, tokens, role), codec.decode(payload, params)[0, 0]
-    torch.testing.assert_close(got / scale, want / scale, rtol=2.0**-11 * 1.001, atol=2.0**-14)
 
 
 @pytest.mark.parametrize("codec", [*OCTOPUS[:3], Hqmq(24, 3), Hqmq(96, 4), Hqmq(192, 6)], ids=str)

@@ -33,6 +33,7 @@ def test_the_units_are_a_group_60_degrees_apart():
     cosines = (UNITS @ UNITS.T).masked_fill(torch.eye(24, dtype=torch.bool), -1)
     assert cosines.amax(1).unique().tolist() == [0.5]
     assert UNITS[0].tolist() == [1, 0, 0, 0]
+    assert torch.equal(UNITS[0::2], -UNITS[1::2])
 
 
 def test_hamilton_rules():

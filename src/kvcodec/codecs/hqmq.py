@@ -11,7 +11,7 @@ v = x conj(q), worth max(max |v_i|, sum |v_i| / 2): S of these, one p for the wi
 
 Block, ``packing=ceil`` (one token of one head; w = ceil(log2 24 S): 10, 11, 12, 13 bits)::
 
-    codes     uint8  [ceil(n w / 8)]     24 s + p; chunk 0 in the lowest bits
+    codes     uint8  [ceil(n w / 8)]     24 s + p; chunk 0 in the lowest bits; bit 0 of a code is the sign of p
     radius    uint8  [ceil(n r / 8)]     r_q
     scale     fp16   [1]                 sigma / 2
 
@@ -79,6 +79,8 @@ Codebook = Literal["fp16", "int8"]
 SIZES, RADII = (24, 48, 96, 192), (3, 4, 6)
 PACKINGS, CODEBOOKS = get_args(Packing), get_args(Codebook)
 RADIX_TOKENS = 4
+VERSION = 2
+"""Of the bytes; in version 1 the units (+-1 +-i +-j +-k)/2 were in another order."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Hqmq(Codec):
             Field("scale", "float16", (tokens,), "scales"),
         ]
         nominal = (math.log2(24 * self.s) + self.r) / 4
-        return Layout(head_dim, tokens, tuple(fields), nominal_bits=nominal * 4 * n / head_dim)
+        return Layout(head_dim, tokens, tuple(fields), nominal_bits=nominal * 4 * n / head_dim, version=VERSION)
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the secondary quaternions; tabulate the products.

@@ -60,7 +60,9 @@ def _head_table(secondary: Tensor) -> Tensor:
     entries[at] = table[name].half()
     names[at] = ((name // 24) << 5 | name % 24).to(torch.int16)
     units = UNITS.to(secondary)
-    times = (multiply(units[:, None], units) @ units.T).max(-1).indices.to(torch.uint8)
+    half = torch.tensor([0.5, -0.5]).to(units)
+    turns = torch.cat([units[:8], torch.cartesian_prod(half, half, half, half)])  # by signs, as the kernel has them
+    times = (multiply(turns[:, None], units) @ units.T).max(-1).indices.to(torch.uint8)
     parts = [part.contiguous().view(torch.uint8).flatten() for part in (entries, names, cells, times)]
     size = sum(part.numel() for part in parts)
     parts.append(torch.zeros(-size % 16, dtype=torch.uint8, device=device))

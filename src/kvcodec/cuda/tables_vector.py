@@ -12,7 +12,6 @@ from torch import Tensor
 from kvcodec.codec import Params, Role
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
-from kvcodec.ops.quaternion import UNITS
 
 JOINT_BITS = 10
 """Longest octopus code whose triplets are tabulated; longer ones are looked up in two steps."""
@@ -22,8 +21,6 @@ OCTOPUS_ROOM, HQMQ_ROOM = 131072, 73728
 """Bytes up to which tables have copies, ROOM of Table8 in bits.cuh."""
 CODEBOOK_UNIT = 2.0**15
 """Products with radii that are fp16 subnormals become normal numbers."""
-SIGNED = bool((UNITS[0::2] == -UNITS[1::2]).all())
-"""Whether codes 2i and 2i + 1 are each other's negatives, for every secondary quaternion."""
 
 
 def _copied(entries: int, room: int) -> int:
@@ -79,18 +76,18 @@ def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     if codec.packing != "ceil":
         return ""
     bound = {None: "CLAMP", "key": "UP", "value": "DOWN"}[role]
-    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, {'true' if SIGNED else 'false'}, kv::{bound}>"
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{bound}>"
 
 
 def hqmq_shared(codec: Hqmq) -> int:
     """Bytes of shared memory of the reader's codebook."""
-    return _copied((12 if SIGNED else 24) * codec.s, HQMQ_ROOM)
+    return _copied(12 * codec.s, HQMQ_ROOM)
 
 
 def hqmq_tables(params: Params) -> Tensor:
-    """Codebook of each head, times 2^15: uint8 ``[H, 8 * 24 S]``; every second row of it where codes have signs."""
+    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; those between are opposite."""
     codebook = params["codebook"][0]
     table = codebook.float()
     if codebook.dtype == torch.int8:
         table = table / 127
-    return _rows(table[:, :: 2 if SIGNED else 1] * CODEBOOK_UNIT)
+    return _rows(table[:, ::2] * CODEBOOK_UNIT)

@@ -36,12 +36,16 @@ GRID_CELLS = 4
 
 def _units() -> Tensor:
     axes = torch.eye(4, dtype=torch.float64)
-    signs = torch.cartesian_prod(*[torch.tensor([0.5, -0.5], dtype=torch.float64)] * 4)
-    return torch.cat([torch.stack([axes, -axes], 1).flatten(0, 1), signs])
+    signs = torch.cartesian_prod(axes[0, :1] / 2, *[torch.tensor([0.5, -0.5], dtype=torch.float64)] * 3)
+    half = torch.cat([axes, signs])
+    return torch.stack([half, -half], 1).flatten(0, 1)
 
 
 UNITS = _units()
-"""The 24 Hurwitz units, float64 ``[24, 4]``; rows 0 to 7 are 1, -1, i, -i, j, -j, k, -k."""
+"""The 24 Hurwitz units, float64 ``[24, 4]``: rows 2i and 2i + 1 are opposite, so that a code's lowest bit is a sign.
+
+Rows 0 to 7 are 1, -1, i, -i, j, -j, k, -k; then (1 +-i +-j +-k)/2, + before -, i slowest, each before its opposite.
+"""
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ namespace kv {
 //   half entries[PAIRS][2][4]    products p' q_s cell by cell, each cell's filled up with a zero to whole pairs
 //   uint16 names[PAIRS][2]       s << 5 | p' of them
 //   uint16 cells[CELLS]          first pair << 4 | pairs; 0: not listed
-//   uint8 times[24][24]          the unit p p'
+//   uint8 times[24][24]          the unit p p'; p in the order of the sign bits: 1, -1, i .. -k, then from (1+i+j+k)/2 to
+//                                -(1+i+j+k)/2, the sign of k changing fastest
 //   float secondary[S][4]        q_s, at a multiple of 16 bytes
 template <int S> struct HqmqSearch {
   KV_CONST int SIDE = 15;  // cells along an axis, odd: 0 lies in the middle of one
@@ -41,7 +42,7 @@ template <int S> struct HqmqSearch {
     return code;
   }
 
-  // how a chunk was turned: its unit p, number `unit` of them, and what its cell holds
+  // how a chunk was turned: its unit p, row `unit` of `times`, and what its cell holds
   struct Turn {
     float p[4];
     uint32_t unit, list;
@@ -146,8 +147,10 @@ template <int S> struct HqmqSearch {
       if (score > best) best = score, chosen = s;
     }
     turn(table, y, chosen, v);
-    uint32_t p = 8;
-    KV_UNROLL for (int i = 0; i < 4; i++) p += v[i] < 0.0 ? 8u >> i : 0u;
+    // the lowest of the halves: what is 0 has the sign of the first that is not
+    double first = v[0] != 0.0 ? v[0] : v[1] != 0.0 ? v[1] : v[2] != 0.0 ? v[2] : v[3];
+    uint32_t p = first < 0.0 ? 9 : 8;
+    KV_UNROLL for (int i = 1; i < 4; i++) p += mul(first, v[i]) < 0.0 ? 16u >> i : 0u;
     KV_UNROLL for (int i = 3; i >= 0; i--) {
       if (v[i] == -best) p = 2 * i + 1;
       if (v[i] == best) p = 2 * i;
