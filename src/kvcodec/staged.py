@@ -26,9 +26,7 @@ def refusal(cache: "FusedLayerCache", softcap: float = 0.0) -> str:
 
 
 @torch.no_grad()
-def attend(
-    cache: "FusedLayerCache", q: Tensor, *, scale: float | None = None, sinks: Tensor | None = None
-) -> Tensor:
+def attend(cache: "FusedLayerCache", q: Tensor, *, scale: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Causal attention of the newest tokens ``q [B, HQ, n, D]``, which the cache holds already.
 
     Parameters

@@ -15,9 +15,13 @@ from kvcodec.cuda import attention, prefill, sides
 from kvcodec.cuda.prefill import Scored, Seen, join, score
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.fused import FusedLayerCache
+from kvcodec.integrations.attention import CAUSAL, _only_causal
+from kvcodec.integrations.transformers import cache_for
 from kvcodec.scheme import KVScheme
+from tests.conftest import tiny_model
 from tests.cuda.test_fused import Reference, scheme
 from tests.cuda.test_operators import fill
+from tests.integrations.test_generate import padded, prompt
 
 SPECS = (
     *kvcodec.presets(),
@@ -72,9 +76,7 @@ def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) 
     made = kvcodec.get("kivi-2")
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
     pair = attention.pair_for(made.key, made.value, 64, 64)
-    key, value = (
-        sides.tensors_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True)
-    )
+    key, value = (sides.tensors_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
     for first, count in ((16, 10), (-32, 10), (32, 33)):
         with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
             prefill.unpack(store.pages, store.table, first, count, pair=attention.text_of(pair), key=key, value=value)
@@ -229,3 +231,88 @@ def test_the_bound_of_the_workspace_counts_what_is_staged(machine: dict[str, Any
     fused.append(k, v)
     assert staged.workspace_bytes(fused, q) >= 96 * 2 * 2 * 64
     assert staged.workspace_bytes(fused, q.float()) >= staged.workspace_bytes(fused, q)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def chunked(model: Any, attention: str, spec: Any, ids: Tensor, cuts: tuple[int, ...], **options: Any) -> Any:
+    """Logits of a prompt given in chunks, and the paths that ran."""
+    cache = cache_for(model, spec, attention=attention, probe=False, max_len=options.pop("max_len", None))
+    mask = options.pop("mask", None)
+    logits, at = [], 0
+    with torch.no_grad():
+        for end in (*cuts, ids.shape[1]):
+            given = {} if mask is None else {"attention_mask": mask[:, :end]}
+            logits.append(model(ids[:, at:end], past_key_values=cache, **given).logits)
+            at = end
+    return torch.cat(logits, 1), cache.report()["paths"]
+
+
+def kvcodec_model(name: str) -> Any:
+    model = tiny_model(name)
+    model.set_attn_implementation("kvcodec")
+    return model
+
+
+@pytest.mark.parametrize("max_len", [None, 96])
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])
+def test_a_prompt_in_chunks_takes_the_staged_path(name: str, max_len: int | None, machine: dict[str, Any]) -> None:
+    model, ids, made = kvcodec_model(name), prompt(2, 60), scheme("int-8", 2, 7)
+    cuts = (20, 22, 50, 51)
+    wanted, _ = chunked(model, "streamed", made, ids, cuts)
+    found, paths = chunked(model, "fused", made, ids, cuts, max_len=max_len)
+    layers = model.config.num_hidden_layers
+    assert paths == {"exact": layers, "fused": layers, "staged": 3 * layers}
+    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.std())
+
+
+def test_learned_sinks_beside_a_sliding_window(machine: dict[str, Any]) -> None:
+    """The full layers of GPT-OSS are staged, those with a sliding window streamed; both give their part."""
+    model, ids, made = kvcodec_model("gpt-oss"), prompt(1, 60), scheme("int-8")
+    wanted, _ = chunked(model, "streamed", made, ids, (25, 40))
+    found, paths = chunked(model, "fused", made, ids, (25, 40))
+    kinds = model.config.layer_types
+    assert paths["staged"] == 2 * kinds.count("full_attention")
+    assert paths["streamed"] == 2 * kinds.count("sliding_attention") > 0
+    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.std())
+
+
+def test_left_padding_is_streamed(machine: dict[str, Any]) -> None:
+    model, made = kvcodec_model("llama-gqa"), scheme("int-8", 0, 4)
+    ids, mask = padded(40, 31)
+    wanted, _ = chunked(model, "streamed", made, ids, (20,), mask=mask)
+    found, paths = chunked(model, "fused", made, ids, (20,), mask=mask)
+    layers = model.config.num_hidden_layers
+    assert paths == {"exact": layers, "streamed": layers}
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=0, atol=1e-3)
+    _, paths = chunked(model, "fused", made, ids, (20,), mask=torch.ones_like(mask))
+    assert paths == {"exact": layers, "staged": layers}
+
+
+def test_keys_with_a_sketch_are_streamed(machine: dict[str, Any]) -> None:
+    model, made = kvcodec_model("llama-gqa"), scheme("turboquant-qjl-3")
+    found, paths = chunked(model, "fused", made, prompt(1, 40), (20,))
+    layers = model.config.num_hidden_layers
+    assert paths == {"exact": layers, "streamed": layers}
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_only_the_causal_mask_is_taken_for_one(dtype: torch.dtype) -> None:
+    visible = torch.ones(1, 1, 5, 12, dtype=torch.bool).tril(7)
+    for b, i, j, value in ((0, 0, 3, None), (0, 4, 3, False), (0, 0, 0, False), (0, 2, 11, True), (0, 4, 11, False)):
+        seen = visible.clone()
+        if value is not None:
+            seen[b, 0, i, j] = value
+        mask = (
+            seen
+            if dtype == torch.bool
+            else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min).to(dtype)
+        )
+        assert _only_causal(mask, mask) == (value is None)
+        assert getattr(mask, CAUSAL) == {12: value is None}
+    biased = torch.zeros(1, 1, 5, 12).masked_fill(~visible, -torch.inf)
+    assert _only_causal(biased, biased.clone())
+    biased[0, 0, 0, 2] = -0.5
+    assert not _only_causal(biased, biased.clone())
