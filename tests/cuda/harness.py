@@ -35,7 +35,7 @@ CACHE = ROOT / ".pytest_cache/emulated"
 # what a GPU faults on or leaves undefined: traps, so that it is raised with the thread's number
 _CHECKS = "alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow,return,unreachable"
 FLAGS = (
-    *("-std=c++17", "-O2", "-g1", "-fPIC", "-DKV_EMULATE", "-Wall", "-Werror=return-type", "-Werror=uninitialized"),
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-DKV_EMULATE", "-Wall", "-Werror=return-type", "-Werror=uninitialized"),
     "-ffp-contract=off",  # add and mul of platform.cuh are rounded one by one
     "-fno-strict-aliasing",  # as nvcc: bytes are read as words
     *("-fsanitize=" + _CHECKS, "-fsanitize-undefined-trap-on-error"),
