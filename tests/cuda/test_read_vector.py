@@ -88,7 +88,7 @@ def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, to
             hqmq_reader(codec, dim),
             "read_hqmq.cuh",
             hqmq_shared(codec),
-            hqmq_tables(params),
+            hqmq_tables(codec)(params),
         )
     body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
     lib = harness.build(UNPACK.format(header=header, reader=reader, tokens=tokens, body=body))
@@ -187,7 +187,7 @@ def octopus_side(codec: Octopus) -> Side:
 
 def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
     reader = hqmq_reader(codec, 0, role).replace("<0,", "<{D},")
-    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
+    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(codec)(params))
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
@@ -226,7 +226,7 @@ KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("codec", "products", "most"), [(Octopus(4, 2), 50, 2.3), (Octopus(5, 3), 50, 2.9), (Hqmq(24, 3), 48, 3.0)], ids=str
+    ("codec", "products", "most"), [(Octopus(4, 2), 50, 2.3), (Octopus(5, 3), 50, 2.9), (Hqmq(24, 3), 48, 3.0), (Hqmq(96, 4), 48, 3.5)], ids=str
 )
 def test_machine_code(codec: Codec, products: int, most: float, arch: int) -> None:
     """No spills, and at most so many instructions for a number of the cache on sm_90, a quarter more elsewhere."""

@@ -353,7 +353,7 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     if not (name := vector.hqmq_reader(codec, dim)):
         return f"the kernels read packing=ceil, not {codec}"
     both = vector.hqmq_reader(codec, dim, role)
-    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables, both=both)
+    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables(codec), both=both)
 
 
 LEVEL_TABLE = {1: 32768, 2: 32768, 3: 8192, 4: 32768, 5: 4096, 6: 8192}

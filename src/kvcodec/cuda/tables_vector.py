@@ -23,6 +23,11 @@ CODEBOOK_UNIT = 2.0**15
 """Products with radii that are fp16 subnormals become normal numbers."""
 
 
+def _signed(codec: Hqmq) -> bool:
+    """Whether the codebook is held without its negative half: where all of it leaves no room for 16 copies."""
+    return 24 * codec.s * 8 * 16 > HQMQ_ROOM
+
+
 def _copied(entries: int, room: int) -> int:
     """Bytes of a table of ``entries`` rows with as many copies as ``Table8`` makes."""
     copies = next((n for n in (16, 8, 4) if entries * 8 * n <= room), 1)
@@ -76,18 +81,25 @@ def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     if codec.packing != "ceil":
         return ""
     bound = {None: "CLAMP", "key": "UP", "value": "DOWN"}[role]
-    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{bound}>"
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, {'true' if _signed(codec) else 'false'}, kv::{bound}>"
 
 
 def hqmq_shared(codec: Hqmq) -> int:
     """Bytes of shared memory of the reader's codebook."""
-    return _copied(12 * codec.s, HQMQ_ROOM)
+    return _copied((12 if _signed(codec) else 24) * codec.s, HQMQ_ROOM)
 
 
-def hqmq_tables(params: Params) -> Tensor:
-    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; those between are opposite."""
-    codebook = params["codebook"][0]
-    table = codebook.float()
-    if codebook.dtype == torch.int8:
-        table = table / 127
-    return _rows(table[:, ::2] * CODEBOOK_UNIT)
+def hqmq_tables(codec: Hqmq) -> Callable[[Params], Tensor]:
+    """Return the function that tabulates each head's codebook, times 2^15.
+
+    Its result is uint8 ``[H, 8 * 24 S]``, or half of that: rows 2i and 2i + 1 are opposite, and one may be enough.
+    """
+
+    def build(params: Params) -> Tensor:
+        codebook = params["codebook"][0]
+        table = codebook.float()
+        if codebook.dtype == torch.int8:
+            table = table / 127
+        return _rows(table[:, :: 2 if _signed(codec) else 1] * CODEBOOK_UNIT)
+
+    return build

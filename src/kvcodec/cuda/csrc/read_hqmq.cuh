@@ -6,8 +6,8 @@
 // output.
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
-// conflicts. Rows 2i and 2i + 1 are each other's negatives: half of them are held, and the code's lowest bit becomes the
-// radius' sign.
+// conflicts. Rows 2i and 2i + 1 are each other's negatives. Where SIGNED says so, half of them are held and the code's
+// lowest bit becomes the radius' sign: two instructions more for a row, and twice the copies.
 #pragma once
 #include "bits.cuh"
 
@@ -21,13 +21,13 @@ enum Bound {
   DOWN,   // rows before the table may be read: it is the values', upside down, and the keys' is as long
 };
 
-template <int D, int S, int R, Bound BOUND = CLAMP> struct ReadHqmq {
+template <int D, int S, int R, bool SIGNED, Bound BOUND = CLAMP> struct ReadHqmq {
   KV_CONST int W = S == 24 ? 10 : S == 48 ? 11 : S == 96 ? 12 : 13;
   static_assert((S == 24 || S == 48 || S == 96 || S == 192) && (R == 3 || R == 4 || R == 6), "what the codec has");
   KV_CONST int CHUNKS = D / 4;
   KV_CONST int ROW = (CHUNKS * W + 7) / 8;
   KV_CONST int RADII = (CHUNKS * R + 7) / 8;
-  KV_CONST int ENTRIES = 12 * S;
+  KV_CONST int ENTRIES = SIGNED ? 12 * S : 24 * S;
   using Codebook = Table8<ENTRIES, 73728>;
 
   KV_CONST int BLOCK = 1;
@@ -35,7 +35,7 @@ template <int D, int S, int R, Bound BOUND = CLAMP> struct ReadHqmq {
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? ROW : p == 1 ? RADII : 2; }
   KV_CONST int TABLE = Codebook::BYTES;
 
-  // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15
+  // source: rows of four fp16 numbers, times 2^15; if SIGNED 0, 2, 4 .. alone
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     Codebook::template fill<BOUND == DOWN>(to, from, thread, threads);
   }
@@ -50,17 +50,17 @@ template <int D, int S, int R, Bound BOUND = CLAMP> struct ReadHqmq {
       const Stream<ROW, N * W> codes(planes[0], token, own, part);
       const Lengths lengths(planes[1], token, own, part);
       const uint32_t mine = Codebook::copy(lane);
-      constexpr int TO = Codebook::STRIDE_BIT;
-      constexpr uint32_t LAST = (1u << (W - 1)) - 1;  // of the rows that a code can name
+      constexpr int FROM = SIGNED ? 1 : 0, TO = Codebook::STRIDE_BIT;
+      constexpr uint32_t LAST = (1u << (W - FROM)) - 1;  // of the rows that a code can name
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
-        const uint32_t row = codes.field(W * k + 1, W - 1, TO);
+        const uint32_t row = codes.field(W * k + FROM, W - FROM, TO);
         uint32_t at = ((BOUND == DOWN ? ~row : row) & LAST << TO) | mine;
         if (BOUND == CLAMP) at = at < (uint32_t)TABLE - 8 ? at : (uint32_t)TABLE - 8;
         const Words2 x = Codebook::get(table - (BOUND == DOWN ? (int)(LAST - ENTRIES + 1) * Codebook::STRIDE : 0), at);
         uint32_t length = lengths.word(k);
         const int sign = Lengths::high(k) ? 31 : 15;
-        length |= codes.field(W * k, 1, sign) & 1u << sign;
+        if (SIGNED) length |= codes.field(W * k, 1, sign) & 1u << sign;
         length = Lengths::high(k) ? high2(length) : low2(length);
         r[2 * k] = hmul2(x.a, length), r[2 * k + 1] = hmul2(x.b, length);
       }
