@@ -253,7 +253,7 @@ def read_params(path: str | Path) -> FittedParams:
     try:
         model, text, cpu = header["model"], header["text"], torch.device("cpu")
         scheme = from_json(header["scheme"])
-        saved = header.get("layout_versions", {role: 1 for role in ROLES})
+        saved = header.get("layout_versions", dict.fromkeys(ROLES, 1))
         here = _layout_versions(scheme, model["head_dim"])
         if saved != here:  # codebooks go with the codes: another order of them is noise
             raise FormatError(f"its constants belong to bytes of versions {saved}, here are {here}")
