@@ -149,6 +149,26 @@ class Engine:
         """Upper bound of what a call needs beside the cache."""
         raise NotImplementedError
 
+    def many_refusal(self) -> str:
+        """Return why ``attend_many`` cannot be called, or ``""`` if it can."""
+        return f"the {self.name} kernels of this scheme take one query token"
+
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Causal attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
+        raise UnsupportedError(f"attention of several query tokens: {self.many_refusal()}.")
+
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int) -> int:
+        """Upper bound of what ``attend_many`` needs beside the cache of so many packed and dense tokens."""
+        raise NotImplementedError
+
 
 class TritonEngine(Engine):
     """Triton kernels ``kvcodec/kernels/<stem>.py``.
@@ -331,6 +351,47 @@ class CudaEngine(Engine):
 
         splits = splits_of(self.pair, q, store.heads, store.table)
         return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
+
+    def many_refusal(self) -> str:
+        """As ``Engine.many_refusal``."""
+        from kvcodec.cuda.attention import pair_of
+
+        return "keys with a sketch are not unpacked" if pair_of(self.pair).key.queries > 1 else ""
+
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As ``Engine.attend_many``: pages unpacked into 16-bit numbers, and flash attention over these."""
+        from kvcodec.cuda.prefill import attend_newest
+
+        key, value = roles["key"], roles["value"]
+        first, last = key.runs[0] if key.runs else (0, 0)
+        return attend_newest(
+            q,
+            (key.dense("sink"), value.dense("sink")),
+            (key.dense("window"), value.dense("window")),
+            store.pages,
+            store.table,
+            first,
+            last,
+            pair=self.pair,
+            key=self.reading["key"],
+            value=self.reading["value"],
+            scale=scale,
+            sinks=sinks,
+        )
+
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int) -> int:
+        """As ``Engine.many_workspace_bytes``."""
+        from kvcodec.cuda.prefill import workspace_bytes
+
+        return workspace_bytes(q, store.heads, packed, dense)
 
 
 def _kept(old: Any, fresh: Any) -> Any:

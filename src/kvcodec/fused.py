@@ -1,4 +1,4 @@
-"""FusedLayerCache: a LayerCache whose writes and one-token attention run in the fused kernels.
+"""FusedLayerCache: a LayerCache whose writes and attention run in the fused kernels.
 
 Same pages, same bytes, same results as ``LayerCache``; what differs is who reads and writes them. Lengths live on the
 device, so a decode step of a cache with a fixed capacity neither synchronises nor reallocates: it can be captured in a
@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvcodec import staged
 from kvcodec.cache import LayerCache, RoleState
 from kvcodec.codec import ROLES, Role, check_tensor
 from kvcodec.engine import Engine, choose
@@ -266,11 +267,11 @@ class FusedLayerCache(LayerCache):
         start: Tensor | None = None,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Fused attention of one query token per sequence over the packed pages.
+        """Fused attention over the packed pages: of one query token per sequence, or of the newest n (``staged``).
 
         Parameters
         ----------
-        q : Tensor ``[B, HQ, 1, D]``
+        q : Tensor ``[B, HQ, n, D]``
         scale, sinks
             As ``kvcodec.attention.attend``.
         start : Tensor int32 ``[B]``, optional
@@ -281,13 +282,17 @@ class FusedLayerCache(LayerCache):
         Raises
         ------
         UnsupportedError
-            For several query tokens, or a mask (pass ``start`` for left padding).
+            For a mask (pass ``start`` for left padding); for several query tokens with ``start`` or without ``causal``,
+            or where ``staged.refusal`` says why not.
         """
-        if q.shape[2] != 1 or mask is not None:
+        many = q.shape[2] != 1
+        why = "a mask" if mask is not None else "start" if many and start is not None else ""
+        why = why or (staged.refusal(self, softcap) or ("" if causal else "not causal") if many else "")
+        if why:
             raise UnsupportedError(
-                f"fused attention takes one query token and no mask; got q {tuple(q.shape)}"
-                f"{' with a mask' if mask is not None else ''}. Pass start= for left padding, or use "
-                f"kvcodec.attention.attend."
+                f"fused attention takes no mask, and of several query tokens the newest ones, causal, where kernels "
+                f"unpack the pages; got q {tuple(q.shape)}: {why}. Pass start= for left padding of one query token, "
+                f"or use kvcodec.attention.attend."
             )
         if self.store is None or self.emptied or (not self.reserve and self._host_length == 0):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
@@ -301,6 +306,8 @@ class FusedLayerCache(LayerCache):
         assert self.engine is not None
         if not self.engine.ready:
             self.engine.prepare(self.roles)
+        if many:
+            return staged.attend(self, q, scale=scale, sinks=sinks)
         dense: dict[str, Tensor | None] = {}
         first = self.first
         if self.holds_dense:
@@ -424,9 +431,13 @@ class FusedLayerCache(LayerCache):
 
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Decoded keys and values, as ``LayerCache.decode`` (PyTorch reference path)."""
+        self.synchronize()
+        return super().decode(first, last)
+
+    def synchronize(self) -> None:
+        """Bring the host's runs, sink and window up to date; raises what ``check`` raises (host syncs)."""
         self._pull()
         self.check()  # a full static cache has no slots for its last tokens
-        return super().decode(first, last)
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""

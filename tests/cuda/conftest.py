@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.cuda import attention, build, encode
+from kvcodec.cuda import attention, build, encode, prefill
 from kvcodec.cuda.build import Program
 from tests.cuda import harness
 
@@ -35,23 +35,28 @@ def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emula
     return tuple(Emulated(library, name) for name in names)
 
 
+def forget() -> None:
+    """Programs loaded for another machine."""
+    for kept in (attention._plan, encode._launches, prefill._kernel):
+        kept.cache_clear()
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Operators that launch on the emulator; what they launched, by kernel."""
     made: dict[str, Any] = {}
 
     def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
-        args = "kv::EncodeArgs" if "kv_encode" in names else "kv::DecodeArgs"
+        args = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs"}.get(names[0], "kv::DecodeArgs")
         kernels = emulated(program, tuple(names), args)
         made.update(zip(names, kernels, strict=True))
         return kernels
 
-    for module in (attention, encode):
+    for module in (attention, encode, prefill):
         monkeypatch.setattr(module, "load", load)
-        monkeypatch.setattr(module, "_refused", lambda device: "")
+        if module is not prefill:
+            monkeypatch.setattr(module, "_refused", lambda device: "")
     monkeypatch.setattr(build, "refusal", lambda device: "")
-    attention._plan.cache_clear()
-    encode._launches.cache_clear()
+    forget()
     yield made
-    attention._plan.cache_clear()
-    encode._launches.cache_clear()
+    forget()

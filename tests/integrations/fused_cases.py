@@ -147,6 +147,29 @@ def case_assisted(device: str) -> None:
     assert set(cache.report()["paths"]) >= {"exact", "streamed"}
 
 
+def case_staged(device: str) -> None:
+    """A prompt in chunks: history unpacked for flash attention, the chunk itself causal, by the CUDA kernels."""
+    if device == "cpu":
+        return  # tests/cuda/test_prefill.py, on the emulator
+    for name in ("llama-gqa", "llama-mqa"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model, ids = model_on(device, name).to(dtype), prompt(2, 300).to(device)
+            for spec in ("octopus-3", "kivi-2", "int-8"):
+                logits = {}
+                for way, max_len in (("streamed", None), ("fused", None), ("fused", 320)):
+                    cache = cache_for(model, spec, attention=way, max_len=max_len, probe=False)
+                    with torch.no_grad():
+                        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 90), (90, 299))]
+                    logits[way, max_len] = parts[1].float()
+                    layers = len(cache.layers)
+                    paths = {"exact": layers, "staged" if way == "fused" else way: layers}
+                    assert cache.report()["paths"] == paths, cache.report()["paths"]
+                    if way == "fused":
+                        wanted = logits["streamed", None]
+                        off = float((parts[1].float() - wanted).norm() / wanted.norm())
+                        assert off < (0.05 if dtype == torch.bfloat16 else 0.01), (name, dtype, spec, max_len, off)
+
+
 def case_beams(device: str) -> None:
     model = model_on(device, "llama-gqa")
     options = {"num_beams": 3, "output_logits": False}

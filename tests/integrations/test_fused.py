@@ -16,7 +16,7 @@ INTERPRETED = (
     "sink_and_window",
     "full_static_cache_is_flagged",
 )
-CASES = (*INTERPRETED, "static", "static_sliding_is_refused", "assisted", "beams", "compiled", "cuda_graph")
+CASES = (*INTERPRETED, "static", "static_sliding_is_refused", "assisted", "staged", "beams", "compiled", "cuda_graph")
 ROOT = Path(__file__).parents[2]
 
 

@@ -184,17 +184,13 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
     assert cache.store is not None
     store, encoded = cache.store, packed.encoded["key"]
-    dense = [torch.cat(packed.dense[role], 2) for role in ROLES]
+    if reason := engine.many_refusal():
+        raise UnsupportedError(reason)
     constants = {"pair": engine.pair, "key": engine.reading["key"], "value": engine.reading["value"], "scale": scale}
-
-    def attend() -> Tensor:
-        seen = prefill.attend_pages(q, store.pages, store.table, 0, encoded, **constants)
-        if dense[0].shape[2]:
-            seen = prefill.join(seen, prefill.score(q, dense[0], dense[1], scale))
-        out: Tensor = prefill.join(seen, prefill.score(q, k, v, scale, causal=True)).out
-        return out.to(q.dtype)
-
-    return attend
+    sink = tuple(packed.dense[role][0] for role in ROLES)
+    fresh = tuple(torch.cat([packed.dense[role][1], x], 2) for role, x in zip(ROLES, (k, v), strict=True))
+    # as a cache whose window holds the fresh tokens
+    return partial(prefill.attend_newest, q, sink, fresh, store.pages, store.table, 0, encoded, **constants)
 
 
 def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> tuple[float, float]:

@@ -175,9 +175,7 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
         fitting.sort(key=lambda c: (c.warps * c.resident < 8, abs(c.tile - 32), c.resident, c.warps))
     else:
         order = {1: -1, 2: 1}
-        fitting.sort(
-            key=lambda c: (c.warps * c.resident < 8, -c.tile, -c.resident, c.warps * order.get(c.resident, 1))
-        )
+        fitting.sort(key=lambda c: (c.warps * c.resident < 8, -c.tile, -c.resident, c.warps * order.get(c.resident, 1)))
     if fitting:
         return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
     raise UnsupportedError(

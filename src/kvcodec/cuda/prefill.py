@@ -1,4 +1,4 @@
-"""Attention of many query tokens over packed pages: unpacked chunk by chunk into dense memory, for flash attention.
+"""Attention of many query tokens over packed pages: unpacked chunk by chunk, dense, for flash attention.
 
 A chunk of a prompt has tens to thousands of queries, so arithmetic and not memory decides: the pages are unpacked once
 per chunk of history, at the speed of memory, and the tensor cores see 16-bit numbers. Nothing is rotated back: queries
@@ -29,6 +29,12 @@ from kvcodec.ops.hadamard import block_hadamard
 
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
+QUERY_BYTES = 1 << 28
+"""Most bytes of float32 queries at a time; where there are more, the history is unpacked again for the next ones."""
+FLASH_DIM = 256
+"""Largest head_dim of PyTorch's flash attention."""
+REFERENCE_ROWS = 256
+"""Query rows scored at a time where flash attention cannot be used."""
 WARPS = 4
 
 ARGS = struct.Struct("<6Q3q4i")
@@ -74,9 +80,7 @@ def program(pair: Pair) -> Program:
         Keys are held with a sketch: their second part is in another basis than the first.
     """
     if pair.key.queries > 1:
-        raise UnsupportedError(
-            f"unpacking {pair.key.type}: keys with a sketch are not unpacked; use streamed attention."
-        )
+        raise UnsupportedError(f"{pair.key.type}: keys with a sketch are not unpacked; use attention='streamed'.")
     source = "\n".join(
         [
             '#include "unpack.cuh"',
@@ -164,23 +168,82 @@ def out_of_codes(x: Tensor, value: SideTensors) -> Tensor:
 
 
 def score(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> Scored:
-    """Attention of ``q [B, HQ, n, D]`` over dense ``k, v [B, H, t, D]``; ``causal``: t = n, token i sees 0..i."""
+    """Attention of ``q [B, HQ, n, D]`` over dense ``k, v [B, H, t, D]``; ``causal``: t = n, token i sees 0..i.
+
+    Flash attention on a GPU: the operator behind ``scaled_dot_product_attention(enable_gqa=True)``, which alone gives
+    the log-sum-exp; like it, it takes HQ a multiple of H. Otherwise, and for float32, the reference, rows by rows.
+    """
     if k.shape[2] == 0:
         return Scored(torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float))
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= FLASH_DIM:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = flash(q, k.to(q.dtype), v.to(q.dtype), 0.0, causal, False, scale=scale)
         return Scored(out, lse[..., : q.shape[2]])
-    bias = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1) if causal else None
-    part = partial(q, k, v, scale, bias)
-    return Scored(part.acc / part.l[..., None], part.m + part.l.log())
+    outs, sums = [], []
+    for first in range(0, q.shape[2], REFERENCE_ROWS):
+        rows = q[:, :, first : first + REFERENCE_ROWS]
+        seen = first + rows.shape[2] if causal else k.shape[2]
+        bias = torch.full((rows.shape[2], seen), -torch.inf, device=q.device).triu(first + 1) if causal else None
+        part = partial(rows, k[:, :, :seen], v[:, :, :seen], scale, bias)
+        outs.append(part.acc / part.l[..., None])
+        sums.append(part.m + part.l.log())
+    return Scored(torch.cat(outs, 2), torch.cat(sums, 2))
+
+
+class Seen:
+    """What some consecutive queries have seen so far. The place of a token counts from the place of the first query.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+    scale : float
+    """
+
+    def __init__(self, q: Tensor, scale: float) -> None:
+        self.q, self.scale = q, scale
+        self.total: Scored | None = None
+
+    def add(self, k: Tensor, v: Tensor, at: int) -> None:
+        """Add tokens ``k, v [B, H, t, D]`` in the places ``at, at + 1, ...``; query i sees the places up to i."""
+        n, end = self.q.shape[2], at + k.shape[2]
+        old = min(max(-at, 0), k.shape[2])
+        if old:
+            self._join(0, score(self.q, k[:, :, :old], v[:, :, :old], self.scale))
+        first, last = at + old, min(end, n)
+        if first < last:
+            k, v = (x[:, :, old : last - at] for x in (k, v))
+            self._join(first, score(self.q[:, :, first:last], k, v, self.scale, causal=True))
+            if last < n:
+                self._join(last, score(self.q[:, :, last:], k, v, self.scale))
+
+    def _join(self, first: int, part: Scored) -> None:
+        """Add what the queries from ``first`` on have seen."""
+        n, rows = self.q.shape[2], slice(first, first + part.lse.shape[2])
+        whole = part.lse.shape[2] == n
+        if self.total is None and whole:
+            self.total = Scored(part.out.float(), part.lse)
+            return
+        if self.total is None:
+            self.total = score(self.q, self.q[:, :1, :0], self.q[:, :1, :0], self.scale)
+        old = self.total
+        new = join(Scored(old.out[:, :, rows], old.lse[:, :, rows]), part)
+        if whole:
+            self.total = new
+        else:
+            old.out[:, :, rows], old.lse[:, :, rows] = new
+
+    def result(self) -> Scored:
+        """Return the attention over all tokens that were added; float32."""
+        if self.total is None:
+            return score(self.q, self.q[:, :1, :0], self.q[:, :1, :0], self.scale)
+        return self.total
 
 
 def attend_pages(
     q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, pair: str, key: SideTensors,
-    value: SideTensors, scale: float,
+    value: SideTensors, scale: float, at: int | None = None,
 ) -> Scored:  # fmt: skip
-    """Attention of every query over the packed tokens ``[first, last)`` of its sequence, none of them hidden.
+    """Attention of every query over the packed tokens ``[first, last)`` of its sequence.
 
     Parameters
     ----------
@@ -191,6 +254,9 @@ def attend_pages(
     first, last : int
         Slots.
     scale : float
+    at : int, optional
+        Place of token ``first``, counted from that of the first query: query i sees the places up to i. Default: none
+        of the tokens is hidden.
 
     Returns
     -------
@@ -198,19 +264,80 @@ def attend_pages(
         Model basis, float32.
     """
     read = pair_of(pair)
-    heads, dim, tile = pages.shape[1], read.head_dim, tile_tokens(read)
-    coded = into_codes(q, key)
-    per_token = 2 * 2 * q.shape[0] * heads * dim
+    tile = tile_tokens(read)
+    seen = Seen(into_codes(q, key), scale)
+    at = first - last if at is None else at
+    last = min(last, first + q.shape[2] - at)  # what no query sees
+    per_token = _token_bytes(q.shape[0], pages.shape[1], read.head_dim)
     chunk = max(tile, STAGING_BYTES // per_token // tile * tile)
-    begin = first // tile * tile
-    total: Scored | None = None
-    while begin < last:
-        count = min(chunk, last - begin)
-        k, v = unpack(pages, table, begin, count, pair=pair, key=key, value=value)
+    for begin in range(first // tile * tile, last, chunk):
+        k, v = unpack(pages, table, begin, min(chunk, last - begin), pair=pair, key=key, value=value)
         skip = max(0, first - begin)
-        part = score(coded, k[:, :, skip:], v[:, :, skip:], scale)
-        total = part if total is None else join(total, part)
-        begin += count
-    if total is None:
-        return score(q, q[:, :heads, :0], q[:, :heads, :0], scale)
-    return Scored(out_of_codes(total.out, value), total.lse)
+        seen.add(k[:, :, skip:], v[:, :, skip:], at + begin + skip - first)
+    found = seen.result()
+    return Scored(out_of_codes(found.out, value), found.lse) if first < last else found
+
+
+def attend_newest(
+    q: Tensor, sink: tuple[Tensor, Tensor], window: tuple[Tensor, Tensor], pages: Tensor, table: Tensor, first: int,
+    last: int, *, pair: str, key: SideTensors, value: SideTensors, scale: float, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of the newest n tokens of a cache, which lie in it already, over everything that it holds.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis; query i belongs to token N - n + i of N.
+    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``)
+        Keys and values held dense before and behind the packed ones, model basis.
+    pages, table, pair, key, value
+        As ``unpack``.
+    first, last : int
+        Slots of the packed tokens.
+    scale : float
+    sinks : Tensor ``[HQ]``, optional
+        One learned logit per query head that only joins the softmax's denominator.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    n, before, packed = q.shape[2], sink[0].shape[2], last - first
+    oldest = n - before - packed - window[0].shape[2]  # the oldest token's place
+    out, step = torch.empty_like(q), rows_at_once(q)
+    for row in range(0, n, step):
+        part, at = q[:, :, row : row + step], oldest - row
+        seen = Seen(part, scale)
+        seen.add(*sink, at)
+        seen.add(*window, at + before + packed)
+        total = seen.result()
+        if packed:
+            old = attend_pages(
+                part, pages, table, first, last, pair=pair, key=key, value=value, scale=scale, at=at + before
+            )
+            total = join(total, old)
+        if sinks is not None:
+            logit = sinks.float().view(1, -1, 1).expand(part.shape[:3])
+            total = join(total, Scored(torch.zeros((), device=q.device), logit))
+        out[:, :, row : row + step] = total.out
+    return out
+
+
+def rows_at_once(q: Tensor) -> int:
+    """Query rows of ``q [B, HQ, n, D]`` that ``attend_newest`` takes at a time."""
+    return max(REFERENCE_ROWS, QUERY_BYTES // max(1, 4 * q.shape[0] * q.shape[1] * q.shape[3]))
+
+
+def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int) -> int:
+    """Bound of what ``attend_newest`` needs beside its arguments, for ``heads`` KV heads and so many tokens."""
+    batch, num_q_heads, n, dim = q.shape
+    rows = min(n, rows_at_once(q))
+    token = _token_bytes(batch, heads, dim)
+    staged = min(max(STAGING_BYTES, 32 * token), (packed + 32) * token)
+    scores = 4 * 4 * batch * num_q_heads * min(rows, REFERENCE_ROWS) * dense if q.dtype == torch.float32 else 0
+    return q.nbytes + staged + 2 * dense * token + scores + 16 * 4 * batch * num_q_heads * rows * dim
+
+
+def _token_bytes(batch: int, heads: int, head_dim: int) -> int:
+    """Bytes of one token's unpacked key and value in every sequence."""
+    return 2 * 2 * batch * heads * head_dim

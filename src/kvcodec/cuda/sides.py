@@ -230,10 +230,10 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
         return f"in groups the kernels read asymmetric integers, 32 to a group, not {codec}"
     if codec.along == "channels":
         return Reader(
-        f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>",
-        "read_group.cuh",
-        shared=LEVEL_TABLE[2] if codec.bits == 2 else 0,
-    )
+            f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>",
+            "read_group.cuh",
+            shared=LEVEL_TABLE[2] if codec.bits == 2 else 0,
+        )
     if role == "value":
         return f"along tokens the kernels read keys, not {codec} as values"
     return Reader(f"kv::ReadTokenInt<{dim}, {codec.bits}>", "read_group.cuh", block=32)

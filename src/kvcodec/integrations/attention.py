@@ -1,7 +1,7 @@
 """The attention function ``kvcodec``: transformers' attention over packed pages, without a decoded copy of them.
 
 A cache layer hands over itself (``PackedKV``) instead of decoded keys and values; the function registered with
-transformers reads the pages from it, chunk by chunk or in the fused kernel. The handle carries the layer, so several
+transformers reads the pages from it, chunk by chunk or in the fused kernels. The handle carries the layer, so several
 caches may share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
 """
 
@@ -16,13 +16,17 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcodec.attention import Partial, attend, merge, partial
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.fused import FusedLayerCache
 from kvcodec.integrations.plan import ATTENTION_NAME
+from kvcodec.staged import refusal
 
 if TYPE_CHECKING:
     from kvcodec.integrations.layers import PackedLayer
 
 START = "kvcodec_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
+CAUSAL = "kvcodec_causal"
+"""Attribute of a mask tensor: by the number of tokens held, whether it is the causal mask of the newest ones."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks)."""
 
@@ -110,11 +114,37 @@ def _packed(
         out = cache.attend(query, scale=scale, sinks=sinks, start=start)  # type: ignore[call-arg]
         layer.attended("fused", query)
         return out
+    given = mask
     if mask is not None:
         mask = _fit_mask(mask, len(cache), layer.is_sliding)
+    if (
+        isinstance(cache, FusedLayerCache)
+        and query.shape[2] > 1
+        and not refusal(cache)
+        and (causal if mask is None or given is None else _only_causal(mask, given))
+    ):
+        out = cache.attend(query, scale=scale, sinks=sinks)
+        layer.attended("staged", query)
+        return out
     out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks)
     layer.attended("streamed", query)
     return out
+
+
+def _only_causal(mask: Tensor, given: Tensor) -> bool:
+    """Whether the mask ``[B, 1, n, N]`` hides from the newest n of N tokens nothing but what comes later.
+
+    One host sync for each mask: the layers of a model share ``given``, which carries the answer.
+    """
+    n, held = mask.shape[-2:]
+    known: dict[int, bool] = getattr(given, CAUSAL, {})
+    if held not in known:
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        hidden = ~mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2
+        wanted = torch.ones(n, held, dtype=torch.bool, device=mask.device).tril(held - n)
+        known = {**known, held: bool(((visible == wanted) & (hidden != wanted)).all())}
+        setattr(given, CAUSAL, known)
+    return known[held]
 
 
 def _visible_from(mask: Tensor, layer: "PackedLayer") -> Tensor:

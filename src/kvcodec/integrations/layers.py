@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcodec import staged
 from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES, check_tensor
 from kvcodec.errors import ShapeError, UnsupportedError
@@ -61,7 +62,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_compileable = attention == "fused" and cache.reserve > 0
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
-        self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0}
+        self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0, "staged": 0}
         self.compiled = False
         self.counted = 0
         self.filled = False
@@ -183,6 +184,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             ]
             scores = 4 * batch * heads * n * chunk * 4
             need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
+        elif path == "staged":
+            need = staged.workspace_bytes(self.cache, query)  # type: ignore[arg-type]
         else:
             need = self.cache.workspace_bytes(query)  # type: ignore[attr-defined]
         self.workspace_bytes = max(self.workspace_bytes, need)
