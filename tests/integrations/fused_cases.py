@@ -154,7 +154,7 @@ def case_staged(device: str) -> None:
     for name in ("llama-gqa", "llama-mqa"):
         for dtype in (torch.float32, torch.bfloat16):
             model, ids = model_on(device, name).to(dtype), prompt(2, 300).to(device)
-            for spec in ("octopus-3", "kivi-2", "int-8"):
+            for spec in ("octopus-3", "turboquant-3", "int-8"):
                 logits = {}
                 for way, max_len in (("streamed", None), ("fused", None), ("fused", 320)):
                     cache = cache_for(model, spec, attention=way, max_len=max_len, probe=False)
@@ -167,7 +167,7 @@ def case_staged(device: str) -> None:
                     if way == "fused":
                         wanted = logits["streamed", None]
                         off = float((parts[1].float() - wanted).norm() / wanted.norm())
-                        assert off < (0.05 if dtype == torch.bfloat16 else 0.01), (name, dtype, spec, max_len, off)
+                        assert off < (0.03 if dtype == torch.bfloat16 else 0.005), (name, dtype, spec, max_len, off)
 
 
 def case_beams(device: str) -> None:
