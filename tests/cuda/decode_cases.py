@@ -8,10 +8,11 @@ emulated machine and compares with attention in float64 over what the codecs dec
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -169,6 +170,15 @@ def library(
     lib = harness.build(source)
     assert lib.enter("args_bytes", result=ctypes.c_int) == ctypes.sizeof(_Args)
     return lib
+
+
+def each_in_turn(firsts: Iterable[Any], seconds: Sequence[Any]) -> list[Any]:
+    """Pairs for ``parametrize``: every first beside one second, in turn; the other seconds are marked ``wide``."""
+    return [
+        pytest.param(first, second, marks=[] if j == i % len(seconds) else [pytest.mark.wide])
+        for i, first in enumerate(firsts)
+        for j, second in enumerate(seconds)
+    ]
 
 
 def rows(case: Case, role: Role, dim: int, tokens: int, rng: torch.Generator) -> Tensor:

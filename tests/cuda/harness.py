@@ -34,6 +34,7 @@ HEADERS = ROOT / "src/kvcodec/cuda/csrc"
 CACHE = ROOT / ".pytest_cache/emulated"
 # what a GPU faults on or leaves undefined: traps, so that it is raised with the thread's number
 _CHECKS = "alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow,return,unreachable"
+# -O1: compiling is most of these tests' time, and -O2 takes half as long again
 FLAGS = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-DKV_EMULATE", "-Wall", "-Werror=return-type", "-Werror=uninitialized"),
     "-ffp-contract=off",  # add and mul of platform.cuh are rounded one by one

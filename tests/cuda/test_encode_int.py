@@ -22,7 +22,7 @@ from kvcodec.pages import PageStore
 from tests.cuda import harness
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (64, 96, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (192, 256)))
+DIMS = (64, 96, 128, pytest.param(192, marks=pytest.mark.wide), 256)
 
 
 class Side(ctypes.Structure):

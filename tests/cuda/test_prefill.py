@@ -33,13 +33,13 @@ DIMS = (64, 96, 128, 256)
 
 
 def readers() -> Iterator[Any]:
-    """Every pairing that is read, at 64 and 96; the other head_dims are for slow runs."""
+    """Every pairing that is read, at 64 and 96; the other head_dims are for wide runs."""
     for spec in SPECS:
         for dim in DIMS:
             made = kvcodec.get(spec)
             pair = attention.pair_for(made.key, made.value, dim, 64)
             if not isinstance(pair, str) and pair.key.queries == 1:
-                yield pytest.param(spec, dim, marks=[] if dim in (64, 96) else [pytest.mark.slow])
+                yield pytest.param(spec, dim, marks=[] if dim in (64, 96) else [pytest.mark.wide])
 
 
 def far(a: Tensor, b: Tensor) -> float:

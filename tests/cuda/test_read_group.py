@@ -1,6 +1,5 @@
 """Readers of int-b, kivi, innerq, fp8 and of group-wise integer values, in the pairings of the presets."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from kvcodec.codec import Params
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
+from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check, each_in_turn
 
 
 def _int(bits: int, symmetric: bool = False) -> Side:
@@ -67,15 +66,7 @@ PAIRS = {
 DIMS = (128, 64, 96, 256)
 
 
-def _cases() -> Iterator[Any]:
-    """Every pair at every head_dim; one head_dim each, in turn, without the mark of slow tests."""
-    for i, name in enumerate(PAIRS):
-        for dim in DIMS:
-            marks = [] if dim == DIMS[i % len(DIMS)] else [pytest.mark.slow]
-            yield pytest.param(name, dim, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "dim"), _cases())
+@pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))
 def test_reader(name: str, dim: int) -> None:
     key, value = PAIRS[name]
     for options in OPTIONS:

@@ -14,7 +14,7 @@ from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.tables import level_table, turboquant_table, ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
+from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check, each_in_turn
 from tests.cuda.harness import Out, build
 from tests.cuda.offline import ARCHITECTURES, compile_kernels, mix
 
@@ -270,8 +270,7 @@ def agree(pair: tuple[Side, Side], dim: int, options: dict[str, Any]) -> None:
     check(*pair, dim, Case(**options), tolerance=2)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))
 def test_decode(name: str, dim: int) -> None:
     for options in OPTIONS:
         agree(PAIRS[name], dim, options)

@@ -22,7 +22,7 @@ from kvcodec.cuda.tables_vector import (
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda import harness
-from tests.cuda.decode_cases import OPTIONS, Case, Side, check
+from tests.cuda.decode_cases import OPTIONS, Case, Side, check, each_in_turn
 from tests.cuda.offline import ARCHITECTURES, compile_kernels
 
 DIMS = [64, 96, 128, 192, 256]
@@ -190,17 +190,14 @@ def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
     return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("codec", OCTOPUS[:3], ids=lambda c: f"{c.direction_bits}-{c.norm_bits}")
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 256]), ids=str)
 def test_octopus_decode(codec: Octopus, dim: int) -> None:
     for options in OPTIONS:
         check(octopus_side(codec), SAW, dim, Case(**options))
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize(("s", "r"), [(24, 3), (48, 4), (96, 4), (192, 6)])
-def test_hqmq_decode(s: int, r: int, dim: int) -> None:
-    codec = Hqmq(s, r)
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192), (3, 4, 4, 6)), (64, 96, 128, 256)))
+def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
     for options in OPTIONS:
         # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
         tolerance = 2.0 if "spread" in options else 1.0
