@@ -193,7 +193,9 @@ def test_refusals_name_the_reason() -> None:
     assert choose(scheme("kivi-2"), 128, CPU) == "device cpu is not a CUDA GPU"
     assert choose(scheme("saw-int4"), 128, CPU) == "device cpu is not a GPU"
     assert "no CUDA kernel reads Additive" in str(choose(scheme("additive-k48_r4"), 128, CPU))
-    assert "no CUDA kernel reads OctopusQJL" in str(choose(KVScheme(key=OctopusQJL(), value=Dense()), 128, CPU))
+    assert "the kernels sketch at head_dim 64, 128 and 256, not 96" in str(
+        choose(KVScheme(key=OctopusQJL(), value=Dense()), 96, CPU)
+    )
     assert "head_dim 64, 96, 128, 256, not 80" in str(choose(scheme("kivi-2"), 80, CPU))
     assert "page_tokens=48 is not a multiple of 32" in str(choose(scheme("kivi-2"), 128, CPU, 48))
     with pytest.raises(UnsupportedError, match=r"device cpu is not a CUDA GPU\. Use attention='decoded' or 'streamed'"):
