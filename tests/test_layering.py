@@ -139,6 +139,15 @@ def test_files_stay_short_and_have_a_purpose(path):
     assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no module docstring"
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.cuh")), ids=name_of)
+def test_a_cuda_source_is_short_and_narrow(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 400, f"{name_of(path)} is longer than 400 lines: split it"
+    wide = [i for i, line in enumerate(lines, 1) if len(line) > 120]
+    assert not wide, f"{name_of(path)}: lines {wide} are longer than 120 characters"
+    assert lines[0].startswith("// "), f"{name_of(path)} does not begin with what it is for"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_switches_from_the_environment(path):
     """Other programs' variables (a cache folder, Triton's interpreter) are read where they matter; none are ours."""

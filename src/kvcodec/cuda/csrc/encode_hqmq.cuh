@@ -14,7 +14,7 @@ namespace kv {
 //   half entries[PAIRS][2][4]    products p' q_s cell by cell, each cell's filled up with a zero to whole pairs
 //   uint16 names[PAIRS][2]       s << 5 | p' of them
 //   uint16 cells[CELLS]          first pair << 4 | pairs; 0: not listed
-//   uint8 times[24][24]          the unit p p'; p in the order of the sign bits: 1, -1, i .. -k, then from (1+i+j+k)/2 to
+//   uint8 times[24][24]          the unit p p'; p in order of the sign bits: 1, -1, i .. -k, then from (1+i+j+k)/2 to
 //                                -(1+i+j+k)/2, the sign of k changing fastest
 //   float secondary[S][4]        q_s, at a multiple of 16 bytes
 template <int S> struct HqmqSearch {

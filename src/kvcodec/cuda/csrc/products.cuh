@@ -1,5 +1,6 @@
-// The two products of decode attention over 16 tokens, on the tensor core: queries with keys, weights with values. What
-// a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put back here.
+// The two products of decode attention over 16 tokens, on the tensor core: queries with keys, weights with values.
+// What a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put
+// back here.
 #pragma once
 #include "query.cuh"
 #include "tile.cuh"

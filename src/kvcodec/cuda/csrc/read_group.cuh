@@ -46,8 +46,8 @@ template <int D, int BITS> struct GroupKeys {
   }
 };
 
-// Groups of GROUP channels of a token, asymmetric. Values of two bits are looked up a byte at a time: the four exact numbers
-// of an entry cost two operations, masks and a subtraction cost nine.
+// Groups of GROUP channels of a token, asymmetric. Values of two bits are looked up a byte at a time: the four exact
+// numbers of an entry cost two operations, masks and a subtraction cost nine.
 template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BITS> {
   using V = Codes<BITS, D == 96 ? 16 : D / 8>;
   static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
@@ -58,7 +58,9 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? ROW : 2 * SCALES; }
   using Bytes = LevelTable<2>;
   KV_CONST int TABLE = BITS == 2 ? Bytes::BYTES : 0;
-  KV_DEV static uint32_t number(int code) { return code == 3 ? 0x4200u : code == 2 ? 0x4000u : code == 1 ? 0x3c00u : 0u; }
+  KV_DEV static uint32_t number(int code) {
+    return code == 3 ? 0x4200u : code == 2 ? 0x4000u : code == 1 ? 0x3c00u : 0u;
+  }
   KV_DEV static void fill(uint8_t* to, const uint8_t*, int thread, int threads) {
     check_shared_base();
     for (int n = thread; n < TABLE / 16; n += threads) {
@@ -86,7 +88,8 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
   template <class P>
-  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
+                            uint32_t (&r)[V_REGS]) {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
     const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
     if constexpr (BITS == 2) {

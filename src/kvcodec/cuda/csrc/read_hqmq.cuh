@@ -6,8 +6,8 @@
 // output.
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
-// conflicts. Rows 2i and 2i + 1 are each other's negatives: half of them are held, and the code's lowest bit becomes the
-// radius' sign.
+// conflicts. Rows 2i and 2i + 1 are each other's negatives: half of them are held, and the code's lowest bit becomes
+// the radius' sign.
 #pragma once
 #include "bits.cuh"
 
