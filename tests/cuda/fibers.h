@@ -392,6 +392,10 @@ inline void run_grid(int x, int y, int z, int threads, size_t shared_bytes, void
     }
   }
   free_guarded(m.shared, shared_bytes, PAGE_SLACK);
+  // each guarded stack is two of the 65,530 mappings that a process may have, and a test run loads hundreds of libraries
+  munmap(m.stacks, STACK * MAX_THREADS);
+  m.stacks = nullptr;
+  m.guards = 0;
 }
 
 }  // namespace kv::emulated

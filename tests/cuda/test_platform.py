@@ -301,7 +301,7 @@ def test_errors_name_the_line():
         build(MISTAKES).call("run_mistake", 10, values, Out(out))
     line = 1 + MISTAKES[: MISTAKES.index("in[1] = 2")].count("\n")
     if "(" in str(caught.value).rpartition("code")[2]:  # addr2line is there
-        assert str(caught.value).endswith(f"<stdin>:{line})")
+        assert f"(<stdin>:{line}" in str(caught.value)  # a discriminator may follow
 
 
 def test_a_warp_has_32_threads():
