@@ -105,7 +105,8 @@ def page(out: Path | None, say: Callable[[str], None]) -> list[Row]:
     for part in PARTS:
         if (found := out / f"{part}.jsonl").is_file():
             held = read_rows([found])
-            _write(out / f"{part}.json", json.dumps(held, indent=1) + "\n", say)
+            lines = ",\n".join(json.dumps(row) for row in held)  # a row to a line: thousands of rows are committed
+            _write(out / f"{part}.json", f"[\n{lines}\n]\n", say)
             rows += held
         elif (found := out / f"{part}.json").is_file():
             rows += read_rows([found])
