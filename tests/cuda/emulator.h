@@ -179,6 +179,10 @@ inline uint32_t hmul2(uint32_t a, uint32_t b) {
   using namespace emulated;
   return half_bits(low(a) * low(b)) | (uint32_t)half_bits(high(a) * high(b)) << 16;
 }
+inline uint32_t hmax2(uint32_t a, uint32_t b) {  // a number wins over NaN
+  using namespace emulated;
+  return half_bits(fmax(low(a), low(b))) | (uint32_t)half_bits(fmax(high(a), high(b))) << 16;
+}
 
 // -- one word for all threads -----------------------------------------------------------------------------------------
 inline void atomic_max(int32_t* at, int32_t x) { *at = x > *at ? x : *at; }
@@ -239,6 +243,22 @@ __attribute__((noinline)) inline uint32_t transpose8(uint32_t x) {
     for (int l = 0; l < 32; l++) memcpy(&at[l / 4][l % 4 * 2], &w.in[l][0], 4);
     for (int l = 0; l < 32; l++) w.out[l][0] = at[l % 4 * 2][l / 4] | (uint32_t)at[l % 4 * 2 + 1][l / 4] << 16;
   })[0];
+}
+template <int N> __attribute__((noinline)) inline void load_transposed(uint32_t* r, const void* row) {
+  static_assert(N == 2 || N == 4);
+  uint32_t* in = emulated::operands();
+  if (emulated::lane() < 8 * N) {
+    if ((uintptr_t)row % 16) emulated::fail("load_transposed off 16 bytes: from %p", row);
+    memcpy(in, row, 16);
+  }
+  const uint32_t* out = emulated::exchange("load_transposed", [](emulated::Warp& w) {
+    for (int i = 0; i < N; i++) {
+      uint16_t at[8][8];
+      for (int k = 0; k < 8; k++) memcpy(at[k], w.in[8 * i + k], 16);
+      for (int l = 0; l < 32; l++) w.out[l][i] = at[l % 4 * 2][l / 4] | (uint32_t)at[l % 4 * 2 + 1][l / 4] << 16;
+    }
+  });
+  memcpy(r, out, 4 * N);
 }
 
 // -- copies from global to shared memory ------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ def _group(bits: int) -> Side:
     return Side(GroupInt(bits, 32, "channels"), f"kv::ReadGroupInt<{{D}}, {bits}>", "read_group.cuh")
 
 
+def _woven(bits: int) -> Side:
+    return Side(GroupInt(bits, 32, "channels"), f"kv::ReadWoven<{{D}}, {bits}>", "read_woven.cuh")
+
+
 def _tokens(bits: int) -> Side:
     return Side(GroupInt(bits, 32, "tokens"), f"kv::ReadTokenInt<{{D}}, {bits}>", "read_group.cuh")
 
@@ -62,6 +66,10 @@ PAIRS = {
     **{f"group keys {bits}": (_group(bits), _int(bits)) for bits in (2, 3, 4, 8)},
 }
 
+WOVEN = {
+    **{f"woven-{bits}": (_tokens(bits), _woven(bits)) for bits in (2, 3, 4)},
+    **{f"woven keys {bits}": (_woven(bits), _int(bits)) for bits in (2, 3, 4)},
+}
 
 DIMS = (128, 64, 96, 256)
 
@@ -69,6 +77,15 @@ DIMS = (128, 64, 96, 256)
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))
 def test_reader(name: str, dim: int) -> None:
     key, value = PAIRS[name]
+    for options in OPTIONS:
+        check(key, value, dim, Case(**options), tolerance=2)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("name", WOVEN)
+def test_woven_order(name: str, dim: int) -> None:
+    """Where the head dimension is a multiple of 128."""
+    key, value = WOVEN[name]
     for options in OPTIONS:
         check(key, value, dim, Case(**options), tolerance=2)
 

@@ -229,6 +229,8 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
     if codec.symmetric or codec.group != 32:
         return f"in groups the kernels read asymmetric integers, 32 to a group, not {codec}"
     if codec.along == "channels":
+        if codec.bits < 8 and dim % 128 == 0:
+            return Reader(f"kv::ReadWoven<{dim}, {codec.bits}>", "read_woven.cuh")
         return Reader(
             f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>",
             "read_group.cuh",

@@ -67,17 +67,22 @@ struct Decoder {
     float bias[2];   // sum of p times the values' zeros
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][2][4];
+    float zero[4];   // paired values: sums of p times the zeros, a row for each group
   };
+  KV_CONST bool PAIRED = is_paired<V>(0);
+  KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
 
   // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
   KV_DEV static void rescale(State& st, float (&top)[2], float largest) {
-    if (!any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) return;
+    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference))) return;
     float factor[2];
     st.softmax.raise(top, factor);
     st.bias[0] *= factor[0], st.bias[1] *= factor[1];
-    if constexpr (V::HAS_V_SCALE) {
-      const float biggest = warp_max(largest);
+    if constexpr (SCALED) {
+      float biggest = warp_max(largest);
       if (biggest > 16.0f * st.reference) {
+        // where P is divided by the reference before scales are multiplied, both must fit fp16: 2^8 P, all scales
+        if (PAIRED) biggest = minimum(maximum(biggest, 0.0078125f), 512.0f);
         // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
         const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
         st.inverse = bits_float(0x7f000000u - float_bits(next));
@@ -85,6 +90,7 @@ struct Decoder {
         st.reference = next;
       }
     }
+    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[1];
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
@@ -125,6 +131,7 @@ struct Decoder {
       top[1] = maximum(top[1], maximum(s[sub][1], s[sub][3]));
       if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
     }
+    if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
     rescale(st, top, largest);
     uint32_t p16[SUBS][2];
     KV_UNROLL
@@ -144,8 +151,11 @@ struct Decoder {
         const float x = vs[sub][0] * st.inverse, y = vs[sub][1] * st.inverse;
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
+      if constexpr (PAIRED) p[0] *= st.inverse, p[1] *= st.inverse, p[2] *= st.inverse, p[3] *= st.inverse;
       weights(p16[sub], p);
-      if constexpr (!V::V_BLOCKED) {
+      if constexpr (PAIRED) {
+        add_pairs<V, D, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
+      } else if constexpr (!V::V_BLOCKED) {
         add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
                  (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
@@ -161,6 +171,7 @@ struct Decoder {
   KV_DEV static void start(State& st) {
     st.softmax.start();
     st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
+    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
@@ -181,9 +192,13 @@ struct Decoder {
     float* merge = (float*)shared;
     float* merge_m = merge + WARPS * 8 * row_floats(D);
     float* merge_l = merge_m + WARPS * 8;
-    const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
+    const float reference = SCALED ? st.reference : 1.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
+      if constexpr (PAIRED) {  // group k is row k
+        bias[0] = shfl(st.zero[0], 4 * k + j) * reference;
+        bias[1] = shfl(st.zero[1], 4 * k + j) * reference;
+      }
       KV_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int c = V::v_channel(g, 4 * k + i);

@@ -106,6 +106,11 @@ KV_DEV uint32_t hmul2(uint32_t a, uint32_t b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
+KV_DEV uint32_t hmax2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
 KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
@@ -160,6 +165,19 @@ KV_DEV uint32_t transpose8(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+// N transposed 8 x 8 matrices of 16-bit numbers: lane 8 i + r gives where row r of matrix i lies, 16 bytes of shared
+// memory (lanes from 8 N on: anywhere readable); r[i]: lane 4 g + j has column g, rows 2j 2j+1
+template <int N> KV_DEV void load_transposed(uint32_t* r, const void* row) {
+  static_assert(N == 2 || N == 4, "what the instruction has");
+  uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+  if constexpr (N == 4) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+        : "=r"(r[0]), "=r"(r[1]) : "r"(at) : "memory");
+  }
 }
 
 // -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------

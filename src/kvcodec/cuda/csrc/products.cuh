@@ -110,6 +110,36 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
   }
 }
 
+// The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES. Dead tokens have
+// P = 0 and finite codes; their scales and zeros may be anything and are dropped.
+template <class V, int D, bool MASKED, class P>
+KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const uint32_t (&b)[2], const P& planes,
+                      int token, int lane, int live_from, int live_to) {
+  const int g = lane / 4, at = token + lane % 4 * 2;
+  uint32_t w[2][V::WORDS], s[2][V::SCALES], z[2];
+  V::load_pairs(planes, token, lane, w);
+  KV_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t live = 0xffffffffu;
+    if (MASKED) {
+      const int t = at + 8 * half;
+      live = (t >= live_from && t < live_to ? 0xffffu : 0u) | (t + 1 >= live_from && t + 1 < live_to ? ~0xffffu : 0u);
+    }
+    V::scale_pairs(planes, at + 8 * half, live, s[half]);
+    z[half] = V::zero_pair(planes, at + 8 * half, g) & live;
+  }
+  mma(zero, z[0], 0u, z[1], 0u, b[0], b[1]);
+  KV_UNROLL
+  for (int q = 0; q < V::SCALES; ++q) {
+    const uint32_t b0 = hmul2(b[0], s[0][q]), b1 = hmul2(b[1], s[1][q]);
+    KV_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      const int e = 4 * q + n;
+      mma(out[q][n], V::pair(w[0], e), V::pair(w[0], e + 2), V::pair(w[1], e), V::pair(w[1], e + 2), b0, b1);
+    }
+  }
+}
+
 // p as `scores` gives them, scaled: B operands
 KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
   b[0] = transpose8(pack_half2(p[0], p[1]));

@@ -55,19 +55,23 @@ KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, c
 template <class R, int T>
 KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
                           int part, int lane) {
-  uint32_t r[R::V_REGS];
-  R::values(planes, table, token, part, lane, r);
-  KV_UNROLL
-  for (int e = 0; e < 2 * R::V_REGS; ++e) {
-    x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
-    if constexpr (R::V_BLOCKED) {
-      const int c = R::v_channel(part, e);
-      if (c < 0) continue;
-      x[e] *= R::v_bscale(planes, token / 32, c);
-      if constexpr (R::V_BLOCK_ZERO) x[e] += R::v_bzero(planes, token / 32, c);
-    } else {
-      if constexpr (R::HAS_V_SCALE) x[e] *= R::v_scale(planes, token);
-      if constexpr (R::HAS_V_ZERO) x[e] += R::v_zero(planes, token);
+  if constexpr (is_paired<R>(0)) {
+    R::floats(planes, token, part, x);
+  } else {
+    uint32_t r[R::V_REGS];
+    R::values(planes, table, token, part, lane, r);
+    KV_UNROLL
+    for (int e = 0; e < 2 * R::V_REGS; ++e) {
+      x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
+      if constexpr (R::V_BLOCKED) {
+        const int c = R::v_channel(part, e);
+        if (c < 0) continue;
+        x[e] *= R::v_bscale(planes, token / 32, c);
+        if constexpr (R::V_BLOCK_ZERO) x[e] += R::v_bzero(planes, token / 32, c);
+      } else {
+        if constexpr (R::HAS_V_SCALE) x[e] *= R::v_scale(planes, token);
+        if constexpr (R::HAS_V_ZERO) x[e] += R::v_zero(planes, token);
+      }
     }
   }
 }
