@@ -34,11 +34,16 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     float d[4];
     KV_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
+    // two chains of products, which wait for each other's results half as long
+    constexpr bool TWO = K::GROUPS == 1 && PER > 2;
+    float d2[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     KV_UNROLL
     for (int k = group * PER; k < (group + 1) * PER; k += 2) {
-      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
-      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+      float (&to)[4] = TWO && k % 4 ? d2 : d;
+      if (K::K_BLOCKED) mma(to, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
+      else mma(to, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
     }
+    if (TWO) d[0] += d2[0], d[1] += d2[1], d[2] += d2[2], d[3] += d2[3];
     if constexpr (K::K_BLOCKED) {
       KV_UNROLL
       for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
