@@ -3,8 +3,8 @@
 //
 //     EncodeGroupInt<D, BITS, GROUP, SYMMETRIC>       GROUP = 0: one group
 //
-// Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are a plain bit stream, or
-// woven (ops/woven.py): 2 and 3 bits, GROUP 32 and 128 divides D.
+// Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are woven (ops/woven.py)
+// at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
 #pragma once
 #include "encode.cuh"
 
