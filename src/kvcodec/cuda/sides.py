@@ -229,12 +229,10 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
     if codec.symmetric or codec.group != 32:
         return f"in groups the kernels read asymmetric integers, 32 to a group, not {codec}"
     if codec.along == "channels":
-        if codec.bits < 8 and dim % 128 == 0:
-            return Reader(f"kv::ReadWoven<{dim}, {codec.bits}>", "read_woven.cuh")
         return Reader(
             f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>",
             "read_group.cuh",
-            shared=LEVEL_TABLE[2] if codec.bits == 2 else 0,
+            shared=LEVEL_TABLE[2] if codec.bits == 2 and dim % 128 else 0,
         )
     if role == "value":
         return f"along tokens the kernels read keys, not {codec} as values"

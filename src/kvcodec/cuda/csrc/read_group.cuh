@@ -3,6 +3,7 @@
 #pragma once
 #include "read_int.cuh"
 #include "read_levels.cuh"
+#include "read_woven.cuh"
 
 namespace kv {
 
@@ -48,7 +49,7 @@ template <int D, int BITS> struct GroupKeys {
 
 // Groups of GROUP channels of a token, asymmetric. Values of two bits are looked up a byte at a time: the four exact
 // numbers of an entry cost two operations, masks and a subtraction cost nine.
-template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BITS> {
+template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
   using V = Codes<BITS, D == 96 ? 16 : D / 8>;
   static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
   KV_CONST int ROW = D * BITS / 8;
@@ -105,6 +106,12 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
     for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
   }
 };
+
+// The reader of the codec's bytes: woven (of 4 bits the same) or a plain bit stream.
+template <int D, int BITS, int GROUP, bool WOVEN> struct GroupInt { using Reader = ReadPlainInt<D, BITS, GROUP>; };
+template <int D, int BITS> struct GroupInt<D, BITS, 32, true> { using Reader = ReadWoven<D, BITS>; };
+template <int D, int BITS, int GROUP = 32>
+using ReadGroupInt = typename GroupInt<D, BITS, GROUP, GROUP == 32 && BITS < 8 && D % 128 == 0>::Reader;
 
 // Keys in groups of 32 tokens of a channel, asymmetric (kivi).
 template <int D, int BITS> struct ReadTokenInt {
