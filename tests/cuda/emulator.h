@@ -244,7 +244,7 @@ __attribute__((noinline)) inline uint32_t transpose8(uint32_t x) {
     for (int l = 0; l < 32; l++) w.out[l][0] = at[l % 4 * 2][l / 4] | (uint32_t)at[l % 4 * 2 + 1][l / 4] << 16;
   })[0];
 }
-template <int N> __attribute__((noinline)) inline void load_transposed(uint32_t* r, const void* row) {
+template <int N> inline void load_transposed(uint32_t* r, const void* row) {
   static_assert(N == 2 || N == 4);
   uint32_t* in = emulated::operands();
   if (emulated::lane() < 8 * N) {
