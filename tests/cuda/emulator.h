@@ -38,6 +38,7 @@
 namespace kv {
 
 inline int thread() { return emulated::machine.current->index; }
+inline int opaque(int x) { return x; }
 inline int block_x() { return emulated::machine.block[0]; }
 inline int block_y() { return emulated::machine.block[1]; }
 inline int block_z() { return emulated::machine.block[2]; }

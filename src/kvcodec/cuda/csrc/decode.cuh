@@ -223,7 +223,7 @@ struct Decoder {
   KV_DEV static void run(const DecodeArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
-    const int warp = thread() / 32, lane = thread() % 32;
+    const int warp = thread() / 32, lane = opaque(thread() % 32);
     const int split = (int)block_x() - APART, b = block_z();
     const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8;
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
