@@ -35,7 +35,7 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     KV_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
     // two chains of products, which wait for each other's results half as long
-    constexpr bool TWO = K::GROUPS == 1 && PER > 2;
+    constexpr bool TWO = K::GROUPS == 1 && PER > 2 && !K::HAS_K_ZERO;
     float d2[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     KV_UNROLL
     for (int k = group * PER; k < (group + 1) * PER; k += 2) {
