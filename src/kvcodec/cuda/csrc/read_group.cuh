@@ -128,6 +128,7 @@ template <int D, int BITS> struct ReadTokenInt {
   KV_CONST bool K_BLOCKED = true;
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 16777216.0f;
+  KV_CONST float K_MIDDLE = 0.5f * (float)((1 << BITS) - 1);  // code
   KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
   template <class P>
