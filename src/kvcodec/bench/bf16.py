@@ -41,12 +41,13 @@ class Dense:
         self.shape = shape
         generator = torch.Generator(device).manual_seed(seed)
 
-        def draw(heads: int, n: int) -> Tensor:
-            size = (shape.batch, heads, n, shape.head_dim)
+        def draw(batch: int, heads: int, n: int) -> Tensor:
+            size = (batch, heads, n, shape.head_dim)
             return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
-        self.q = draw(shape.query_heads, 1)
-        self.k, self.v = draw(shape.kv_heads, shape.tokens), draw(shape.kv_heads, shape.tokens)
+        self.q = draw(shape.batch, shape.query_heads, 1)
+        held = [draw(shape.held, shape.kv_heads, shape.tokens) for _ in "kv"]
+        self.k, self.v = (x.expand(shape.batch, -1, -1, -1) for x in held)
 
     def sdpa(self, packed: bool) -> Tensor:
         """Attention by torch; ``packed``: the heads of a group as query rows, so that no head is read twice."""
