@@ -235,13 +235,13 @@ class Job(NamedTuple):
 
 
 def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[Job]:
-    found = [Job("dense", RIVALS[way], lambda filler: filler.dense(RIVALS[way]))] if dense else []
-    found += [Job(s, "kvcodec fused", lambda filler, s=s: filler.packed(s, way != "generate")) for s in specs]
+    found = [Job("dense", RIVALS[way], partial(Filler.dense, kind=RIVALS[way]))] if dense else []
+    found += [Job(s, "kvcodec fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
     if libraries and dense and way == "generate":
         for rival in rivals(128):
             backend, _, bits = rival.name.partition("-")
             if int(bits) == QUANTIZED_BITS:
-                found.append(Job(rival.name, "QuantizedCache", lambda filler, b=backend: filler.quantized(b)))
+                found.append(Job(rival.name, "QuantizedCache", partial(Filler.quantized, backend=backend)))
     return found
 
 
