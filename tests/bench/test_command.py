@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcodec.bench import command, decode, timing
+from kvcodec.bench import command, decode, encode, generate, prefill, timing
 from kvcodec.bench.record import DeviceLostError
 from kvcodec.cli import main
 from tests.bench.gpu_stubs import CPU, Clock
@@ -81,6 +81,52 @@ def test_page_of_a_folder_with_its_figure(capsys, tmp_path):
     assert "saw-int4" in capsys.readouterr().out
     (tmp_path / "decode.jsonl").unlink()
     assert main(["bench", "page", "--out", str(tmp_path)]) == 0  # from the JSON alone
+
+
+def test_page_adds_the_rows_of_another_folder(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, found in ((here, ROWS[:5]), (there, ROWS[3:])):
+        folder.mkdir()
+        (folder / "decode.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    assert main(["bench", "page", "--out", str(here)]) == 0
+    (here / "decode.jsonl").unlink()  # as in a folder that is committed
+    for _ in range(2):  # a second time adds nothing
+        assert main(["bench", "page", "--out", str(here), "--add", str(there)]) == 0
+        assert json.loads((here / "decode.json").read_text()) == ROWS
+    assert not (there / "decode.json").exists()
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_shapes_are_named_in_every_part(monkeypatch, tmp_path):
+    told = {}
+
+    def note(part):
+        def rows_of(specs, recorder, **options):
+            told[part] = options
+            return iter([])
+
+        return rows_of
+
+    for module, name in ((encode, "encode"), (prefill, "prefill"), (generate, "generate")):
+        monkeypatch.setattr(module, f"{name}_rows", note(name))
+    given = {
+        "encode": ["--shapes", "video,append"],
+        "prefill": ["--shapes", "hqmq,prefill_b8_t8192_q16"],
+        "generate": [
+            "--shapes", "qwen3_8b_b1_32k", "--ways", "graph,compiled", "--no-dense", "--turns", str(tmp_path / "t"),
+        ],
+    }  # fmt: skip
+    for part, arguments in given.items():
+        assert main(["bench", part, "--device", "cuda", *arguments]) == 0
+    assert [s.name for s in told["encode"]["shapes"]] == ["video"]
+    assert told["encode"]["batches"] == encode.APPEND_BATCHES
+    names = [s.name for s in told["prefill"]["shapes"]]
+    assert len(names) == 11
+    assert (names[0], names[-1]) == ("prefill_b1_t2048_q1", "prefill_b8_t8192_q16")
+    chosen = told["generate"]
+    assert (chosen["batches"], chosen["ways"], chosen["dense"]) == ((1,), ["graph", "compiled"], False)
+    assert chosen["turns"].path == tmp_path / "t"
+    assert main(["bench", "prefill", "--device", "cuda", "--shapes", "spine"]) == 2
 
 
 def test_page_without_rows_or_folder(capsys, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcodec.bench.shapes import SWEEP_BATCHES
 from kvcodec.bench.studies import number, studies
-from kvcodec.bench.summary import Line, Point, Table, lines, misses, speed_points
+from kvcodec.bench.summary import RIVALS, Line, Point, Table, lines, misses, speed_points
 from kvcodec.bench.targets import APART_US, DECODE, ENCODE_US, SHAPE_NAMES, verdict
 from kvcodec.plot import SPEED_TITLES, style_of
 from kvcodec.report import STYLE
@@ -134,19 +134,25 @@ def _encode(table: Table) -> str:
 
 
 def _rivals(table: Table) -> str:
-    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in table.rows:
-        if not row["spec"].startswith("dense") or row["metric"] != "decode_us_cold" or row["shape"] not in SHAPES:
-            continue
-        key = row["spec"], str(row.get("backend")), str(row.get("form"))
-        values = row.get("values")
-        found.setdefault(key, {})[row["shape"]] = number(values["p50"]) if values else str(row["status"])
+        if row["spec"] in RIVALS and row["metric"] == "decode_us_cold" and row["shape"] in SHAPES:
+            found.setdefault((str(row.get("backend")), str(row.get("form"))), {})[row["shape"]] = row
     if not found:
         return "<p>Not measured yet.</p>"
-    cells = [[(f"{b}, {f}", ""), *((times.get(s, "–"), "") for s in SHAPES)] for (_, b, f), times in found.items()]
+    cells = []
+    for (backend, form), rows in found.items():
+        any_row = next(iter(rows.values()))
+        why = dict.fromkeys(str(r["status"]) for r in rows.values() if r.get("values") is None)
+        times = [number(rows[s]["values"]["p50"]) if s in rows and rows[s].get("values") else "–" for s in SHAPES]
+        bits = number(any_row.get("effective_bits"), "g")
+        cells.append([(f"{backend}, {form}", ""), (bits, ""), *((x, "") for x in times), ("; ".join(why), "why")])
+    here = {form for (_, form), rows in found.items() if any(r.get("values") for r in rows.values())}
     for name, apart in APART_US.items():
-        cells.append([(f"vLLM 0.33: {name}; measured apart", ""), *((number(x), "") for x in apart), ("–", "")])
-    return grid(["microseconds, cold", *(SPEED_TITLES[s] for s in SHAPES)], cells)
+        if name not in here:
+            times = [*(number(x) for x in apart), "–"]
+            cells.append([(f"vLLM 0.33: {name}; measured apart", ""), ("", ""), *((x, "") for x in times), ("", "why")])
+    return grid(["microseconds, cold", "bits", *(SPEED_TITLES[s] for s in SHAPES), "not timed because"], cells)
 
 
 def _generate(table: Table) -> str:

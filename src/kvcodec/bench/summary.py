@@ -13,6 +13,8 @@ from kvcodec.bench.targets import APART_US, DECODE, FP8_BITS, FP8_RIVAL, SHAPE_N
 
 Row = Mapping[str, Any]
 SPEEDUP = "speedup_vs_bf16_cold"
+RIVALS = ("dense", "dense-fp8", "rival")
+"""What rows of decode attention that is not ours are called."""
 _SWEEP_SHAPE = re.compile(r"llama8b_b(\d+)_(\d+)$")
 
 
@@ -26,7 +28,7 @@ class Table:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = newest([dict(row) for row in rows])
-        self._by_key = {(r["spec"], r["metric"], r["shape"]): r for r in self.rows if r["spec"] != "dense"}
+        self._by_key = {(r["spec"], r["metric"], r["shape"]): r for r in self.rows if r["spec"] not in RIVALS}
 
     def row(self, spec: str, metric: str, shape: str) -> Row | None:
         """Return the row, measured or with a status; None if there is none."""
@@ -50,7 +52,7 @@ class Table:
         """Presets that a metric was asked of, measured or not, in the order of their rows."""
         wanted = {metric, "decode_us_cold"} if metric == SPEEDUP else {metric}
         found = dict.fromkeys(r["spec"] for r in self.rows if r["metric"] in wanted)
-        return [spec for spec in found if not spec.startswith("dense")]
+        return [spec for spec in found if spec not in RIVALS]
 
     def status(self, spec: str, shape: str) -> str:
         """Why a preset has no time at a shape; empty if it has, or was never tried."""
