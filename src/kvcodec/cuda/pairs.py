@@ -126,7 +126,8 @@ def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
     """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
     tables = align(align(pair.key.shared) + align(pair.value.shared), 128)
     query = align(32 * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
-    ring = config.warps * config.stages * align(pair.tile_bytes(config.tile), 128)
+    scratch = max(pair.key.scratch, pair.value.scratch)
+    ring = config.warps * (config.stages * align(pair.tile_bytes(config.tile), 128) + scratch)
     merge = config.warps * 32 * (_row_floats(pair.head_dim) + 2)
     need = max(tables + query + ring, merge)
     if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
