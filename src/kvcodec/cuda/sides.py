@@ -30,6 +30,7 @@ from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.codecs.wrapper import inside
+from kvcodec.cuda import outliers
 from kvcodec.cuda import tables_vector as vector
 from kvcodec.cuda.build import CSRC
 from kvcodec.cuda.encode_tables import row_encoder
@@ -365,15 +366,13 @@ def _med(codec: Codec, dim: int, role: Role) -> Reader | str:
     inner = reader(codec.inner, dim, role)
     if isinstance(inner, str):
         return inner
-    rest = "kv::RestZero"  # what the inner codec decodes where outliers leave it zeros
-    if isinstance(codec.inner, GroupInt) and codec.inner.group == 0 and codec.inner.along == "channels":
-        if not codec.inner.symmetric:
-            rest = f"kv::RestInt<{dim}, {codec.inner.bits}>"
-    elif not isinstance(codec.inner, Hqmq):
+    rest = outliers.rest_of(codec.inner, dim)
+    if not rest:
         return f"the kernels read outliers beside hqmq and integers of group 0, not {codec}"
+    passes, scratch = outliers.passes_of(codec, dim, inner.shared)
 
     def around(name: str) -> str:
-        return name and f"kv::ReadMed<{name}, {dim}, {min(codec.slots, dim // 4)}, {rest}>"
+        return name and f"kv::ReadMed<{name}, {dim}, {min(codec.slots, dim // 4)}, {passes}, {rest}>"
 
     tables = inner.tables
     return replace(
@@ -384,7 +383,7 @@ def _med(codec: Codec, dim: int, role: Role) -> Reader | str:
         header="read_med.cuh",
         also=(*inner.also, inner.header),
         tables=None if tables is None else lambda params: tables(inside(params)),
-        scratch=32 * (128 if dim == 96 and isinstance(codec.inner, GroupInt) and codec.inner.bits < 8 else dim),
+        scratch=scratch,
     )
 
 

@@ -39,16 +39,17 @@ template <int D, int BITS> struct RestInt {
 template <bool LONG> struct FlagWord { using Word = uint32_t; };
 template <> struct FlagWord<true> { using Word = uint64_t; };
 
-// SLOTS as in the layout, at most D / 4
-template <class Inner, int D, int SLOTS, class Rest = RestZero> struct ReadMed : Inner {
+// SLOTS as in the layout, at most D / 4. PASSES: 1, or 2 with half the scratch, each over half of the channels
+template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> struct ReadMed : Inner {
   static_assert(Inner::BLOCK == 1 && !Inner::K_BLOCKED && !Inner::V_BLOCKED && SLOTS <= D / 4, "tokens of their own");
   static_assert(D == 64 || D == 96 || D == 128 || D == 256, "how flags are read");
+  static_assert(PASSES == 1 || D >= 128, "whole operands");
   KV_CONST int FLAGS = Inner::PLANES, HELD = FLAGS + 1;
   KV_CONST int PLANES = HELD + 1;
   KV_FUNCTION int plane_bytes(int p) { return p < FLAGS ? Inner::plane_bytes(p) : p == FLAGS ? D / 32 : 8 * SLOTS; }
 
   KV_CONST int K_REGS = Inner::K_REGS, V_REGS = Inner::V_REGS;
-  KV_CONST int SCRATCH = 256 * (K_REGS > 2 * V_REGS ? K_REGS : 2 * V_REGS);  // bytes of shared memory of a warp
+  KV_CONST int SCRATCH = 256 * (K_REGS > 2 * V_REGS ? K_REGS : 2 * V_REGS) / PASSES;  // bytes of a warp
 
   // whether any of TOKENS tokens, dead ones too, has an outlier
   template <int TOKENS, class P> KV_DEV static bool has_outliers(const P& planes, int lane) {
@@ -135,16 +136,19 @@ template <class Inner, int D, int SLOTS, class Rest = RestZero> struct ReadMed :
   using KeyOrder = Order<true>;
   using ValueOrder = Order<false>;
 
+  // places are in the scratch of pass 0, then of pass 1
+  KV_DEV static bool is_of(int at, int pass) { return (uint32_t)(at - pass * SCRATCH) < (uint32_t)SCRATCH; }
   KV_DEV static void put(uint8_t* at, uint32_t word) { *(uint32_t*)at = word; }
   KV_DEV static void put_half(uint8_t* at, uint32_t half) { *(uint16_t*)at = (uint16_t)half; }
 
   // Scratch of keys. 16 bytes are an operand: registers r and r + 1 of tokens g and g + 8. Those of parts 0, 1, 2, 3
-  // lie side by side; then come the next registers; then the next g. Where g is odd, neighbours are swapped, so that a
-  // quarter of a warp meets all banks.
-  KV_CONST int K_ROW = 32 * K_REGS;
+  // lie side by side; then come the next registers; then the next g. Where g is odd, neighbours are swapped, so that
+  // a quarter of a warp meets all banks.
+  KV_CONST int K_UNITS = K_REGS / 2 / PASSES, K_ROW = 64 * K_UNITS;
   KV_DEV static int key_place(int token, int chunk) {
-    const int part = chunk / KeyOrder::CHUNKS, e = KeyOrder::first(chunk % KeyOrder::CHUNKS);
-    return token % 8 * K_ROW + token / 8 * 4 + ((e / 4 * 64) ^ (token % 2 * 64)) + part * 16 + e % 2 * 2;
+    const int part = chunk / KeyOrder::CHUNKS, e = KeyOrder::first(chunk % KeyOrder::CHUNKS), unit = e / 4;
+    return token % 8 * K_ROW + token / 8 * 4 + unit / K_UNITS * SCRATCH + ((unit % K_UNITS * 64) ^ (token % 2 * 64)) +
+           part * 16 + e % 2 * 2;
   }
   KV_DEV static void put_key(uint8_t* scratch, int at, Words2 x) {
     uint8_t* to = scratch + at;
@@ -210,40 +214,47 @@ template <class Inner, int D, int SLOTS, class Rest = RestZero> struct ReadMed :
                                 uint8_t* scratch, int token, int lane) {
     static_assert(KeyOrder::valid(), "where a part has its channels");
     int at[ROUNDS];
-    sync_warp();
+    Words2 x[ROUNDS];
     KV_UNROLL
     for (int i = 0; i < ROUNDS; ++i) {
       const int chunk = chunk_of(planes, token, i, lane);
       at[i] = chunk < 0 ? -1 : key_place(token_of(i, lane), chunk);
-      const Words2 x = surplus(planes, token, chunk, i, lane);
-      if (at[i] >= 0) put_key(scratch, at[i], weighted(x, chunk));
+      x[i] = weighted(surplus(planes, token, chunk, i, lane), chunk);
     }
-    sync_warp();
     const uint8_t* mine = scratch + lane / 4 * K_ROW + lane % 4 * 16;
     const int swap = lane / 4 % 2 * 64;
     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     KV_UNROLL
-    for (int k = 0; k < K_REGS; k += 2) {
-      const Words4 x = *(const Words4*)(mine + (k % 4 ? -swap : swap) + k * 32);
-      mma(d, x.a, x.b, x.c, x.d, unweighted(q[k], k), unweighted(q[k + 1], k + 1));
+    for (int pass = 0; pass < PASSES; ++pass) {
+      sync_warp();
+      KV_UNROLL
+      for (int i = 0; i < ROUNDS; ++i)
+        if (is_of(at[i], pass)) put_key(scratch, at[i] - pass * SCRATCH, x[i]);
+      sync_warp();
+      KV_UNROLL
+      for (int unit = 0; unit < K_UNITS; ++unit) {
+        const Words4 u = *(const Words4*)(mine + (unit % 2 ? -swap : swap) + unit * 64);
+        const int k = 2 * (pass * K_UNITS + unit);
+        mma(d, u.a, u.b, u.c, u.d, unweighted(q[k], k), unweighted(q[k + 1], k + 1));
+      }
+      sync_warp();
+      KV_UNROLL
+      for (int i = 0; i < ROUNDS; ++i)
+        if (is_of(at[i], pass)) put_key(scratch, at[i] - pass * SCRATCH, Words2{0u, 0u});
     }
     constexpr float CODES = k_scale_unit<Inner>(0) != 0.0f ? k_scale_unit<Inner>(0) : 1.0f;  // in the query's scale
     constexpr float UNIT = (float)(1 << Weights::MOST) / CODES;
     KV_UNROLL
     for (int i = 0; i < 4; ++i) s[i] += d[i] * (scale[i % 2] * UNIT);
-    sync_warp();
-    KV_UNROLL
-    for (int i = 0; i < ROUNDS; ++i)
-      if (at[i] >= 0) put_key(scratch, at[i], Words2{0u, 0u});
   }
 
   // Scratch of values. 16 bytes are an operand: elements e and e + 2 of tokens 2j, 2j+1, 2j+8, 2j+9. Those of j = 0, 1,
   // 2, 3 lie side by side; then come e + 1, e + 4, e + 5 ..; then the next part. Neighbours are swapped as above.
-  KV_CONST int V_PART = 64 * V_REGS;
+  KV_CONST int V_UNITS = V_REGS / PASSES, V_PART = 64 * V_UNITS;
   KV_DEV static int value_place(int token, int chunk) {
-    const int part = chunk / ValueOrder::CHUNKS, e = ValueOrder::first(chunk % ValueOrder::CHUNKS);
-    const int own = token % 8 / 2 * 16 + token / 8 * 8 + token % 2 * 2;
-    return own + (ValueOrder::STEP == 1 ? chunk * 128 : part * V_PART + e / 4 * 128) + (e % 2 ^ part % 2) * 64;
+    const int part = chunk / ValueOrder::CHUNKS, e = ValueOrder::first(chunk % ValueOrder::CHUNKS), unit = e / 4 * 2;
+    return token % 8 / 2 * 16 + token / 8 * 8 + token % 2 * 2 + part * V_PART + unit / V_UNITS * SCRATCH +
+           unit % V_UNITS * 64 + (e % 2 ^ part % 2) * 64;
   }
   KV_DEV static void put_value(uint8_t* scratch, int at, Words2 x) {
     uint8_t* to = scratch + at;
@@ -261,16 +272,14 @@ template <class Inner, int D, int SLOTS, class Rest = RestZero> struct ReadMed :
                                  const P& planes, uint8_t* scratch, int token, int lane, int live_from, int live_to) {
     static_assert(ValueOrder::valid(), "where a part has its channels");
     int at[ROUNDS];
-    sync_warp();
+    Words2 x[ROUNDS];
     KV_UNROLL
     for (int i = 0; i < ROUNDS; ++i) {
       const int chunk = chunk_of(planes, token, i, lane), own = token_of(i, lane);
       const bool live = !MASKED || (token + own >= live_from && token + own < live_to);
       at[i] = chunk < 0 || !live ? -1 : value_place(own, chunk);
-      const Words2 x = surplus(planes, token, chunk, i, lane);
-      if (at[i] >= 0) put_value(scratch, at[i], x);
+      x[i] = surplus(planes, token, chunk, i, lane);
     }
-    sync_warp();
     // nothing but outliers so far
     if (Inner::HAS_V_SCALE && reference == 0.0f) reference = inverse = 1.0f;
     const float over = Inner::HAS_V_SCALE ? inverse : 1.0f;
@@ -279,18 +288,26 @@ template <class Inner, int D, int SLOTS, class Rest = RestZero> struct ReadMed :
     const uint8_t* mine = scratch + lane / 4 * V_PART + lane % 4 * 16;
     const int swap = lane / 4 % 2 * 64;
     KV_UNROLL
-    for (int n = 0; n < V_REGS; ++n) {
-      const Words4 x = *(const Words4*)(mine + (n % 2 ? -swap : swap) + n * 64);
-      float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      mma(d, x.a, x.b, x.c, x.d, b[0], b[1]);
+    for (int pass = 0; pass < PASSES; ++pass) {
+      sync_warp();
       KV_UNROLL
-      for (int i = 0; i < 4; ++i)
-        out[n / 2][n % 2][i] += d[i] * (over / Inner::v_weight(n / 2 * 4 + n % 2 + i / 2 * 2));
+      for (int i = 0; i < ROUNDS; ++i)
+        if (is_of(at[i], pass)) put_value(scratch, at[i] - pass * SCRATCH, x[i]);
+      sync_warp();
+      KV_UNROLL
+      for (int unit = 0; unit < V_UNITS; ++unit) {
+        const Words4 u = *(const Words4*)(mine + (unit % 2 ? -swap : swap) + unit * 64);
+        const int k = (pass * V_UNITS + unit) / 2, odd = unit % 2;
+        float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        mma(d, u.a, u.b, u.c, u.d, b[0], b[1]);
+        KV_UNROLL
+        for (int i = 0; i < 4; ++i) out[k][odd][i] += d[i] * (over / Inner::v_weight(4 * k + odd + i / 2 * 2));
+      }
+      sync_warp();
+      KV_UNROLL
+      for (int i = 0; i < ROUNDS; ++i)
+        if (is_of(at[i], pass)) put_value(scratch, at[i] - pass * SCRATCH, Words2{0u, 0u});
     }
-    sync_warp();
-    KV_UNROLL
-    for (int i = 0; i < ROUNDS; ++i)
-      if (at[i] >= 0) put_value(scratch, at[i], Words2{0u, 0u});
   }
 
   // outliers of 16 tokens, each lane some: take(token of the 16, channel, number)
