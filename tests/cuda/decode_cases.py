@@ -42,6 +42,8 @@ class Side:
         ``(params, head_dim)`` to the look-up tables, uint8 ``[H or 1, bytes]``.
     factor : callable, optional
         ``(params, head_dim)`` to what multiplies queries (keys) or outputs (values), float32 ``[B or 1, H, D]``.
+    also : tuple of str
+        Further files that the reader needs.
     """
 
     codec: Codec
@@ -50,6 +52,7 @@ class Side:
     order: Callable[[int], int] = lambda _: 1
     table: Callable[[Params, int], Tensor] | None = None
     factor: Callable[[Params, int], Tensor] | None = None
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,7 +268,7 @@ def check(
     with q, k, v and p in bf16, or 1e-3 if that is more; log-sum-exp may be off by twice as much. Returns the error.
     """
     geometry = geometry or Geometry()
-    headers = tuple(dict.fromkeys((key.header, value.header)))
+    headers = tuple(dict.fromkeys((key.header, *key.also, value.header, *value.also)))
     joins = value.order(dim) == 1 and value.factor is None  # dense tokens among the codes
     lib = library(
         key.reader.format(D=dim),

@@ -203,6 +203,7 @@ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & m
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
   return (uint32_t)((low | (uint64_t)high << 32) >> (shift & 31));
 }
+inline int first_bit(uint32_t x) { return x ? __builtin_ctz(x) : 32; }
 
 // -- tensor cores and matrices of 16-bit numbers ----------------------------------------------------------------------
 __attribute__((noinline)) inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

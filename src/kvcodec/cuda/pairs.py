@@ -126,7 +126,8 @@ def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
     """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
     tables = align(align(pair.key.shared) + align(pair.value.shared), 128)
     query = align(32 * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
-    ring = config.warps * config.stages * align(pair.tile_bytes(config.tile), 128)
+    scratch = max(pair.key.scratch, pair.value.scratch)
+    ring = config.warps * (config.stages * align(pair.tile_bytes(config.tile), 128) + scratch)
     merge = config.warps * 32 * (_row_floats(pair.head_dim) + 2)
     need = max(tables + query + ring, merge)
     if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
@@ -167,15 +168,19 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
     UnsupportedError
         No choice fits the machine's shared memory.
     """
-    # Measured on an H200. Eight warps a multiprocessor at least, to hide memory's latency. Few sequences: one CTA a
-    # multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the shortest last round. Many: long
-    # tiles cost the fewest instructions, two CTAs hide each other's ends, and where only one fits, more warps help.
+    # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency. Few sequences: one
+    # CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the shortest last round. Many:
+    # long tiles cost the fewest instructions, two CTAs hide each other's ends, and where only one fits, more warps
+    # help.
+    def lacks(c: Config) -> int:
+        return max(0, 8 - c.warps * c.resident)
+
     fitting = [c for c in candidates(pair) if _fits(pair, c, machine, dense)]
     if 10 * units <= machine.sms:
-        fitting.sort(key=lambda c: (c.warps * c.resident < 8, abs(c.tile - 32), c.resident, c.warps))
+        fitting.sort(key=lambda c: (lacks(c), abs(c.tile - 32), c.resident, c.warps))
     else:
         order = {1: -1, 2: 1}
-        fitting.sort(key=lambda c: (c.warps * c.resident < 8, -c.tile, -c.resident, c.warps * order.get(c.resident, 1)))
+        fitting.sort(key=lambda c: (lacks(c), -c.tile, -c.resident, c.warps * order.get(c.resident, 1)))
     if fitting:
         return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
     raise UnsupportedError(

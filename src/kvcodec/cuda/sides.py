@@ -10,7 +10,7 @@ and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal 
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
+from kvcodec.codecs.wrapper import inside
+from kvcodec.cuda import outliers
 from kvcodec.cuda import tables_vector as vector
 from kvcodec.cuda.build import CSRC
 from kvcodec.cuda.encode_tables import row_encoder
@@ -71,6 +73,8 @@ class Reader:
         Further files that the struct needs.
     queries : int
         Vectors that the kernel makes of a query; 2 for sketches.
+    scratch : int
+        Bytes of shared memory that each warp wants for itself, the struct's ``SCRATCH``.
     """
 
     type: str
@@ -86,6 +90,7 @@ class Reader:
     both: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
+    scratch: int = 0
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -356,6 +361,32 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables, both=both)
 
 
+def _med(codec: Codec, dim: int, role: Role) -> Reader | str:
+    assert isinstance(codec, Med)
+    inner = reader(codec.inner, dim, role)
+    if isinstance(inner, str):
+        return inner
+    rest = outliers.rest_of(codec.inner, dim)
+    if not rest:
+        return f"the kernels read outliers beside hqmq and integers of group 0, not {codec}"
+    passes, scratch = outliers.passes_of(codec, dim, inner.shared)
+
+    def around(name: str) -> str:
+        return name and f"kv::ReadMed<{name}, {dim}, {min(codec.slots, dim // 4)}, {passes}, {rest}>"
+
+    tables = inner.tables
+    return replace(
+        inner,
+        type=around(inner.type),
+        both=around(inner.both),
+        borrower=around(inner.borrower),
+        header="read_med.cuh",
+        also=(*inner.also, inner.header),
+        tables=None if tables is None else lambda params: tables(inside(params)),
+        scratch=scratch,
+    )
+
+
 LEVEL_TABLE = {1: 32768, 2: 32768, 3: 8192, 4: 32768, 5: 4096, 6: 8192}
 """Bytes of ``kv::LevelTable`` by bits."""
 
@@ -377,6 +408,7 @@ for _codec, _find in (
     (OctopusQJL, _octopus_qjl),
     (TurboQuantQJL, _turboquant_qjl),
     (Hqmq, _hqmq),
+    (Med, _med),
 ):
     add_reader(_codec, _find)
 

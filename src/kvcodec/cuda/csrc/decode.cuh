@@ -23,6 +23,7 @@
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
 //                 as above, any weight
+//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_med.cuh
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp,
 //                 v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
@@ -51,7 +52,8 @@ struct Decoder {
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
-  KV_CONST int LOOP = TABLES + QUERY + WARPS * STAGES * TILE;
+  KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
+  KV_CONST int LOOP = TABLES + QUERY + WARPS * (STAGES * TILE + SCRATCH);
   KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
   KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
@@ -101,19 +103,25 @@ struct Decoder {
   template <bool MASKED>
   KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at,
                           const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
-                          int live_to) {
+                          int live_to, uint8_t* scratch = nullptr) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
     const int g = lane / 4;
     float s[SUBS][4], vs[SUBS][2];
     uint32_t block_q[K::K_REGS];
     float block_zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    bool more_keys = false, more_values = false;  // outliers to be added
+    if constexpr (scratch_bytes<K>(0) > 0) more_keys = K::template has_outliers<T>(keys, lane);
+    if constexpr (scratch_bytes<V>(0) > 0) more_values = V::template has_outliers<T>(values, lane);
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
       if constexpr (K::K_BLOCKED) {
         if (sub % 2 == 0) enter_block<K, D>(block_q, block_zero, q, keys, sub / 2, lane);
       }
       scores<K, D>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      if constexpr (scratch_bytes<K>(0) > 0) {
+        if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
+      }
       if (CAP) soft_cap(s[sub], a.softcap);
       KV_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -138,6 +146,12 @@ struct Decoder {
     for (int sub = 0; sub < SUBS; ++sub) {
       float p[4];
       st.softmax.weigh(s[sub], p);
+      if constexpr (scratch_bytes<V>(0) > 0) {
+        if (more_values) {
+          V::template add_outputs<MASKED>(st.out, p, st.reference, st.inverse, values, scratch, 16 * sub, lane,
+                                          live_from, live_to);
+        }
+      }
       if constexpr (V::HAS_V_ZERO) {
         KV_UNROLL
         for (int half = 0; half < 2; ++half) {
@@ -236,7 +250,10 @@ struct Decoder {
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)(shared + TABLES);
-    uint8_t* ring = shared + TABLES + QUERY + warp * STAGES * TILE;
+    uint8_t* ring = shared + TABLES + QUERY + warp * (STAGES * TILE + SCRATCH);
+    uint8_t* scratch = ring + STAGES * TILE;
+    KV_UNROLL
+    for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
 
     const int end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
     const int begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
@@ -281,8 +298,8 @@ struct Decoder {
       copy_wait<STAGES - 1>();
       sync_warp();
       const uint8_t* at = ring + stage * TILE;
-      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T);
-      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T);
+      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, scratch);
+      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, scratch);
       sync_warp();  // everyone has read this stage before it is filled again
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

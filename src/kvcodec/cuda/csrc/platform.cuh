@@ -155,6 +155,9 @@ KV_DEV uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 
+// number of the lowest bit that is set; 32 for none
+KV_DEV int first_bit(uint32_t x) { return __clz((int)__brev(x)); }
+
 // -- tensor cores and matrices of 16-bit numbers ----------------------------------------------------------------------
 // d [16 x 8] += a [16 x 16] b [16 x 8]; with lane = 4 g + j
 //   a0 row g, columns 2j 2j+1;  a1 row g+8;  a2 row g, columns 2j+8 2j+9;  a3 row g+8

@@ -34,6 +34,10 @@ template <class R, int T> struct Planes {
 template <class V> KV_CONSTEXPR auto is_paired(int) -> decltype(V::V_PAIRED) { return V::V_PAIRED; }
 template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }
 
+// Bytes of shared memory, zero between uses, that a reader of outliers wants for each warp (read_med.cuh).
+template <class R> KV_CONSTEXPR auto scratch_bytes(int) -> decltype(R::SCRATCH) { return R::SCRATCH; }
+template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
+
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 

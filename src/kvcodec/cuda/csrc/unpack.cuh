@@ -93,6 +93,14 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
     }
   }
 
+  // what is held beside the codes, in their place
+  template <class R, int TOKENS>
+  KV_DEV static void put_back(uint16_t* rows, const Planes<R, TOKENS>& planes, int first, int kind, int lane) {
+    auto take = [&](int token, int channel, float x) { rows[token * ROW + channel] = round16(x, kind); };
+    R::each_outlier(planes, first, lane, take);
+    sync_warp();
+  }
+
   KV_DEV static void run(const UnpackArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4, h = block_y(), b = block_z();
@@ -127,6 +135,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
         }
       }
       sync_warp();
+      if constexpr (scratch_bytes<K>(0) > 0) put_back<K, T>(rows, key_planes, sub, a.kind, lane);
       store(a, a.keys, rows, b, h, first + sub, lane);
       sync_warp();
       KV_UNROLL
@@ -141,6 +150,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
         }
       }
       sync_warp();
+      if constexpr (scratch_bytes<V>(0) > 0) put_back<V, T>(rows, value_planes, sub, a.kind, lane);
       store(a, a.values, rows, b, h, first + sub, lane);
       sync_warp();
     }
