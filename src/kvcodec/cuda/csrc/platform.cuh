@@ -37,9 +37,14 @@ using int64_t = long long;
 namespace kv {
 
 KV_DEV int thread() { return threadIdx.x; }
-// x, of which the compiler forgets the range: it would make an "or" of 16 + x for x < 16, and an address's constant part
-// could no longer stand in the load
-KV_DEV int opaque(int x) { int y; asm("mov.s32 %0, %1;" : "=r"(y) : "r"(x)); return y; }
+// x, of which the compiler forgets the range but that it is small: it would make an "or" of 16 + x for x < 16, and an
+// address's constant part could no longer stand in the load
+KV_DEV int opaque(int x) {
+  int y;
+  asm("mov.s32 %0, %1;" : "=r"(y) : "r"(x));
+  __builtin_assume(y >= 0 && y < 65536);
+  return y;
+}
 KV_DEV int block_x() { return blockIdx.x; }
 KV_DEV int block_y() { return blockIdx.y; }
 KV_DEV int block_z() { return blockIdx.z; }

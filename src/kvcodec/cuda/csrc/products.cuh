@@ -106,7 +106,10 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
   const uint32_t b0 = b[0], b1 = b[1];
   KV_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
-    const int at = token + 2 * j + odd;
+    const bool later = is_turned<V>(0) && j >= 2 ? !odd : odd;
+    // 2 j + later by nibbles, since the compiler keeps what it does not understand apart from the constant part
+    const int place = is_turned<V>(0) ? (int)((odd ? 0x6431u : 0x7520u) >> (4 * j) & 15u) : 2 * j + odd;
+    const int at = token + place;
     uint32_t x[V::V_REGS], y[V::V_REGS];
     V::values(planes, table, at, g, lane, x);
     V::values(planes, table, at + 8, g, lane, y);
@@ -116,8 +119,9 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
       for (int r = 0; r < V::V_REGS; ++r) x[r] = keep_x ? x[r] : 0u, y[r] = keep_y ? y[r] : 0u;
     }
     // one token's two channels share a register, so each product takes P in one half and zero in the other
-    const uint32_t low0 = odd ? b0 >> 16 : b0 & 0xffffu, low1 = odd ? b1 >> 16 : b1 & 0xffffu;
-    const uint32_t high0 = odd ? b0 & 0xffff0000u : b0 << 16, high1 = odd ? b1 & 0xffff0000u : b1 << 16;
+    const uint32_t down = later ? 0x4432u : 0x4410u, up = later ? 0x3244u : 0x1044u;
+    const uint32_t low0 = prmt(b0, 0u, down), low1 = prmt(b1, 0u, down);
+    const uint32_t high0 = prmt(b0, 0u, up), high1 = prmt(b1, 0u, up);
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);

@@ -38,6 +38,11 @@ template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }
 template <class R> KV_CONSTEXPR auto scratch_bytes(int) -> decltype(R::SCRATCH) { return R::SCRATCH; }
 template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
 
+// A reader of values may be V_TURNED: lanes with j >= 2 take the later token of their two neighbours first. Where two
+// rows fill the 128 bytes of all banks, half of the lanes then read the other half of them.
+template <class V> KV_CONSTEXPR auto is_turned(int) -> decltype(V::V_TURNED) { return V::V_TURNED; }
+template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
+
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 
