@@ -34,7 +34,7 @@ def by_reference(packed, q, k, v):
 
 def prefills(specs, queries=(3, 16)):
     shapes = [prefill_shape(1, 130, n) for n in queries]
-    options = {"timer": Clock(), "device": CPU, "shapes": shapes, "pool_pages": 2}
+    options = {"timer": Clock(), "device": CPU, "shapes": shapes, "pools": Pools(CPU, pages=2)}
     return list(prefill_rows(specs, recorder(), **options))
 
 

@@ -9,7 +9,7 @@ import kvcodec
 from kvcodec.bench.page import drawing, grid, page_html
 from kvcodec.bench.shapes import GROUPS, KMEANS, PRESETS, SHAPES, SPINE, Shape, shapes_named, sweep
 from kvcodec.bench.studies import OCTOPUS_PAPER, studies
-from kvcodec.bench.summary import BreakEven, Point, Table, break_even, lines, misses, speed_points
+from kvcodec.bench.summary import BreakEven, Point, Table, break_even, lines, misses, speed_points, steps_of_a_model
 from kvcodec.bench.targets import DECODE, ENCODE_US, SHAPE_NAMES, verdict
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.plot import speed_figure
@@ -223,6 +223,34 @@ def test_innerq_hqmq_and_heads():
     assert decoded[-1][:4] == ["paper: s192", "33", "0.39", "7"]
     prefilled = study(rows, "Prefill over").lines
     assert prefilled == [["prefill_b1_t2048_q16, int-4", "10.0", "30.0", "12.5", "1.25", "8.0"]]
+
+
+def test_steps_of_a_model_by_cache_and_way():
+    def step(spec, cache, way, batch, ms, **more):
+        shape = f"qwen3_8b_b{batch}_32k"
+        return row(spec, f"ms_per_token_{way}", shape, ms, unit="ms", cache=cache, peak_bytes=batch * 1e9, **more)
+
+    rows = [
+        step("int-4", "kvcodec fused", "graph", 1, 9.0), step("int-4", "kvcodec fused", "generate", 8, 40.0),
+        step("kivi-2", "kvcodec fused", "generate", 8, 38.0), step("hqq-4", "QuantizedCache", "generate", 1, 200.0),
+        step("dense", "DynamicCache", "generate", 8, 81.0), step("dense", "StaticCache", "graph", 1, 33.0),
+        step("fp8", "kvcodec fused", "graph", 1, None, status="no kernel"),
+        step("int-4", "kvcodec fused", "graph", 1, 99.0, run="2025-01-01"),
+        row("int-4", "ms_per_token_graph", "qwen3_8b_b1_0k", 1.0), row("int-4", "decode_us_cold", "llm64k", 1.0),
+    ]  # fmt: skip
+    found = steps_of_a_model(rows)
+    assert found.headings == [
+        "cache", "1 sequence, one step in a CUDA graph", "1 sequence, generate, eager",
+        "8 sequences, generate, eager", "GB, 8 sequences",
+    ]  # fmt: skip
+    assert found.lines == [
+        ["16 bit, StaticCache", "33.0", "–", "–", "–"],
+        ["16 bit, DynamicCache", "–", "–", "81.0", "8.0"],
+        ["hqq-4, QuantizedCache", "–", "200.0", "–", "–"],
+        ["kivi-2", "–", "–", "38.0", "8.0"],
+        ["int-4", "9.0", "–", "40.0", "8.0"],
+    ]
+    assert steps_of_a_model([]).lines == []
 
 
 # -- page and figure ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ everything in the folder and, with matplotlib, ``OUT/speed.png`` are written fro
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, read_rows, require_gpu, stamp
-from kvcodec.bench.shapes import KMEANS, PRESETS, shapes_named
+from kvcodec.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
 from kvcodec.errors import KVError, SpecError
-from kvcodec.registry import get
+from kvcodec.registry import get, split_specs
 
 PARTS = ("decode", "encode", "prefill", "generate")
 DEVICE_LOST = 3
@@ -28,6 +29,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     options: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("--shapes", {"metavar": "A,B"}, "names or groups: spine,saw,sweep1 (decode), llm64k,append (encode), "
          "all,hqmq (prefill), qwen3_8b_b1_32k (generate); default: all"),
+        ("--also", {"metavar": "A,B@X,Y", "action": "append", "default": []}, "of decode, and often: these specs at "
+         "these shapes; without --shapes nothing else"),
         ("--ways", {"metavar": "A,B"}, "of generate: generate, graph, compiled (all)"),
         ("--turns", {"metavar": "FILE"}, "of generate: processes that share this file compile at once and are timed "
          "one by one"),
@@ -88,9 +91,12 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
     with_libraries = common | libraries | {"engine": args.engine or ""}
     if args.what == "decode":
         from kvcodec.bench.decode import decode_rows
+        from kvcodec.bench.packed import Pools
 
-        shapes = shapes_named(args.shapes or DECODE_SHAPES)
-        return decode_rows(specs, shapes, recorder, timer=Timer(device), **with_libraries)
+        jobs = [(specs, shapes_named(args.shapes or DECODE_SHAPES))] if args.shapes or not args.also else []
+        jobs += [_also(text) for text in args.also]
+        shared = with_libraries | {"timer": Timer(device), "pools": Pools(device, args.seed)}
+        return itertools.chain.from_iterable(decode_rows(*job, recorder, **shared) for job in jobs)
     if args.what == "encode":
         from kvcodec.bench.encode import encode_rows, encode_shapes
 
@@ -112,6 +118,15 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
         "dense": not args.no_dense,
     }
     return generate_rows(specs, recorder, **common, **libraries, **chosen)
+
+
+def _also(text: str) -> tuple[list[str], list[Shape]]:
+    """Specs and shapes of ``A,B@X,Y``."""
+    specs, _, shapes = text.partition("@")
+    found = split_specs(specs)
+    for spec in found:
+        get(spec)
+    return found, shapes_named(shapes)
 
 
 def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) -> list[Row]:

@@ -81,7 +81,7 @@ def decode_rows(
     seed: int = 0,
     libraries: bool = True,
     deadline: Deadline | None = None,
-    pool_pages: int | None = None,
+    pools: Pools | None = None,
     engine: str = "",
 ) -> Iterator[Row]:
     """Time presets and rivals at every shape; what the recorder's file already holds is left out.
@@ -98,8 +98,8 @@ def decode_rows(
         Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
         Nothing is begun behind it.
-    pool_pages : int, optional
-        Distinct pages per KV head; default ``packed.POOL_PAGES``.
+    pools : Pools, optional
+        Of pages that were encoded before.
     engine : str
         As ``packed.Packed``; rows say which kernels they are of (``path``).
 
@@ -109,7 +109,7 @@ def decode_rows(
         Rows as they are measured.
     """
     deadline = deadline or Deadline()
-    pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
+    pools = pools or Pools(device, seed)
     for shape in shapes:
         wanted = [spec for spec in specs if not recorder.has(spec, "speedup_vs_bf16_cold", shape.name)]
         if not wanted or deadline.passed:

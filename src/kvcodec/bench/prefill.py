@@ -96,14 +96,14 @@ def prefill_rows(
     seed: int = 0,
     deadline: Deadline | None = None,
     shapes: Sequence[Shape] | None = None,
-    pool_pages: int | None = None,
+    pools: Pools | None = None,
 ) -> Iterator[Row]:
     """Time presets and flash attention; what the recorder's file already holds is left out.
 
     Parameters
     ----------
     specs : sequence of str
-    recorder, timer, device, seed, deadline, pool_pages
+    recorder, timer, device, seed, deadline, pools
         As ``decode.decode_rows``.
     shapes : sequence of Shape, optional
         Of ``prefill_shapes``; default ``all``.
@@ -114,7 +114,7 @@ def prefill_rows(
         Rows as they are measured.
     """
     deadline = deadline or Deadline()
-    pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
+    pools = pools or Pools(device, seed)
     for shape in prefill_shapes("all") if shapes is None else shapes:
         n = shape.queries
         wanted = [spec for spec in specs if not recorder.has(spec, "prefill_us", shape.name)]
