@@ -207,7 +207,9 @@ def test_octopus_with_other_candidates(rounding: Literal["scalar", "local_2x2", 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_hqmq(dim: int) -> None:
-    pairs = ((24, 3), (48, 4), (96, 4), (192, 6), (96, 3), (24, 6)) if dim in (64, 128) else ((24, 3), (96, 4))
+    pairs: tuple[tuple[int, int], ...] = ((24, 3), (96, 4), (24, 4), (96, 6))
+    if dim in (64, 128):
+        pairs += ((48, 4), (192, 6), (96, 3), (24, 6))
     codecs = [Hqmq(s, r) for s, r in pairs]
     encoders = Encoders(codecs, dim)
     for i, codec in enumerate(codecs):

@@ -71,6 +71,8 @@ class Reader:
         Further files that the struct needs.
     queries : int
         Vectors that the kernel makes of a query; 2 for sketches.
+    reach : int
+        Least bytes of shared memory that ``both`` takes, its ``REACH``.
     """
 
     type: str
@@ -86,6 +88,7 @@ class Reader:
     both: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
+    reach: int = 0
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -352,8 +355,14 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, Hqmq)
     if not (name := vector.hqmq_reader(codec, dim)):
         return f"the kernels read packing=ceil, not {codec}"
-    both = vector.hqmq_reader(codec, dim, role)
-    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables, both=both)
+    return Reader(
+        name,
+        "read_hqmq.cuh",
+        shared=vector.hqmq_shared(codec),
+        tables=vector.hqmq_tables,
+        both=vector.hqmq_reader(codec, dim, role),
+        reach=vector.hqmq_reach(codec),
+    )
 
 
 LEVEL_TABLE = {1: 32768, 2: 32768, 3: 8192, 4: 32768, 5: 4096, 6: 8192}
