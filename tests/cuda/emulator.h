@@ -192,12 +192,19 @@ inline void atomic_max(int32_t* at, int32_t x) { *at = x > *at ? x : *at; }
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t both = a | (uint64_t)b << 32;
   uint32_t y = 0;
-  for (int i = 0; i < 4; i++) y |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  for (int i = 0; i < 4; i++) {
+    uint32_t byte = (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff);
+    if (selector >> 4 * i & 8) byte = byte & 0x80 ? 0xff : 0;
+    y |= byte << 8 * i;
+  }
   return y;
 }
 inline uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 0xff) * (b >> i & 0xff);
   return c;
+}
+inline uint32_t dot2(uint32_t a, uint32_t b, uint32_t c) {
+  return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff);
 }
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {

@@ -139,14 +139,19 @@ def test_arithmetic_of_pairs():
 def test_bits():
     n = 2000
     a, b, s = words((n,)), words((n,), 1), words((n,), 2)
-    y = torch.empty(n, 2, dtype=torch.int32)
+    y = torch.empty(n, 4, dtype=torch.int32)
     build(NUMBERS).call("bits", a, b, s, Out(y), n)
     for i in range(n):
         low, high, select = (int(x[i]) & 0xFFFFFFFF for x in (a, b, s))
         both = high << 32 | low
-        chosen = sum((both >> 8 * (select >> 4 * k & 7) & 0xFF) << 8 * k for k in range(4))
-        assert int(y[i, 0]) & 0xFFFFFFFF == chosen
-        assert int(y[i, 1]) & 0xFFFFFFFF == both >> (select & 31) & 0xFFFFFFFF
+        chosen = [both >> 8 * (select >> 4 * k & 7) & 0xFF for k in range(4)]
+        signs = [select >> 4 * k & 8 for k in range(4)]
+        chosen = [0xFF * (byte >> 7) if sign else byte for byte, sign in zip(chosen, signs, strict=True)]
+        halves = [(low >> 16 * k & 0xFFFF) * (high >> 8 * k & 0xFF) for k in range(2)]
+        quarters = [(low >> 8 * k & 0xFF) * (high >> 8 * k & 0xFF) for k in range(4)]
+        want = [sum(byte << 8 * k for k, byte in enumerate(chosen)), both >> (select & 31)]
+        want += [select + sum(halves), select + sum(quarters)]
+        assert [int(x) & 0xFFFFFFFF for x in y[i]] == [x & 0xFFFFFFFF for x in want]
 
 
 def test_rounding_to_integers_and_packing():

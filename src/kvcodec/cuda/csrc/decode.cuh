@@ -8,7 +8,8 @@
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
-//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there
+//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
+//                 may have REACH, see tile.cuh
 //  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
 //   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
 //   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
@@ -58,7 +59,7 @@ struct Decoder {
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
   KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
   KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
-  KV_CONST int SHARED = OWN > DENSE_SHARED ? OWN : DENSE_SHARED;
+  KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),

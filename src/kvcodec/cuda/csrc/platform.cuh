@@ -140,7 +140,8 @@ KV_DEV uint32_t high2(uint32_t x) {
 }
 
 // -- bits -------------------------------------------------------------------------------------------------------------
-KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {  // selector: 0..7 in each of four nibbles
+// selector: in each of four nibbles 0..7 for a byte of b:a; 8 more for its highest bit, eight times
+KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
   return y;
@@ -149,6 +150,12 @@ KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {  // selector: 
 KV_DEV uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+// c + the low half of a times the lowest byte of b + the high half times the second byte, all unsigned
+KV_DEV uint32_t dot2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 // (x & mask) | bits in one instruction, though both are constants

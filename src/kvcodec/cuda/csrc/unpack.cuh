@@ -82,7 +82,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
-  KV_CONST int SHARED = TABLES + WARPS * (TILE + 16 * ROW * 2);
+  KV_CONST int SHARED = with_reach<K, V>(TABLES + WARPS * (TILE + 16 * ROW * 2));
 
   KV_DEV static void store(const UnpackArgs& a, void* to, const uint16_t* rows, int b, int h, int first, int lane) {
     uint16_t* out = (uint16_t*)to + ((int64_t)(b * (int64_t)a.heads + h) * a.count + first - a.first) * D;
