@@ -1,11 +1,6 @@
 """The reader of outliers held beside hqmq's codes and integers."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.group_int import GroupInt
@@ -14,7 +9,6 @@ from kvcodec.codecs.med import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.cuda import sides
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.cuda import decode_cases
 from tests.cuda.decode_cases import OPTIONS, Case, Side, check, each_in_turn
 
 DIMS = (64, 96, 128, 256)
