@@ -139,7 +139,8 @@ def test_arithmetic_of_pairs():
 def test_bits():
     n = 2000
     a, b, s = words((n,)), words((n,), 1), words((n,), 2)
-    y = torch.empty(n, 2, dtype=torch.int32)
+    a[:33] = torch.tensor([0, *(-(2**i) for i in range(31)), -(2**31)])
+    y = torch.empty(n, 3, dtype=torch.int32)
     build(NUMBERS).call("bits", a, b, s, Out(y), n)
     for i in range(n):
         low, high, select = (int(x[i]) & 0xFFFFFFFF for x in (a, b, s))
@@ -147,6 +148,7 @@ def test_bits():
         chosen = sum((both >> 8 * (select >> 4 * k & 7) & 0xFF) << 8 * k for k in range(4))
         assert int(y[i, 0]) & 0xFFFFFFFF == chosen
         assert int(y[i, 1]) & 0xFFFFFFFF == both >> (select & 31) & 0xFFFFFFFF
+        assert int(y[i, 2]) == ((low & -low).bit_length() - 1 if low else 32)
 
 
 def test_rounding_to_integers_and_packing():

@@ -168,6 +168,7 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
     UnsupportedError
         No choice fits the machine's shared memory.
     """
+
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency. Few sequences: one
     # CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the shortest last round. Many:
     # long tiles cost the fewest instructions, two CTAs hide each other's ends, and where only one fits, more warps
