@@ -6,7 +6,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     columns   what its columns mean
     speed     the speed sentence, from the rows in benchmarks/results/nvidia-h200/
     kernels   speed-up of every preset with a kernel, break-even context, and the figure SPEED_FIGURE, from DECODE there
-    generate  the same through generate, from GENERATE_FILE there
+    generate  the same through generate, from GENERATE_FILE and STEPS there
     best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
     presets   the registry, as `kvcodec list` prints it
 """
@@ -23,7 +23,7 @@ import kvcodec
 from kvcodec.bench.record import newest, read_rows
 from kvcodec.bench.shapes import SWEEP_BATCHES
 from kvcodec.bench.studies import number
-from kvcodec.bench.summary import Table, break_even, lines, speed_points
+from kvcodec.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec.plot import SPEED_TITLES, speed_figure
 from kvcodec.report import cell, columns_of, with_reference
 
@@ -45,6 +45,8 @@ DECODE = "decode*.json"
 SPEED_FIGURE = Path("docs/img/speed.png")
 GENERATE_FILE = "generate_qwen3-8b.json"
 GENERATE = "qwen3_8b_b1_32k"
+STEPS = "generate.json"
+"""Of `kvcodec bench generate`."""
 
 
 class MissingResultError(Exception):
@@ -175,7 +177,22 @@ def generate_block(root: Path) -> str:
         f"Through `generate` on the same GPU, a Qwen3-8B-shaped random model at 32k context, one sequence: {ours} per "
         f"token and {ours_peak} of peak memory beside the weights, against {dynamic} and {dynamic_peak} with "
         f"DynamicCache (eager) and {static} and {static_peak} with StaticCache (compiled, as ours is). With generate's "
-        f"compilation switched off the host is the limit and ours takes {eager}."
+        f"compilation switched off the host is the limit and ours takes {eager}." + steps_table(root)
+    )
+
+
+def steps_table(root: Path) -> str:
+    """Every preset's milliseconds per token, where they were measured."""
+    path = root / SPEED / STEPS
+    found = steps_of_a_model(read_rows([path])) if path.is_file() else None
+    if found is None or not found.lines:
+        return ""
+    lines = [found.headings, ["---"] + ["---:"] * (len(found.headings) - 1)]
+    lines += [[f"`{line[0]}`" if "," not in line[0] else line[0], *line[1:]] for line in found.lines]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return (
+        f"\n\nMilliseconds per token there, caches filled with 32k tokens before (so the peak memory, without the "
+        f"weights, is that of a decode step):\n\n{table}"
     )
 
 

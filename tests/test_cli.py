@@ -12,6 +12,7 @@ from kvcodec import cli
 from kvcodec.demo import recommend
 from kvcodec.eval import compare as compare_module
 from kvcodec.eval import perplexity
+from kvcodec.registry import split_specs
 from tests.eval.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
 
 SIZES = ["--windows", "2", "--window-tokens", "96"]
@@ -388,7 +389,7 @@ def test_counts_must_be_positive(capsys, windows):
     ],
 )
 def test_specs_with_options_in_a_list(text, specs):
-    assert cli._specs(text) == specs
+    assert split_specs(text) == specs
 
 
 # -- the recommendation ------------------------------------------------------------------------------------------------

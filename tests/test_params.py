@@ -14,7 +14,16 @@ from kvcodec.codec import ROLES
 from kvcodec.errors import FitError, FormatError, SpecError
 from kvcodec.fit import fit_model
 from kvcodec.integrations import layers
-from kvcodec.params import KIND, FittedParams, identify, load_params, match_params, read_params, same_weights
+from kvcodec.params import (
+    KIND,
+    FittedParams,
+    _layout_versions,
+    identify,
+    load_params,
+    match_params,
+    read_params,
+    same_weights,
+)
 from tests.eval.leaning import leaning
 from tests.eval.tiny import TEXT, tiny_llama, tiny_loaded
 
@@ -299,6 +308,12 @@ def test_a_file_whose_content_is_not_understood_is_refused(saved, change, messag
     resave(saved, change)
     with pytest.raises(FormatError, match=message):
         read_params(saved)
+
+
+@pytest.mark.parametrize(("dim", "version"), [(64, 1), (96, 1), (128, 2), (256, 2), (None, 2)])
+def test_versions_are_those_of_the_model_s_head_dim(dim, version):
+    """None: heads of several sizes, some of which may have bytes of the higher version."""
+    assert _layout_versions(kvcodec.get("octopus-2"), dim) == {"key": 1, "value": version}
 
 
 def test_a_foreign_file_is_refused(model, tmp_path):

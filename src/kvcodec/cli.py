@@ -16,6 +16,7 @@ from typing import Any
 
 import kvcodec
 from kvcodec.errors import KVError, ShapeError
+from kvcodec.registry import split_specs
 
 INTERRUPTED = 130
 
@@ -343,17 +344,6 @@ def _warning_line(
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _specs(text: str) -> list[str]:
-    """Split ``a,b:x=1,y=2,c`` into specs: an item with ``=`` and no ``:`` belongs to the spec before it."""
-    specs: list[str] = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        if specs and "=" in item and ":" not in item:
-            specs[-1] += f",{item}"
-        else:
-            specs.append(item)
-    return specs
-
-
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
@@ -370,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
 
     p = _command(commands, "demo", _demo, "a real model, a real text, nine presets: table, picture, page")
     p.add_argument("--model", help="path, hub id or smollm2-135m (default)")
-    p.add_argument("--specs", type=_specs, metavar="A,B", help="presets, instead of the nine")
+    p.add_argument("--specs", type=split_specs, metavar="A,B", help="presets, instead of the nine")
     _text_options(p)
     p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="where the report goes (%(default)s)")
 
@@ -394,7 +384,9 @@ def _parser() -> argparse.ArgumentParser:
 
     p = _command(commands, "compare", _compare, "presets on your model and text")
     p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
-    p.add_argument("--specs", type=_specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64")
+    p.add_argument(
+        "--specs", type=split_specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64"
+    )
     _measure_options(p)
 
     p = _command(commands, "eval", _eval, "one preset on your model and text: perplexity and fidelity")
@@ -413,7 +405,7 @@ def _parser() -> argparse.ArgumentParser:
         "encode, prefill, generate: the GPU's kernels beside 16-bit attention, with --device cuda; page: the page of "
         "such a run's folder",
     )
-    p.add_argument("--specs", type=_specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
+    p.add_argument("--specs", type=split_specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
     for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
         p.add_argument(f"--{name}", type=_positive, default=default, help="(%(default)s)")
     _head_dim(p)

@@ -233,9 +233,9 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
 
 
 def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, int]:
-    """``Layout.version`` of each role; no codec has one for some head_dims alone."""
+    """``Layout.version`` of each role; heads of several sizes: at 128, the size that every change of bytes was for."""
     sides = zip(ROLES, (scheme.key, scheme.value), strict=True)
-    return {role: codec.layout(head_dim or 64).version for role, codec in sides}
+    return {role: codec.layout(head_dim or 128).version for role, codec in sides}
 
 
 def read_params(path: str | Path) -> FittedParams:

@@ -146,6 +146,24 @@ def get(spec: "str | KVScheme") -> KVScheme:
     return replace(method.recipe(**(defaults | given)), spec=f"{base}:{text}" if text else base)
 
 
+def split_specs(text: str) -> list[str]:
+    """Specs of a comma-separated list; an item with ``=`` and no ``:`` belongs to the spec before it.
+
+    Examples
+    --------
+    >>> split_specs("int-4, kivi-2:window=64,sink=4,fp8")
+    ['int-4', 'kivi-2:window=64,sink=4', 'fp8']
+    """
+
+    specs: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        if specs and "=" in item and ":" not in item:
+            specs[-1] += f",{item}"
+        else:
+            specs.append(item)
+    return specs
+
+
 def method_of(spec: str) -> Method:
     """Return the method that a spec names."""
     return _parse(spec)[0]

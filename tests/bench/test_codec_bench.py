@@ -51,7 +51,7 @@ def test_the_search_through_all_products_finds_the_codes(spec):
     x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(2)).half().float()
     count, search = exhaustive(codec)
     assert count == params["codebook"].shape[2]
-    codes = unpack(codec.encode(x, params)["codes"], codec.code_bits, 16)
+    codes, _ = codec.unpack(codec.encode(x, params), 16)
     assert torch.equal(search(x.double(), params), codes.long())
 
 

@@ -1,6 +1,7 @@
 """``kvcodec bench decode | ... | page`` and the script of a visit: arguments, files, exit statuses."""
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcodec.bench import command, decode, timing
+from kvcodec.bench import command, decode, encode, generate, prefill, timing
 from kvcodec.bench.record import DeviceLostError
+from kvcodec.bench.targets import DECODE
 from kvcodec.cli import main
+from kvcodec.registry import split_specs
 from tests.bench.gpu_stubs import CPU, Clock
 from tests.bench.test_summary import ROWS
 
@@ -83,11 +86,78 @@ def test_page_of_a_folder_with_its_figure(capsys, tmp_path):
     assert main(["bench", "page", "--out", str(tmp_path)]) == 0  # from the JSON alone
 
 
+def test_page_adds_the_rows_of_another_folder(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, found in ((here, ROWS[:5]), (there, ROWS[3:])):
+        folder.mkdir()
+        (folder / "decode.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    assert main(["bench", "page", "--out", str(here)]) == 0
+    (here / "decode.jsonl").unlink()  # as in a folder that is committed
+    for _ in range(2):  # a second time adds nothing
+        assert main(["bench", "page", "--out", str(here), "--add", str(there)]) == 0
+        assert json.loads((here / "decode.json").read_text()) == ROWS
+    assert not (there / "decode.json").exists()
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_shapes_are_named_in_every_part(monkeypatch, tmp_path):
+    told = {}
+
+    def note(part):
+        def rows_of(specs, recorder, **options):
+            told[part] = options
+            return iter([])
+
+        return rows_of
+
+    for module, name in ((encode, "encode"), (prefill, "prefill"), (generate, "generate")):
+        monkeypatch.setattr(module, f"{name}_rows", note(name))
+    given = {
+        "encode": ["--shapes", "video,append"],
+        "prefill": ["--shapes", "hqmq,prefill_b8_t8192_q16"],
+        "generate": [
+            "--shapes", "qwen3_8b_b1_32k", "--ways", "graph,compiled", "--no-dense", "--turns", str(tmp_path / "t"),
+        ],
+    }  # fmt: skip
+    for part, arguments in given.items():
+        assert main(["bench", part, "--device", "cuda", *arguments]) == 0
+    assert [s.name for s in told["encode"]["shapes"]] == ["video"]
+    assert told["encode"]["batches"] == encode.APPEND_BATCHES
+    names = [s.name for s in told["prefill"]["shapes"]]
+    assert len(names) == 11
+    assert (names[0], names[-1]) == ("prefill_b1_t2048_q1", "prefill_b8_t8192_q16")
+    chosen = told["generate"]
+    assert (chosen["batches"], chosen["ways"], chosen["dense"]) == ((1,), ["graph", "compiled"], False)
+    assert chosen["turns"].path == tmp_path / "t"
+    assert main(["bench", "prefill", "--device", "cuda", "--shapes", "spine"]) == 2
+
+
 def test_page_without_rows_or_folder(capsys, tmp_path):
     assert main(["bench", "page"]) == 2
     assert "name the folder of the rows with --out DIR" in capsys.readouterr().err
     assert main(["bench", "page", "--out", str(tmp_path)]) == 2
     assert "holds no rows (decode.jsonl, encode.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_some_specs_at_some_shapes_beside_the_others(monkeypatch, tmp_path):
+    told = []
+
+    def note(specs, shapes, recorder, **options):
+        told.append((specs, [s.name for s in shapes], options["pools"]))
+        yield from ()
+
+    monkeypatch.setattr(decode, "decode_rows", note)
+    also = ["--also", "int-4,kivi-2:window=64,sink=4@audio", "--also", "fp8@sweep1,video"]
+    assert main(["bench", "decode", "--device", "cuda", *also]) == 0
+    assert [(specs, shapes[0], len(shapes)) for specs, shapes, _ in told] == [
+        (["int-4", "kivi-2:window=64,sink=4"], "audio", 1), (["fp8"], "llama8b_b1_128", 12),
+    ]  # fmt: skip
+    assert told[0][2] is told[1][2]  # what one encoded the other reads
+    assert main(["bench", "decode", "--device", "cuda", "--shapes", "audio", "--specs", "fp8", *also]) == 0
+    assert told[2][1] == ["audio"]
+    for wrong in ("fp8", "fp8@", "fp9@audio", "fp8@audo"):
+        assert main(["bench", "decode", "--device", "cuda", "--also", wrong]) == 2
 
 
 # -- the visit ---------------------------------------------------------------------------------------------------------
@@ -128,6 +198,76 @@ def test_a_part_goes_on_when_the_device_was_lost(visit, tmp_path, monkeypatch, c
     assert "decode" in json.loads(capsys.readouterr().out.split("s\n")[-1])
 
 
+def plan(visit, tmp_path, monkeypatch, *arguments):
+    """Commands that a plan runs, and the exit status."""
+    told = []
+    monkeypatch.setattr(visit, "run", lambda arguments, seconds, log: told.append(arguments) or 0)
+    monkeypatch.setattr(sys, "argv", ["visit", "--out", str(tmp_path / "out"), *arguments])
+    return told, visit.main()
+
+
+@pytest.mark.parametrize("name", ["studies", "rivals"])
+def test_every_step_of_a_plan_is_a_command_that_parses(visit, tmp_path, monkeypatch, name):
+    told, status = plan(visit, tmp_path, monkeypatch, "--plan", name, "--commit", "abc", "--deadline", "5000")
+    assert status == 0
+    assert [len(told), len(visit.PLANS[name])] == [sum(s.workers for s in visit.PLANS[name]), len(visit.PLANS[name])]
+    seen = []
+
+    def note(part):
+        def rows_of(*given, **options):
+            seen.append((part, given, options))
+            return iter([])
+
+        return rows_of
+
+    for module, part in ((decode, "decode"), (encode, "encode"), (prefill, "prefill"), (generate, "generate")):
+        monkeypatch.setattr(module, f"{part}_rows", note(part))
+    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(timing, "Timer", lambda device: Clock())
+    for arguments in told:
+        if "bench" in arguments:
+            assert main(arguments[arguments.index("bench") :]) == 0
+        else:
+            assert Path(arguments[1]).name == "compile_kernels.py"
+    parts = [step.part for step in visit.PLANS[name] for _ in range(step.workers) if step.part != "compile"]
+    assert list(dict.fromkeys(p for p, *_ in seen)) == list(dict.fromkeys(parts))
+
+
+def test_the_plans_hold_what_is_asked_of_them(visit):
+    studies, rivals = visit.PLANS["studies"], visit.PLANS["rivals"]
+    sweeps = next(s for s in studies if s.name == "sweeps")
+    assert set(sweeps.specs) == set(DECODE)
+    assert "sweep32,sweep8,sweep1" in sweeps.options
+    assert "--ways graph,generate" in next(s for s in studies if s.part == "generate").options
+    assert not any("--no-libraries" in s.options for s in rivals if s.part == "decode")
+
+
+def test_processes_that_compile_share_the_specs_and_a_lock(visit, tmp_path, monkeypatch):
+    arguments = ["--plan", "rivals", "--steps", "compiled", "--deadline", "500"]
+    told, _ = plan(visit, tmp_path, monkeypatch, *arguments)
+    told.sort(key=lambda a: "--no-dense" in a)
+    specs = [split_specs(a[a.index("--specs") + 1]) for a in told]
+    assert sorted(itertools.chain(*specs)) == sorted(DECODE)
+    assert {a[a.index("--turns") + 1] for a in told} == {str(tmp_path / "out" / "turns")}
+    assert ["--no-dense" in a for a in told] == [False, True, True, True]
+
+
+def test_a_step_takes_no_more_than_its_share(visit, tmp_path, monkeypatch):
+    told, _ = plan(visit, tmp_path, monkeypatch, "--plan", "studies", "--deadline", "100")
+    limits = [int(a[a.index("--deadline") + 1]) for a in told if "--deadline" in a]
+    assert all(limit <= 90 for limit in limits)
+    assert "innerq" not in {s.name for s in visit.PLANS["studies"]}
+    with pytest.raises(SystemExit):
+        plan(visit, tmp_path, monkeypatch, "--plan", "studies", "--steps", "innerq")
+
+
+def test_a_plan_is_listed_and_nothing_done(visit, tmp_path, monkeypatch, capsys):
+    told, status = plan(visit, tmp_path, monkeypatch, "--plan", "rivals", "--list")
+    assert (told, status) == ([], 0)
+    assert "spine: decode --shapes spine; 14 specs, 300 s at most" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 def test_random_cases_are_a_part(visit, tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(visit, "run", lambda arguments, seconds, log: told.append(arguments) or 0)
@@ -143,7 +283,7 @@ def test_unknown_parts_are_refused(visit, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["visit", "--parts", "decode,speed", "--out", "x"])
     with pytest.raises(SystemExit):
         visit.main()
-    assert "no part speed; there are tests, cases, decode" in capsys.readouterr().err
+    assert "no part speed; there are compile, tests, cases, decode" in capsys.readouterr().err
 
 
 def test_nothing_begins_when_time_is_out(visit, monkeypatch, tmp_path, capsys):

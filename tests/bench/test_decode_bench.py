@@ -28,7 +28,8 @@ def _reference(monkeypatch):
 
 def run(specs, clock=None, path=None, shapes=(TINY,), **options):
     recorder = Recorder(path, stamp(CPU, 0, "abc"), lambda _: None)
-    options = {"timer": clock or Clock(), "device": CPU, "libraries": False, "pool_pages": 2, **options}
+    options = {"timer": clock or Clock(), "device": CPU, "libraries": False, **options}
+    options.setdefault("pools", packed.Pools(CPU, pages=2))
     return list(decode_rows(specs, shapes, recorder, **options))
 
 
@@ -136,6 +137,70 @@ def test_libraries_that_are_missing_say_so(monkeypatch):
     assert found["flashinfer", "paged decode"] == found["flash-attention-3", "contiguous, fp8"] == "not installed"
     assert found["flex", "flex_attention, compiled"] == "not available: RuntimeError: no compiler"
     assert missing(ImportError("libfoo.so")) == "not available: ImportError: libfoo.so"
+
+
+@pytest.mark.parametrize(
+    ("bits", "error", "spec", "refused"),
+    [
+        (16.0, 0.05, "dense", True),
+        (8.0, 0.05, "dense-fp8", False),
+        (4.25, 0.3, "rival", False),
+        (4.25, 1.0, "rival", True),
+    ],
+)
+def test_a_rival_that_computes_something_else_is_none(monkeypatch, bits, error, spec, refused):
+    true = decode.torch_rivals
+
+    def rivals(dense):
+        wrong = dense.expected * (1 + error)
+        yield from true(dense)
+        yield Rival("other", "paged", bits, lambda: lambda: wrong)
+
+    monkeypatch.setattr(decode, "torch_rivals", rivals)
+    rows = [r for r in run(["int-8"]) if r.get("backend") == "other"]
+    assert {r["spec"] for r in rows} == {spec}
+    assert rows[0]["error"] == pytest.approx(error, abs=1e-4)
+    if refused:
+        assert [r["status"] for r in rows] == [
+            f"not available: ValueError: its output differs from 16-bit attention by {error:.2g}"
+        ]
+    else:
+        assert [r["metric"] for r in rows] == ["decode_us_cold", "decode_us_clean", "decode_us_warm"]
+
+
+def test_a_quantized_rival_is_no_bar(monkeypatch):
+    true = decode.torch_rivals
+
+    def rivals(dense):
+        yield from true(dense)
+        yield Rival("vllm", "fast", 4.25, lambda: lambda: dense.expected)
+
+    monkeypatch.setattr(decode, "torch_rivals", rivals)
+    clock = Clock()
+    clock.next_times = [300.0] * 6 + [1.0] * 3 + [100.0] * 3
+    rows = run(["int-8"], clock)
+    found = next(r for r in rows if r["metric"] == "speedup_vs_bf16_cold")
+    assert (found["values"]["p50"], found["backend"]) == (3.0, "cudnn")
+    assert [r["spec"] for r in rows if r.get("backend") == "vllm"] == ["rival"] * 3
+
+
+def test_a_rival_that_breaks_the_device_is_left_out_by_the_next_process(monkeypatch, tmp_path):
+    def broken():
+        raise RuntimeError("illegal address")
+
+    true, path = decode.torch_rivals, tmp_path / "decode.jsonl"
+
+    def rivals(dense):
+        yield Rival("vllm", "fast", 4.25, broken)
+        yield from true(dense)
+
+    monkeypatch.setattr(decode, "torch_rivals", rivals)
+    monkeypatch.setattr(decode, "device_lost", lambda _: True)
+    with pytest.raises(DeviceLostError, match="fast at tiny broke the CUDA context"):
+        run(["int-8"], path=path)
+    monkeypatch.setattr(decode, "device_lost", lambda _: False)
+    rows = run(["int-8"], path=path)
+    assert {r["spec"] for r in rows} == {"dense", "int-8"}
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

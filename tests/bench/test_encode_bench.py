@@ -10,7 +10,7 @@ from kvcodec.bench.packed_encode import differing_bytes, encode_operator
 from kvcodec.bench.record import Recorder, stamp
 from kvcodec.bench.shapes import PRESETS, Shape
 from kvcodec.codec import ROLES
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import SpecError, UnsupportedError
 from tests.bench.gpu_stubs import CPU, Clock
 
 SMALL = Shape("llm64k", 2, 4, 2, 64, 200)
@@ -98,6 +98,22 @@ def test_append_rows_by_batch():
     assert [(r["metric"], r["shape"], r["sizes"]["batch"]) for r in rows] == [
         ("append_us", "append_b1", 1), ("append_us", "append_b4", 4),
     ]  # fmt: skip
+
+
+def test_one_token_with_the_rotation_apart():
+    clock = Clock()
+    clock.next_times = [3.0, 8.0, 3.5, 9.0]
+    rows = run(["saw-int4"], clock, shapes=(), batches=(1, 32))
+    assert [(r["metric"], r["shape"], r["values"]["p50"]) for r in rows] == [
+        ("append_us_unfused", "append_b1", 8.0), ("append_us", "append_b1", 3.0),
+        ("append_us_unfused", "append_b32", 9.0), ("append_us", "append_b32", 3.5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ["append_b", "append_bx", "llm", ""])
+def test_shapes_of_the_encode_bench_are_named(names):
+    with pytest.raises(SpecError, match="no shape"):
+        encode.encode_shapes(names)
 
 
 def test_a_preset_without_an_encoder_says_so(monkeypatch):

@@ -6,9 +6,9 @@ import torch
 from kvcodec.bench import generate, prefill
 from kvcodec.bench.packed import Pools, packed_operator
 from kvcodec.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
-from kvcodec.bench.record import Recorder, stamp
+from kvcodec.bench.record import Deadline, Recorder, stamp
 from kvcodec.bench.shapes import Shape
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import SpecError, UnsupportedError
 from tests.bench.gpu_stubs import CPU, Clock, use_reference
 
 
@@ -33,7 +33,8 @@ def by_reference(packed, q, k, v):
 
 
 def prefills(specs, queries=(3, 16)):
-    options = {"timer": Clock(), "device": CPU, "histories": [(1, 130)], "queries": queries, "pool_pages": 2}
+    shapes = [prefill_shape(1, 130, n) for n in queries]
+    options = {"timer": Clock(), "device": CPU, "shapes": shapes, "pools": Pools(CPU, pages=2)}
     return list(prefill_rows(specs, recorder(), **options))
 
 
@@ -105,21 +106,74 @@ def generated(model, specs, **options):
 
 def test_a_filled_cache_takes_the_prompts_last_token_and_goes_on(model):
     filler = generate.Filler(model, 2, 40, 8)
-    cache = filler.filled(filler.dense("DynamicCache"))
-    assert cache.get_seq_length() == 39
-    out = model.generate(filler.ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
-    assert out.shape == (2, 43)
-    assert cache.get_seq_length() == 42
+    found = []
+    for kind in ("DynamicCache", "StaticCache"):
+        cache = filler.filled(filler.dense(kind))
+        assert int(cache.get_seq_length()) == 39
+        mask = torch.ones_like(filler.ids)
+        out = model.generate(filler.ids, past_key_values=cache, max_new_tokens=3, do_sample=False, attention_mask=mask)
+        assert out.shape == (2, 43)
+        assert int(cache.get_seq_length()) == 42
+        found.append(out)
+    assert torch.equal(*found)
+
+
+def test_time_per_token_is_from_logits_to_logits(model, monkeypatch):
+    clock = iter([0.0, 9.0, 9.5, 9.9, 10.0, 10.2])
+    monkeypatch.setattr(generate.time, "perf_counter", lambda: next(clock))
+    filler = generate.Filler(model, 1, 40, 8)
+    found = generate.timed_generate(filler, lambda: filler.dense("DynamicCache"), 3)
+    # of six tokens the prompt's last and the first steps do not count: 9.5 to 9.9, 10.0 and 10.2
+    assert found["values"] == {"p20": 140.0, "p50": 200.0, "p80": 320.0}
 
 
 def test_rows_of_the_16_bit_cache_and_of_what_no_kernel_takes(model):
-    rows = generated(model, ["kivi-2:group=16"])
+    rows = generated(model, ["kivi-2:group=16"], libraries=False)
     assert [(r["spec"], r["cache"], r["shape"]) for r in rows] == [
         ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
         ("kivi-2:group=16", "kvcodec fused", "qwen3_8b_b2_0k"),
     ]
     assert rows[0]["values"] is not None
     assert rows[1]["status"].startswith("no kernel: UnsupportedError")
+
+
+def test_quantized_caches_of_transformers_are_rivals(model, monkeypatch):
+    made = []
+
+    def quantized(filler, backend):
+        made.append(backend)
+        if backend == "hqq":
+            raise ImportError("You need to install `HQQ`")
+        return filler.dense("DynamicCache")
+
+    monkeypatch.setattr(generate.Filler, "quantized", quantized)
+    rows = generated(model, [])
+    assert [(r["spec"], r["cache"], r.get("status")) for r in rows] == [
+        ("dense", "DynamicCache", None),
+        ("hqq-4", "QuantizedCache", "not installed"),
+        ("quanto-4", "QuantizedCache", None),
+    ]
+    assert made == ["hqq", "quanto", "quanto"]  # once to warm up
+    assert [r["spec"] for r in generated(model, [], libraries=False)] == ["dense"]
+    assert generated(model, [], dense=False) == []
+
+
+def test_the_ways_and_shapes_that_there_are(model):
+    with pytest.raises(SpecError, match="no way eager; there are generate, graph, compiled"):
+        generated(model, [], ways=("eager",))
+    with pytest.raises(SpecError, match=r"no shape 'b8'; use e\.g\. qwen3_8b_b8_32k"):
+        generate.batches_of("qwen3_8b_b1_32k,b8")
+
+
+def test_a_model_is_made_only_for_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "make_model", lambda _: pytest.fail("made"))
+    path = tmp_path / "generate.jsonl"
+    held = Recorder(path, stamp(CPU, 0), lambda _: None)
+    held.add("dense", 16.0, "ms_per_token_graph", "ms", "qwen3_8b_b1_32k", {"p20": 1.0, "p50": 1.0, "p80": 1.0})
+    options = {"device": CPU, "batches": (1,), "ways": ("graph",)}
+    assert list(generate.generate_rows([], held, **options)) == []
+    late = Deadline(-1.0)
+    assert list(generate.generate_rows(["int-4"], held, deadline=late, **options)) == []
 
 
 def test_packed_caches_are_filled_and_reported(model, monkeypatch):
@@ -129,7 +183,7 @@ def test_packed_caches_are_filled_and_reported(model, monkeypatch):
         return cache_for(filler.model, spec, attention="streamed", probe=False)
 
     monkeypatch.setattr(generate.Filler, "packed", streamed)
-    row = generated(model, ["int-4"])[-1]
+    row = generated(model, ["int-4"], libraries=False)[-1]
     assert row["values"] is not None
     assert 4.5 < row["effective_bits"] < 8  # a page of 64 tokens for 42
     assert row["paths"]["streamed"] > 0

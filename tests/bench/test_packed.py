@@ -72,6 +72,25 @@ def test_pool_is_encoded_once_per_head_shape(pools):
     assert pools.get("int-4", 1, 128).pages.shape[1] == 1
 
 
+@pytest.mark.parametrize("spec", ["saw-int4", "kivi-2"])
+def test_sequences_that_share_their_pages_attend_as_one(spec, pools):
+    shape = Shape("apart", 3, 2, 2, 128, 421, shared=True)
+    packed = packed_operator(spec, shape, pools)
+    assert gate(packed).passed
+    assert packed.cache.store.pages.shape[0] == packed.cache.store.table.shape[1]
+    assert torch.equal(packed.cache.store.table, packed.cache.store.table[:1].expand(3, -1))
+    one = Shape("together", 1, 6, 2, 128, 421)
+    assert (shape.elements, shape.sizes()["sequences_held"]) == (one.elements, 1)
+    alike = packed.cache.attend(packed.q[:1].expand(3, -1, -1, -1))
+    assert torch.equal(alike[0], alike[2])
+    other = packed_operator(spec, one, pools)
+    pages = [sum(p.nbytes for p in (x.cache.store.pages, *x.cache.store.table[:1])) for x in (packed, other)]
+    assert pages[0] == pages[1]
+    dense = [sum(x.nbytes for both in p.dense.values() for x in both) for p in (packed, other)]
+    rest = [p.cache.store.table.nbytes + 2 * p.q.nbytes for p in (packed, other)]
+    assert packed.bytes_read - dense[0] - rest[0] == other.bytes_read - dense[1] - rest[1]
+
+
 def test_gate_sees_another_sequences_pages(pools):
     packed = packed_operator("int-8", ODD, pools)
     assert gate(packed).passed

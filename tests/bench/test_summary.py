@@ -9,7 +9,7 @@ import kvcodec
 from kvcodec.bench.page import drawing, grid, page_html
 from kvcodec.bench.shapes import GROUPS, KMEANS, PRESETS, SHAPES, SPINE, Shape, shapes_named, sweep
 from kvcodec.bench.studies import OCTOPUS_PAPER, studies
-from kvcodec.bench.summary import BreakEven, Point, Table, break_even, lines, misses, speed_points
+from kvcodec.bench.summary import BreakEven, Point, Table, break_even, lines, misses, speed_points, steps_of_a_model
 from kvcodec.bench.targets import DECODE, ENCODE_US, SHAPE_NAMES, verdict
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.plot import speed_figure
@@ -39,7 +39,8 @@ def test_shapes_of_the_spine_and_of_the_papers():
     assert [s.name for s in GROUPS["octopus"]] == ["video", "audio", "llm64k"]
     assert [s.batch for s in GROUPS["saw"]] == [1, 4, 8, 16, 32]
     assert [s.tokens for s in GROUPS["hqmq"]] == [4096, 16384, 32768]
-    assert SHAPES["llm64k_mha"].group == 1
+    one, apart = SHAPES["llm64k"], SHAPES["llm64k_apart"]
+    assert (apart.group, apart.batch * apart.query_heads, apart.elements) == (1, one.query_heads, one.elements)
     assert max(s.batch * s.tokens for s in sweep(32)) == 32 * 32768
     assert all(name == shape.name for name, shape in SHAPES.items())
 
@@ -181,27 +182,75 @@ def test_saw_tables_show_rotation_k_means_and_what_is_unfused():
     rows += [row("saw-int4:rotate=kv", "decode_us_cold", "saw_b1_16k", 11.0)]
     rows += [row(KMEANS, "decode_us_cold", "saw_b1_16k", None, status="no kernel: k-means")]
     rows += [row("saw-int4", m, "llm64k", x) for m, x in (("encode_us", 80.0), ("encode_us_unfused", 200.0))]
+    rows += [row("saw-int4:rotate=kv", "encode_us", "llm64k", 90.0)]
+    rows += [row("saw-int4", m, "append_b8", x) for m, x in (("append_us", 4.0), ("append_us_unfused", 9.5))]
     found = {line[0]: line[1:] for line in study(rows, "Decode attention by batch").lines}
     assert found["ours: saw-int4"] == ["10.0", "–", "–", "–", "320.0"]
     assert found["ours: saw-int4:rotate=kv"][0] == "11.0"
     assert found[f"ours: {KMEANS}"][0] == "no kernel"
     assert found["paper: fused rotation of K"][-1] == "322.88"
-    assert study(rows, "Rotate, quantize").lines[0] == ["llm64k", "80.0", "200.0", "2.50", "–", "–"]
+    lines = study(rows, "Rotate, quantize and write:").lines
+    assert lines[0] == ["llm64k", "–", "80.0", "90.0", "200.0", "2.50", "–", "–"]
+    assert lines[-1][:6] == ["paper, 64k tokens", "135.87", "212.32", "", "2281.04", "10.74"]
+    written = study(rows, "Rotate, quantize and write one token")
+    assert written.headings == ["", "1 sequence", "4 sequences", "8 sequences", "16 sequences", "32 sequences"]
+    assert written.lines[1] == ["ours: keys rotated, fused", "–", "–", "4.00", "–", "–"]
+    assert written.lines[3][3] == "9.50"
+    assert written.lines[-1] == ["paper: rotation of K apart", "9.92", "13.41", "17.22", "14.56", "14.88"]
+
+
+def test_what_the_papers_print_is_no_study_alone():
+    rows = [row(KMEANS, "decode_us_cold", "saw_b1_16k", None, status="no kernel: k-means")]
+    assert studies(rows) == []
 
 
 def test_innerq_hqmq_and_heads():
     rows = [row("innerq-base", "decode_us_cold", "llama8b_b1_512", 7.0)]
     rows += speedups("hqmq-s96_r4", {"llama8b_b1_4096": 0.5})
+    rows += [row("hqmq-s96_r4", "decode_us_cold", "llama8b_b1_4096", 20.0)]
+    rows += [row("hqmq-s96_r4", "prefill_apart_us", "prefill_b1_t4096_q1", 900.0)]
     rows += [row("innerq-base", "append_us", f"append_b{b}", float(b)) for b in (1, 8, 32, 256)]
-    rows += [row("int-4", "decode_us_cold", s, x) for s, x in (("llm64k", 25.0), ("llm64k_mha", 100.0))]
+    rows += [row("int-4", "decode_us_cold", s, x) for s, x in (("llm64k", 25.0), ("llm64k_apart", 100.0))]
     rows += speedups("int-4", {"llm64k": 2.0})
-    rows += [row("int-4", m, "prefill_b1_t2048_q16", x) for m, x in (("prefill_us", 10.0), ("prefill_apart_us", 30.0))]
+    rows += [row("int-4", "prefill_us", "prefill_b1_t2048_q16", 10.0)]
+    rows += [row("int-4", "prefill_apart_us", "prefill_b1_t2048_q16", 30.0, least_apart_us=12.5)]
     rows += [row("dense", "prefill_us", "prefill_b1_t2048_q16", 8.0)]
     assert study(rows, "Both products").lines[4][:2] == ["ours: innerq-base", "7.0"]
     assert study(rows, "Quantization's overhead").lines == [["innerq-base", "1.0", "8.0", "32.0", "256.0", "18.3"]]
     assert study(rows, "Heads of a group").lines == [["int-4", "25.0", "100.0", "4.00"]]
-    assert study(rows, "Fused decode over").lines[1] == ["ours: hqmq-s96_r4", "0.50", "–", "–"]
-    assert study(rows, "Prefill over").lines == [["prefill_b1_t2048_q16, int-4", "10.0", "30.0", "3.00", "8.0"]]
+    decoded = study(rows, "Fused decode over").lines
+    assert decoded[1] == ["ours: hqmq-s96_r4", "20.0", "0.50", "45", "–", "–", "–", "–", "–", "–"]
+    assert decoded[-1][:4] == ["paper: s192", "33", "0.39", "7"]
+    prefilled = study(rows, "Prefill over").lines
+    assert prefilled == [["prefill_b1_t2048_q16, int-4", "10.0", "30.0", "12.5", "1.25", "8.0"]]
+
+
+def test_steps_of_a_model_by_cache_and_way():
+    def step(spec, cache, way, batch, ms, **more):
+        shape = f"qwen3_8b_b{batch}_32k"
+        return row(spec, f"ms_per_token_{way}", shape, ms, unit="ms", cache=cache, peak_bytes=batch * 1e9, **more)
+
+    rows = [
+        step("int-4", "kvcodec fused", "graph", 1, 9.0), step("int-4", "kvcodec fused", "generate", 8, 40.0),
+        step("kivi-2", "kvcodec fused", "generate", 8, 38.0), step("hqq-4", "QuantizedCache", "generate", 1, 200.0),
+        step("dense", "DynamicCache", "generate", 8, 81.0), step("dense", "StaticCache", "graph", 1, 33.0),
+        step("fp8", "kvcodec fused", "graph", 1, None, status="no kernel"),
+        step("int-4", "kvcodec fused", "graph", 1, 99.0, run="2025-01-01"),
+        row("int-4", "ms_per_token_graph", "qwen3_8b_b1_0k", 1.0), row("int-4", "decode_us_cold", "llm64k", 1.0),
+    ]  # fmt: skip
+    found = steps_of_a_model(rows)
+    assert found.headings == [
+        "cache", "1 sequence, one step in a CUDA graph", "1 sequence, generate, eager",
+        "8 sequences, generate, eager", "GB, 8 sequences",
+    ]  # fmt: skip
+    assert found.lines == [
+        ["16 bit, StaticCache", "33.0", "–", "–", "–"],
+        ["16 bit, DynamicCache", "–", "–", "81.0", "8.0"],
+        ["hqq-4, QuantizedCache", "–", "200.0", "–", "–"],
+        ["kivi-2", "–", "–", "38.0", "8.0"],
+        ["int-4", "9.0", "–", "40.0", "8.0"],
+    ]
+    assert steps_of_a_model([]).lines == []
 
 
 # -- page and figure ---------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_radix_decodes_to_the_same_values_and_int8_nearly():
 def test_codes_are_the_search_over_the_decode_table(s):
     codec, x = Hqmq(s, 4), gauss(1, 2, 60, 64, seed=3)
     params = fitted(codec, 64, 2)
-    codes = unpack(codec.encode(x, params)["codes"], codec.code_bits, 16).long()
+    codes = codec.unpack(codec.encode(x, params), 16)[0].long()
     for head in range(2):
         table = params["codebook"][0, head].double()
         score = x[0, head].reshape(-1, 4).double() @ table.T
@@ -177,7 +177,7 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
     chunks = x.reshape(6, 8, 4).double()
     length = chunks.square().sum(-1).sqrt()
 
-    codes = unpack(payload["codes"], codec.code_bits, 8)[0, 0].long()
+    codes, radius = (integers[0, 0].long() for integers in codec.unpack(payload, 8))
     cosine = (chunks @ table.T) / length.clamp_min(1e-30)[..., None]
     best = cosine.max(-1)
     found = cosine.gather(-1, codes[..., None])[..., 0]
@@ -191,7 +191,6 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
     assert torch.equal(held, (sigma / 2).half())
     levels = 2**r - 1
     exact = torch.where(held > 0, length * levels / (2 * held.double()), 0.0)
-    radius = unpack(payload["radius"], r, 8)[0, 0]
     between = ((exact % 1) - 0.5).abs() < 1e-6
     assert torch.equal(radius[~between].double(), exact.round().clamp(0, levels)[~between])
     assert bool(((radius - exact).abs()[between] < 0.5 + 1e-5).all())
@@ -201,7 +200,6 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
 def test_the_lowest_bit_of_a_code_is_a_sign(codebook):
     table = fitted(Hqmq(24, 3, codebook=codebook))["codebook"]
     assert torch.equal(table[:, :, 0::2], -table[:, :, 1::2])
-    assert Hqmq(24, 3).layout(128).version == 2
 
 
 def test_radix_splits_the_code_into_a_digit_and_low_bits():
@@ -210,17 +208,41 @@ def test_radix_splits_the_code_into_a_digit_and_low_bits():
     params = fitted(codec)
     payload = codec.encode(x, params)
     codes = unpack_digits(payload["digits"], 128) * 128 + unpack(payload["low"], 7, 128)
-    whole = unpack(plain.encode(x, params)["codes"], 11, 32)
+    whole, _ = plain.unpack(plain.encode(x, params), 32)
     assert torch.equal(codes.flatten(), whole.flatten().long())
     assert payload["scale"].shape == (1, 1, 2, 4)
+
+
+@pytest.mark.parametrize(("s", "r"), [(24, 3), (24, 4), (48, 6), (96, 4)])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_the_order_of_bits_by_head_dim(s, r, dim):
+    """Plain streams of version 2 where 8 does not divide the number of chunks, and the same integers everywhere."""
+    codec, x = Hqmq(s, r), gauss(1, 1, 5, 64)
+    payload = codec.encode(torch.nn.functional.pad(x, (0, dim - 64)), fitted(codec, dim))
+    assert codec.layout(dim).version == (3 if dim == 64 else 2)
+    found = codec.unpack(payload, dim // 4)
+    if dim == 80:
+        assert torch.equal(found[0], unpack(payload["codes"], codec.code_bits, 20))
+        assert torch.equal(found[1], unpack(payload["radius"], r, 20))
+    for integers, whole in zip(found, codec.unpack(codec.encode(x, fitted(codec, 64)), 16), strict=True):
+        assert torch.equal(integers[..., :16].long(), whole.long())
+
+
+def test_a_chunk_of_16_bits_is_one_unit():
+    codec, x = Hqmq(96, 4), gauss(1, 1, 3, 128)
+    payload = codec.encode(x, fitted(codec))
+    assert list(payload) == ["codes", "scale"]
+    codes, radius = (integers[0, 0].long() for integers in codec.unpack(payload, 32))
+    units = payload["codes"][0, 0].view(torch.int16).long() & 0xFFFF
+    assert torch.equal(units, (codes % 2) << 15 | codes // 2 << 4 | radius)
 
 
 def test_zero_chunks_have_code_zero_and_radius_zero():
     codec, x = Hqmq(24, 3), gauss(1, 1, 1, 64)
     x[..., 8:16] = 0
     payload = codec.encode(x, fitted(codec, 64))
-    assert unpack(payload["codes"], 10, 16)[0, 0, 0, 2:4].tolist() == [0, 0]
-    assert unpack(payload["radius"], 3, 16)[0, 0, 0, 2:4].tolist() == [0, 0]
+    for integers in codec.unpack(payload, 16):
+        assert integers[0, 0, 0, 2:4].tolist() == [0, 0]
     assert not codec.decode(payload, fitted(codec, 64))[..., 8:16].any()
 
 

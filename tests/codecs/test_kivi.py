@@ -6,6 +6,8 @@ import torch
 import kvcodec
 from kvcodec.cache import LayerCache
 from kvcodec.codecs.group_int import GroupInt
+from kvcodec.errors import FormatError
+from kvcodec.persist import load_layers, save_layers
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -108,3 +110,25 @@ def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
     keys, values = kvcodec.fake_quant(f"kivi-{bits}", k, v)
     for x, y in ((k, keys), (v, values)):
         assert float((y - x).square().sum() / x.square().sum()) == pytest.approx(expected, rel=0.015)
+
+
+@pytest.mark.parametrize(("head_dim", "woven"), [(64, False), (96, False), (128, True), (256, True)])
+def test_a_cache_saved_before_values_were_woven_is_refused_where_they_are_now(tmp_path, head_dim, woven):
+    cache = LayerCache(kvcodec.get("kivi-2"))
+    cache.append(*gauss(2, 1, 2, 200, head_dim).half())
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(GroupInt, "_weaves", lambda codec, dim: False)
+        old = LayerCache(kvcodec.get("kivi-2"))
+        old.append(*gauss(2, 1, 2, 200, head_dim).half())
+        keys, values = old.decode()
+        save_layers(tmp_path / "old", [old], {})
+    assert all(torch.equal(a, b) for a, b in zip(cache.decode(), (keys, values), strict=True)), "the same values"
+    save_layers(tmp_path / "new", [cache], {})
+    assert torch.equal(load_layers(tmp_path / "new")[0][0].decode()[1], values)
+    if woven:
+        with pytest.raises(
+            FormatError, match=r"the bytes of GroupInt have version 1, this kvcodec has 2; load it with"
+        ):
+            load_layers(tmp_path / "old")
+    else:
+        assert torch.equal(load_layers(tmp_path / "old")[0][0].decode()[1], values)

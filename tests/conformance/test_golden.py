@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 import kvcodec
 from kvcodec.codec import Codec, Params, Role
 
-from .support import dim_of, fit, payload_equal, relative_mse, same_bits, sides, site_of
+from .conftest import VARIANTS
+from .support import dim_of, fit, payload_equal, refusal, relative_mse, same_bits, sides, site_of
 
+LARGE = 128
+"""A head_dim at which some codecs have other bytes than at the smallest one."""
 BUDGET = 400_000
 """Bytes that all goldens together may take."""
 
@@ -50,23 +53,48 @@ def make(codec: Codec, role: Role, dim: int) -> tuple[dict[str, torch.Tensor], d
     return tensors, {"version": layout.version, "block_tokens": layout.block_tokens, "fields": fields}
 
 
-def write(folder: Path, spec: str) -> None:
+def write(folder: Path, spec: str, dim: int) -> None:
     scheme = kvcodec.get(spec)
-    config: dict[str, object] = {"spec": spec, "scheme": json.loads(scheme.to_json()), "head_dim": dim_of(scheme)}
+    config: dict[str, object] = {"spec": spec, "scheme": json.loads(scheme.to_json()), "head_dim": dim}
     tensors: dict[str, torch.Tensor] = {}
     for role, codec in sides(scheme):
-        found, config[role] = make(codec, role, dim_of(scheme))
+        found, config[role] = make(codec, role, dim)
         tensors |= found
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_file(tensors, folder / "data.safetensors")
 
 
+def goldens() -> dict[str, tuple[str, int]]:
+    """Folder to spec and head_dim: the smallest, and a larger one where bytes have another version there."""
+    found = {}
+    for spec in (*kvcodec.presets(), *VARIANTS):
+        scheme, folder = kvcodec.get(spec), re.sub(r"[:=,]", "_", spec)
+        dim = dim_of(scheme)
+        found[folder] = (spec, dim)
+        codecs = [codec for _, codec in sides(scheme)]
+        if any(not refusal(c, LARGE) and c.layout(LARGE).version != c.layout(dim).version for c in codecs):
+            found[f"{folder}_head_dim_{LARGE}"] = (spec, LARGE)
+    return found
+
+
+@pytest.fixture(scope="module", params=goldens())
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def golden(spec, golden_root, regen_golden) -> Path:
-    folder = golden_root / re.sub(r"[:=,]", "_", spec)
+def spec(name) -> str:
+    """Of the golden; in the place of the suite's."""
+    return goldens()[name][0]
+
+
+@pytest.fixture(scope="module")
+def golden(name, golden_root, regen_golden) -> Path:
+    spec, dim = goldens()[name]
+    folder = golden_root / name
     if regen_golden:
-        write(folder, spec)
+        write(folder, spec, dim)
     assert (folder / "config.json").is_file(), (
         f"no golden for {spec}: run pytest tests/conformance/test_golden.py --regen-golden and commit {folder}"
     )
@@ -127,7 +155,7 @@ def test_golden_values_resemble_the_input(golden):
 
 def test_no_golden_is_lost_or_too_large(golden_root):
     folders = {p.name for p in golden_root.iterdir() if p.is_dir()}
-    assert folders >= set(kvcodec.presets())
+    assert folders >= set(goldens())
     for folder in folders:  # those of presets that are gone must still load
         config = json.loads((golden_root / folder / "config.json").read_text())
         kvcodec.from_json(json.dumps(config["scheme"]))

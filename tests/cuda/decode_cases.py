@@ -61,7 +61,7 @@ class Case:
 
     ``lens`` and ``start`` are the live slots of each sequence, ``dense`` the tokens of each that are held dense.
     ``spread``: powers of two over which rows differ in size. ``shift`` is added to every number, ``loud`` multiplies
-    every 16th channel of keys. ``order``: of the emulated threads, 0 for one after another.
+    every 16th channel of keys, ``values`` all values. ``order``: of the emulated threads, 0 for one after another.
     """
 
     lens: tuple[int, ...] = (64,)
@@ -80,6 +80,7 @@ class Case:
     spread: int = 0
     shift: float = 0.0
     loud: float = 1.0
+    values: float = 1.0
     seed: int = 0
     order: int = 0
 
@@ -190,6 +191,8 @@ def rows(case: Case, role: Role, dim: int, tokens: int, rng: torch.Generator) ->
     x = torch.randn(shape, generator=rng) + case.shift
     if role == "key":
         x[..., ::16] *= case.loud
+    else:
+        x *= case.values
     if case.spread:
         x *= 2.0 ** torch.randint(-case.spread, case.spread + 1, (*shape[:3], 1), generator=rng)
     if tokens > 2:

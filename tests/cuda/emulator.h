@@ -38,6 +38,7 @@
 namespace kv {
 
 inline int thread() { return emulated::machine.current->index; }
+inline int opaque(int x) { return x; }
 inline int block_x() { return emulated::machine.block[0]; }
 inline int block_y() { return emulated::machine.block[1]; }
 inline int block_z() { return emulated::machine.block[2]; }
@@ -179,6 +180,10 @@ inline uint32_t hmul2(uint32_t a, uint32_t b) {
   using namespace emulated;
   return half_bits(low(a) * low(b)) | (uint32_t)half_bits(high(a) * high(b)) << 16;
 }
+inline uint32_t hmax2(uint32_t a, uint32_t b) {  // a number wins over NaN
+  using namespace emulated;
+  return half_bits(fmax(low(a), low(b))) | (uint32_t)half_bits(fmax(high(a), high(b))) << 16;
+}
 
 // -- one word for all threads -----------------------------------------------------------------------------------------
 inline void atomic_max(int32_t* at, int32_t x) { *at = x > *at ? x : *at; }
@@ -187,12 +192,19 @@ inline void atomic_max(int32_t* at, int32_t x) { *at = x > *at ? x : *at; }
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t both = a | (uint64_t)b << 32;
   uint32_t y = 0;
-  for (int i = 0; i < 4; i++) y |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  for (int i = 0; i < 4; i++) {
+    uint32_t byte = (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff);
+    if (selector >> 4 * i & 8) byte = byte & 0x80 ? 0xff : 0;
+    y |= byte << 8 * i;
+  }
   return y;
 }
 inline uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 0xff) * (b >> i & 0xff);
   return c;
+}
+inline uint32_t dot2(uint32_t a, uint32_t b, uint32_t c) {
+  return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff);
 }
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
@@ -240,6 +252,22 @@ __attribute__((noinline)) inline uint32_t transpose8(uint32_t x) {
     for (int l = 0; l < 32; l++) memcpy(&at[l / 4][l % 4 * 2], &w.in[l][0], 4);
     for (int l = 0; l < 32; l++) w.out[l][0] = at[l % 4 * 2][l / 4] | (uint32_t)at[l % 4 * 2 + 1][l / 4] << 16;
   })[0];
+}
+template <int N> inline void load_transposed(uint32_t* r, const void* row) {
+  static_assert(N == 2 || N == 4);
+  uint32_t* in = emulated::operands();
+  if (emulated::lane() < 8 * N) {
+    if ((uintptr_t)row % 16) emulated::fail("load_transposed off 16 bytes: from %p", row);
+    memcpy(in, row, 16);
+  }
+  const uint32_t* out = emulated::exchange("load_transposed", [](emulated::Warp& w) {
+    for (int i = 0; i < N; i++) {
+      uint16_t at[8][8];
+      for (int k = 0; k < 8; k++) memcpy(at[k], w.in[8 * i + k], 16);
+      for (int l = 0; l < 32; l++) w.out[l][i] = at[l % 4 * 2][l / 4] | (uint32_t)at[l % 4 * 2 + 1][l / 4] << 16;
+    }
+  });
+  memcpy(r, out, 4 * N);
 }
 
 // -- copies from global to shared memory ------------------------------------------------------------------------------

@@ -224,7 +224,10 @@ def _blocks(code: list[str], labels: dict[str, int]) -> dict[int, tuple[list[str
             follows = [labels[target.group(1)], *([i + 1] if conditional else [])]
         elif name in ("EXIT", "RET"):
             follows = [i + 1] if x.startswith("@") else []
-        elif name in ("BRX", "JMX"):
+        elif name == "BRX":
+            follows = [labels[target] for target in re.findall(r"\.L_\w+", x)]
+            assert follows, x
+        elif name == "JMX":
             raise NotImplementedError(f"a jump by table: {x}")
         if follows != [i + 1]:
             ends[i] = [t for t in follows if t < len(code)]

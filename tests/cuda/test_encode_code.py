@@ -9,7 +9,7 @@ BUDGETS = {
     # rows, and 132 SMs issue 290 of each in 164 us
     "Role<EncodeGroupInt<128, 4, 0, false>>": 90,
     "Role<EncodeGroupInt<128, 2, 32, false>>": 100,
-    "Role<EncodeGroupInt<128, 3, 32, false>>": 105,
+    "Role<EncodeGroupInt<128, 3, 32, false>>": 100,
     "Role<EncodeGroupInt<128, 8, 0, true>>": 90,
     "Role<EncodeSaw<128>>": 87,
     "Role<EncodeSaw<128>, 128>": 155,

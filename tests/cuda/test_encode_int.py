@@ -118,7 +118,7 @@ def _tokens_innerq(bits: int, reading: Any, hybrid: bool = False, factor: str = 
 ROWS: dict[str, Sequence[Callable[[int], Case]]] = {
     "int": [_group_int(b, g) for b in (2, 3, 4, 8) for g in (0, 32)],
     "int-groups": [_group_int(4, g) for g in (4, 8, 16, 64, 96)] + [_group_int(2, g) for g in (1, 6, 20, 48)],
-    "int-symmetric": [_group_int(b, g, True) for b, g in ((2, 32), (3, 0), (4, 32), (4, 0), (8, 0), (3, 40))],
+    "int-symmetric": [_group_int(b, g, True) for b, g in ((2, 32), (3, 32), (3, 0), (4, 32), (4, 0), (8, 0), (3, 40))],
     "saw": [_saw(False), _saw(), _saw(block=2), _saw(block=8), _saw(block=16), _saw(zero="float")],
     "fp8": [_fp8(True), _fp8(False)],
     "ultraquant": [

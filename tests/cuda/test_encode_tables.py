@@ -17,7 +17,6 @@ from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_cent
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.cuda.encode_tables import level_table, row_encoder
 from kvcodec.cuda.hqmq_tables import MOST_PAIRS, PAIRS, SIDE, cell_rivals
-from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from tests.cuda.harness import Out, build, same_for_any_order
@@ -208,7 +207,9 @@ def test_octopus_with_other_candidates(rounding: Literal["scalar", "local_2x2", 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_hqmq(dim: int) -> None:
-    pairs = ((24, 3), (48, 4), (96, 4), (192, 6), (96, 3), (24, 6)) if dim in (64, 128) else ((24, 3), (96, 4))
+    pairs: tuple[tuple[int, int], ...] = ((24, 3), (96, 4), (24, 4), (96, 6))
+    if dim in (64, 128):
+        pairs += ((48, 4), (192, 6), (96, 3), (24, 6))
     codecs = [Hqmq(s, r) for s, r in pairs]
     encoders = Encoders(codecs, dim)
     for i, codec in enumerate(codecs):
@@ -342,7 +343,7 @@ def test_hqmq_ties(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for secondary in (params["secondary"], UNITS.float()[None, None]):  # units themselves: every product 24 times
         params["secondary"] = secondary
         scores = x.double().view(-1, 4) @ products(secondary[0, 0].double()).T
-        codes = unpack(encoders.encoded(codec, params, x)["codes"], codec.code_bits, 16).flatten()
+        codes = codec.unpack(encoders.encoded(codec, params, x), 16)[0].flatten()
         assert torch.equal(codes.long(), (scores == scores.amax(1, keepdim=True)).int().argmax(1))
 
 

@@ -140,15 +140,20 @@ def test_bits():
     n = 2000
     a, b, s = words((n,)), words((n,), 1), words((n,), 2)
     a[:33] = torch.tensor([0, *(-(2**i) for i in range(31)), -(2**31)])
-    y = torch.empty(n, 3, dtype=torch.int32)
+    y = torch.empty(n, 5, dtype=torch.int32)
     build(NUMBERS).call("bits", a, b, s, Out(y), n)
     for i in range(n):
         low, high, select = (int(x[i]) & 0xFFFFFFFF for x in (a, b, s))
         both = high << 32 | low
-        chosen = sum((both >> 8 * (select >> 4 * k & 7) & 0xFF) << 8 * k for k in range(4))
-        assert int(y[i, 0]) & 0xFFFFFFFF == chosen
-        assert int(y[i, 1]) & 0xFFFFFFFF == both >> (select & 31) & 0xFFFFFFFF
-        assert int(y[i, 2]) == ((low & -low).bit_length() - 1 if low else 32)
+        chosen = [both >> 8 * (select >> 4 * k & 7) & 0xFF for k in range(4)]
+        signs = [select >> 4 * k & 8 for k in range(4)]
+        chosen = [0xFF * (byte >> 7) if sign else byte for byte, sign in zip(chosen, signs, strict=True)]
+        halves = [(low >> 16 * k & 0xFFFF) * (high >> 8 * k & 0xFF) for k in range(2)]
+        quarters = [(low >> 8 * k & 0xFF) * (high >> 8 * k & 0xFF) for k in range(4)]
+        want = [sum(byte << 8 * k for k, byte in enumerate(chosen)), both >> (select & 31)]
+        want += [select + sum(halves), select + sum(quarters)]
+        want.append((low & -low).bit_length() - 1 if low else 32)
+        assert [int(x) & 0xFFFFFFFF for x in y[i]] == [x & 0xFFFFFFFF for x in want]
 
 
 def test_rounding_to_integers_and_packing():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Role, Site
-from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.cuda.tables_vector import (
@@ -93,6 +93,16 @@ def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, to
     body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
     lib = harness.build(UNPACK.format(header=header, reader=reader, tokens=tokens, body=body))
     assert lib.enter("table_bytes", result=ctypes.c_int) == shared
+    out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
+    tile = tile_of(codec, dim, payload, tokens)
+    lib.call("run", tile, table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
+    if payload is not None:
+        assert not bad.item()
+    return out
+
+
+def tile_of(codec: Codec, dim: int, payload: Payload | None, tokens: int) -> Tensor:
+    """Bytes of the planes of one role; all 255 without a payload."""
     planes = []
     for field in codec.layout(dim).fields:
         size = field.nbytes * tokens
@@ -100,11 +110,58 @@ def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, to
         if payload is not None:
             plane[:size] = payload[field.name][0, 0].contiguous().view(torch.uint8).flatten()
         planes.append(plane)
-    out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
-    lib.call("run", torch.cat(planes), table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
-    if payload is not None:
-        assert not bad.item()
-    return out
+    return torch.cat(planes)
+
+
+PAIR = """
+#include "tile.cuh"
+#include "read_hqmq.cuh"
+template <int N, class Channel, class Weight>
+KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight) {{
+  for (int e = 0; e < 2 * N; ++e) {{
+    float& to = row[channel(part, e)];
+    to = to == -1.0f ? scale * weight(e) * kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) : 1e30f;
+  }}
+}}
+using K = {key};
+using V = {value};
+KV_KERNEL void unpack(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                      float* values) {{
+  KV_DYNAMIC_SHARED(shared);
+  const kv::Planes<K, {tokens}> planes{{tile}};
+  const int lane = kv::thread() % 32, warp = kv::thread() / 32;
+  K::fill(shared, k_source, kv::thread(), 64);
+  V::fill(shared + K::TABLE, v_source, kv::thread(), 64);
+  kv::sync_threads();
+  for (int token = 8 * warp; token < {tokens}; token += 16) {{
+    int at = token + lane / 4;
+    uint32_t k[K::K_REGS], v[V::V_REGS];
+    float unit[1];
+    K::keys(planes, shared, at, lane % 4, lane, k);
+    K::k_scales(planes, at, unit);
+    store(keys + at * {D}, lane % 4, k, unit[0] * K::K_SCALE_UNIT, K::k_channel, K::k_weight);
+    for (int odd = 0; odd < 2; ++odd) {{
+      at = token + lane % 4 * 2 + odd;
+      V::values(planes, shared + K::TABLE, at, lane / 4, lane, v);
+      store(values + at * {D}, lane / 4, v, V::v_scale(planes, at), V::v_channel, V::v_weight);
+    }}
+  }}
+}}
+extern "C" void run(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                    float* values) {{
+  kv::launch(1, 1, 1, 64, kv::with_reach<K, V>(K::TABLE + V::TABLE), unpack, tile, k_source, v_source, keys, values);
+}}
+"""
+
+
+def unpacked_pair(codec: Hqmq, dim: int, payload: Payload | None, params: tuple[Params, Params], tokens: int) -> Tensor:
+    """What the readers of keys and values make of the same tile, with a table each: float32 ``[2, tokens, dim]``."""
+    readers = {role: hqmq_reader(codec, dim, role) for role in ("key", "value")}
+    lib = harness.build(PAIR.format(tokens=tokens, D=dim, **readers))
+    keys, values = torch.full((2, tokens, dim), -1.0)
+    sources = [hqmq_tables(constants)[:1] for constants in params]
+    lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values))
+    return torch.stack([keys, values])
 
 
 def codes_everywhere(count: int, places: int) -> tuple[Tensor, int]:
@@ -147,28 +204,48 @@ def test_octopus_codes(codec: Octopus, dim: int) -> None:
     torch.testing.assert_close(got / scale, want / scale, rtol=steps * 2.0**-11 * 1.001, atol=1e-6)
 
 
+HQMQ = [Hqmq(s, r, codebook="int8" if (s, r) == (48, 3) else "fp16") for s in SIZES for r in RADII]
+
+
+def hqmq_payload(codec: Hqmq, dim: int) -> tuple[Payload, int]:
+    """All codes at all places, with all radii, and how many tokens that takes."""
+    codes, tokens = codes_everywhere(24 * codec.s, dim // 4)
+    radii = (torch.arange(tokens)[:, None] // 3 + 5 * torch.arange(dim // 4)) % 2**codec.r
+    return {**codec.pack(codes, radii[None, None]), "scale": numbers(tokens)}, tokens
+
+
+def assert_decoded(codec: Hqmq, payload: Payload, params: Params, got: Tensor) -> None:
+    scale = payload["scale"][0, 0].float()
+    want = codec.decode(payload, params)[0, 0] / scale
+    rounded = 2 if codec.codebook == "int8" else 1  # the product, and the table
+    torch.testing.assert_close(got / scale, want, rtol=2.0**-11 * (rounded + 0.001), atol=2.0**-14)
+
+
 @pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(("s", "r"), [(24, 3), (48, 4), (96, 4), (192, 6), (24, 6), (48, 3)])
-def test_hqmq_codes(s: int, r: int, dim: int, role: Role) -> None:
-    codec = Hqmq(s, r, codebook="int8" if (s, r) == (48, 3) else "fp16")
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS), ids=str)
+def test_hqmq_codes(codec: Hqmq, dim: int, role: Role) -> None:
     params = codec.fit(Site(1, role, 1, dim))
-    codes, tokens = codes_everywhere(24 * s, dim // 4)
-    radii = (torch.arange(tokens)[:, None] // 3 + 5 * torch.arange(dim // 4)) % 2**r
-    scale = numbers(tokens)
-    payload = {"codes": pack(codes, codec.code_bits), "radius": pack(radii[None, None], r), "scale": scale}
-    want = codec.decode(payload, params)[0, 0] / scale[0, 0].float()
-    got = unpacked(codec, dim, payload, params, tokens, role) / scale[0, 0].float()
-    torch.testing.assert_close(got, want, rtol=2.0**-11 * (2.001 if codec.codebook == "int8" else 1.001), atol=2.0**-14)
+    payload, tokens = hqmq_payload(codec, dim)
+    assert_decoded(codec, payload, params, unpacked(codec, dim, payload, params, tokens, role))
 
 
-@pytest.mark.parametrize("codec", [*OCTOPUS[:3], Hqmq(24, 3), Hqmq(96, 4), Hqmq(192, 6)], ids=str)
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS[::-1]), ids=str)
+def test_hqmq_codes_of_both_roles(codec: Hqmq, dim: int) -> None:
+    """Tables of keys and values beside each other; other ones, so that none stands in for the other."""
+    params = codec.fit(Site(1, "key", 1, dim)), codec.fit(Site(1, "value", 1, dim))
+    payload, tokens = hqmq_payload(codec, dim)
+    for constants, got in zip(params, unpacked_pair(codec, dim, payload, params, tokens), strict=True):
+        assert_decoded(codec, payload, constants, got)
+
+
+@pytest.mark.parametrize("codec", [*OCTOPUS[:3], *HQMQ[:3], Hqmq(48, 4), Hqmq(96, 4), Hqmq(192, 6)], ids=str)
 def test_any_bits_stay_inside(codec: Codec) -> None:
-    """Dead slots: the emulator faults on reads outside of the table."""
+    """Dead slots: the emulator faults on reads outside of shared memory."""
     params = codec.fit(Site(1, "key", 1, 96))
     unpacked(codec, 96, None, params, 64, "key")
     if isinstance(codec, Hqmq):
         unpacked(codec, 96, None, params, 64, "value")
+        unpacked_pair(codec, 96, None, (params, params), 64)
 
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
@@ -196,7 +273,9 @@ def test_octopus_decode(codec: Octopus, dim: int) -> None:
         check(octopus_side(codec), SAW, dim, Case(**options))
 
 
-@pytest.mark.parametrize(("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192), (3, 4, 4, 6)), (64, 96, 128, 256)))
+@pytest.mark.parametrize(
+    ("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192, 24), (3, 4, 4, 6, 4)), (64, 96, 128, 256))
+)
 def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
     for options in OPTIONS:
         # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better

@@ -150,7 +150,8 @@ def test_left_padding_does_not_overwrite_live_tokens(tiny: Any, name: str, atten
     if attention == "streamed":
         model.set_attn_implementation("kvcodec")
     ours = run(model, cache_for(model, "saw-int4", attention=attention), ids, attention_mask=mask)
-    assert_same(ours, batch)
+    # streamed: as above, another order of summation; without one of its tokens a sequence is off by 0.05 and more
+    assert_same(ours, batch, atol=2e-3 if attention == "decoded" else 2e-2)
     alone = run(model, cache_for(model, "saw-int4", attention=attention), ids[1:2, -21:])
     torch.testing.assert_close(ours.logits[-1][1], alone.logits[-1][0], rtol=1e-2, atol=1e-2)
 

@@ -1,10 +1,12 @@
-"""16-bit (and 8-bit) attention beside the packed kernels: what torch ships, and other libraries if importable.
+"""Attention beside the packed kernels: what torch ships, and other libraries if importable, quantized ones included.
 
-Every rival gets the same queries, keys and values in the layout it likes best; building that is not timed.
+Every rival gets the same queries, keys and values in the layout it likes best; building that is not timed. Before it is
+timed, its output is compared with torch's (``error_of``): a call that computes something else is no rival.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcodec.bench import vllm_rivals
 from kvcodec.bench.shapes import Shape
 
-Call = Callable[[], object]
+Call = Callable[[], Tensor]
+MOST_ERROR = {16.0: 0.02, 8.0: 0.2}
+"""Largest relative difference from torch's 16-bit attention by bits; QUANTIZED_ERROR for what holds fewer."""
+QUANTIZED_ERROR = 0.6
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -25,6 +31,11 @@ class Rival(NamedTuple):
     form: str
     bits: float
     make: Callable[[], Call]
+
+    @property
+    def spec(self) -> str:
+        """What its rows are called: ``dense``, ``dense-fp8``, or ``rival`` for other libraries' quantized caches."""
+        return {16.0: "dense", 8.0: "dense-fp8"}.get(self.bits, "rival")
 
 
 class Dense:
@@ -41,12 +52,23 @@ class Dense:
         self.shape = shape
         generator = torch.Generator(device).manual_seed(seed)
 
-        def draw(heads: int, n: int) -> Tensor:
-            size = (shape.batch, heads, n, shape.head_dim)
+        def draw(batch: int, heads: int, n: int) -> Tensor:
+            size = (batch, heads, n, shape.head_dim)
             return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
-        self.q = draw(shape.query_heads, 1)
-        self.k, self.v = draw(shape.kv_heads, shape.tokens), draw(shape.kv_heads, shape.tokens)
+        self.q = draw(shape.batch, shape.query_heads, 1)
+        held = [draw(shape.held, shape.kv_heads, shape.tokens) for _ in "kv"]
+        self.k, self.v = (x.expand(shape.batch, -1, -1, -1) for x in held)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """What attention gives, ``[B, HQ, D]``."""
+        return self.sdpa(False)[:, :, 0].float()
+
+    def error_of(self, found: Tensor) -> float:
+        """Relative difference of a rival's output, of any shape with the elements in this order."""
+        other = found.reshape(self.expected.shape).float()
+        return float((other - self.expected).norm() / self.expected.norm())
 
     def sdpa(self, packed: bool) -> Tensor:
         """Attention by torch; ``packed``: the heads of a group as query rows, so that no head is read twice."""
@@ -63,20 +85,23 @@ def torch_rivals(dense: Dense) -> Iterator[Rival]:
     for name, backend in BACKENDS.items():
         for form, packed in list(forms.items())[: 2 if dense.shape.group > 1 else 1]:
 
-            def call(backend: SDPBackend = backend, packed: bool = packed) -> None:
+            def call(backend: SDPBackend = backend, packed: bool = packed) -> Tensor:
                 with sdpa_kernel([backend]):
-                    dense.sdpa(packed)
+                    return dense.sdpa(packed)
 
             yield Rival(name, form, 16.0, lambda call=call: call)  # type: ignore[misc]
 
 
 def library_rivals(dense: Dense) -> Iterator[Rival]:
-    """FlexAttention, FlashInfer, FlashAttention-3 (its own package and vLLM's build), bf16, and FA-3's fp8 form."""
+    """FlexAttention, FlashInfer, FlashAttention-3 (its own package and vLLM's build), vLLM's quantized caches."""
     yield Rival("flex", "flex_attention, compiled", 16.0, lambda: _flex(dense))
     yield Rival("flashinfer", "paged decode", 16.0, lambda: _flashinfer(dense))
     yield Rival("flash-attention-3", "contiguous", 16.0, lambda: _flash3(dense, torch.bfloat16))
     yield Rival("flash-attention-3", "contiguous, fp8", 8.0, lambda: _flash3(dense, torch.float8_e4m3fn))
-    yield Rival("flash-attention-3 of vllm", "paged", 16.0, lambda: _vllm(dense))
+    yield Rival("flash-attention-3 of vllm", "paged", 16.0, lambda: vllm_rivals.flash3(dense, fp8=False))
+    yield Rival("flash-attention-3 of vllm", "paged, fp8", 8.0, lambda: vllm_rivals.flash3(dense, fp8=True))
+    for form, (bits, make) in vllm_rivals.QUANTIZED.items():
+        yield Rival("vllm", form, bits, partial(make, dense))
 
 
 def _flex(dense: Dense) -> Call:
@@ -120,18 +145,6 @@ def _flash3(dense: Dense, dtype: torch.dtype) -> Call:
     q, k, v = (x.transpose(1, 2).contiguous().to(dtype) for x in (dense.q, dense.k, dense.v))
     lengths = torch.full((dense.shape.batch,), dense.shape.tokens, dtype=torch.int32, device=q.device)
     return lambda: attend(q, k, v, cache_seqlens=lengths)
-
-
-def _vllm(dense: Dense) -> Call:
-    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
-    s, device = dense.shape, dense.q.device
-    k, v, table = paged(dense, 16, heads_first=False)
-    starts = torch.arange(s.batch + 1, dtype=torch.int32, device=device)
-    lengths = torch.full((s.batch,), s.tokens, dtype=torch.int32, device=device)
-    return lambda: attend(
-        dense.q[:, :, 0], k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=s.tokens, seqused_k=lengths,
-        block_table=table, fa_version=3,
-    )  # fmt: skip
 
 
 def missing(error: BaseException) -> str:

@@ -5,6 +5,7 @@ everything in the folder and, with matplotlib, ``OUT/speed.png`` are written fro
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, read_rows, require_gpu, stamp
-from kvcodec.bench.shapes import KMEANS, PRESETS, shapes_named
+from kvcodec.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
 from kvcodec.errors import KVError, SpecError
-from kvcodec.registry import get
+from kvcodec.registry import get, split_specs
 
 PARTS = ("decode", "encode", "prefill", "generate")
 DEVICE_LOST = 3
@@ -26,14 +27,22 @@ DECODE_SHAPES = "spine,octopus,saw,per-head,sweep"
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add what only these benches take."""
     options: tuple[tuple[str, dict[str, Any], str], ...] = (
-        ("--shapes", {"metavar": "A,B"}, "of decode, names or groups, e.g. spine,saw,sweep1 (all)"),
+        ("--shapes", {"metavar": "A,B"}, "names or groups: spine,saw,sweep1 (decode), llm64k,append (encode), "
+         "all,hqmq (prefill), qwen3_8b_b1_32k (generate); default: all"),
+        ("--also", {"metavar": "A,B@X,Y", "action": "append", "default": []}, "of decode, and often: these specs at "
+         "these shapes; without --shapes nothing else"),
+        ("--ways", {"metavar": "A,B"}, "of generate: generate, graph, compiled (all)"),
+        ("--turns", {"metavar": "FILE"}, "of generate: processes that share this file compile at once and are timed "
+         "one by one"),
+        ("--no-dense", {"action": "store_true"}, "of generate: presets alone"),
         ("--out", {"metavar": "DIR"}, "folder for rows, page and figure; a run goes on from the rows there"),
         ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
         ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
-        ("--no-libraries", {"action": "store_true"}, "of rivals, torch's SDPA alone"),
+        ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
+        ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
         ("--engine", {"choices": ("cuda",)}, "of decode and encode: these kernels, not those that a cache chooses"),
         ("--rows-only", {"action": "store_true"}, "write rows and no page"),
-    )
+    )  # fmt: skip
     for option, form, text in options:
         p.add_argument(option, **form, help=f"GPU benches: {text}")
 
@@ -48,7 +57,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int
     """
     out = None if args.out is None else Path(args.out)
     if args.what == "page":
-        return page(out, say)
+        return page(out, say, None if args.add is None else Path(args.add))
     for spec in args.specs or ():
         get(spec)
     device = require_gpu(args.what, args.device)
@@ -78,38 +87,61 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
 
     specs: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
     common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
-    with_libraries = common | {"libraries": not args.no_libraries, "engine": args.engine or ""}
+    libraries: dict[str, Any] = {"libraries": not args.no_libraries}
+    with_libraries = common | libraries | {"engine": args.engine or ""}
     if args.what == "decode":
         from kvcodec.bench.decode import decode_rows
+        from kvcodec.bench.packed import Pools
 
-        shapes = shapes_named(args.shapes or DECODE_SHAPES)
-        return decode_rows(specs, shapes, recorder, timer=Timer(device), **with_libraries)
+        jobs = [(specs, shapes_named(args.shapes or DECODE_SHAPES))] if args.shapes or not args.also else []
+        jobs += [_also(text) for text in args.also]
+        shared = with_libraries | {"timer": Timer(device), "pools": Pools(device, args.seed)}
+        return itertools.chain.from_iterable(decode_rows(*job, recorder, **shared) for job in jobs)
     if args.what == "encode":
-        from kvcodec.bench.encode import encode_rows
+        from kvcodec.bench.encode import encode_rows, encode_shapes
 
+        if args.shapes:
+            with_libraries["shapes"], with_libraries["batches"] = encode_shapes(args.shapes)
         return encode_rows(specs, recorder, timer=Timer(device), **with_libraries)
     if args.what == "prefill":
-        from kvcodec.bench.prefill import prefill_rows
+        from kvcodec.bench.prefill import prefill_rows, prefill_shapes
 
-        return prefill_rows(specs, recorder, timer=Timer(device), **common)
-    from kvcodec.bench.generate import generate_rows
+        found = prefill_shapes(args.shapes or "all")
+        return prefill_rows(specs, recorder, timer=Timer(device), shapes=found, **common)
+    from kvcodec.bench.generate import BATCHES, WAYS, batches_of, generate_rows
+    from kvcodec.bench.turns import Turns
 
-    return generate_rows(specs, recorder, **common)
+    chosen: dict[str, Any] = {
+        "batches": batches_of(args.shapes) if args.shapes else BATCHES,
+        "ways": args.ways.split(",") if args.ways else WAYS,
+        "turns": Turns(Path(args.turns) if args.turns else None),
+        "dense": not args.no_dense,
+    }
+    return generate_rows(specs, recorder, **common, **libraries, **chosen)
 
 
-def page(out: Path | None, say: Callable[[str], None]) -> list[Row]:
-    """Write JSON, page and figure of a folder's rows; returns the rows."""
+def _also(text: str) -> tuple[list[str], list[Shape]]:
+    """Specs and shapes of ``A,B@X,Y``."""
+    specs, _, shapes = text.partition("@")
+    found = split_specs(specs)
+    for spec in found:
+        get(spec)
+    return found, shapes_named(shapes)
+
+
+def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) -> list[Row]:
+    """Write JSON, page and figure of a folder's rows and of those that another folder adds; returns the rows."""
     if out is None:
         raise SpecError("bench page: name the folder of the rows with --out DIR.")
     rows: list[Row] = []
     for part in PARTS:
-        if (found := out / f"{part}.jsonl").is_file():
-            held = read_rows([found])
-            lines = ",\n".join(json.dumps(row) for row in held)  # a row to a line: thousands of rows are committed
-            _write(out / f"{part}.json", f"[\n{lines}\n]\n", say)
-            rows += held
-        elif (found := out / f"{part}.json").is_file():
-            rows += read_rows([found])
+        files = [folder / f"{part}{end}" for folder in (out, add) if folder is not None for end in (".json", ".jsonl")]
+        # the same row in several files is one
+        texts = dict.fromkeys(json.dumps(row) for path in files if path.is_file() for row in read_rows([path]))
+        if texts and any(path.is_file() for path in files[1:]):
+            # a row to a line: thousands of rows are committed
+            _write(out / f"{part}.json", "[\n" + ",\n".join(texts) + "\n]\n", say)
+        rows += map(json.loads, texts)
     if not rows:
         raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{p}.jsonl' for p in PARTS)}).")
     from kvcodec.bench.page import page_html

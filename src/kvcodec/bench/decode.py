@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvcodec.bench.bf16 import Dense, Rival, library_rivals, missing, torch_rivals
+from kvcodec.bench.bf16 import MOST_ERROR, QUANTIZED_ERROR, Dense, Rival, library_rivals, missing, torch_rivals
 from kvcodec.bench.packed import Packed, Pools, gate, packed_operator
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
@@ -81,7 +81,7 @@ def decode_rows(
     seed: int = 0,
     libraries: bool = True,
     deadline: Deadline | None = None,
-    pool_pages: int | None = None,
+    pools: Pools | None = None,
     engine: str = "",
 ) -> Iterator[Row]:
     """Time presets and rivals at every shape; what the recorder's file already holds is left out.
@@ -98,8 +98,8 @@ def decode_rows(
         Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
         Nothing is begun behind it.
-    pool_pages : int, optional
-        Distinct pages per KV head; default ``packed.POOL_PAGES``.
+    pools : Pools, optional
+        Of pages that were encoded before.
     engine : str
         As ``packed.Packed``; rows say which kernels they are of (``path``).
 
@@ -109,7 +109,7 @@ def decode_rows(
         Rows as they are measured.
     """
     deadline = deadline or Deadline()
-    pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
+    pools = pools or Pools(device, seed)
     for shape in shapes:
         wanted = [spec for spec in specs if not recorder.has(spec, "speedup_vs_bf16_cold", shape.name)]
         if not wanted or deadline.passed:
@@ -118,10 +118,9 @@ def decode_rows(
         found = list(torch_rivals(dense))
         if libraries and shape in SPINE:  # FlexAttention compiles for each shape
             found += library_rivals(dense)
-        bars: list[Bar] = []
+        sixteen: list[Bar] = []
         for rival in found:
-            yield from _rival_rows(rival, shape, recorder, timer, bars)
-        sixteen = [bar for bar in bars if bar.rival.bits == 16]
+            yield from _rival_rows(rival, dense, recorder, timer, sixteen)
         if not sixteen:
             recorder.say(f"{shape.name}: no 16-bit attention runs here; nothing to compare with")
             continue
@@ -134,7 +133,7 @@ def decode_rows(
         again = timer.cold(best.call, 20)
         more = {"backend": best.rival.backend, "form": best.rival.form, "sizes": shape.sizes()}
         yield recorder.add("dense", 16.0, "decode_us_cold_again", "us", shape.name, again, **more)
-        del dense, found, bars, sixteen, best
+        del dense, found, sixteen, best
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -142,23 +141,34 @@ def decode_rows(
 @torch.no_grad()
 def _rival_rows(
     rival: Rival,
-    shape: Shape,
+    dense: Dense,
     recorder: Recorder,
     timer: Times,
     bars: list[Bar],
 ) -> Iterator[Row]:
-    spec = "dense" if rival.bits == 16 else "dense-fp8"
+    """Time a rival; one of 16 bits is a bar for the presets."""
+    shape = dense.shape
     more: dict[str, Any] = {"backend": rival.backend, "form": rival.form, "sizes": shape.sizes()}
+    alike = {"shape": shape.name, "backend": rival.backend, "form": rival.form}
+    if any(str(r.get("status")).startswith("device lost") for r in recorder.rows if alike.items() <= r.items()):
+        return
     try:
         call = rival.make()
+        more["error"] = error = round(dense.error_of(call()), 5)
+        if not error <= MOST_ERROR.get(rival.bits, QUANTIZED_ERROR):
+            raise ValueError(f"its output differs from 16-bit attention by {error:.2g}")
         times = times_of(timer, call, shape)
     except Exception as error:  # a rival that cannot run says why in its row, and the others are timed
-        status = missing(error)
-        yield recorder.add(spec, rival.bits, "decode_us_cold", "us", shape.name, None, status=status, **more)
+        lost = device_lost(dense.q.device)
+        status = f"device lost: {type(error).__name__}" if lost else missing(error)
+        yield recorder.add(rival.spec, rival.bits, "decode_us_cold", "us", shape.name, None, status=status, **more)
+        if lost:
+            raise DeviceLostError(f"bench decode: {rival.form} at {shape.name} broke the CUDA context.") from error
         return
-    bars.append(Bar(rival, times, call))
+    if rival.bits == 16:
+        bars.append(Bar(rival, times, call))
     for state, values in times.items():
-        yield recorder.add(spec, rival.bits, f"decode_us_{state}", "us", shape.name, values, **more)
+        yield recorder.add(rival.spec, rival.bits, f"decode_us_{state}", "us", shape.name, values, **more)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ metric                      unit  what
 ``encode_us_torch``         us    saw-int4's reference, a torch operation per step, eager
 ``append_us``               us    one new token per sequence, shapes ``append_b1`` ... ``append_b256``; of codecs with
                                   blocks of tokens a block's time / its tokens
+``append_us_unfused``       us    the same of saw-int4 in the unfused form, as ``encode_us_unfused``
 ``differing_bytes``         x     share of bytes that are not the reference's, before timing; above 1e-4: not timed
 ==========================  ====  ====================================================================================
 
@@ -28,7 +29,7 @@ from kvcodec.bench.packed import scheme_of
 from kvcodec.bench.packed_encode import Encoding, differing_bytes, encode_operator
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.rivals import rivals
-from kvcodec.bench.shapes import SHAPES, Shape
+from kvcodec.bench.shapes import SHAPES, Shape, shapes_named
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.ops.qjl import hadamard_matrix
@@ -53,6 +54,27 @@ def append_shape(batch: int) -> Shape:
     'append_b4'
     """
     return Shape(f"append_b{batch}", batch, 32, 8, 128, 64)
+
+
+def encode_shapes(names: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
+    """Shapes and batches of ``encode_rows`` by name: any shape of the benches, ``append_b<n>``, or ``append`` for all.
+
+    Raises
+    ------
+    SpecError
+        As ``shapes_named``.
+
+    Examples
+    --------
+    >>> shapes, batches = encode_shapes("llm64k,append_b8")
+    >>> [shape.name for shape in shapes], batches
+    (['llm64k'], (8,))
+    """
+    given = [name for part in names.split(",") if (name := part.strip())]
+    found = {int(name[8:]) for name in given if name[:8] == "append_b" and name[8:].isdigit()}
+    batches = APPEND_BATCHES if "append" in given else tuple(sorted(found - {0}))
+    others = [name for name in given if name != "append" and not (name[:8] == "append_b" and name[8:].isdigit())]
+    return tuple(shapes_named(",".join(others))) if others or not batches else (), batches
 
 
 def encode_rows(
@@ -127,6 +149,10 @@ def _preset_rows(
         same = {"p20": share, "p50": share, "p80": share}
         if metric == "append_us":
             times = append_times(work, timer)
+            if spec == STEPS_OF:
+                token = [x[:, :, :1].clone() for x in (work.keys, work.values)]
+                apart = timer.cold(rotated_apart(work, token[0], token[1]), 30)
+                yield recorder.add(spec, bits, "append_us_unfused", "us", shape.name, apart, **common)
             yield recorder.add(spec, bits, metric, "us", shape.name, times, differing_bytes=share, **common)
             return
         reps = 30 if shape.batch == 1 else 12
@@ -162,19 +188,24 @@ def append_times(work: Encoding, timer: Times) -> dict[str, float]:
     return total
 
 
-def _step_rows(
-    work: Encoding, recorder: Recorder, timer: EncodeTimes, bits: float, common: dict[str, Any]
-) -> Iterator[Row]:
-    shape, device = work.shape, work.keys.device
-    plain = encode_operator("int-4", shape, device, 0, work.path)
-    order = shape.head_dim & -shape.head_dim
+def rotated_apart(work: Encoding, keys: Tensor, values: Tensor) -> Callable[[], None]:
+    """Return the unfused form: rotated keys go to memory by a product, and ``int-4`` encodes them from there."""
+    device = keys.device
+    plain = encode_operator("int-4", work.shape, device, 0, work.path)
+    order = work.shape.head_dim & -work.shape.head_dim
     matrix = hadamard_matrix(order, str(device)).to(torch.bfloat16) * order**-0.5
 
     def apart() -> None:
-        rotated = torch.matmul(work.keys, matrix)
-        plain.write(rotated, work.values)
+        plain.write(torch.matmul(keys, matrix), values)
 
-    times = timer.cold(apart, 20)
+    return apart
+
+
+def _step_rows(
+    work: Encoding, recorder: Recorder, timer: EncodeTimes, bits: float, common: dict[str, Any]
+) -> Iterator[Row]:
+    shape = work.shape
+    times = timer.cold(rotated_apart(work, work.keys, work.values), 20)
     yield recorder.add(work.spec, bits, "encode_us_unfused", "us", shape.name, times, **common)
     scheme = scheme_of(work.spec)
 

@@ -4,28 +4,33 @@ A Qwen3-8B-shaped model with random weights (speed and memory only, no quality).
 values, one token short of the prompt, instead of running the prompt through the model; the step that is timed is the
 model's own, with attention, projections and the cache's update. Three ways of stepping:
 
-- ``generate``: the call a user makes, with its compilation off: (time of 1 + n tokens - time of 1 token) / n;
+- ``generate``: the call a user makes, with its compilation off; times between the logits of one token and the next;
 - ``graph``: one step captured in a CUDA graph and replayed (greedy token fed back on the device), which takes the host
   out of the picture. DynamicCache cannot be captured (its tensors grow): the 16-bit side is StaticCache there;
 - ``compiled``: ``generate`` with its own torch.compile, as it runs by itself with a cache of fixed capacity.
 
 Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
-``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights).
+``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights). Besides DynamicCache,
+``generate`` has transformers' QuantizedCache as a rival, on hqq and on optimum-quanto where they are installed.
 """
 
 import gc
 import importlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcodec.bench.cache_bench import spread
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from kvcodec.bench.rivals import rivals
 from kvcodec.bench.targets import DECODE
-from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.bench.turns import Turns
+from kvcodec.errors import KVError, SpecError, UnsupportedError
 from kvcodec.registry import describe
 
 WAYS = ("generate", "graph", "compiled")
@@ -33,6 +38,10 @@ BATCHES = (8, 1)
 PROMPT = 32768
 RIVALS = {"generate": "DynamicCache", "graph": "StaticCache", "compiled": "StaticCache"}
 """16-bit caches of transformers that each way is compared with."""
+QUANTIZED_BITS = 4
+"""Of transformers' QuantizedCache."""
+UNCOUNTED = 3
+"""Steps of a call that are not counted: the first ones of a compiled call record its graphs."""
 
 
 def shape_name(batch: int, prompt: int) -> str:
@@ -42,6 +51,28 @@ def shape_name(batch: int, prompt: int) -> str:
     'qwen3_8b_b8_32k'
     """
     return f"qwen3_8b_b{batch}_{prompt // 1024}k"
+
+
+def batches_of(names: str) -> tuple[int, ...]:
+    """Sequences of shapes by name, comma-separated; of the default prompt only.
+
+    Raises
+    ------
+    SpecError
+        Another name.
+
+    Examples
+    --------
+    >>> batches_of("qwen3_8b_b1_32k,qwen3_8b_b8_32k")
+    (1, 8)
+    """
+    found = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        match = re.fullmatch(r"qwen3_8b_b([1-9]\d*)_32k", name)
+        if match is None:
+            raise SpecError(f"bench generate: no shape {name!r}; use e.g. {shape_name(8, PROMPT)}.")
+        found.append(int(match[1]))
+    return tuple(found)
 
 
 def make_model(device: torch.device, layers: int = 36, **sizes: Any) -> Any:
@@ -93,6 +124,14 @@ class Filler:
             return transformers.DynamicCache(config=self.model.config)
         return transformers.StaticCache(config=self.model.config, max_cache_len=self.prompt + self.room)
 
+    def quantized(self, backend: str) -> Any:
+        """Return an empty QuantizedCache of transformers, as its documentation makes one for this backend."""
+        transformers = importlib.import_module("transformers")
+        axis = 1 if backend == "hqq" else 0
+        return transformers.QuantizedCache(
+            backend, self.model.config, nbits=QUANTIZED_BITS, axis_key=axis, axis_value=axis
+        )
+
     def packed(self, spec: str, fixed: bool) -> Any:
         """Return an empty packed cache served by the kernels; ``fixed``: of fixed capacity.
 
@@ -118,6 +157,9 @@ def generate_rows(
     deadline: Deadline | None = None,
     batches: Sequence[int] = BATCHES,
     ways: Sequence[str] = WAYS,
+    libraries: bool = True,
+    dense: bool = True,
+    turns: Turns | None = None,
     prompt: int = PROMPT,
     new_tokens: int = 16,
     model: Any = None,
@@ -134,6 +176,12 @@ def generate_rows(
     batches : sequence of int
     ways : sequence of str
         Of ``WAYS``.
+    libraries : bool
+        Whether to time QuantizedCache as well.
+    dense : bool
+        Whether to time the 16-bit caches.
+    turns : Turns, optional
+        Shared with processes that time other specs at the same time.
     prompt, new_tokens : int
     model : PreTrainedModel, optional
         Default ``make_model``.
@@ -147,57 +195,85 @@ def generate_rows(
     ------
     UnsupportedError
         If transformers is not installed.
+    SpecError
+        A way that there is not.
     """
-    deadline = deadline or Deadline()
+    deadline, turns = deadline or Deadline(), turns or Turns()
+    if unknown := set(ways) - set(WAYS):
+        raise SpecError(f"bench generate: no way {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}.")
     try:
         importlib.import_module("transformers")
         importlib.import_module("kvcodec.integrations.transformers")  # registers the attention function
     except ModuleNotFoundError as error:
         raise UnsupportedError("bench generate needs transformers; run: pip install 'kvcodec[transformers]'") from error
-    model = model or make_model(device)
     ordered = sorted(specs, key=lambda spec: spec not in DECODE)
     for way in ways:
         for batch in batches:
-            filler = Filler(model, batch, prompt, new_tokens + 32)
-            jobs: list[tuple[str, str, Callable[[], Any]]] = [
-                ("dense", RIVALS[way], partial(filler.dense, RIVALS[way])),
-                *((spec, "kvcodec fused", partial(filler.packed, spec, way != "generate")) for spec in ordered),
-            ]
-            for spec, cache, make in jobs:
+            jobs = _jobs(way, ordered, dense, libraries)
+            metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
+            jobs = [job for job in jobs if not recorder.has(job.spec, metric, name)]
+            if not jobs:
+                continue
+            if model is None and not deadline.passed:
+                with turns.together():
+                    model = make_model(device)
+            filler = None
+            for job in jobs:
                 if deadline.passed:
-                    recorder.say(f"out of time before {way} of {spec}, {batch} sequences; run again to go on")
+                    recorder.say(f"out of time before {way} of {job.spec}, {batch} sequences; run again to go on")
                     return
-                if not recorder.has(spec, f"ms_per_token_{way}", shape_name(batch, prompt)):
-                    yield _row(spec, cache, way, filler, make, new_tokens, recorder)
+                filler = filler or Filler(model, batch, prompt, new_tokens + 32)
+                yield _row(job, way, filler, new_tokens, recorder, turns)
 
 
-def _row(
-    spec: str, cache: str, way: str, filler: Filler, make: Callable[[], Any], new_tokens: int, recorder: Recorder
-) -> Row:
+class Job(NamedTuple):
+    """One cache to time: what its row says, and how a filler makes it."""
+
+    spec: str
+    cache: str
+    make: Callable[[Filler], Any]
+
+
+def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[Job]:
+    found = [Job("dense", RIVALS[way], partial(Filler.dense, kind=RIVALS[way]))] if dense else []
+    found += [Job(s, "kvcodec fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
+    if libraries and dense and way == "generate":
+        for rival in rivals(128):
+            backend, _, bits = rival.name.partition("-")
+            if int(bits) == QUANTIZED_BITS:
+                found.append(Job(rival.name, "QuantizedCache", partial(Filler.quantized, backend=backend)))
+    return found
+
+
+def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, turns: Turns) -> Row:
     model, device = filler.model, filler.model.device
-    model.set_attn_implementation("kvcodec" if spec != "dense" else "sdpa")
+    model.set_attn_implementation("kvcodec" if job.cache == "kvcodec fused" else "sdpa")
     model.generation_config.disable_compile = way != "compiled"
     name = shape_name(filler.batch, filler.prompt)
-    bits = 16.0 if spec == "dense" else None
-    common = {"cache": cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
+    bits = 16.0 if job.spec == "dense" else None
+    common = {"cache": job.cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
               "model": f"Qwen3-8B-shaped, {model.config.num_hidden_layers} layers, random bf16 weights"}  # fmt: skip
-    job = timed_graph if way == "graph" else timed_generate
+    timed, make = timed_graph if way == "graph" else timed_generate, partial(job.make, filler)
     try:
         if way != "graph":
-            job(filler, make, 4 if way == "compiled" else 1)  # compiles
-        found = job(filler, make, new_tokens)
+            with turns.together():
+                timed(filler, make, UNCOUNTED + 2)  # compiles
+        with turns.alone():
+            found = timed(filler, make, new_tokens)
     except Exception as error:  # one cache that fails must not lose the others' figures
         lost = device_lost(device)
         word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
         status = f"{word}: {type(error).__name__}: {str(error)[:300]}"
-        row = recorder.add(spec, bits, f"ms_per_token_{way}", "ms", name, None, status=status, **common)
+        if isinstance(error, ImportError) and job.cache == "QuantizedCache":
+            status = "not installed"
+        row = recorder.add(job.spec, bits, f"ms_per_token_{way}", "ms", name, None, status=status, **common)
         if lost:
-            raise DeviceLostError(f"bench generate: {way} of {spec} broke the CUDA context.") from error
-        if not isinstance(error, KVError | RuntimeError | ValueError | NotImplementedError):
+            raise DeviceLostError(f"bench generate: {way} of {job.spec} broke the CUDA context.") from error
+        if not isinstance(error, KVError | RuntimeError | ValueError | NotImplementedError | ImportError):
             recorder.say(f"unexpected {type(error).__name__}; the row says what")
         return row
     bits = found.pop("effective_bits", bits)
-    return recorder.add(spec, bits, f"ms_per_token_{way}", "ms", name, found.pop("values"), **found, **common)
+    return recorder.add(job.spec, bits, f"ms_per_token_{way}", "ms", name, found.pop("values"), **found, **common)
 
 
 def _clean(device: torch.device) -> int:
@@ -214,31 +290,51 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+class Stamps:
+    """A processor of logits that changes nothing and notes when they came; on a GPU, when the GPU had them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.stamps: list[Any] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note one token's time."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.stamps.append(event)
+        else:
+            self.stamps.append(time.perf_counter())
+        return scores
+
+    def milliseconds(self) -> list[float]:
+        """From each token to the next."""
+        pairs = pairwise(self.stamps)
+        return [a.elapsed_time(b) if self.on_gpu else (b - a) * 1e3 for a, b in pairs]
+
+
 @torch.no_grad()
 def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> dict[str, Any]:
-    """Run ``generate`` for 1 and for 1 + n tokens on a filled cache; milliseconds per token and memory."""
-    model, device, seconds = filler.model, filler.model.device, {}
-    found: dict[str, Any] = {}
-    for n in (1, 1 + new_tokens):
-        before = _clean(device)
-        cache = filler.filled(make())
-        _wait(device)
-        start = time.perf_counter()
-        model.generate(
-            filler.ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False,
-            attention_mask=torch.ones_like(filler.ids),
-        )  # fmt: skip
-        _wait(device)
-        seconds[n] = time.perf_counter() - start
-        if device.type == "cuda":
-            found = {"peak_bytes": torch.cuda.max_memory_allocated() - before,
-                     "held_bytes": torch.cuda.memory_allocated() - before}  # fmt: skip
-        if hasattr(cache, "report"):
-            about = cache.report()
-            found |= {"effective_bits": about["effective_bits"], "paths": about["paths"]}
-        del cache
-    each = (seconds[1 + new_tokens] - seconds[1]) / new_tokens * 1e3
-    return {"values": dict.fromkeys(("p20", "p50", "p80"), round(each, 4)), **found}
+    """Run ``generate`` on a filled cache; milliseconds from token to token, without the first ones, and memory."""
+    model, device = filler.model, filler.model.device
+    before = _clean(device)
+    cache, stamps = filler.filled(make()), Stamps(device)
+    _wait(device)
+    n = UNCOUNTED + new_tokens
+    noting = importlib.import_module("transformers").LogitsProcessorList([stamps])
+    model.generate(
+        filler.ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+        attention_mask=torch.ones_like(filler.ids), logits_processor=noting,
+    )  # fmt: skip
+    _wait(device)
+    found: dict[str, Any] = {"values": spread(stamps.milliseconds()[UNCOUNTED - 1 :])}
+    if device.type == "cuda":
+        found |= {"peak_bytes": torch.cuda.max_memory_allocated() - before,
+                  "held_bytes": torch.cuda.memory_allocated() - before}  # fmt: skip
+    if hasattr(cache, "report"):
+        about = cache.report()
+        found |= {"effective_bits": about["effective_bits"], "paths": about["paths"]}
+    return found
 
 
 @torch.no_grad()

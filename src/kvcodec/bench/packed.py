@@ -93,11 +93,12 @@ class Packed:
         batch, heads, dim, tokens = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens
         generator = torch.Generator(device).manual_seed(seed + 1)
 
-        def draw(count: int, n: int) -> Tensor:
-            return torch.randn(batch, count, n, dim, generator=generator, device=device, dtype=torch.bfloat16)
+        def draw(held: int, count: int, n: int) -> Tensor:
+            drawn = torch.randn(held, count, n, dim, generator=generator, device=device, dtype=torch.bfloat16)
+            return drawn if held == batch else drawn.expand(batch, -1, -1, -1).contiguous()
 
-        self.q = draw(shape.query_heads, 1)
-        cache = self.cache = _allocated(scheme, pool, draw(heads, 0), tokens)
+        self.q = draw(batch, shape.query_heads, 1)
+        cache = self.cache = _allocated(scheme, pool, draw(batch, heads, 0), tokens)
         if engine == "cuda":
             use_cuda(cache, dim)
         assert cache.store is not None
@@ -106,16 +107,18 @@ class Packed:
         steps = {role: math.lcm(scheme.codec(role).block_tokens, unit) for role in ROLES}
         self.encoded = {r: n * max(0, (tokens - scheme.sink - scheme.window) // n) for r, n in steps.items()}
         columns = -(-max(self.encoded.values()) // cache.store.layout.page_tokens)
-        self.content = torch.randint(len(pool.pages), (batch, columns), generator=generator, device=device)
-        order = torch.randperm(batch * columns, generator=generator, device=device).view(batch, columns)
-        cache.store.pages = torch.empty(batch * columns, *pool.pages.shape[1:], dtype=torch.uint8, device=device)
-        for ids, source in zip(order, self.content, strict=True):  # one sequence at a time: no second copy of the pool
+        held = shape.held
+        content = torch.randint(len(pool.pages), (held, columns), generator=generator, device=device)
+        order = torch.randperm(held * columns, generator=generator, device=device).view(held, columns)
+        cache.store.pages = torch.empty(held * columns, *pool.pages.shape[1:], dtype=torch.uint8, device=device)
+        for ids, source in zip(order, content, strict=True):  # one sequence at a time: no second copy of the pool
             cache.store.pages[ids] = pool.pages[source]
-        cache.store.table = order.int().contiguous()
+        self.content = content.expand(batch, -1)
+        cache.store.table = order.int().expand(batch, -1).contiguous()
         self.dense: dict[Role, tuple[Tensor, Tensor]] = {}
         for role, state in cache.roles.items():
             sink = min(scheme.sink, tokens)
-            self.dense[role] = draw(heads, sink), draw(heads, tokens - sink - self.encoded[role])
+            self.dense[role] = draw(held, heads, sink), draw(held, heads, tokens - sink - self.encoded[role])
             state.sink, state.window = self.dense[role]
             state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
         cache.length = tokens
@@ -138,7 +141,7 @@ class Packed:
     @property
     def bytes_read(self) -> int:
         """Bytes a decode step cannot do without: live blocks, dense tokens, page table, query and output."""
-        store, each = self.cache.store, self.shape.batch * self.shape.kv_heads
+        store, each = self.cache.store, self.shape.held * self.shape.kv_heads
         assert store is not None
         total = store.table.nbytes + 2 * self.q.nbytes
         for plane in store.layout.planes:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcodec.bench.shapes import SWEEP_BATCHES
 from kvcodec.bench.studies import number, studies
-from kvcodec.bench.summary import Line, Point, Table, lines, misses, speed_points
+from kvcodec.bench.summary import RIVALS, Line, Point, Table, lines, misses, speed_points, steps_of_a_model
 from kvcodec.bench.targets import APART_US, DECODE, ENCODE_US, SHAPE_NAMES, verdict
 from kvcodec.plot import SPEED_TITLES, style_of
 from kvcodec.report import STYLE
@@ -55,7 +55,7 @@ def page_html(rows: Sequence[Row]) -> str:
     for study in studies(rows):
         parts += [f"<h2>{_text(study.title)}</h2>", f"<p>{_text(study.source)}. {_text(study.note)}</p>"]
         parts.append(grid(study.headings, [[(cell, "") for cell in line] for line in study.lines]))
-    parts += [_generate(table), "<h2>How it was measured</h2>", f"<p>{METHOD}</p>", _machines(rows), "</body></html>"]
+    parts += [_generate(rows), "<h2>How it was measured</h2>", f"<p>{METHOD}</p>", _machines(rows), "</body></html>"]
     return "\n".join(p for p in parts if p) + "\n"
 
 
@@ -134,34 +134,37 @@ def _encode(table: Table) -> str:
 
 
 def _rivals(table: Table) -> str:
-    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in table.rows:
-        if not row["spec"].startswith("dense") or row["metric"] != "decode_us_cold" or row["shape"] not in SHAPES:
-            continue
-        key = row["spec"], str(row.get("backend")), str(row.get("form"))
-        values = row.get("values")
-        found.setdefault(key, {})[row["shape"]] = number(values["p50"]) if values else str(row["status"])
+        if row["spec"] in RIVALS and row["metric"] == "decode_us_cold" and row["shape"] in SHAPES:
+            found.setdefault((str(row.get("backend")), str(row.get("form"))), {})[row["shape"]] = row
     if not found:
         return "<p>Not measured yet.</p>"
-    cells = [[(f"{b}, {f}", ""), *((times.get(s, "–"), "") for s in SHAPES)] for (_, b, f), times in found.items()]
-    for name, apart in APART_US.items():
-        cells.append([(f"vLLM 0.33: {name}; measured apart", ""), *((number(x), "") for x in apart), ("–", "")])
-    return grid(["microseconds, cold", *(SPEED_TITLES[s] for s in SHAPES)], cells)
-
-
-def _generate(table: Table) -> str:
     cells = []
-    for row in table.rows:
-        if not str(row["metric"]).startswith("ms_per_token") or row.get("values") is None:
-            continue
-        way = row["metric"].removeprefix("ms_per_token_")
-        peak = f"{row['peak_bytes'] / 1e9:.1f} GB" if row.get("peak_bytes") else "–"
-        words = row["shape"], row["spec"], row.get("cache", ""), way, f"{row['values']['p50']:.2f}", peak
-        cells.append([(str(word), "") for word in words])
-    if not cells:
+    for (backend, form), rows in found.items():
+        any_row = next(iter(rows.values()))
+        why = dict.fromkeys(str(r["status"]) for r in rows.values() if r.get("values") is None)
+        times = [number(rows[s]["values"]["p50"]) if s in rows and rows[s].get("values") else "–" for s in SHAPES]
+        bits = number(any_row.get("effective_bits"), "g")
+        cells.append([(f"{backend}, {form}", ""), (bits, ""), *((x, "") for x in times), ("; ".join(why), "why")])
+    here = {form for (_, form), rows in found.items() if any(r.get("values") for r in rows.values())}
+    for name, apart in APART_US.items():
+        if name not in here:
+            times = [*(number(x) for x in apart), "–"]
+            cells.append([(f"vLLM 0.33: {name}; measured apart", ""), ("", ""), *((x, "") for x in times), ("", "why")])
+    return grid(["microseconds, cold", "bits", *(SPEED_TITLES[s] for s in SHAPES), "not timed because"], cells)
+
+
+def _generate(rows: Sequence[Row]) -> str:
+    found = steps_of_a_model(rows)
+    if not found.lines:
         return ""
-    headings = ["shape", "spec", "cache", "way", "ms per token", "peak beside the weights"]
-    return f"<h2>Through generate</h2>\n{grid(headings, cells)}"
+    told = (
+        "Milliseconds per token of a Qwen3-8B-shaped model with random weights, 32k tokens before it, and the least "
+        "peak memory beside the weights. Caches were filled, not computed: the peak is that of a decode step."
+    )
+    lines = [[(cell, "") for cell in line] for line in found.lines]
+    return f"<h2>A whole model's step</h2>\n<p>{told}</p>\n{grid(found.headings, lines)}"
 
 
 def _machines(rows: Sequence[Row]) -> str:

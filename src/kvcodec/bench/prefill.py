@@ -11,11 +11,13 @@ metric                  unit  what
 ======================  ====  ========================================================================================
 
 Rows of spec ``dense`` are flash attention over bf16 K and V of T + n tokens, what a packed cache cannot beat for long
-n. The reference's decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also say what
-dequantize-then-flash takes at the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
+n. With n = 1, ``prefill_apart_us`` is a decode step that decodes the whole cache before it attends. The reference's
+decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also say what dequantize-then-flash takes at
+the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
 """
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -32,10 +34,12 @@ from kvcodec.bench.packed import Packed, Pools, packed_operator, use_cuda
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.shapes import Shape
 from kvcodec.codec import ROLES
-from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.errors import KVError, SpecError, UnsupportedError
 
 QUERIES = (16, 128, 512, 2048)
 HISTORIES = ((1, 2048), (1, 32768), (8, 8192))
+HQMQ = tuple((1, tokens) for tokens in (2048, 4096, 8192, 16384, 32768)), (1, 2048)
+"""Histories and new tokens of HQMQ's Tables 5 and 7."""
 CHECKED_ROWS = 64
 
 
@@ -47,12 +51,40 @@ class PrefillTimes(Protocol):
 
 
 def prefill_shape(batch: int, tokens: int, queries: int) -> Shape:
-    """Mistral's and Llama-3.1-8B's heads; the name says how many queries.
+    """Mistral's and Llama-3.1-8B's heads.
 
     >>> prefill_shape(1, 2048, 16).name
     'prefill_b1_t2048_q16'
     """
-    return Shape(f"prefill_b{batch}_t{tokens}_q{queries}", batch, 32, 8, 128, tokens)
+    return Shape(f"prefill_b{batch}_t{tokens}_q{queries}", batch, 32, 8, 128, tokens, queries=queries)
+
+
+def prefill_shapes(names: str) -> list[Shape]:
+    """Shapes by name, comma-separated: ``prefill_b1_t2048_q16``; ``all`` is the default, ``hqmq`` HQMQ's tables.
+
+    Raises
+    ------
+    SpecError
+        Another name.
+
+    Examples
+    --------
+    >>> [shape.name for shape in prefill_shapes("prefill_b1_t2048_q16")], len(prefill_shapes("all,hqmq"))
+    (['prefill_b1_t2048_q16'], 20)
+    """
+    found: dict[str, Shape] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        histories, queries = {"all": (HISTORIES, QUERIES), "hqmq": HQMQ}.get(name, ((), ()))
+        made = [prefill_shape(batch, tokens, n) for batch, tokens in histories for n in queries]
+        if match := _NAME.fullmatch(name):
+            made = [prefill_shape(*map(int, match.groups()))]
+        if not made:
+            raise SpecError(f"bench prefill: no shape {name!r}; use some of all, hqmq, prefill_b1_t4096_q512, ...")
+        found |= {shape.name: shape for shape in made}
+    return list(found.values())
+
+
+_NAME = re.compile(r"prefill_b(\d+)_t(\d+)_q(\d+)")
 
 
 def prefill_rows(
@@ -63,20 +95,18 @@ def prefill_rows(
     device: torch.device,
     seed: int = 0,
     deadline: Deadline | None = None,
-    histories: Sequence[tuple[int, int]] = HISTORIES,
-    queries: Sequence[int] = QUERIES,
-    pool_pages: int | None = None,
+    shapes: Sequence[Shape] | None = None,
+    pools: Pools | None = None,
 ) -> Iterator[Row]:
     """Time presets and flash attention; what the recorder's file already holds is left out.
 
     Parameters
     ----------
     specs : sequence of str
-    recorder, timer, device, seed, deadline, pool_pages
+    recorder, timer, device, seed, deadline, pools
         As ``decode.decode_rows``.
-    histories : sequence of (sequences, tokens)
-    queries : sequence of int
-        New tokens.
+    shapes : sequence of Shape, optional
+        Of ``prefill_shapes``; default ``all``.
 
     Returns
     -------
@@ -84,25 +114,25 @@ def prefill_rows(
         Rows as they are measured.
     """
     deadline = deadline or Deadline()
-    pools = Pools(device, seed, *([] if pool_pages is None else [pool_pages]))
-    for batch, tokens in histories:
-        shapes = [(n, prefill_shape(batch, tokens, n)) for n in queries]
-        draw = partial(_draw, torch.Generator(device).manual_seed(seed), batch)
-        flash = {}
-        for n, shape in shapes:
+    pools = pools or Pools(device, seed)
+    for shape in prefill_shapes("all") if shapes is None else shapes:
+        n = shape.queries
+        wanted = [spec for spec in specs if not recorder.has(spec, "prefill_us", shape.name)]
+        if not wanted:
+            continue
+        if deadline.passed:
+            recorder.say(f"out of time before {shape.name}; run again to go on")
+            return
+        draw = partial(_draw, torch.Generator(device).manual_seed(seed), shape.batch)
+        k, v = draw(8, shape.tokens + n), draw(8, shape.tokens + n)
+        flash = timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
+        yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash, sizes=shape.sizes())
+        del k, v
+        for spec in wanted:
             if deadline.passed:
+                recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
                 return
-            k, v = draw(8, tokens + n), draw(8, tokens + n)
-            flash[n] = timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
-            yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash[n], sizes=shape.sizes())
-            del k, v
-        for spec in specs:
-            for n, shape in shapes:
-                if deadline.passed:
-                    recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
-                    return
-                if not recorder.has(spec, "prefill_us", shape.name):
-                    yield from _preset_rows(spec, shape, n, recorder, timer, pools, flash[n]["p50"])
+            yield from _preset_rows(spec, shape, recorder, timer, pools, flash["p50"])
 
 
 def _draw(generator: torch.Generator, batch: int, heads: int, n: int) -> Tensor:
@@ -124,8 +154,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _preset_rows(
-    spec: str, shape: Shape, n: int, recorder: Recorder, timer: PrefillTimes, pools: Pools, flash: float
+    spec: str, shape: Shape, recorder: Recorder, timer: PrefillTimes, pools: Pools, flash: float
 ) -> Iterator[Row]:
+    n = shape.queries
     common: dict[str, Any] = {"sizes": shape.sizes() | {"queries": n}}
     bits = None
 

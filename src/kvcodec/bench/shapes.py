@@ -9,7 +9,7 @@ kernel studies, and a sweep of lengths from which the break-even context is read
 ``llama8b_b1_*``  InnerQ, Table 4 (512 to 32768 tokens, one sequence, Llama-3.1-8B); HQMQ, Table 5 (4k, 16k, 32k)
 ``saw_b*_16k``    SAW-INT4, Table 7: Qwen3-32B over two GPUs, 16k tokens, 1 to 32 sequences
 ``llama8b_b*_*``  the sweep: lengths in powers of two for 1, 8 and 32 sequences
-``llm64k_mha``    ``llm64k`` with the KV head of each group repeated for every query head: one program per query head
+``llm64k_apart``  ``llm64k`` by a program per query head: its 7 query heads per KV head as 7 sequences that share pages
 ================  =====================================================================================================
 """
 
@@ -22,12 +22,15 @@ PAGE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode step: one new query token per sequence over ``tokens`` held ones.
+    """One step: ``queries`` new tokens per sequence (one, to decode) over ``tokens`` held ones.
 
     Parameters
     ----------
     name : str
     batch, query_heads, kv_heads, head_dim, tokens : int
+    shared : bool
+        Whether all sequences read the same keys and values, which are held once.
+    queries : int
 
     Examples
     --------
@@ -41,10 +44,12 @@ class Shape:
     kv_heads: int
     head_dim: int
     tokens: int
+    shared: bool = False
+    queries: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what no cache can hold."""
-        if min(self.batch, self.query_heads, self.kv_heads, self.head_dim, self.tokens) < 1:
+        if min(self.batch, self.query_heads, self.kv_heads, self.head_dim, self.tokens, self.queries) < 1:
             raise ShapeError(f"shape {self.name}: every size must be at least 1.")
         if self.query_heads % self.kv_heads:
             raise ShapeError(f"shape {self.name}: {self.query_heads} query heads are no multiple of {self.kv_heads}.")
@@ -55,9 +60,14 @@ class Shape:
         return self.query_heads // self.kv_heads
 
     @property
+    def held(self) -> int:
+        """Sequences whose keys and values are held."""
+        return 1 if self.shared else self.batch
+
+    @property
     def elements(self) -> int:
         """Elements of K and V together."""
-        return 2 * self.batch * self.kv_heads * self.tokens * self.head_dim
+        return 2 * self.held * self.kv_heads * self.tokens * self.head_dim
 
     @property
     def bf16_bytes(self) -> int:
@@ -66,8 +76,9 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes as result rows carry them."""
-        return {"batch": self.batch, "query_heads": self.query_heads, "kv_heads": self.kv_heads,
-                "head_dim": self.head_dim, "tokens": self.tokens, "page_tokens": PAGE_TOKENS}  # fmt: skip
+        found = {"batch": self.batch, "query_heads": self.query_heads, "kv_heads": self.kv_heads,
+                 "head_dim": self.head_dim, "tokens": self.tokens, "page_tokens": PAGE_TOKENS}  # fmt: skip
+        return found | ({"sequences_held": 1} if self.shared else {})
 
 
 SPINE = (
@@ -100,7 +111,7 @@ def sweep(batch: int) -> tuple[Shape, ...]:
 
 SWEEP = tuple(shape for batch in SWEEP_BATCHES for shape in sweep(batch))
 SAW = tuple(Shape(f"saw_b{batch}_16k", batch, 32, 4, 128, 16384) for batch in (1, 4, 8, 16, 32))
-PER_HEAD = (Shape("llm64k_mha", 1, 28, 28, 128, 65536),)
+PER_HEAD = (Shape("llm64k_apart", 7, 4, 4, 128, 65536, shared=True),)
 SHAPES = {shape.name: shape for shape in (*SPINE, *OCTOPUS, *SAW, *PER_HEAD, *SWEEP)}
 
 GROUPS = {

@@ -13,6 +13,8 @@ from kvcodec.bench.targets import APART_US, DECODE, FP8_BITS, FP8_RIVAL, SHAPE_N
 
 Row = Mapping[str, Any]
 SPEEDUP = "speedup_vs_bf16_cold"
+RIVALS = ("dense", "dense-fp8", "rival")
+"""What rows of decode attention that is not ours are called."""
 _SWEEP_SHAPE = re.compile(r"llama8b_b(\d+)_(\d+)$")
 
 
@@ -26,7 +28,7 @@ class Table:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = newest([dict(row) for row in rows])
-        self._by_key = {(r["spec"], r["metric"], r["shape"]): r for r in self.rows if r["spec"] != "dense"}
+        self._by_key = {(r["spec"], r["metric"], r["shape"]): r for r in self.rows if r["spec"] not in RIVALS}
 
     def row(self, spec: str, metric: str, shape: str) -> Row | None:
         """Return the row, measured or with a status; None if there is none."""
@@ -50,7 +52,7 @@ class Table:
         """Presets that a metric was asked of, measured or not, in the order of their rows."""
         wanted = {metric, "decode_us_cold"} if metric == SPEEDUP else {metric}
         found = dict.fromkeys(r["spec"] for r in self.rows if r["metric"] in wanted)
-        return [spec for spec in found if not spec.startswith("dense")]
+        return [spec for spec in found if spec not in RIVALS]
 
     def status(self, spec: str, shape: str) -> str:
         """Why a preset has no time at a shape; empty if it has, or was never tried."""
@@ -173,3 +175,41 @@ def misses(rows: Sequence[Row]) -> list[str]:
             if value >= rival:
                 out.append(f"{here}: {value:.4g} us, {FP8_RIVAL} {rival:g}")
     return out
+
+
+WAYS = {"graph": "one step in a CUDA graph", "compiled": "generate, compiled", "generate": "generate, eager"}
+"""Ways of ``bench generate``, as tables call them."""
+_GENERATE_SHAPE = re.compile(r"qwen3_8b_b(\d+)_32k$")
+
+
+class Steps(NamedTuple):
+    """A whole model's steps: headings, and lines of a cache's name and cells, 16-bit caches first."""
+
+    headings: list[str]
+    lines: list[list[str]]
+
+
+def steps_of_a_model(rows: Sequence[Row]) -> Steps:
+    """Milliseconds per token by sequences and way, and the peak memory beside the weights; empty before any row."""
+    times: dict[tuple[str, str], dict[tuple[int, str], Row]] = {}
+    for row in newest([dict(row) for row in rows]):
+        match, metric = _GENERATE_SHAPE.match(str(row["shape"])), str(row["metric"])
+        way = metric.removeprefix("ms_per_token_")
+        if match and way in WAYS and way != metric and row.get("values") is not None:
+            times.setdefault((row["spec"], str(row.get("cache"))), {})[int(match[1]), way] = row
+    columns = sorted({key for found in times.values() for key in found}, key=lambda k: (k[0], list(WAYS).index(k[1])))
+    most = max((batch for batch, _ in columns), default=0)
+    headings = ["cache", *(f"{batch} sequence{'s' * (batch > 1)}, {WAYS[way]}" for batch, way in columns)]
+
+    def order(item: tuple[tuple[str, str], dict[tuple[int, str], Row]]) -> tuple[bool, bool, float]:
+        (spec, cache), found = item
+        last = [found[key]["values"]["p50"] for key in reversed(columns) if key in found]
+        return spec != "dense", cache != "QuantizedCache", last[0]
+
+    lines = []
+    for (spec, cache), found in sorted(times.items(), key=order):
+        name = spec if cache == "kvcodec fused" else f"{'16 bit' if spec == 'dense' else spec}, {cache}"
+        cells = [f"{found[key]['values']['p50']:.1f}" if key in found else "–" for key in columns]
+        peaks = [row["peak_bytes"] for (batch, _), row in found.items() if batch == most and row.get("peak_bytes")]
+        lines.append([name, *cells, f"{min(peaks) / 1e9:.1f}" if peaks else "–"])
+    return Steps([*headings, f"GB, {most} sequence{'s' * (most > 1)}"], lines)

@@ -15,6 +15,15 @@ Block, ``packing=ceil`` (one token of one head; w = ceil(log2 24 S): 10, 11, 12,
     radius    uint8  [ceil(n r / 8)]     r_q
     scale     fp16   [1]                 sigma / 2
 
+Where 8 divides n (layout version 3) the same bits are in another order, of which kernels make addresses and signed
+radii with few operations; sign = bit 0 of the code, row = the other w - 1 bits (more: ``ops/signed_rows``)::
+
+    w + r >= 16   codes   uint8  [2 n]            16 bits: sign << 15 | row << 16 - w | low 16 - w bits of r_q
+                  radius  uint8  [n x / 8]        high x = w + r - 16 bits of r_q; none at s24_r6, s96_r4, s192_r3
+    else          codes   uint8  [n b / 8]        low b bits of the row: 8 at S = 24, else all w - 1
+                  radius  uint8  [n / 2]          4 bits: r_q, at r = 3 + 8 sign
+                  bits    uint8  [k n / 8]        k planes: bit 8 of the row at S = 24, the sign at r = 4; none at k = 0
+
 ``packing=radix`` (four tokens of one head, every field for all of them): 24 S = 9 * 2^k, so a code is a digit of
 0..8 and k = 6, 7, 8, 9 low bits; ``codes`` becomes ``low``, k bits each, and ``digits``, 17 digits per 54 bits.
 
@@ -70,6 +79,7 @@ from kvcodec.ops.quaternion import (
     split_chunks,
 )
 from kvcodec.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
+from kvcodec.ops.signed_rows import pack_rows, row_fields, unpack_rows
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -79,8 +89,9 @@ Codebook = Literal["fp16", "int8"]
 SIZES, RADII = (24, 48, 96, 192), (3, 4, 6)
 PACKINGS, CODEBOOKS = get_args(Packing), get_args(Codebook)
 RADIX_TOKENS = 4
-VERSION = 2
-"""Of the bytes; in version 1 the units (+-1 +-i +-j +-k)/2 were in another order."""
+VERSION, SIGNED_VERSION = 2, 3
+"""Of the bytes: plain streams, and the order of ``ops/signed_rows``; what has that now were plain streams in version 2.
+In version 1 the units (+-1 +-i +-j +-k)/2 were in another order."""
 
 
 @dataclass(frozen=True)
@@ -138,19 +149,18 @@ class Hqmq(Codec):
             raise ShapeError(f"hqmq: head_dim={head_dim} is not allowed; use 64, 80, 96, 128, 192 or 256.")
         tokens, n = self.block_tokens, -(-head_dim // 4)
         total = n * tokens
-        if self.packing == "ceil":
-            fields = [Field("codes", "uint8", (packed_bytes(total, self.code_bits),))]
+        if self._signed(n):
+            sizes = row_fields(n, self.code_bits, self.r)
+        elif self.packing == "ceil":
+            sizes = {"codes": packed_bytes(total, self.code_bits), "radius": packed_bytes(total, self.r)}
         else:
-            fields = [
-                Field("low", "uint8", (packed_bytes(total, self.low_bits),)),
-                Field("digits", "uint8", (packed_digit_bytes(total),)),
-            ]
-        fields += [
-            Field("radius", "uint8", (packed_bytes(total, self.r),)),
-            Field("scale", "float16", (tokens,), "scales"),
-        ]
-        nominal = (math.log2(24 * self.s) + self.r) / 4
-        return Layout(head_dim, tokens, tuple(fields), nominal_bits=nominal * 4 * n / head_dim, version=VERSION)
+            sizes = {"low": packed_bytes(total, self.low_bits), "digits": packed_digit_bytes(total)}
+            sizes["radius"] = packed_bytes(total, self.r)
+        fields = [Field(name, "uint8", (size,)) for name, size in sizes.items()]
+        fields.append(Field("scale", "float16", (tokens,), "scales"))
+        nominal = (math.log2(24 * self.s) + self.r) / head_dim * n
+        version = SIGNED_VERSION if self._signed(n) else VERSION
+        return Layout(head_dim, tokens, tuple(fields), nominal_bits=nominal, version=version)
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the secondary quaternions; tabulate the products.
@@ -181,34 +191,45 @@ class Hqmq(Codec):
 
         codes = torch.stack(each_head(search, x.shape[1], x.numel(), x.device), 1)
         radius, scale = quantize_lengths(length, self.r)
-        codes = _blocks(codes, tokens)
-        if self.packing == "ceil":
-            packed = {"codes": pack(codes, self.code_bits)}
-        else:
-            packed = {"low": pack(codes & (1 << self.low_bits) - 1, self.low_bits)}
-            packed["digits"] = pack_digits(codes >> self.low_bits)
-        packed["radius"] = pack(_blocks(radius, tokens), self.r)
-        packed["scale"] = _blocks(scale, tokens)
-        return packed
+        return {**self.pack(_blocks(codes, tokens), _blocks(radius, tokens)), "scale": _blocks(scale, tokens)}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look directions up and scale them."""
         tokens, dim = self.block_tokens, params["channels"].shape[-1]
         n = -(-dim // 4)
-        total = n * tokens
-        if self.packing == "ceil":
-            codes = unpack(payload["codes"], self.code_bits, total).long()
-        else:
-            low = unpack(payload["low"], self.low_bits, total).long()
-            codes = unpack_digits(payload["digits"], total) << self.low_bits | low
+        codes, radius = self.unpack(payload, n)
         table = params["codebook"][0].float()  # [H, 24 S, 4]
         if self.codebook == "int8":
             table = table / torch.full_like(table, 127)
-        row = codes + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
+        row = codes.long() + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
         direction = table.flatten(0, 1)[row].unflatten(3, (tokens, n)).flatten(2, 3)
-        radius = unpack(payload["radius"], self.r, total).unflatten(-1, (tokens, n)).flatten(2, 3)
+        radius = radius.unflatten(-1, (tokens, n)).flatten(2, 3)
         length = decode_lengths(radius, payload["scale"].flatten(2, 3)[..., None], self.r)
         return (direction * length[..., None]).flatten(-2)[..., :dim]
+
+    def pack(self, codes: Tensor, radius: Tensor) -> Payload:
+        """Bytes of a block's integers, both ``[..., tokens n]``; all fields but the scale."""
+        if self._signed(codes.shape[-1]):
+            return pack_rows(codes, radius, self.code_bits, self.r)
+        if self.packing == "ceil":
+            return {"codes": pack(codes, self.code_bits), "radius": pack(radius, self.r)}
+        low = pack(codes & (1 << self.low_bits) - 1, self.low_bits)
+        return {"low": low, "digits": pack_digits(codes >> self.low_bits), "radius": pack(radius, self.r)}
+
+    def unpack(self, payload: Payload, n: int) -> tuple[Tensor, Tensor]:
+        """Codes and radii of blocks with ``n`` chunks a token: integers ``[..., tokens n]``."""
+        if self._signed(n):
+            return unpack_rows(payload, n, self.code_bits, self.r)
+        total = n * self.block_tokens
+        radius = unpack(payload["radius"], self.r, total)
+        if self.packing == "ceil":
+            return unpack(payload["codes"], self.code_bits, total), radius
+        low = unpack(payload["low"], self.low_bits, total).long()
+        return unpack_digits(payload["digits"], total) << self.low_bits | low, radius
+
+    def _signed(self, n: int) -> bool:
+        """Whether the bytes of ``n`` chunks are those of ``ops/signed_rows``."""
+        return self.packing == "ceil" and n % 8 == 0
 
 
 def _blocks(x: Tensor, tokens: int) -> Tensor:

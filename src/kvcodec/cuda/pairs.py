@@ -68,6 +68,8 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     assert isinstance(v, Reader)
     if key == value:
         k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
+    else:
+        k, v = replace(k, reach=0), replace(v, reach=0)
     if v.lends and k.lends == v.lends:
         v = replace(v, type=v.borrower, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)
@@ -132,7 +134,7 @@ def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
     need = max(tables + query + ring, merge)
     if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
         need = max(need, align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
-    return need
+    return max(need, pair.key.reach, pair.value.reach)
 
 
 def candidates(pair: Pair) -> list[Config]:

@@ -64,7 +64,8 @@ def tile_tokens(pair: Pair) -> int:
 def shared_bytes(pair: Pair) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
     tables = _round(-(-pair.key.shared // 16) * 16 + -(-pair.value.shared // 16) * 16)
-    return tables + WARPS * (_round(pair.tile_bytes(tile_tokens(pair))) + 32 * (pair.head_dim + 8))
+    need = tables + WARPS * (_round(pair.tile_bytes(tile_tokens(pair))) + 32 * (pair.head_dim + 8))
+    return max(need, pair.key.reach, pair.value.reach)
 
 
 def _round(n: int) -> int:

@@ -75,6 +75,8 @@ class Reader:
         Vectors that the kernel makes of a query; 2 for sketches.
     scratch : int
         Bytes of shared memory that each warp wants for itself, the struct's ``SCRATCH``.
+    reach : int
+        Least bytes of shared memory that ``both`` takes, its ``REACH``.
     """
 
     type: str
@@ -91,6 +93,7 @@ class Reader:
     also: tuple[str, ...] = ()
     queries: int = 1
     scratch: int = 0
+    reach: int = 0
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -237,7 +240,7 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
         return Reader(
             f"kv::ReadGroupInt<{dim}, {codec.bits}, {codec.group}>",
             "read_group.cuh",
-            shared=LEVEL_TABLE[2] if codec.bits == 2 else 0,
+            shared=LEVEL_TABLE[2] if codec.bits == 2 and dim % 128 else 0,
         )
     if role == "value":
         return f"along tokens the kernels read keys, not {codec} as values"
@@ -357,8 +360,14 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, Hqmq)
     if not (name := vector.hqmq_reader(codec, dim)):
         return f"the kernels read packing=ceil, not {codec}"
-    both = vector.hqmq_reader(codec, dim, role)
-    return Reader(name, "read_hqmq.cuh", shared=vector.hqmq_shared(codec), tables=vector.hqmq_tables, both=both)
+    return Reader(
+        name,
+        "read_hqmq.cuh",
+        shared=vector.hqmq_shared(codec),
+        tables=vector.hqmq_tables,
+        both=vector.hqmq_reader(codec, dim, role),
+        reach=vector.hqmq_reach(codec),
+    )
 
 
 def _med(codec: Codec, dim: int, role: Role) -> Reader | str:

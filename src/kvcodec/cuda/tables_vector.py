@@ -71,17 +71,22 @@ def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     """Return the C++ struct that reads the codec's keys or values; empty if there is none.
 
     ``role`` says that keys and values are both held by ``codec``. Then dead slots cost nothing: what their bits lead to
-    outside of one table lies in the other one.
+    outside of one table lies in the other one, or in the bytes that ``hqmq_reach`` asks for.
     """
     if codec.packing != "ceil":
         return ""
-    bound = {None: "CLAMP", "key": "UP", "value": "DOWN"}[role]
-    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{bound}>"
+    place = {None: "ALONE", "key": "KEYS", "value": "VALUES"}[role]
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
 
 
 def hqmq_shared(codec: Hqmq) -> int:
     """Bytes of shared memory of the reader's codebook."""
     return _copied(12 * codec.s, HQMQ_ROOM)
+
+
+def hqmq_reach(codec: Hqmq) -> int:
+    """Least bytes of shared memory of the readers of keys and values together."""
+    return 512 * 256 if (codec.s, codec.r) in ((24, 3), (24, 4)) else 0
 
 
 def hqmq_tables(params: Params) -> Tensor:

@@ -15,11 +15,17 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
   KV_CONST int GRAIN = low_bit(ROW_BYTES * 8 | PART_BITS | 128);  // every part begins at a multiple of this many bits
   KV_CONST int WORDS = (PART_BITS + 31) / 32;
   KV_CONST int LOADS = GRAIN >= 32 ? WORDS : (PART_BITS + 32 - GRAIN + 31) / 32;
+  KV_CONST bool NARROW = GRAIN == PART_BITS && (PART_BITS == 8 || PART_BITS == 16);  // one byte, or two
   uint32_t w[WORDS];
 
   KV_DEV Stream(const uint8_t* plane, int token, int own, int part) {
     const int rest = token - own;
     const uint32_t bit = (uint32_t)(rest % 8 + own) * (ROW_BYTES * 8) + (uint32_t)part * PART_BITS;
+    if (NARROW) {
+      const uint8_t* at = plane + rest / 8 * (8 * ROW_BYTES) + bit / 8;
+      w[0] = PART_BITS == 8 ? *at : *(const uint16_t*)at;
+      return;
+    }
     const uint8_t* at = plane + rest / 8 * (8 * ROW_BYTES) + bit / 32 * 4;
     uint32_t x[LOADS];
     if (GRAIN == 128 && LOADS % 4 == 0) {
@@ -46,30 +52,19 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
   }
 };
 
-// N numbers of BITS bits each as fp16 subnormals, left in place wherever they lie inside a half below the exponent:
-// number k is half `high(k)` of the word that `word` leaves, times 2^(shift(k) - 24). One mask each, and a shift for
-// some.
-template <int ROW_BYTES, int N, int BITS> struct Small {
-  Stream<ROW_BYTES, N * BITS> stream;
-  KV_DEV Small(const uint8_t* plane, int token, int own, int part) : stream(plane, token, own, part) {}
-
-  // by how much the word is shifted for number k; few different ones, so that numbers share a shifted word
-  KV_FUNCTION int move(int k) {
-    const int off = BITS * k % 32;
-    for (int i = 0; i < 4; ++i) {
-      const int by = i == 0 ? 0 : i == 1 ? 8 : i == 2 ? 4 : 12;
-      if (off >= by && (off - by) % 16 + BITS <= 10 && (by || off + BITS <= 32)) return by;
-    }
-    return off;
-  }
-  KV_FUNCTION int place(int k) { return BITS * k % 32 - move(k); }
-  KV_FUNCTION bool high(int k) { return place(k) >= 16; }
-  KV_FUNCTION int shift(int k) { return place(k) % 16; }
-  KV_DEV uint32_t word(int k) const {
-    const int i = BITS * k / 32, by = move(k);
-    uint32_t x = stream.w[i];
-    if (by) x = BITS * k % 32 + BITS > 32 ? funnel(x, stream.w[i + 1 < stream.WORDS ? i + 1 : i], by) : x >> by;
-    return x & ((1u << BITS) - 1) << place(k);
+// Values, rows of 64 bytes in eight parts of two words. The four tokens that a warp reads at once are an even number of
+// rows apart, in the same banks; so a part has words 4 (part / 2) + part % 2 and two on, and lanes of the later two
+// tokens read them the other way round and turn them back.
+struct CrossedWords {
+  KV_FUNCTION int word(int part, int i) { return part / 2 * 4 + part % 2 + 2 * i; }
+  // `own` is what of `token` depends on the lane
+  KV_DEV static void load(const uint8_t* plane, int token, int own, int part, int lane, uint32_t (&w)[2]) {
+    const int first = lane & 2, rest = 64 * (token - own);
+    const uint8_t* at = plane + (64 * own + 4 * word(part, 0) + 4 * first);
+    const uint8_t* other = plane + (64 * own + 4 * word(part, 0) + 8 - 4 * first);
+    const uint32_t x = *(const uint32_t*)(at + rest), y = *(const uint32_t*)(other + rest);
+    w[0] = first ? y : x;
+    w[1] = first ? x : y;
   }
 };
 
@@ -96,8 +91,17 @@ KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
   asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(table, at)));
   return x;
 }
+// for addresses that are sums anyway: `origin` is a term of them, once for a lane
+KV_DEV uint32_t table_origin(const uint8_t* table) { return shared_address(table, 0); }
+KV_DEV Words2 load_from2(const uint8_t*, uint32_t at) {
+  Words2 x;
+  asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.a), "=r"(x.b) : "r"(at));
+  return x;
+}
 #else
 KV_DEV void check_shared_base() {}
+KV_DEV uint32_t table_origin(const uint8_t*) { return 0; }
+KV_DEV Words2 load_from2(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) { return *(const uint32_t*)(table + at); }
 #endif
@@ -110,12 +114,13 @@ KV_CONSTEXPR int table_copies(int entries, int room) {
 
 // Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp
 // reads in one pass when its lanes meet 16 pairs of banks, so each lane has a copy, hence banks, of its own, or shares
-// it with few.
-template <int ENTRIES, int ROOM> struct Table8 {
+// it with few. BESIDE tables of one size may lie in each other's gaps: entry i at i * COPIES * BESIDE.
+template <int ENTRIES, int ROOM, int BESIDE = 1> struct Table8 {
   KV_CONST int COPIES = table_copies(ENTRIES, ROOM);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;
-  KV_CONST int STRIDE = 8 * COPIES;  // bytes from entry to entry
-  KV_CONST int STRIDE_BIT = COPIES == 16 ? 7 : COPIES == 8 ? 6 : COPIES == 4 ? 5 : 3;
+  KV_CONST int STRIDE = 8 * COPIES * BESIDE;  // bytes from entry to entry
+  KV_FUNCTION int bit_of(int stride) { return stride == 1 ? 0 : 1 + bit_of(stride / 2); }
+  KV_CONST int STRIDE_BIT = bit_of(STRIDE);
 
   KV_DEV static uint32_t copy(int lane) { return lane % COPIES * 8; }
   KV_DEV static Words2 get(const uint8_t* table, uint32_t at) { return load_table2(table, at); }
@@ -139,7 +144,7 @@ template <int ENTRIES, int ROOM> struct Table8 {
         } else {
           KV_UNROLL
           for (int c = 0; c < COPIES / 2; ++c)  // neighbouring threads begin at different copies: different banks
-            ((Words4*)to)[i * (COPIES / 2) + (c + thread) % (COPIES / 2)] = Words4{x[n].a, x[n].b, x[n].a, x[n].b};
+            ((Words4*)to)[i * (STRIDE / 16) + (c + thread) % (COPIES / 2)] = Words4{x[n].a, x[n].b, x[n].a, x[n].b};
         }
       }
     }

@@ -8,7 +8,8 @@
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
-//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there
+//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
+//                 may have REACH, see tile.cuh
 //  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
 //   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
 //   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
@@ -19,7 +20,7 @@
 //   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
 //                 once, without its factor K_SCALE_UNIT
 //   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT:
-//                 key = s K_UNIT k_weight raw + z
+//                 key = s K_UNIT k_weight raw + z; K_MIDDLE: the middle of K_UNIT k_weight raw, where q s is exact
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
 //                 as above, any weight
@@ -58,7 +59,7 @@ struct Decoder {
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
   KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
   KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
-  KV_CONST int SHARED = OWN > DENSE_SHARED ? OWN : DENSE_SHARED;
+  KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
@@ -69,17 +70,22 @@ struct Decoder {
     float bias[2];   // sum of p times the values' zeros
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][2][4];
+    float zero[4];   // paired values: sums of p times the zeros, a row for each group
   };
+  KV_CONST bool PAIRED = is_paired<V>(0);
+  KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
 
   // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
   KV_DEV static void rescale(State& st, float (&top)[2], float largest) {
-    if (!any(st.softmax.lags(top) || (V::HAS_V_SCALE && largest > 16.0f * st.reference))) return;
+    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference))) return;
     float factor[2];
     st.softmax.raise(top, factor);
     st.bias[0] *= factor[0], st.bias[1] *= factor[1];
-    if constexpr (V::HAS_V_SCALE) {
-      const float biggest = warp_max(largest);
+    if constexpr (SCALED) {
+      float biggest = warp_max(largest);
       if (biggest > 16.0f * st.reference) {
+        // where P is divided by the reference before scales are multiplied, both must fit fp16: 2^8 P, all scales
+        if (PAIRED) biggest = minimum(maximum(biggest, 0.0078125f), 512.0f);
         // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
         const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
         st.inverse = bits_float(0x7f000000u - float_bits(next));
@@ -87,6 +93,7 @@ struct Decoder {
         st.reference = next;
       }
     }
+    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[1];
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
@@ -133,6 +140,7 @@ struct Decoder {
       top[1] = maximum(top[1], maximum(s[sub][1], s[sub][3]));
       if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
     }
+    if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
     rescale(st, top, largest);
     uint32_t p16[SUBS][2];
     KV_UNROLL
@@ -158,8 +166,11 @@ struct Decoder {
         const float x = vs[sub][0] * st.inverse, y = vs[sub][1] * st.inverse;
         p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
       }
+      if constexpr (PAIRED) p[0] *= st.inverse, p[1] *= st.inverse, p[2] *= st.inverse, p[3] *= st.inverse;
       weights(p16[sub], p);
-      if constexpr (!V::V_BLOCKED) {
+      if constexpr (PAIRED) {
+        add_pairs<V, D, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
+      } else if constexpr (!V::V_BLOCKED) {
         add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
                  (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
@@ -175,6 +186,7 @@ struct Decoder {
   KV_DEV static void start(State& st) {
     st.softmax.start();
     st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
+    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
@@ -195,9 +207,13 @@ struct Decoder {
     float* merge = (float*)shared;
     float* merge_m = merge + WARPS * 8 * row_floats(D);
     float* merge_l = merge_m + WARPS * 8;
-    const float reference = V::HAS_V_SCALE ? st.reference : 1.0f;
+    const float reference = SCALED ? st.reference : 1.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
+      if constexpr (PAIRED) {  // group k is row k
+        bias[0] = shfl(st.zero[0], 4 * k + j) * reference;
+        bias[1] = shfl(st.zero[1], 4 * k + j) * reference;
+      }
       KV_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int c = V::v_channel(g, 4 * k + i);
@@ -222,7 +238,7 @@ struct Decoder {
   KV_DEV static void run(const DecodeArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
-    const int warp = thread() / 32, lane = thread() % 32;
+    const int warp = thread() / 32, lane = opaque(thread() % 32);
     const int split = (int)block_x() - APART, b = block_z();
     const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8;
     const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;

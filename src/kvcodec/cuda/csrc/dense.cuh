@@ -140,8 +140,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
         }
       }
       // the accumulators hold outputs over their weights, and over the reference of the codes' scales
-      if (V::HAS_V_SCALE && st.reference == 0.0f) st.reference = st.inverse = 1.0f;
-      const float over = V::HAS_V_SCALE ? st.inverse : 1.0f;
+      if (Loop::SCALED && st.reference == 0.0f) st.reference = st.inverse = 1.0f;
+      const float over = Loop::SCALED ? st.inverse : 1.0f;
       KV_UNROLL
       for (int k = 0; k < V::V_REGS / 2; ++k) {
         KV_UNROLL

@@ -7,6 +7,7 @@
 // close, they are tried again in double, which is exact (ops/quaternion.py), and the lowest code wins ties.
 #pragma once
 #include "encode_med.cuh"
+#include "hqmq.cuh"
 
 namespace kv {
 
@@ -221,37 +222,64 @@ template <int D, int R> struct HqmqLengths {
   }
 };
 
-// S 24, 48, 96, 192; R 3, 4, 6; whole bits per code
+// S 24, 48, 96, 192; R 3, 4, 6; whole bits per code, in the order of HqmqFields
 template <int D, int S, int R> struct HqmqRow : TableRow {
+  using Fields = HqmqFields<D, S, R>;
   KV_CONST int DIM = D;
-  KV_CONST int PLANES = 3;
-  KV_CONST int CHUNKS = D / 4;
-  KV_CONST int BITS = S == 24 ? 10 : S == 48 ? 11 : S == 96 ? 12 : 13;
-  KV_FUNCTION int plane_bytes(int p) {
-    return p == 0 ? stream_bytes(CHUNKS, BITS) : p == 1 ? stream_bytes(CHUNKS, R) : 2;
-  }
+  KV_CONST int PLANES = Fields::PLANES;
+  KV_CONST int CHUNKS = Fields::CHUNKS;
+  KV_FUNCTION int plane_bytes(int p) { return Fields::plane_bytes(p); }
   KV_CONST int TABLE = HqmqSearch<S>::BYTES;
   KV_CONST int ROOM = stream_room(CHUNKS);
-  KV_CONST int SCRATCH = 4 * 4 * ROOM;
+  KV_CONST int NUMBERS = PLANES - 1;  // of a chunk, one for each field but the scale
+  KV_CONST int SCRATCH = 2 * 4 * ROOM * NUMBERS;
 
-  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[3],
+  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
                           const uint8_t* table, uint8_t* scratch) {
-    uint16_t* codes = (uint16_t*)scratch + thread() % 32 / 8 * ROOM;
-    uint16_t* radius = codes + 4 * ROOM;
+    uint16_t* numbers[NUMBERS];
+    KV_UNROLL for (int n = 0; n < NUMBERS; n++) {
+      numbers[n] = (uint16_t*)scratch + (n * 4 + thread() % 32 / 8) * ROOM;
+      clear_spare<CHUNKS>(numbers[n], part);
+    }
     uint32_t steps[D / 32];
     uint16_t scale = HqmqLengths<D, R>::round(y, steps);
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
       float x[4] = {y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]};
-      codes[8 * i + part] = (uint16_t)HqmqSearch<S>::find(table, x);
-      radius[8 * i + part] = (uint16_t)steps[i];
+      uint32_t number[3];
+      split(HqmqSearch<S>::find(table, x), steps[i], number);
+      KV_UNROLL for (int n = 0; n < NUMBERS; n++) numbers[n][8 * i + part] = (uint16_t)number[n];
     }
-    clear_spare<CHUNKS>(codes, part);
-    clear_spare<CHUNKS>(radius, part);
     sync_warp();
-    store_stream<CHUNKS, BITS>(at[0], codes, part, keep, live);
-    store_stream<CHUNKS, R>(at[1], radius, part, keep, live);
-    if (part == 0 && live) *(uint16_t*)at[2] = (uint16_t)(scale & keep);
+    store_stream<CHUNKS, Fields::UNITS ? 16 : Fields::LOW>(at[0], numbers[0], part, keep, live);
+    if constexpr (NUMBERS > 1) {
+      store_stream<CHUNKS, Fields::UNITS ? Fields::SPARE : 4>(at[1], numbers[1], part, keep, live);
+    }
+    if constexpr (NUMBERS > 2) store_planes(at[2], numbers[2], part, keep, live);
+    if (part == 0 && live) *(uint16_t*)at[NUMBERS] = (uint16_t)(scale & keep);
     sync_warp();
+  }
+
+  KV_DEV static void split(uint32_t code, uint32_t radius, uint32_t (&number)[3]) {
+    uint32_t sign = code & 1, row = code >> 1;
+    if (Fields::UNITS) {
+      number[0] = sign << 15 | row << Fields::HELD | (radius & ((1u << Fields::HELD) - 1));
+      number[1] = radius >> Fields::HELD;
+    } else {
+      number[0] = row & ((1u << Fields::LOW) - 1);
+      number[1] = Fields::SIGNED ? radius | sign << 3 : radius;
+      number[2] = Fields::LOW == 8 ? row >> 8 | sign << 1 : sign;
+    }
+  }
+
+  // bit p of the numbers is plane p; in a plane chunk EIGHTH g + i is bit g of byte i
+  KV_DEV static void store_planes(uint8_t* at, const uint16_t* bits, int part, uint32_t keep, bool live) {
+    if (part >= Fields::EIGHTH || !live) return;
+    uint32_t bytes = 0;
+    KV_UNROLL for (int g = 0; g < 8; g++) {
+      uint32_t x = bits[Fields::EIGHTH * g + part];
+      bytes |= ((x & 1) | (x & 2) << 7) << g;
+    }
+    KV_UNROLL for (int p = 0; p < Fields::BITS; p++) at[p * Fields::EIGHTH + part] = (uint8_t)((bytes & keep) >> 8 * p);
   }
 };
 

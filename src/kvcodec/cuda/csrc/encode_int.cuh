@@ -3,7 +3,8 @@
 //
 //     EncodeGroupInt<D, BITS, GROUP, SYMMETRIC>       GROUP = 0: one group
 //
-// Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric.
+// Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are woven (ops/woven.py)
+// at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
 #pragma once
 #include "encode.cuh"
 
@@ -73,6 +74,20 @@ KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c
   }
 }
 
+// The bytes of a woven run of 128 channels: 'code' holds the 16 that part 0..7 has of it, 4 q + p for channel 32 q + 4
+// part + p. As above, but lanes share nothing: a lane's units are whole.
+template <int WIDTH>
+KV_DEV void store_woven(uint8_t* to, int part, const uint32_t (&code)[16], uint32_t keep, bool live) {
+  static_assert(WIDTH == 2 || WIDTH == 3, "4 bits in a plain stream are the same bytes");
+  constexpr int EACH = 16 / WIDTH;
+  KV_UNROLL for (int i = 0; i < WIDTH; i++) {
+    uint32_t unit = code[EACH * i];
+    KV_UNROLL for (int s = 1; s < EACH; s++) unit += code[EACH * i + s] << WIDTH * s;
+    if (WIDTH == 3) unit = (unit & 0x7fff) | code[15] >> i << 15;
+    if (live) ((uint16_t*)to)[8 * i + part] = (uint16_t)(unit & keep);
+  }
+}
+
 // One number for each of GROUPS groups that all eight lanes of a row share, wanted once per group: lanes LANES g ..
 // LANES g + LANES - 1 have group g afterwards. Halving the groups at each exchange takes 4 + 2 + 1 of them for eight,
 // not 8 * 3.
@@ -107,7 +122,7 @@ template <int LANES> KV_DEV float team_min(float x) {
 }
 
 // groups of channels of one token, any grid
-template <int D, int GROUP, class GRID> struct EncodeGroups {
+template <int D, int GROUP, class GRID, bool WOVEN = false> struct EncodeGroups {
   KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = D / 8;
   KV_CONST int G = GROUP ? GROUP : D, GROUPS = (D + G - 1) / G;
   KV_CONST int PLANES = GRID::HAS_ZERO ? 3 : 2;
@@ -189,18 +204,22 @@ template <int D, int GROUP, class GRID> struct EncodeGroups {
         if (live && part == g % 8) put(at, g, one, keep);
       }
     }
-    KV_UNROLL for (int i = 0; i < N / 4; i++) {
-      uint32_t code[4];
-      KV_UNROLL for (int e = 0; e < 4; e++) {
-        const Held& own = h[4 * i + e];
-        code[e] = GRID::code(y[4 * i + e], own.s, own.r, own.z);
+    constexpr int RUN = WOVEN ? 16 : 4;  // codes that are stored together
+    KV_UNROLL for (int i = 0; i < N / RUN; i++) {
+      uint32_t code[RUN];
+      KV_UNROLL for (int e = 0; e < RUN; e++) {
+        const Held& own = h[RUN * i + e];
+        code[e] = GRID::code(y[RUN * i + e], own.s, own.r, own.z);
       }
-      store_quad<GRID::WIDTH>(at[0] + 4 * GRID::WIDTH * i, part, code[0], code[1], code[2], code[3], keep, live);
+      uint8_t* to = at[0] + RUN * GRID::WIDTH * i;
+      if constexpr (WOVEN) store_woven<GRID::WIDTH>(to, part, code, keep, live);
+      else store_quad<GRID::WIDTH>(to, part, code[0], code[1], code[2], code[3], keep, live);
     }
   }
 };
 
 template <int D, int BITS, int GROUP, bool SYMMETRIC>
-using EncodeGroupInt = EncodeGroups<D, GROUP, IntGrid<BITS, SYMMETRIC>>;
+using EncodeGroupInt =
+    EncodeGroups<D, GROUP, IntGrid<BITS, SYMMETRIC>, (BITS == 2 || BITS == 3) && GROUP == 32 && D % 128 == 0>;
 
 }  // namespace kv

@@ -37,6 +37,14 @@ using int64_t = long long;
 namespace kv {
 
 KV_DEV int thread() { return threadIdx.x; }
+// x, of which the compiler forgets the range but that it is small: it would make an "or" of 16 + x for x < 16, and an
+// address's constant part could no longer stand in the load
+KV_DEV int opaque(int x) {
+  int y;
+  asm("mov.s32 %0, %1;" : "=r"(y) : "r"(x));
+  __builtin_assume(y >= 0 && y < 65536);
+  return y;
+}
 KV_DEV int block_x() { return blockIdx.x; }
 KV_DEV int block_y() { return blockIdx.y; }
 KV_DEV int block_z() { return blockIdx.z; }
@@ -106,6 +114,11 @@ KV_DEV uint32_t hmul2(uint32_t a, uint32_t b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
+KV_DEV uint32_t hmax2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
 KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
@@ -127,7 +140,8 @@ KV_DEV uint32_t high2(uint32_t x) {
 }
 
 // -- bits -------------------------------------------------------------------------------------------------------------
-KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {  // selector: 0..7 in each of four nibbles
+// selector: in each of four nibbles 0..7 for a byte of b:a; 8 more for its highest bit, eight times
+KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
   return y;
@@ -136,6 +150,12 @@ KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {  // selector: 
 KV_DEV uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+// c + the low half of a times the lowest byte of b + the high half times the second byte, all unsigned
+KV_DEV uint32_t dot2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 // (x & mask) | bits in one instruction, though both are constants
@@ -163,6 +183,19 @@ KV_DEV uint32_t transpose8(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+// N transposed 8 x 8 matrices of 16-bit numbers: lane 8 i + r gives where row r of matrix i lies, 16 bytes of shared
+// memory (lanes from 8 N on: anywhere readable); r[i]: lane 4 g + j has column g, rows 2j 2j+1
+template <int N> KV_DEV void load_transposed(uint32_t* r, const void* row) {
+  static_assert(N == 2 || N == 4, "what the instruction has");
+  uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+  if constexpr (N == 4) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+        : "=r"(r[0]), "=r"(r[1]) : "r"(at) : "memory");
+  }
 }
 
 // -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------

@@ -34,11 +34,16 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     float d[4];
     KV_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
+    // two chains of products, which wait for each other's results half as long
+    constexpr bool TWO = K::GROUPS == 1 && PER > 2 && !K::HAS_K_ZERO;
+    float d2[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     KV_UNROLL
     for (int k = group * PER; k < (group + 1) * PER; k += 2) {
-      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
-      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+      float (&to)[4] = TWO && k % 4 ? d2 : d;
+      if (K::K_BLOCKED) mma(to, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
+      else mma(to, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
     }
+    if (TWO) d[0] += d2[0], d[1] += d2[1], d[2] += d2[2], d[3] += d2[3];
     if constexpr (K::K_BLOCKED) {
       KV_UNROLL
       for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
@@ -62,24 +67,35 @@ KV_CONSTEXPR uint32_t inverse_half(float w) {
   for (; w > 1.0f; w *= 0.5f) --exponent;
   return (uint32_t)exponent << 10;
 }
-template <class K> KV_DEV uint32_t unweighted(uint32_t q, int r) {
-  return hmul2(q, inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16);
+template <class K> KV_CONSTEXPR uint32_t inverse_weights(int r) {
+  return inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16;
+}
+template <class K, int D> KV_DEV uint32_t unweighted(const Query<K, D>& q, int r) {
+  return inverse_weights<K>(r) == 0x3c003c00u ? q.r[r] : q.plain[r];
 }
 
-// scale and zero of 32 tokens' channels go into q: block_q = q s, and the zeros' share of every score
+// Scale and zero of 32 tokens' channels go into q: block_q = q s, and the zeros' share of every score.
+//
+// block_q is rounded to fp16. Where a channel is loud, what that changes shows: 2^-12 of q s, times a code of up to
+// 2^b - 1, is 0.02 in a score of 70. The tensor core sums q s and block_q exactly, and their difference, times the
+// middle code, joins the zeros: what is left is half of it at most, as if the keys had been rounded to fp16.
 template <class K, int D, class P>
 KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const Query<K, D>& q, const P& planes,
                         int block, int lane) {
   uint32_t s[K::K_REGS], z[K::K_REGS];
   K::k_block(planes, block, lane % 4, s, z);
-  KV_UNROLL
-  for (int i = 0; i < 4; ++i) zero[i] = 0.0f;
+  float exact[4] = {0.0f, 0.0f, 0.0f, 0.0f}, rounded[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   KV_UNROLL
   for (int k = 0; k < K::K_REGS; k += 2) {
     block_q[k] = hmul2(q.r[k], s[k]);
     block_q[k + 1] = hmul2(q.r[k + 1], s[k + 1]);
-    mma(zero, z[k], z[k], z[k + 1], z[k + 1], unweighted<K>(q.r[k], k), unweighted<K>(q.r[k + 1], k + 1));
+    // all tokens have the same zeros and scales: eight rows hold those, eight these
+    mma(exact, z[k], s[k], z[k + 1], s[k + 1], unweighted<K>(q, k), unweighted<K>(q, k + 1));
+    const uint32_t f0 = inverse_weights<K>(k), f1 = inverse_weights<K>(k + 1);
+    mma(rounded, f0, f0, f1, f1, block_q[k], block_q[k + 1]);
   }
+  zero[0] = zero[2] = exact[0] + (exact[2] - rounded[0]) * K::K_MIDDLE;
+  zero[1] = zero[3] = exact[1] + (exact[3] - rounded[1]) * K::K_MIDDLE;
 }
 
 // out += V^T P of 16 tokens, P by `weights`; dead tokens' numbers are dropped when MASKED
@@ -90,7 +106,10 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
   const uint32_t b0 = b[0], b1 = b[1];
   KV_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
-    const int at = token + 2 * j + odd;
+    const bool later = is_turned<V>(0) && j >= 2 ? !odd : odd;
+    // 2 j + later by nibbles, since the compiler keeps what it does not understand apart from the constant part
+    const int place = is_turned<V>(0) ? (int)((odd ? 0x6431u : 0x7520u) >> (4 * j) & 15u) : 2 * j + odd;
+    const int at = token + place;
     uint32_t x[V::V_REGS], y[V::V_REGS];
     V::values(planes, table, at, g, lane, x);
     V::values(planes, table, at + 8, g, lane, y);
@@ -100,12 +119,43 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
       for (int r = 0; r < V::V_REGS; ++r) x[r] = keep_x ? x[r] : 0u, y[r] = keep_y ? y[r] : 0u;
     }
     // one token's two channels share a register, so each product takes P in one half and zero in the other
-    const uint32_t low0 = odd ? b0 >> 16 : b0 & 0xffffu, low1 = odd ? b1 >> 16 : b1 & 0xffffu;
-    const uint32_t high0 = odd ? b0 & 0xffff0000u : b0 << 16, high1 = odd ? b1 & 0xffff0000u : b1 << 16;
+    const uint32_t down = later ? 0x4432u : 0x4410u, up = later ? 0x3244u : 0x1044u;
+    const uint32_t low0 = prmt(b0, 0u, down), low1 = prmt(b1, 0u, down);
+    const uint32_t high0 = prmt(b0, 0u, up), high1 = prmt(b1, 0u, up);
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);
       mma(out[k][1], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], high0, high1);
+    }
+  }
+}
+
+// The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES. Dead tokens have
+// P = 0 and finite codes; their scales and zeros may be anything and are dropped.
+template <class V, int D, bool MASKED, class P>
+KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const uint32_t (&b)[2], const P& planes,
+                      int token, int lane, int live_from, int live_to) {
+  const int g = lane / 4, at = token + lane % 4 * 2;
+  uint32_t w[2][V::WORDS], s[2][V::SCALES], z[2];
+  V::load_pairs(planes, token, lane, w);
+  KV_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t live = 0xffffffffu;
+    if (MASKED) {
+      const int t = at + 8 * half;
+      live = (t >= live_from && t < live_to ? 0xffffu : 0u) | (t + 1 >= live_from && t + 1 < live_to ? ~0xffffu : 0u);
+    }
+    V::scale_pairs(planes, at + 8 * half, live, s[half]);
+    z[half] = V::zero_pair(planes, at + 8 * half, g) & live;
+  }
+  mma(zero, z[0], 0u, z[1], 0u, b[0], b[1]);
+  KV_UNROLL
+  for (int q = 0; q < V::SCALES; ++q) {
+    const uint32_t b0 = hmul2(b[0], s[0][q]), b1 = hmul2(b[1], s[1][q]);
+    KV_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      const int e = 4 * q + n;
+      mma(out[q][n], V::pair(w[0], e), V::pair(w[0], e + 2), V::pair(w[1], e), V::pair(w[1], e + 2), b0, b1);
     }
   }
 }

@@ -20,6 +20,7 @@ template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched
 // The query of 8 heads in the basis of the codes: B operands of the tensor core, and what undoes their scaling.
 template <class K, int D> struct Query {
   uint32_t r[K::K_REGS];       // head g, channels of part j
+  uint32_t plain[K::K_BLOCKED ? K::K_REGS : 1];  // the same without weights
   float sum[K::GROUPS][2];     // sum over a group's channels of the rounded q; heads 2j, 2j+1
   float scale[2];              // scores = dot * scale, in powers of two
 };
@@ -67,10 +68,10 @@ KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const
   const float* mine = shared + g * WIDTH;
   const float top = shared[8 * WIDTH + g];
   // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room
-  // themselves
+  // themselves: below 1, so that a product with any of them is finite
   int exponent = (int)(float_bits(top) >> 23) - 127;
   exponent = exponent < -100 ? -100 : exponent > 100 ? 100 : exponent;
-  exponent -= K::K_BLOCKED ? 0 : 9;
+  exponent -= K::K_BLOCKED ? -1 : 9;
   const float down = bits_float((uint32_t)(127 - exponent) << 23), up = bits_float((uint32_t)(127 + exponent) << 23);
   KV_UNROLL
   for (int group = 0; group < K::GROUPS; ++group) {
@@ -82,6 +83,7 @@ KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const
       const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
       const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
       q.r[r] = pack_half2(x0, x1);
+      if constexpr (K::K_BLOCKED) q.plain[r] = pack_half2(x0 / w0, x1 / w1);
       sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
     }
     sum += shfl_xor(sum, 1);

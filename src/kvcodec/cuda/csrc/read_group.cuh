@@ -3,6 +3,7 @@
 #pragma once
 #include "read_int.cuh"
 #include "read_levels.cuh"
+#include "read_woven.cuh"
 
 namespace kv {
 
@@ -48,7 +49,7 @@ template <int D, int BITS> struct GroupKeys {
 
 // Groups of GROUP channels of a token, asymmetric. Values of two bits are looked up a byte at a time: the four exact
 // numbers of an entry cost two operations, masks and a subtraction cost nine.
-template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BITS> {
+template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
   using V = Codes<BITS, D == 96 ? 16 : D / 8>;
   static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
   KV_CONST int ROW = D * BITS / 8;
@@ -106,6 +107,12 @@ template <int D, int BITS, int GROUP = 32> struct ReadGroupInt : GroupKeys<D, BI
   }
 };
 
+// The reader of the codec's bytes: woven (of 4 bits the same) or a plain bit stream.
+template <int D, int BITS, int GROUP, bool WOVEN> struct GroupInt { using Reader = ReadPlainInt<D, BITS, GROUP>; };
+template <int D, int BITS> struct GroupInt<D, BITS, 32, true> { using Reader = ReadWoven<D, BITS>; };
+template <int D, int BITS, int GROUP = 32>
+using ReadGroupInt = typename GroupInt<D, BITS, GROUP, GROUP == 32 && BITS < 8 && D % 128 == 0>::Reader;
+
 // Keys in groups of 32 tokens of a channel, asymmetric (kivi).
 template <int D, int BITS> struct ReadTokenInt {
   using K = Codes<BITS, key_codes<D, BITS>()>;
@@ -121,6 +128,7 @@ template <int D, int BITS> struct ReadTokenInt {
   KV_CONST bool K_BLOCKED = true;
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 16777216.0f;
+  KV_CONST float K_MIDDLE = 0.5f * (float)((1 << BITS) - 1);  // code
   KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
   template <class P>

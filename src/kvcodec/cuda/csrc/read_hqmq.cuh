@@ -1,74 +1,144 @@
 // Reader of hqmq (kvcodec/codecs/hqmq.py, packing=ceil), keys and values: four channels are a row of a codebook times a
-// radius.
+// signed radius.
 //
-// The radius stays where it lies, an fp16 subnormal, and the codebook is held times 2^15, so that their product, one
-// instruction for two channels, is a normal number. Radii that lie higher by a power of two leave that to q or to the
-// output.
+// One mask leaves the signed radii of two chunks in the halves of a word, fp16 subnormals with a sign, and the codebook
+// is held times 2^15, so that their product, one instruction for two channels, is a normal number. Radii that lie
+// higher by a power of two leave that to q or to the output.
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
-// conflicts. Rows 2i and 2i + 1 are each other's negatives: half of them are held, and the code's lowest bit becomes
-// the radius' sign.
+// conflicts. Rows 2i and 2i + 1 of it are each other's negatives: half of them are held.
 #pragma once
 #include "bits.cuh"
+#include "hqmq.cuh"
 
 namespace kv {
 
-// Dead slots hold any bits, and 24 S is no power of two: what is looked up for them must not lie outside of shared
-// memory.
-enum Bound {
-  CLAMP,  // by one more instruction for each row
-  UP,     // rows behind the table may be read: it is the keys', and the values' is as long
-  DOWN,   // rows before the table may be read: it is the values', upside down, and the keys' is as long
+// Whose table it is. Dead slots hold any bits, and 24 S is no power of two: what is looked up for them must not lie
+// outside of shared memory.
+enum Place {
+  ALONE,   // addresses are bounded, by one more instruction for each row
+  KEYS,    // beside the values' of the same S, which is as long and follows: rows behind the table may be read
+  VALUES,  // upside down behind the keys': rows before it may be read
 };
 
-template <int D, int S, int R, Bound BOUND = CLAMP> struct ReadHqmq {
-  KV_CONST int W = S == 24 ? 10 : S == 48 ? 11 : S == 96 ? 12 : 13;
-  static_assert((S == 24 || S == 48 || S == 96 || S == 192) && (R == 3 || R == 4 || R == 6), "what the codec has");
-  KV_CONST int CHUNKS = D / 4;
-  KV_CONST int ROW = (CHUNKS * W + 7) / 8;
-  KV_CONST int RADII = (CHUNKS * R + 7) / 8;
+template <int D, int S, int R, Place PLACE = ALONE> struct ReadHqmq {
+  using Fields = HqmqFields<D, S, R>;
+  KV_CONST int CHUNKS = Fields::CHUNKS;
   KV_CONST int ENTRIES = 12 * S;
-  using Codebook = Table8<ENTRIES, 73728>;
+  // Rows whose low bits are a byte: keys' and values' tables lie in each other's gaps, so that rows are 256 bytes apart
+  // and one prmt sets an address together, of copy, low byte and high bit.
+  KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
+  KV_CONST bool WOVEN = BYTES && PLACE != ALONE;
+  using Codebook = Table8<ENTRIES, 73728, WOVEN ? 2 : 1>;
 
   KV_CONST int BLOCK = 1;
-  KV_CONST int PLANES = 3;
-  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? ROW : p == 1 ? RADII : 2; }
+  KV_CONST int PLANES = Fields::PLANES;
+  KV_FUNCTION int plane_bytes(int p) { return Fields::plane_bytes(p); }
   KV_CONST int TABLE = Codebook::BYTES;
+  KV_CONST int REACH = WOVEN ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
 
   // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
-    Codebook::template fill<BOUND == DOWN>(to, from, thread, threads);
+    constexpr bool DOWN = PLACE == VALUES && !WOVEN;
+    Codebook::template fill<DOWN>(WOVEN && PLACE == VALUES ? to - GAP : to, from, thread, threads);
   }
+  KV_CONST int GAP = TABLE - Codebook::STRIDE / 2;  // from the values' woven table to where it would be
 
-  // N chunks of a part
+  // N chunks of a part: all of the eighth `part` of a row (values), or two eighths (keys)
   template <int N> struct Part {
-    using Lengths = Small<RADII, N, R>;
-    KV_FUNCTION float weight(int k) { return 1.0f / (float)(1 << Lengths::shift(k)); }
+    KV_CONST int TO = Codebook::STRIDE_BIT;
+    KV_CONST uint32_t LAST = (1u << (Fields::W - 1)) - 1;  // of the rows that a code can name
+    // where row 0 would be
+    KV_DEV static const uint8_t* begin(const uint8_t* table) {
+      return PLACE != VALUES ? table : table - (WOVEN ? GAP : (int)(LAST - ENTRIES + 1) * Codebook::STRIDE);
+    }
+    KV_DEV static uint32_t bounded(uint32_t at, uint32_t most) { return PLACE != ALONE || at < most ? at : most; }
+    KV_DEV static void times(uint32_t* r, Words2 x, uint32_t lengths, bool high) {
+      const uint32_t length = high ? high2(lengths) : low2(lengths);
+      r[0] = hmul2(x.a, length), r[1] = hmul2(x.b, length);
+    }
+
+    // chunks 2i and 2i + 1 are the halves of a word
     template <class P>
-    KV_DEV static void read(const P& planes, const uint8_t* table, int token, int own, int part, int lane,
-                            uint32_t* r) {
-      const Stream<ROW, N * W> codes(planes[0], token, own, part);
-      const Lengths lengths(planes[1], token, own, part);
-      const uint32_t mine = Codebook::copy(lane);
-      constexpr int TO = Codebook::STRIDE_BIT;
-      constexpr uint32_t LAST = (1u << (W - 1)) - 1;  // of the rows that a code can name
+    KV_DEV static void units(const uint32_t (&w)[(N + 1) / 2], const P& planes, const uint8_t* table, int token,
+                             int own, int part, int lane, uint32_t* r) {
+      constexpr uint32_t BOTH = 0x10001u, ROWS = LAST << Fields::HELD, LOW = (1u << Fields::HELD) - 1;
+      constexpr uint32_t HIGH = ((1u << R) - 1) & ~LOW, WEIGHT = 1u << (TO - Fields::HELD);
+      const uint32_t origin = table_origin(begin(table)), mine = Codebook::copy(lane) + origin;
+      uint32_t more[(N + 1) / 2];
+      if (Fields::SPARE) spare(planes, token, own, part, more);
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
-        const uint32_t row = codes.field(W * k + 1, W - 1, TO);
-        uint32_t at = ((BOUND == DOWN ? ~row : row) & LAST << TO) | mine;
-        if (BOUND == CLAMP) at = at < (uint32_t)TABLE - 8 ? at : (uint32_t)TABLE - 8;
-        const Words2 x = Codebook::get(table - (BOUND == DOWN ? (int)(LAST - ENTRIES + 1) * Codebook::STRIDE : 0), at);
-        uint32_t length = lengths.word(k);
-        const int sign = Lengths::high(k) ? 31 : 15;
-        length |= codes.field(W * k, 1, sign) & 1u << sign;
-        length = Lengths::high(k) ? high2(length) : low2(length);
-        r[2 * k] = hmul2(x.a, length), r[2 * k + 1] = hmul2(x.b, length);
+        const uint32_t x = w[k / 2], rows = (PLACE == VALUES ? ~x : x) & ROWS * BOTH;
+        uint32_t lengths = x;
+        if (Fields::SPARE) lengths = (x & ~(HIGH * BOTH)) | (more[k / 2] & HIGH * BOTH);
+        lengths &= (0x8000u | LOW | HIGH) * BOTH;
+        const uint32_t at = bounded(dot2(rows, k % 2 ? WEIGHT << 8 : WEIGHT, mine), origin + TABLE - 8);
+        times(r + 2 * k, load_from2(begin(table), at), lengths, k % 2);
       }
     }
+    // high bits of the radii of chunks 2i and 2i + 1, where they belong; bits around them are others'
+    template <class P>
+    KV_DEV static void spare(const P& planes, int token, int own, int part, uint32_t (&more)[(N + 1) / 2]) {
+      constexpr int BITS = Fields::SPARE ? Fields::SPARE : 1, GROUP = 16 / BITS / 2 * 2;  // chunks of 16 bits, even
+      const Stream<CHUNKS * BITS / 8, N * BITS> stream(planes[1], token, own, part);
+      KV_UNROLL
+      for (int k = 0; k < N; k += 2) {
+        const uint32_t x = stream.field(k / GROUP * GROUP * BITS, 16, 0), pair = prmt(x, x >> BITS, 0x5410);
+        const int by = k % GROUP * BITS - Fields::HELD;
+        more[k / 2] = by > 0 ? pair >> by : pair << -by;
+      }
+    }
+
+    template <class P>
+    KV_DEV static void apart(const P& planes, const uint8_t* table, int token, int own, int part, int lane,
+                             uint32_t* r) {
+      constexpr int EIGHTH = Fields::EIGHTH, BITS = Fields::BITS ? Fields::BITS : 1;
+      const Stream<CHUNKS * Fields::LOW / 8, N * Fields::LOW> low(planes[0], token, own, part);
+      const Stream<CHUNKS / 2, 4 * N> radii(planes[1], token, own, part);
+      const Stream<BITS * EIGHTH, 8 * BITS * EIGHTH> bits(planes[Fields::BITS ? 2 : 1], token, own, 0);
+      KV_UNROLL
+      for (int k = 0; k < N; ++k) {
+        const int g = N == EIGHTH ? part : part * (N / EIGHTH) + k / EIGHTH, i = k % EIGHTH;
+        uint32_t at;
+        if (BYTES) {
+          at = address(low.w[k / 4], k % 4, bits.w[i / 4] >> g, i % 4, lane);
+        } else {
+          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO);
+          at = ((PLACE == VALUES ? ~x : x) & LAST << TO) | Codebook::copy(lane);
+        }
+        // four chunks: bytes of radii doubled
+        const uint32_t x = prmt(radii.w[k / 8], 0u, k / 4 % 2 ? 0x3322 : 0x1100);
+        uint32_t lengths;
+        if (Fields::SIGNED) {
+          lengths = (k % 2 ? x : x << 4) & 0x80708070u;
+        } else {
+          const int n = (BITS - 1) * EIGHTH + i, to = 15 + k % 4 / 2 * 16;  // the sign's byte, and where it belongs
+          const uint32_t sign = funnel(bits.w[n / 4], bits.w[n / 4], (uint32_t)(32 + n % 4 * 8 - to + g));
+          lengths = x & (k % 2 ? 0x00f000f0u : 0x000f000fu);
+          lengths = and_or(sign, 0x80008000u, lengths);
+        }
+        times(r + 2 * k, Codebook::get(begin(table), bounded(at, TABLE - 8)), lengths, k % 4 / 2);
+      }
+    }
+    // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`
+    KV_DEV static uint32_t address(uint32_t low, int b, uint32_t high, int h, int lane) {
+      const uint32_t copy = Codebook::copy(lane);
+      if (!WOVEN) {
+        const uint32_t at = prmt(low, high & 0x01010101u, (uint32_t)(b | (4 + h) << 4 | (12 + h) * 0x1100));
+        return (at << TO) + copy;
+      }
+      // the copy takes the place of a byte of bits; it is less than 128: its highest bit makes zeros
+      if (h == 0) return prmt(low, and_or(high, 1u, copy << 8), (uint32_t)(5 | b << 4 | 0xd400));
+      return prmt(low, and_or(high, 0x01010100u, copy), (uint32_t)(4 | b << 4 | (4 + h) << 8 | 0xc000));
+    }
   };
-  // sigma / (2^R - 1), from sigma / 2, 2^-24 of a subnormal and the codebook's 2^15
+
+  // sigma / (2^R - 1), from sigma / 2, 2^-24 of a subnormal and the codebook's 2^15; radii may lie four bits higher
+  KV_CONST float UNIT = 1024.0f / (float)((1 << R) - 1) * (!Fields::UNITS && Fields::SIGNED ? 0.0625f : 1.0f);
+  KV_FUNCTION float weight(int e) { return !Fields::UNITS && !Fields::SIGNED && e / 4 % 2 ? 0.0625f : 1.0f; }
   template <class P> KV_DEV static float scale(const P& planes, int token) {
-    return half_float(((const uint16_t*)planes[2])[token]) * (1024.0f / (float)((1 << R) - 1));
+    return half_float(((const uint16_t*)planes[PLANES - 1])[token]);
   }
 
   using Keys = Part<CHUNKS / 4>;
@@ -77,13 +147,24 @@ template <int D, int S, int R, Bound BOUND = CLAMP> struct ReadHqmq {
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 1.0f;
+  KV_CONST float K_SCALE_UNIT = UNIT;
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e; }
-  KV_FUNCTION float k_weight(int e) { return Keys::weight(e / 4); }
+  KV_FUNCTION float k_weight(int e) { return weight(e); }
   template <class P>
   KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
-    Keys::read(planes, table, token, lane / 4, part, lane, r);
+    if constexpr (Fields::UNITS) {
+      const Stream<2 * CHUNKS, 4 * CHUNKS> x(planes[0], token, lane / 4, part);
+      Keys::units(x.w, planes, table, token, lane / 4, part, lane, r);
+    } else {
+      Keys::apart(planes, table, token, lane / 4, part, lane, r);
+    }
   }
-  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
+  template <class P> KV_DEV static void k_scales(const P& planes, int token, float (&s)[1]) {
+    s[0] = scale(planes, token);
+  }
+  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) {
+    return scale(planes, token) * UNIT;
+  }
 
   using Values = Part<CHUNKS / 8>;
   KV_CONST int V_REGS = CHUNKS / 4;
@@ -91,12 +172,25 @@ template <int D, int S, int R, Bound BOUND = CLAMP> struct ReadHqmq {
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = true;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
-  KV_FUNCTION float v_weight(int e) { return Values::weight(e / 4); }
+  KV_CONST bool CROSSED = Fields::UNITS && Fields::SPARE == 0 && D == 128;
+  KV_FUNCTION int v_channel(int part, int e) {
+    return CROSSED ? 8 * CrossedWords::word(part, e / 8) + e % 8 : part * (D / 8) + e;
+  }
+  KV_FUNCTION float v_weight(int e) { return weight(e) * UNIT; }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
                             uint32_t (&r)[V_REGS]) {
-    Values::read(planes, table, token, lane % 4 * 2, part, lane, r);
+    const int own = lane % 4 * 2;
+    if constexpr (CROSSED) {
+      uint32_t w[2];
+      CrossedWords::load(planes[0], token, own, part, lane, w);
+      Values::units(w, planes, table, token, own, part, lane, r);
+    } else if constexpr (Fields::UNITS) {
+      const Stream<2 * CHUNKS, 2 * CHUNKS> x(planes[0], token, own, part);
+      Values::units(x.w, planes, table, token, own, part, lane, r);
+    } else {
+      Values::apart(planes, table, token, own, part, lane, r);
+    }
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
 };

@@ -58,20 +58,6 @@ template <int RUN, int PARTS> struct PartStream {
   }
 };
 
-// Values, eight parts of two words. The four tokens that a warp reads at once are an even number of 64-byte rows
-// apart, in the same banks; so a part has words 4 (part / 2) + part % 2 and two on, and lanes of the later two tokens
-// read them the other way round and turn them back.
-struct CrossedWords {
-  KV_FUNCTION int word(int part, int i) { return part / 2 * 4 + part % 2 + 2 * i; }
-  KV_DEV static void load(const uint8_t* row, int part, int lane, uint32_t (&w)[2]) {
-    const uint8_t* at = row + 4 * word(part, 0);
-    const int first = lane & 2;
-    const uint32_t x = *(const uint32_t*)(at + 4 * first), y = *(const uint32_t*)(at + (8 - 4 * first));
-    w[0] = first ? y : x;
-    w[1] = first ? x : y;
-  }
-};
-
 // Levels of codes of BITS bits. In global memory: one copy of each entry, the codes of its index from the lowest bits
 // up, see level_table in kvcodec/cuda/tables.py.
 template <int BITS> struct LevelTable {
@@ -171,7 +157,7 @@ template <int D, int BITS> struct LevelRows {
   }
   KV_DEV static void values(const uint8_t* row, const uint8_t* table, int part, int lane, uint32_t (&r)[V_REGS]) {
     uint32_t w[PartStream<D / 8 * BITS, 8>::WORDS];
-    if constexpr (CROSSED) CrossedWords::load(row, part, lane, w);
+    if constexpr (CROSSED) CrossedWords::load(row, 0, 0, part, lane, w);
     else PartStream<D / 8 * BITS, 8>::load(row, part, w);
     Table::look_up(w, table, lane, r);
   }

@@ -22,6 +22,7 @@ constexpr int TABLE_NONE = 2;      // keys: in registers
 template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   static_assert(!REAL || WAY != TABLE_NONE, "real scales need the table's range");
   using Keys = PartStream<D, 4>;
+  using Values = PartStream<D / 2, 8>;
   using Rows = LevelRows<D, 4>;
   using Pairs = LevelTable<4>;
   KV_CONST int SCALES = D / 32;
@@ -65,7 +66,8 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   // both halves: the scale of a group, as raw numbers hold it
   template <class P> KV_DEV static uint32_t factor(const P& planes, int token, int group) {
     if (REAL) return ((const uint16_t*)planes[1])[token * SCALES + group] * 0x10001u;
-    const float f = bits_float((uint32_t)planes[1][token * SCALES + group] << 23) * HELD;
+    // the group first: added to 4 * token it would become an "or", and the token's constant part leave the load
+    const float f = bits_float((uint32_t)(planes[1] + group)[token * SCALES] << 23) * HELD;
     return pack_half2(f, f);
   }
 
@@ -134,18 +136,21 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     return bits_float(top(planes, token) >> 1 & 0x7f800000u) * 0.5f;  // 2^-14 is in the code and 2^15 in the factor
   }
 
+  KV_CONST bool V_TURNED = D == 128;  // rows of 64 bytes
   KV_CONST int V_REGS = D / 16;
   KV_CONST bool V_BLOCKED = false;
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = false;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_FUNCTION int v_channel(int part, int e) { return Rows::v_channel(part, e); }
+  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
   KV_FUNCTION float v_weight(int) { return REAL ? 1.0f / HELD : 1.0f / (HELD * HELD); }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
                             uint32_t (&r)[V_REGS]) {
     static_assert(WAY != TABLE_NONE, "values are looked up");
-    Rows::values(planes[0] + token * (D / 2), WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, part, lane, r);
+    uint32_t w[Values::WORDS];
+    Values::load(planes[0] + token * (D / 2), part, w);
+    Pairs::look_up(w, WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, lane, r);
     constexpr int SPAN = span(8);
     KV_UNROLL
     for (int i = 0; i < SCALES; i += SPAN) {

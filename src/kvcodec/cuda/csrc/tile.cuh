@@ -18,21 +18,40 @@ template <class R> KV_CONSTEXPR int plane_offset(int p, int tokens) {
 }
 template <class R> KV_CONSTEXPR int planes_bytes(int tokens) { return plane_offset<R>(R::PLANES, tokens); }
 
+// A reader may have REACH: so many bytes of shared memory, from its beginning on, that addresses made of dead slots' bits
+// lie in them.
+template <class R> KV_CONSTEXPR auto reach(int) -> decltype(R::REACH) { return R::REACH; }
+template <class R> KV_CONSTEXPR int reach(long) { return 0; }
+template <class K, class V> KV_CONSTEXPR int with_reach(int shared) {
+  const int most = reach<K>(0) > reach<V>(0) ? reach<K>(0) : reach<V>(0);
+  return shared > most ? shared : most;
+}
+
 // the planes of one role in a tile of T tokens; planes[p] is where plane p begins
 template <class R, int T> struct Planes {
   const uint8_t* base;
   // p is a number in every call; the compiler would leave plane_offset's loop in the code all the same
   template <int N> KV_FUNCTION int offset_or_0() { return N < R::PLANES ? plane_offset<R>(N, T) : 0; }
   KV_DEV const uint8_t* operator[](int p) const {
-    static_assert(R::PLANES <= 5, "one more case");
+    static_assert(R::PLANES <= 6, "one more case");
     constexpr int at1 = offset_or_0<1>(), at2 = offset_or_0<2>(), at3 = offset_or_0<3>(), at4 = offset_or_0<4>();
-    return base + (p == 0 ? 0 : p == 1 ? at1 : p == 2 ? at2 : p == 3 ? at3 : at4);
+    constexpr int at5 = offset_or_0<5>();
+    return base + (p == 0 ? 0 : p == 1 ? at1 : p == 2 ? at2 : p == 3 ? at3 : p == 4 ? at4 : at5);
   }
 };
+
+// A reader of values may be V_PAIRED: registers hold one channel of two tokens, scales and zeros are by group and token.
+template <class V> KV_CONSTEXPR auto is_paired(int) -> decltype(V::V_PAIRED) { return V::V_PAIRED; }
+template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }
 
 // Bytes of shared memory, zero between uses, that a reader of outliers wants for each warp (read_med.cuh).
 template <class R> KV_CONSTEXPR auto scratch_bytes(int) -> decltype(R::SCRATCH) { return R::SCRATCH; }
 template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
+
+// A reader of values may be V_TURNED: lanes with j >= 2 take the later token of their two neighbours first. Where two
+// rows fill the 128 bytes of all banks, half of the lanes then read the other half of them.
+template <class V> KV_CONSTEXPR auto is_turned(int) -> decltype(V::V_TURNED) { return V::V_TURNED; }
+template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }

@@ -55,19 +55,23 @@ KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, c
 template <class R, int T>
 KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
                           int part, int lane) {
-  uint32_t r[R::V_REGS];
-  R::values(planes, table, token, part, lane, r);
-  KV_UNROLL
-  for (int e = 0; e < 2 * R::V_REGS; ++e) {
-    x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
-    if constexpr (R::V_BLOCKED) {
-      const int c = R::v_channel(part, e);
-      if (c < 0) continue;
-      x[e] *= R::v_bscale(planes, token / 32, c);
-      if constexpr (R::V_BLOCK_ZERO) x[e] += R::v_bzero(planes, token / 32, c);
-    } else {
-      if constexpr (R::HAS_V_SCALE) x[e] *= R::v_scale(planes, token);
-      if constexpr (R::HAS_V_ZERO) x[e] += R::v_zero(planes, token);
+  if constexpr (is_paired<R>(0)) {
+    R::floats(planes, token, part, x);
+  } else {
+    uint32_t r[R::V_REGS];
+    R::values(planes, table, token, part, lane, r);
+    KV_UNROLL
+    for (int e = 0; e < 2 * R::V_REGS; ++e) {
+      x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
+      if constexpr (R::V_BLOCKED) {
+        const int c = R::v_channel(part, e);
+        if (c < 0) continue;
+        x[e] *= R::v_bscale(planes, token / 32, c);
+        if constexpr (R::V_BLOCK_ZERO) x[e] += R::v_bzero(planes, token / 32, c);
+      } else {
+        if constexpr (R::HAS_V_SCALE) x[e] *= R::v_scale(planes, token);
+        if constexpr (R::HAS_V_ZERO) x[e] += R::v_zero(planes, token);
+      }
     }
   }
 }
@@ -78,7 +82,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
-  KV_CONST int SHARED = TABLES + WARPS * (TILE + 16 * ROW * 2);
+  KV_CONST int SHARED = with_reach<K, V>(TABLES + WARPS * (TILE + 16 * ROW * 2));
 
   KV_DEV static void store(const UnpackArgs& a, void* to, const uint16_t* rows, int b, int h, int first, int lane) {
     uint16_t* out = (uint16_t*)to + ((int64_t)(b * (int64_t)a.heads + h) * a.count + first - a.first) * D;

@@ -1,0 +1,132 @@
+"""Compile the CUDA kernels that the benches launch, several at a time, into the cache folder.
+
+    PYTHONPATH=src python benchmarks/compile_kernels.py [--specs A,B] [--shapes spine,sweep8] [--arch sm_90] [--rivals]
+
+Without this a bench compiles a program when it first needs it, one after the other: about two seconds each, two to five
+for a preset. It needs NVRTC and no GPU: with ``--arch`` it can run elsewhere, with the same version of NVRTC, and the
+cache (``~/.cache/kvcodec/cuda``, or below ``$XDG_CACHE_HOME``) be taken along. What it does not foresee is compiled
+when it is needed. ``--rivals`` lets the rivals that are installed compile theirs at the same time, which needs the GPU.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from kvcodec.bench.bf16 import Dense, library_rivals, missing
+from kvcodec.bench.generate import BATCHES, PROMPT
+from kvcodec.bench.packed import scheme_of
+from kvcodec.bench.shapes import PRESETS, Shape, shapes_named
+from kvcodec.codec import ROLES
+from kvcodec.cuda import attention, encode, prefill
+from kvcodec.cuda.build import Program, architecture, compile_program
+from kvcodec.cuda.pairs import Machine, Pair
+from kvcodec.errors import KVError
+from kvcodec.registry import get, split_specs
+from kvcodec.scheme import KVScheme
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = 36
+WARM = (Shape("warm", 1, 28, 4, 128, 2048), Shape("warm", 20, 32, 8, 128, 2048))
+"""The spine's heads with few tokens: what rivals compile depends on heads, and on whether sequences are split."""
+BF16 = attention.KINDS[torch.bfloat16]
+
+
+def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Program]:
+    """Programs that decode at a shape, encode, and unpack; none where no kernel reads the scheme."""
+    dim = shape.head_dim
+    page = scheme.page_layout(dim).page_tokens
+    key, value = (scheme.codec(role).for_dtype(torch.bfloat16) for role in ROLES)
+    pair = attention.pair_for(key, value, dim, page)
+    if not isinstance(pair, Pair):
+        return
+    holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
+    units = shape.batch * shape.kv_heads * -(-shape.group // attention.HEADS)
+    # the number of splits, for which the capacity counts, is no part of the program
+    config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins)
+    yield attention.program(pair, config, dense=BF16 if holds_dense else -1)
+    yield from encode.programs(encode.target_for(key, value, dim, page)).values()
+    if pair.key.queries == 1:
+        yield prefill.program(pair)
+
+
+def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> list[Program]:
+    """Return the programs of all specs at all shapes and in the steps of a whole model, each once."""
+    found: dict[Program, None] = {}
+    whole = [Shape("generate", batch, 32, 8, 128, PROMPT + 64) for batch in BATCHES]
+    for spec in specs:
+        layers = dict.fromkeys(get(spec).for_layer(i, LAYERS) for i in range(LAYERS))
+        cases = [(scheme_of(spec), s) for s in shapes] + [(scheme, s) for scheme in layers for s in whole]
+        for scheme, shape in cases:
+            try:
+                found |= dict.fromkeys(programs_of(scheme, shape, machine))
+            except KVError as error:  # the bench will say so in a row
+                print(f"{spec} at {shape.name}: {error}")
+    return list(found)
+
+
+def compile_one(program: Program, arch: str) -> float:
+    """Compile one program in a process of its own; seconds."""
+    begun = time.monotonic()
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  a line for each program helps nobody
+    compile_program(program, arch)
+    return time.monotonic() - begun
+
+
+def warm_rival(form: str) -> None:
+    """Call a rival once at each of WARM; what it lacks is its row's business."""
+    for shape in WARM:
+        rival = next(r for r in library_rivals(Dense(shape, torch.device("cuda"))) if f"{r.backend}, {r.form}" == form)
+        try:
+            rival.make()()
+        except Exception as error:  # whatever it is, the bench meets it again
+            print(f"{form}: {missing(error)}")
+            return
+    print(f"{form}: compiled")
+
+
+def start_rivals() -> list[subprocess.Popen[bytes]]:
+    """Start a process for each rival."""
+    forms = [
+        f"{r.backend}, {r.form}" for r in library_rivals(Dense(Shape("one", 1, 2, 1, 64, 16), torch.device("cpu")))
+    ]
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": path}
+    return [subprocess.Popen([sys.executable, __file__, "--rival", form], env=env) for form in forms]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--specs", default=",".join(PRESETS), help="default: what the benches time")
+    parser.add_argument("--shapes", default="spine,octopus,saw,per-head,sweep", help="(%(default)s)")
+    parser.add_argument("--arch", help="e.g. sm_90, which is then taken for an H200; default: the GPU here")
+    parser.add_argument("--rivals", action="store_true", help="those of other libraries as well")
+    parser.add_argument("--rival", help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
+    args = parser.parse_args()
+    if args.rival:
+        warm_rival(args.rival)
+        return 0
+    begun = time.monotonic()
+    others = start_rivals() if args.rivals else []
+    gpu = None if args.arch else torch.device("cuda", 0)
+    arch, machine = (args.arch, attention.H200) if gpu is None else (architecture(gpu), attention.machine(gpu))
+    todo = wanted(split_specs(args.specs), shapes_named(args.shapes), machine)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.workers, context) as pool:
+        seconds = list(pool.map(compile_one, todo, [arch] * len(todo)))
+    print(f"{len(todo)} programs for {arch}: {time.monotonic() - begun:.0f} s, {sum(seconds):.0f} s of work")
+    for process in others:
+        process.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
