@@ -401,8 +401,12 @@ def test_what_the_inner_codec_holds_depends_on_the_dtype():
     assert torch.equal(kvcodec.compress(kvcodec.KVScheme(key=Med(Dense()), value=Dense()), k, k).decode()[0], k.float())
 
 
-def test_no_kernel_claims_these_bytes():
-    assert kvcodec.registry.kernels_for(kvcodec.get("hqmq-s24_r3:outliers=3")) == {"encode": "none", "decode": "none"}
+def test_which_kernels_know_these_bytes():
+    kernels_for = kvcodec.registry.kernels_for
+    assert kernels_for(kvcodec.get("hqmq-s24_r3:outliers=3")) == {"encode": "cuda", "decode": "cuda"}
+    for inner in (SawInt4(), GroupInt(4, 32), InnerQ(3)):
+        scheme = kvcodec.KVScheme(key=Med(inner), value=Med(inner))
+        assert kernels_for(scheme) == {"encode": "none", "decode": "none"}
 
 
 def test_refusals():

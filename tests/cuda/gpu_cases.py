@@ -30,6 +30,8 @@ from kvcodec.layout import PageLayout
 from kvcodec.pages import PageStore
 
 DIMS = (64, 96, 128, 256)
+VARIANTS = ("hqmq-s96_r4:outliers=3",)
+"""What is read beside the presets by readers of its own."""
 PAGES = (64, 128, 32)
 FEW = 16
 SLACK = 2e-4
@@ -45,7 +47,7 @@ class Combination(NamedTuple):
 def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS) -> list[Combination]:
     """Return what the kernels read, one page size each, in turn."""
     found = []
-    for preset in presets or kvcodec.presets():
+    for preset in presets or (*kvcodec.presets(), *VARIANTS):
         scheme = kvcodec.get(preset)
         for dim in dims:
             page = PAGES[len(found) % len(PAGES)]

@@ -59,9 +59,9 @@ extern "C" void pairs(const uint32_t* a, const uint32_t* b, const uint32_t* c, u
   }
 }
 extern "C" void bits(const uint32_t* a, const uint32_t* b, const uint32_t* s, uint32_t* y, int64_t n) {
-  for (int64_t i = 0; i < n; i++, y += 4) {
+  for (int64_t i = 0; i < n; i++, y += 5) {
     y[0] = prmt(a[i], b[i], s[i]), y[1] = funnel(a[i], b[i], s[i]);
-    y[2] = dot2(a[i], b[i], s[i]), y[3] = dot4(a[i], b[i], s[i]);
+    y[2] = dot2(a[i], b[i], s[i]), y[3] = dot4(a[i], b[i], s[i]), y[4] = first_bit(a[i]);
   }
 }
 extern "C" void rounded(const double* x, double* y, float* z, uint32_t* packed, int64_t n) {

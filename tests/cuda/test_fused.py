@@ -13,6 +13,8 @@ import kvcodec
 from kvcodec.cache import LayerCache, RoleState
 from kvcodec.codec import ROLES
 from kvcodec.codecs.dense import Dense
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.cuda import sides
 from kvcodec.engine import CudaEngine, choose
@@ -56,6 +58,7 @@ WINDOWED = {
     "innerq": scheme("innerq-hybrid", 3, 6),
     "octopus": scheme("octopus-3", 0, 4),
     "hqmq": scheme("hqmq-s24_r3"),
+    "outliers": KVScheme(key=Med(Hqmq(24, 3), 1.5), value=Med(Hqmq(24, 3), 1.5), window=5),
     "sinks": scheme("int-8", 2, 3),
 }
 

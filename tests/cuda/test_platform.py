@@ -139,7 +139,8 @@ def test_arithmetic_of_pairs():
 def test_bits():
     n = 2000
     a, b, s = words((n,)), words((n,), 1), words((n,), 2)
-    y = torch.empty(n, 4, dtype=torch.int32)
+    a[:33] = torch.tensor([0, *(-(2**i) for i in range(31)), -(2**31)])
+    y = torch.empty(n, 5, dtype=torch.int32)
     build(NUMBERS).call("bits", a, b, s, Out(y), n)
     for i in range(n):
         low, high, select = (int(x[i]) & 0xFFFFFFFF for x in (a, b, s))
@@ -151,6 +152,7 @@ def test_bits():
         quarters = [(low >> 8 * k & 0xFF) * (high >> 8 * k & 0xFF) for k in range(4)]
         want = [sum(byte << 8 * k for k, byte in enumerate(chosen)), both >> (select & 31)]
         want += [select + sum(halves), select + sum(quarters)]
+        want.append((low & -low).bit_length() - 1 if low else 32)
         assert [int(x) & 0xFFFFFFFF for x in y[i]] == [x & 0xFFFFFFFF for x in want]
 
 

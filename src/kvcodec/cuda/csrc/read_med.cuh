@@ -13,12 +13,12 @@ namespace kv {
 // What inner codecs decode where they were given zeros, in fp16. Hqmq and symmetric integers: 0.
 struct RestZero {
   KV_CONST bool SOME = false;
-  template <class P> KV_DEV static void read(const P&, int, int, uint32_t (&)[2]) {}
+  template <class P> KV_DEV static void read(const P&, int, uint32_t, uint32_t (&)[2]) {}
 };
 // Integers that are not symmetric: the level nearest to 0.
 template <int D, int BITS> struct RestInt {
   KV_CONST bool SOME = true;
-  template <class P> KV_DEV static void read(const P& planes, int token, int chunk, uint32_t (&x)[2]) {
+  template <class P> KV_DEV static void read(const P& planes, int token, uint32_t chunk, uint32_t (&x)[2]) {
     const uint8_t* row = planes[0] + token * (D * BITS / 8);
     uint32_t w;
     if (BITS == 8) w = ((const uint32_t*)row)[chunk];
@@ -82,30 +82,30 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   KV_CONST int ROUNDS = (16 * SLOTS + 31) / 32;
   KV_DEV static int token_of(int round, int lane) { return (lane + 32 * round) / SLOTS; }
   KV_DEV static int slot_of(int round, int lane) { return (lane + 32 * round) % SLOTS; }
-  // the chunk that a slot holds; -1 if it is empty
-  template <class P> KV_DEV static int chunk_of(const P& planes, int token, int round, int lane) {
-    if (16 * SLOTS % 32 && token_of(round, lane) >= 16) return -1;
+  // The chunk that a slot holds; whether it holds one. Of an empty slot it is any number up to 64.
+  struct Found {
+    uint32_t chunk;
+    bool some;
+  };
+  template <class P> KV_DEV static Found find(const P& planes, int token, int round, int lane) {
+    if (16 * SLOTS % 32 && token_of(round, lane) >= 16) return {0, false};
     Word left = flags(planes, token + token_of(round, lane));
     KV_UNROLL
     for (int i = 1; i < SLOTS; ++i) left = slot_of(round, lane) < i ? left : left & (left - 1);
-    if constexpr (D > 128) {
-      const uint32_t low = (uint32_t)left, high = (uint32_t)(left >> 32);
-      return low ? first_bit(low) : high ? 32 + first_bit(high) : -1;
-    } else {
-      return left ? first_bit((uint32_t)left) : -1;
-    }
+    const uint32_t low = (uint32_t)left, high = (uint32_t)((uint64_t)left >> 32);
+    return {D <= 128 || low ? first_bit(low) : 32 + first_bit(high), left != 0};
   }
-  // what it holds; a lane without a slot reads on
+  // what the slot holds; a lane without one reads on
   template <class P> KV_DEV static Words2 held(const P& planes, int token, int round, int lane) {
     return ((const Words2*)planes[HELD] + token * SLOTS)[lane + 32 * round];
   }
   // by how much a chunk is above the inner codec's
   template <class P>
-  KV_DEV static Words2 surplus(const P& planes, int token, int chunk, int round, int lane) {
+  KV_DEV static Words2 surplus(const P& planes, int token, Found at, int round, int lane) {
     Words2 x = held(planes, token, round, lane);
     if constexpr (Rest::SOME) {
       uint32_t rest[2];
-      Rest::read(planes, token + token_of(round, lane), chunk < 0 ? 0 : chunk, rest);
+      Rest::read(planes, token + token_of(round, lane), at.some ? at.chunk : 0, rest);
       x.a = hadd2(x.a, rest[0] ^ 0x80008000u), x.b = hadd2(x.b, rest[1] ^ 0x80008000u);
     }
     return x;
@@ -123,12 +123,12 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     KV_CONST int SECOND = element(KEY, 4);
     KV_CONST int THIRD = CHUNKS > 2 ? element(KEY, 8) : 0, FOURTH = CHUNKS > 3 ? element(KEY, 12) : 0;
     KV_CONST uint32_t TABLE = (uint32_t)(SECOND << 8 | THIRD << 16) | (uint32_t)FOURTH << 24;
-    KV_FUNCTION int first(int c) { return STEP == 1 ? 4 * c : c / 4 * 16 + (int)(TABLE >> c % 4 * 8 & 0xffu); }
+    KV_FUNCTION uint32_t first(uint32_t c) { return STEP == 1 ? 4 * c : c / 4 * 16 + (TABLE >> c % 4 * 8 & 0xffu); }
     KV_FUNCTION bool valid() {
       for (int c = 0; c < CHUNKS; ++c) {
         if (STEP == 2 && first(c) % 8 > 1) return false;
         for (int i = 0; i < 4; ++i)
-          if (element(KEY, 4 * c + i) != first(c) + STEP * i) return false;
+          if (element(KEY, 4 * c + i) != (int)first(c) + STEP * i) return false;
       }
       return STEP == 1 || STEP == 2;
     }
@@ -137,7 +137,9 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   using ValueOrder = Order<false>;
 
   // places are in the scratch of pass 0, then of pass 1
-  KV_DEV static bool is_of(int at, int pass) { return (uint32_t)(at - pass * SCRATCH) < (uint32_t)SCRATCH; }
+  KV_DEV static bool is_of(int at, int pass) {
+    return PASSES == 1 ? at >= 0 : (uint32_t)(at - pass * SCRATCH) < (uint32_t)SCRATCH;
+  }
   KV_DEV static void put(uint8_t* at, uint32_t word) { *(uint32_t*)at = word; }
   KV_DEV static void put_half(uint8_t* at, uint32_t half) { *(uint16_t*)at = (uint16_t)half; }
 
@@ -145,10 +147,11 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   // lie side by side; then come the next registers; then the next g. Where g is odd, neighbours are swapped, so that
   // a quarter of a warp meets all banks.
   KV_CONST int K_UNITS = K_REGS / 2 / PASSES, K_ROW = 64 * K_UNITS;
-  KV_DEV static int key_place(int token, int chunk) {
-    const int part = chunk / KeyOrder::CHUNKS, e = KeyOrder::first(chunk % KeyOrder::CHUNKS), unit = e / 4;
-    return token % 8 * K_ROW + token / 8 * 4 + unit / K_UNITS * SCRATCH + ((unit % K_UNITS * 64) ^ (token % 2 * 64)) +
-           part * 16 + e % 2 * 2;
+  KV_DEV static int key_place(uint32_t token, uint32_t chunk) {
+    const uint32_t part = chunk / KeyOrder::CHUNKS, e = KeyOrder::first(chunk % KeyOrder::CHUNKS);
+    const uint32_t pass = PASSES == 1 ? 0 : e / 4 / K_UNITS, unit = e / 4 - pass * K_UNITS;
+    const uint32_t of_token = token % 8 * K_ROW + token / 8 * 4;
+    return (int)(of_token + pass * SCRATCH + (unit * 64 ^ token % 2 * 64) + part * 16 + e % 2 * 2);
   }
   KV_DEV static void put_key(uint8_t* scratch, int at, Words2 x) {
     uint8_t* to = scratch + at;
@@ -160,52 +163,52 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     }
   }
 
-  // Weights of q, 2^-n. Where a chunk has one, it is made up for in the scratch, as 2^(n - MOST): nothing grows, and
-  // what is lost below is small beside any score. Elsewhere it is taken out of q.
+  // Weights of q, 2^-n. Where n depends on the chunk alone, or on the place in it, outliers make up for them, as
+  // 2^(n - MOST): nothing grows, and what is lost below is small beside any score. Elsewhere q is freed of them.
   KV_FUNCTION int exponent(int e) {
     int n = 0;
     for (float w = Inner::k_weight(e); w < 1.0f; w *= 2.0f) ++n;
     return n;
   }
   struct Weights {
-    KV_FUNCTION bool by_chunk() {
-      for (int e = 0; e < 2 * K_REGS; ++e)
-        if (KeyOrder::STEP != 1 || Inner::k_weight(e) != Inner::k_weight(e / 4 * 4)) return false;
-      return true;
+    KV_FUNCTION int of(int chunk, int i) { return exponent((int)KeyOrder::first(chunk) + KeyOrder::STEP * i); }
+    KV_FUNCTION int count(bool chunk, bool place) {  // what differs from the same chunk's, or place's, first one
+      int n = 0;
+      for (int c = 0; c < KeyOrder::CHUNKS; ++c)
+        for (int i = 0; i < 4; ++i) n += of(c, i) != of(chunk ? c : 0, place ? i : 0);
+      return n;
     }
     KV_FUNCTION int most() {
       int n = 0;
       for (int e = 0; e < 2 * K_REGS; ++e) n = exponent(e) > n ? exponent(e) : n;
       return n;
     }
-    KV_FUNCTION bool equal() {
-      for (int e = 0; e < 2 * K_REGS; ++e)
-        if (exponent(e) != most()) return false;
-      return true;
-    }
     KV_FUNCTION uint64_t packed() {
       uint64_t x = 0;
-      for (int c = 0; c < KeyOrder::CHUNKS; ++c) x |= (uint64_t)exponent(4 * c) << 4 * c;
+      for (int c = 0; c < KeyOrder::CHUNKS; ++c) x |= (uint64_t)of(c, 0) << 4 * c;
       return x;
     }
-    KV_CONST bool BY_CHUNK = by_chunk(), EQUAL = equal();
-    KV_CONST int MOST = BY_CHUNK || EQUAL ? most() : 0;
+    KV_CONST bool EQUAL = count(false, false) == 0, BY_PLACE = count(false, true) == 0;
+    KV_CONST bool BY_CHUNK = count(true, false) == 0, IN_QUERY = !BY_PLACE && !BY_CHUNK;
+    KV_CONST int MOST = IN_QUERY ? 0 : most();
     KV_CONST uint64_t TABLE = BY_CHUNK ? packed() : 0;
     static_assert(most() < 15, "fp16 has them");
+    KV_FUNCTION uint32_t up(uint32_t n) { return (n << 10) + ((15 - MOST) << 10); }
+    KV_FUNCTION uint32_t place(int i) { return up(of(0, i)) | up(of(0, i + 1)) << 16; }
+    KV_CONST uint32_t FIRST = BY_PLACE ? place(0) : 0, LAST = BY_PLACE ? place(2) : 0;
   };
-  KV_DEV static Words2 weighted(Words2 x, int chunk) {
-    if constexpr (Weights::BY_CHUNK && !Weights::EQUAL) {
-      const int c = chunk % KeyOrder::CHUNKS;
-      const uint32_t n = (uint32_t)((KeyOrder::CHUNKS <= 8 ? (uint32_t)Weights::TABLE : Weights::TABLE) >> 4 * c);
-      const uint32_t factor = (n << 10 & 0x3c00u) + ((15 - Weights::MOST) << 10);
-      x.a = hmul2(x.a, low2(factor)), x.b = hmul2(x.b, low2(factor));
-    }
-    return x;
+  KV_DEV static Words2 weighted(Words2 x, uint32_t chunk) {
+    if constexpr (Weights::EQUAL || Weights::IN_QUERY) return x;
+    if constexpr (Weights::BY_PLACE) return {hmul2(x.a, Weights::FIRST), hmul2(x.b, Weights::LAST)};
+    const uint32_t at = chunk % KeyOrder::CHUNKS * 4;
+    const uint32_t n = KeyOrder::CHUNKS <= 8 ? (uint32_t)Weights::TABLE >> at % 32 : (uint32_t)(Weights::TABLE >> at);
+    const uint32_t factor = low2(Weights::up(n & 15));
+    return {hmul2(x.a, factor), hmul2(x.b, factor)};
   }
   KV_DEV static uint32_t inverse(int e) { return (float_bits(1.0f / Inner::k_weight(e)) >> 23) - 112 << 10; }
   KV_DEV static uint32_t unweighted(uint32_t q, int r) {
-    if constexpr (Weights::BY_CHUNK || Weights::EQUAL) return q;
-    else return hmul2(q, inverse(2 * r) | inverse(2 * r + 1) << 16);
+    if constexpr (Weights::IN_QUERY) return hmul2(q, inverse(2 * r) | inverse(2 * r + 1) << 16);
+    else return q;
   }
 
   // s += q outliers of 16 tokens, in the order of `scores`; scale: of the query
@@ -217,9 +220,9 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     Words2 x[ROUNDS];
     KV_UNROLL
     for (int i = 0; i < ROUNDS; ++i) {
-      const int chunk = chunk_of(planes, token, i, lane);
-      at[i] = chunk < 0 ? -1 : key_place(token_of(i, lane), chunk);
-      x[i] = weighted(surplus(planes, token, chunk, i, lane), chunk);
+      const Found found = find(planes, token, i, lane);
+      at[i] = found.some ? key_place(token_of(i, lane), found.chunk) : -1;
+      x[i] = weighted(surplus(planes, token, found, i, lane), found.chunk);
     }
     const uint8_t* mine = scratch + lane / 4 * K_ROW + lane % 4 * 16;
     const int swap = lane / 4 % 2 * 64;
@@ -251,10 +254,11 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   // Scratch of values. 16 bytes are an operand: elements e and e + 2 of tokens 2j, 2j+1, 2j+8, 2j+9. Those of j = 0, 1,
   // 2, 3 lie side by side; then come e + 1, e + 4, e + 5 ..; then the next part. Neighbours are swapped as above.
   KV_CONST int V_UNITS = V_REGS / PASSES, V_PART = 64 * V_UNITS;
-  KV_DEV static int value_place(int token, int chunk) {
-    const int part = chunk / ValueOrder::CHUNKS, e = ValueOrder::first(chunk % ValueOrder::CHUNKS), unit = e / 4 * 2;
-    return token % 8 / 2 * 16 + token / 8 * 8 + token % 2 * 2 + part * V_PART + unit / V_UNITS * SCRATCH +
-           unit % V_UNITS * 64 + (e % 2 ^ part % 2) * 64;
+  KV_DEV static int value_place(uint32_t token, uint32_t chunk) {
+    const uint32_t part = chunk / ValueOrder::CHUNKS, e = ValueOrder::first(chunk % ValueOrder::CHUNKS);
+    const uint32_t pass = PASSES == 1 ? 0 : e / 4 * 2 / V_UNITS, unit = e / 4 * 2 - pass * V_UNITS;
+    const uint32_t of_token = token % 8 / 2 * 16 + token / 8 * 8 + token % 2 * 2;
+    return (int)(of_token + part * V_PART + pass * SCRATCH + unit * 64 + (e % 2 ^ part % 2) * 64);
   }
   KV_DEV static void put_value(uint8_t* scratch, int at, Words2 x) {
     uint8_t* to = scratch + at;
@@ -275,10 +279,11 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     Words2 x[ROUNDS];
     KV_UNROLL
     for (int i = 0; i < ROUNDS; ++i) {
-      const int chunk = chunk_of(planes, token, i, lane), own = token_of(i, lane);
+      const Found found = find(planes, token, i, lane);
+      const int own = token_of(i, lane);
       const bool live = !MASKED || (token + own >= live_from && token + own < live_to);
-      at[i] = chunk < 0 || !live ? -1 : value_place(own, chunk);
-      x[i] = surplus(planes, token, chunk, i, lane);
+      at[i] = found.some && live ? value_place(own, found.chunk) : -1;
+      x[i] = surplus(planes, token, found, i, lane);
     }
     // nothing but outliers so far
     if (Inner::HAS_V_SCALE && reference == 0.0f) reference = inverse = 1.0f;
@@ -314,12 +319,12 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   template <class P, class Take> KV_DEV static void each_outlier(const P& planes, int token, int lane, Take take) {
     KV_UNROLL
     for (int i = 0; i < ROUNDS; ++i) {
-      const int chunk = chunk_of(planes, token, i, lane);
-      if (chunk < 0) continue;
+      const Found found = find(planes, token, i, lane);
+      if (!found.some) continue;
       const Words2 x = held(planes, token, i, lane);
       KV_UNROLL
       for (int e = 0; e < 4; ++e)
-        take(token_of(i, lane), 4 * chunk + e, half_float((uint16_t)((e < 2 ? x.a : x.b) >> e % 2 * 16)));
+        take(token_of(i, lane), 4 * (int)found.chunk + e, half_float((uint16_t)((e < 2 ? x.a : x.b) >> e % 2 * 16)));
     }
   }
 };
