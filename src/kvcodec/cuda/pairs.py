@@ -183,6 +183,7 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
         fitting.sort(key=lambda c: (lacks(c), abs(c.tile - 32), c.resident, c.warps))
     else:
         order = {1: -1, 2: 1}
+        fitting = [c for c in fitting if c.tile <= min(pair.key.tile, pair.value.tile)] or fitting
         fitting.sort(key=lambda c: (lacks(c), -c.tile, -c.resident, c.warps * order.get(c.resident, 1)))
     if fitting:
         return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))

@@ -77,6 +77,9 @@ class Reader:
         Bytes of shared memory that each warp wants for itself, the struct's ``SCRATCH``.
     reach : int
         Least bytes of shared memory that ``both`` takes, its ``REACH``.
+    tile : int
+        Tokens of the longest tile worth its room where there are many sequences: look-ups that meet in a bank are hidden
+        by more warps.
     """
 
     type: str
@@ -94,6 +97,7 @@ class Reader:
     queries: int = 1
     scratch: int = 0
     reach: int = 0
+    tile: int = 64
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -367,6 +371,7 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
         tables=vector.hqmq_tables,
         both=vector.hqmq_reader(codec, dim, role),
         reach=vector.hqmq_reach(codec),
+        tile=16 if codec.s >= 96 else 64,  # eight copies of a codebook or fewer
     )
 
 

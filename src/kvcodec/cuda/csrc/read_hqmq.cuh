@@ -177,6 +177,14 @@ template <int D, int S, int R, Place PLACE = ALONE> struct ReadHqmq {
     return CROSSED ? 8 * CrossedWords::word(part, e / 8) + e % 8 : part * (D / 8) + e;
   }
   KV_FUNCTION float v_weight(int e) { return weight(e) * UNIT; }
+  // a part has four chunks: two neighbours of a word, twice
+  KV_FUNCTION uint32_t v_rank(uint32_t chunk) {
+    return CROSSED ? (chunk / 8 * 2 + chunk / 2 % 2) * 4 + chunk / 4 % 2 * 2 + chunk % 2 : chunk;
+  }
+  KV_FUNCTION uint32_t v_chunk(uint32_t rank) {
+    const int part = (int)rank / 4, i = (int)rank / 2 % 2;
+    return CROSSED ? (uint32_t)CrossedWords::word(part, i) * 2 + rank % 2 : rank;
+  }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
                             uint32_t (&r)[V_REGS]) {
