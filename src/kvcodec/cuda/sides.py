@@ -78,8 +78,8 @@ class Reader:
     reach : int
         Least bytes of shared memory that ``both`` takes, its ``REACH``.
     tile : int
-        Tokens of the longest tile worth its room where there are many sequences: look-ups that meet in a bank are hidden
-        by more warps.
+        Tokens of the longest tile worth its room where there are many sequences; look-ups that meet in a bank want more
+        warps instead.
     """
 
     type: str
