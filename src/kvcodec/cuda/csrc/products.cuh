@@ -135,7 +135,7 @@ KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const
       live = (t >= live_from && t < live_to ? 0xffffu : 0u) | (t + 1 >= live_from && t + 1 < live_to ? ~0xffffu : 0u);
     }
     V::scale_pairs(planes, at + 8 * half, live, s[half]);
-    z[half] = V::zero_pair(planes, at + 8 * half, g) & live;
+    z[half] = V::zero_pair(planes, token + 8 * half, lane) & live;
   }
   mma(zero, z[0], 0u, z[1], 0u, b[0], b[1]);
   KV_UNROLL
