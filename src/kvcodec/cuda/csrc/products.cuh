@@ -2,6 +2,7 @@
 // What a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put
 // back here.
 #pragma once
+#include "quads.cuh"
 #include "query.cuh"
 #include "tile.cuh"
 
@@ -35,10 +36,11 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     KV_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
     // two chains of products, which wait for each other's results half as long
-    constexpr bool TWO = K::GROUPS == 1 && PER > 2;
+    constexpr bool TWO = K::GROUPS == 1 && PER > 2 && !is_quads<K>(0);
+    if constexpr (is_quads<K>(0)) quad_products(d, x, y, q.r);
     float d2[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     KV_UNROLL
-    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
+    for (int k = group * PER; k < (group + 1) * PER && !is_quads<K>(0); k += 2) {
       float (&to)[4] = TWO && k % 4 ? d2 : d;
       if (K::K_BLOCKED) mma(to, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
       else mma(to, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
