@@ -2,6 +2,7 @@
 // What a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put
 // back here.
 #pragma once
+#include "quads.cuh"
 #include "query.cuh"
 #include "tile.cuh"
 
@@ -34,16 +35,12 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     float d[4];
     KV_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
-    // two chains of products, which wait for each other's results half as long
-    constexpr bool TWO = K::GROUPS == 1 && PER > 2 && !K::HAS_K_ZERO;
-    float d2[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if constexpr (is_quads<K>(0)) quad_products(d, x, y, q.r);
     KV_UNROLL
-    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
-      float (&to)[4] = TWO && k % 4 ? d2 : d;
-      if (K::K_BLOCKED) mma(to, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
-      else mma(to, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+    for (int k = group * PER; k < (group + 1) * PER && !is_quads<K>(0); k += 2) {
+      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
+      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
     }
-    if (TWO) d[0] += d2[0], d[1] += d2[1], d[2] += d2[2], d[3] += d2[3];
     if constexpr (K::K_BLOCKED) {
       KV_UNROLL
       for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
@@ -146,7 +143,7 @@ KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const
       live = (t >= live_from && t < live_to ? 0xffffu : 0u) | (t + 1 >= live_from && t + 1 < live_to ? ~0xffffu : 0u);
     }
     V::scale_pairs(planes, at + 8 * half, live, s[half]);
-    z[half] = V::zero_pair(planes, at + 8 * half, g) & live;
+    z[half] = V::zero_pair(planes, token + 8 * half, lane) & live;
   }
   mma(zero, z[0], 0u, z[1], 0u, b[0], b[1]);
   KV_UNROLL

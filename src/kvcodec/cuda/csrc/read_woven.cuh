@@ -90,12 +90,13 @@ template <int D, int BITS> struct ReadWoven {
   // units of tokens token + 2j, + 1 in w[0], of those 8 behind them in w[1]
   template <class P> KV_DEV static void load_pairs(const P& planes, int token, int lane, uint32_t (&w)[2][WORDS]) {
     // lane 8 i + r: row r of matrix i; matrices i = 0, 1 are 8 tokens each, then the next 16 bytes
-    const uint8_t* row = planes[0] + (token + lane % 16) * ROW + lane / 16 * 16;
+    const uint8_t* rows = planes[0] + token * ROW;
+    const uint8_t *row = rows + (lane % 16 * ROW + lane / 16 * 16), *first = rows + (lane % 16 * ROW);
     KV_UNROLL
     for (int i = 0; i < WORDS; i += 2) {
       uint32_t x[4];
       if (i + 1 < WORDS) load_transposed<4>(x, row + 16 * i);
-      else load_transposed<2>(x, row - lane / 16 * 16 + 16 * i);
+      else load_transposed<2>(x, first + 16 * i);
       w[0][i] = x[0], w[1][i] = x[1];
       if (i + 1 < WORDS) w[0][i + 1] = x[2], w[1][i + 1] = x[3];
     }
@@ -110,9 +111,9 @@ template <int D, int BITS> struct ReadWoven {
     KV_UNROLL
     for (int q = 0; q < SCALES; ++q) s[q] = prmt(w[q / 2], w[SCALES / 2 + q / 2], q % 2 ? 0x7632u : 0x5410u) & live;
   }
-  // zeros of tokens at and at + 1 of group g % SCALES
-  template <class P> KV_DEV static uint32_t zero_pair(const P& planes, int at, int g) {
-    const uint16_t* z = (const uint16_t*)planes[2] + at * SCALES + g % SCALES;
+  // zeros of tokens token + 2j and + 1 of group g % SCALES
+  template <class P> KV_DEV static uint32_t zero_pair(const P& planes, int token, int lane) {
+    const uint16_t* z = (const uint16_t*)planes[2] + (lane % 4 * (2 * SCALES) + lane / 4 % SCALES) + token * SCALES;
     return z[0] | (uint32_t)z[SCALES] << 16;
   }
   // the lane's share of a tile's largest scale; dead tokens' do not count
