@@ -2,7 +2,6 @@
 // What a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put
 // back here.
 #pragma once
-#include "quads.cuh"
 #include "query.cuh"
 #include "tile.cuh"
 
@@ -35,9 +34,8 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     float d[4];
     KV_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
-    if constexpr (is_quads<K>(0)) quad_products(d, x, y, q.r);
     KV_UNROLL
-    for (int k = group * PER; k < (group + 1) * PER && !is_quads<K>(0); k += 2) {
+    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
       if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
       else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
     }

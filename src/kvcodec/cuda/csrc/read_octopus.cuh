@@ -38,19 +38,13 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
     }
   }
 
-  // From the joint table a triplet has two registers as they are loaded: x and y, z and 0. Of two triplets that are
-  // multiplied by lengths there are three: x and y of each, then both z; the last one of an odd number has two.
+  // two triplets have three registers: x and y of each, then both z. The last one of an odd number has two.
   KV_CONST int GROUPS = 1;
-  KV_CONST bool K_QUADS = JOINT;
-  KV_CONST int K_REGS = JOINT ? 2 * PER : (PER + (PER + 1) / 2 + 1) / 2 * 2;
+  KV_CONST int K_REGS = (PER + (PER + 1) / 2 + 1) / 2 * 2;
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 1.0f;
   KV_FUNCTION int k_channel(int part, int e) {
-    if (JOINT) {
-      const int c = 3 * (part * PER + e / 4) + e % 4;
-      return e % 4 < 3 && c < D ? c : -1;
-    }
     const int two = e / 6 * 2, of_z = two + 1 < PER ? 2 : 1;  // of three registers
     const bool z = e % 6 / 2 == of_z;
     const int triplet = two + (z ? e % 2 : e % 6 / 2), c = 3 * (part * PER + triplet) + (z ? 2 : e % 2);
@@ -69,27 +63,25 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
     };
     auto length_at = [&](int k, int to, uint32_t rest) { return (codes.field(W * k, B_NRM, to) & MASK << to) | rest; };
     auto length = [&](uint32_t at) { return load_table(table + Directions::BYTES, at); };
-    if constexpr (JOINT) {
-      KV_UNROLL
-      for (int k = 0; k < PER; ++k) {
-        const Words2 x = direction(k);
-        r[2 * k] = x.a, r[2 * k + 1] = x.b;
-      }
-      return;
-    }
     KV_UNROLL
     for (int k = 0; k < PER; k += 2) {
       const bool two = k + 1 < PER;
       const Words2 first = direction(k), second = two ? direction(k + 1) : Words2{0u, 0u};
       uint32_t z = two ? prmt(first.b, second.b, 0x5410) : first.b;
       uint32_t* to = r + 3 * (k / 2);
-      uint32_t at = length_at(k, 7, 4u * lane);
-      if (PAIRS && two) at = length_at(k + 1, 7 + B_NRM, at);
-      uint32_t both = length(at);
-      if (!PAIRS && two) both = prmt(both, length(length_at(k + 1, 7, 4u * lane)), 0x5410);
-      to[0] = hmul2(first.a, low2(both));
-      if (two) to[1] = hmul2(second.a, high2(both));
-      to[two ? 2 : 1] = hmul2(z, both);
+      if (JOINT) {
+        to[0] = first.a;
+        if (two) to[1] = second.a;
+      } else {
+        uint32_t at = length_at(k, 7, 4u * lane);
+        if (PAIRS && two) at = length_at(k + 1, 7 + B_NRM, at);
+        uint32_t both = length(at);
+        if (!PAIRS && two) both = prmt(both, length(length_at(k + 1, 7, 4u * lane)), 0x5410);
+        to[0] = hmul2(first.a, low2(both));
+        if (two) to[1] = hmul2(second.a, high2(both));
+        z = hmul2(z, both);
+      }
+      to[two ? 2 : 1] = z;
     }
     if (K_REGS > PER + (PER + 1) / 2) r[K_REGS - 1] = 0u;
   }
