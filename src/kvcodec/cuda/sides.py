@@ -78,8 +78,7 @@ class Reader:
     reach : int
         Least bytes of shared memory that ``both`` takes, its ``REACH``.
     tile : int
-        Tokens of the longest tile worth its room where there are many sequences; look-ups that meet in a bank want more
-        warps instead.
+        The longest tile where sequences are many; look-ups that meet in a bank want more warps instead.
     """
 
     type: str
@@ -364,15 +363,10 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, Hqmq)
     if not (name := vector.hqmq_reader(codec, dim)):
         return f"the kernels read packing=ceil, not {codec}"
-    return Reader(
-        name,
-        "read_hqmq.cuh",
-        shared=vector.hqmq_shared(codec),
-        tables=vector.hqmq_tables,
-        both=vector.hqmq_reader(codec, dim, role),
-        reach=vector.hqmq_reach(codec),
-        tile=16 if codec.s >= 96 else 64,  # eight copies of a codebook or fewer
-    )
+    shared, reach = vector.hqmq_shared(codec), vector.hqmq_reach(codec)
+    both, tile = vector.hqmq_reader(codec, dim, role), 16 if codec.s >= 96 else 64  # eight copies or fewer
+    tables = vector.hqmq_tables
+    return Reader(name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile)
 
 
 def _med(codec: Codec, dim: int, role: Role) -> Reader | str:
