@@ -40,7 +40,7 @@ template <class R, int T> struct Planes {
   }
 };
 
-// A reader of values may be V_PAIRED: registers hold one channel of two tokens, scales and zeros are by group and token.
+// A reader of values may be V_PAIRED: registers hold one channel of two tokens; scales and zeros are by group.
 template <class V> KV_CONSTEXPR auto is_paired(int) -> decltype(V::V_PAIRED) { return V::V_PAIRED; }
 template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }
 
