@@ -18,7 +18,7 @@ template <class R> KV_CONSTEXPR int plane_offset(int p, int tokens) {
 }
 template <class R> KV_CONSTEXPR int planes_bytes(int tokens) { return plane_offset<R>(R::PLANES, tokens); }
 
-// A reader may have REACH: so many bytes of shared memory, from its beginning on, that addresses made of dead slots' bits
+// A reader may have REACH: so many bytes of shared memory, from its start on, that addresses made of dead slots' bits
 // lie in them.
 template <class R> KV_CONSTEXPR auto reach(int) -> decltype(R::REACH) { return R::REACH; }
 template <class R> KV_CONSTEXPR int reach(long) { return 0; }
