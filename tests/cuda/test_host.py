@@ -293,7 +293,7 @@ def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sides, "_READERS", dict(sides._READERS))
     mine = sides.Reader("mine::Read<64>", "mine.cuh", folder="/elsewhere")
     sides.add_reader(Mine, lambda codec, dim, role: mine if role == "value" else "keys are not read")
-    assert attention.pair_for(SawInt4(), Mine(), 128, 64).value is mine
+    assert attention.pair_for(SawInt4(), Mine(), 128, 64).value == mine
     assert attention.pair_for(Mine(), Mine(), 128, 64) == "keys are not read"
     pair = attention.pair_for(SawInt4(), Mine(), 128, 64)
     made = attention.program(pair, attention.Config(64, 4, 2, 1, 1))
