@@ -96,10 +96,18 @@ KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
   asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(table, at)));
   return x;
 }
+template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
+  uint32_t x;
+  asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(shared_address(table, at)), "n"(BEHIND));
+  return x;
+}
 #else
 KV_DEV void check_shared_base() {}
 KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) { return *(const uint32_t*)(table + at); }
+template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
+  return *(const uint32_t*)(table + BEHIND + at);
+}
 #endif
 
 KV_CONSTEXPR int table_copies(int entries, int room) {
