@@ -28,8 +28,11 @@ def by_definition(codes: list[int], bits: int, low: int) -> tuple[list[int], lis
         head += stream[: 32 * words]
         tail += stream[32 * words :]
     tail += [0] * (-(len(head) + len(tail)) % 8)
-    both = [sum(bit << i for i, bit in enumerate(run[at : at + 8])) for run in (head, tail) for at in range(0, len(run), 8)]
-    return both[: 16 * words], both[16 * words :]
+    head_bytes, tail_bytes = (
+        [sum(bit << i for i, bit in enumerate(run[at : at + 8])) for at in range(0, len(run), 8)]
+        for run in (head, tail)
+    )
+    return head_bytes, tail_bytes
 
 
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
