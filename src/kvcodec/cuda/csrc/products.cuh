@@ -130,7 +130,7 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
 template <class V, int D, bool MASKED, class P>
 KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const uint32_t (&b)[2], const P& planes,
                       int token, int lane, int live_from, int live_to) {
-  const int g = lane / 4, at = token + lane % 4 * 2;
+  const int at = token + lane % 4 * 2;
   uint32_t w[2][V::WORDS], s[2][V::SCALES], z[2];
   V::load_pairs(planes, token, lane, w);
   KV_UNROLL
