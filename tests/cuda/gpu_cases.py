@@ -202,7 +202,7 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
     config = None
     if rng.random() < 0.4:
         pair = attention.pair_of(layer.pair)
-        config = attention.config_for(pair, batch * heads * -(-group // 8), tokens, attention.machine(q.device),
+        config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, attention.machine(q.device),
                                       dense[0] is not None)  # fmt: skip
         config = config._replace(splits=rng.choice((1, 2, 5)))
     o, lse = attention.decode_attention(

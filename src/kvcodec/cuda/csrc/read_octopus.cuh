@@ -30,9 +30,12 @@ template <int ROW_BYTES, int PART_BITS> struct Tail {
   }
 };
 
-template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
+// AS_LOADED: triplets as a load leaves them, x and y, z and 0. Where registers of one token need not be apart, they are
+// multiplied like that.
+template <int D, int B_DIR, int B_NRM, bool NORM32, bool AS_LOADED = false> struct ReadOctopus {
   KV_CONST int W = 2 * B_DIR + B_NRM;
   KV_CONST bool JOINT = W <= JOINT_BITS;
+  using Halved = ReadOctopus<D, B_DIR, B_NRM, NORM32, JOINT>;
   using Order = Parts<(D + 2) / 3, W, JOINT ? 0 : B_NRM>;
   KV_CONST int LEAST = Order::LEAST, PER = Order::MOST;  // triplets of a part
   KV_CONST bool PAIRS = B_NRM <= 3;
@@ -58,9 +61,9 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
     }
   }
 
-  // two triplets have three registers: x and y of each, then both z. The last one of an odd number has two.
+  // else two triplets have three registers: x and y of each, then both z. The last one of an odd number has two.
   KV_CONST int GROUPS = 1;
-  KV_CONST int K_REGS = (PER + (PER + 1) / 2 + 1) / 2 * 2;
+  KV_CONST int K_REGS = AS_LOADED ? 2 * PER : (PER + (PER + 1) / 2 + 1) / 2 * 2;
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 1.0f;
@@ -69,6 +72,7 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
     return c < 3 && triplet < LEAST + Order::longer(part) && at < D ? at : -1;
   }
   KV_FUNCTION int k_channel(int part, int e) {
+    if (AS_LOADED) return channel(part, e / 4, e % 4);
     const int two = e / 6 * 2, of_z = two + 1 < PER ? 2 : 1;  // of three registers
     if (e % 6 / 2 > of_z) return -1;
     const bool z = e % 6 / 2 == of_z;
@@ -120,6 +124,14 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
       if (PAIRS || !two) return first;
       return prmt(first, load_table<Directions::BYTES>(table, (other & mask) | 4u * lane), 0x5410);
     };
+    if constexpr (AS_LOADED) {
+      KV_UNROLL
+      for (int k = 0; k < PER; ++k) {
+        const Words2 x = direction(k);
+        r[2 * k] = x.a, r[2 * k + 1] = x.b;
+      }
+      return;
+    }
     KV_UNROLL
     for (int k = 0; k < PER; k += 2) {
       const bool two = k + 1 < PER;
@@ -130,7 +142,7 @@ template <int D, int B_DIR, int B_NRM, bool NORM32> struct ReadOctopus {
       if (two) to[1] = JOINT ? second.a : hmul2(second.a, high2(length));
       to[two ? 2 : 1] = JOINT ? z : hmul2(z, length);
     }
-    if (K_REGS > PER + (PER + 1) / 2) r[K_REGS - 1] = 0u;
+    if (!AS_LOADED && K_REGS > PER + (PER + 1) / 2) r[K_REGS - 1] = 0u;
   }
 
   // gamma / sqrt(D); sqrt(D) is in the table
