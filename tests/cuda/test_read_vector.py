@@ -18,7 +18,6 @@ from kvcodec.cuda.tables_vector import (
     octopus_shared,
     octopus_tables,
 )
-from kvcodec.ops.bitpack import pack
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.parts import pack_parts
 from tests.cuda import harness
