@@ -297,25 +297,34 @@ DECODER = """
 #include "read_hqmq.cuh"
 #include "read_octopus.cuh"
 #include "read_saw.cuh"
-using Kernel = kv::Decoder<{key}, {value}, 128, 64, 32, 8, 2>;
+using Kernel = kv::Decoder<{key}, {value}, 128, 64, 32, 8, 2, false, -1, {heads}>;
 KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
 """
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("codec", "products", "most"),
-    [(Octopus(3, 1), 80, 2.1), (Octopus(4, 2), 80, 2.1), (Octopus(5, 3), 50, 2.6), (Hqmq(24, 3), 48, 3.5)],
+    ("codec", "heads", "products", "most"),
+    [
+        (Octopus(3, 1), 8, 50, 2.2),
+        (Octopus(4, 2), 8, 50, 2.25),
+        (Octopus(5, 3), 8, 50, 2.6),
+        (Hqmq(24, 3), 8, 48, 2.55),
+        (Octopus(3, 1), 4, 40, 1.75),
+        (Octopus(4, 2), 4, 40, 1.8),
+        (Octopus(5, 3), 4, 36, 2.4),
+        (Hqmq(24, 3), 4, 32, 2.35),
+    ],
     ids=str,
 )
-def test_machine_code(codec: Codec, products: int, most: float, arch: int) -> None:
+def test_machine_code(codec: Codec, heads: int, products: int, most: float, arch: int) -> None:
     """No spills, and at most so many instructions for a number of the cache on sm_90, a quarter more elsewhere."""
     if isinstance(codec, Octopus):
         pair = octopus_reader(codec, 128), "kv::ReadSaw<128>"
     else:
         assert isinstance(codec, Hqmq)
         pair = hqmq_reader(codec, 128, "key"), hqmq_reader(codec, 128, "value")
-    kernel = compile_kernels(DECODER.format(key=pair[0], value=pair[1]), arch)["decode"]
+    kernel = compile_kernels(DECODER.format(key=pair[0], value=pair[1], heads=heads), arch)["decode"]
     assert kernel.stack == 0
     assert not kernel.spills()
     ways = [loop.shortest("HMMA", products) for loop in kernel.loops_with("HMMA", "LDGSTS")]
