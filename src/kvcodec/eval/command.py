@@ -146,7 +146,7 @@ def _tasks(args: argparse.Namespace) -> tuple[list[Row], str]:
         window_tokens=args.window_tokens,
     )
     for name in names:
-        get_task(name).source(settings)
+        get_task(name).check(settings)
     folder, progress = check_writable(args.output or OUTPUT), Progress()
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
     changes: Row = {}

@@ -20,7 +20,7 @@ from kvcodec.errors import KVError, ModelError, ShapeError, SpecError
 from kvcodec.eval.attention import Prefill, packed_cache
 from kvcodec.eval.batches import Done, read_answers, read_choices, read_window
 from kvcodec.eval.perplexity import Reference, positions_of, uncompressed
-from kvcodec.eval.rows import Row, versions, write_json
+from kvcodec.eval.rows import Row, versions, write_lines
 from kvcodec.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec.eval.stats import summarize
 from kvcodec.eval.store import RESULTS, Store
@@ -208,7 +208,7 @@ class _Evaluator:
 
     def _results(self, status: str) -> list[Row]:
         rows = summarize(self.store.run(), status)
-        write_json(self.store.folder / RESULTS, {"rows": rows})
+        write_lines(self.store.folder / RESULTS, rows)
         return rows
 
     def _unit(self, entries: Sequence[Entry]) -> None:

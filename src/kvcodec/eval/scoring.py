@@ -32,7 +32,7 @@ UNCOMPRESSED = "(uncompressed)"
 
 @dataclass(frozen=True)
 class Held:
-    """What one sequence's cache held after its last call: bytes, and the elements of K and V they stand for."""
+    """What one sequence's cache held when it was read: bytes, and the elements of K and V they stand for."""
 
     nbytes: int
     elements: int
@@ -104,20 +104,25 @@ class Reader:
     def answers(
         self, prompts: Tensor, new_tokens: int, finished: Callable[[list[int]], bool]
     ) -> tuple[list[list[int]], Held]:
-        """Continue ``prompts [B, n]`` greedily by at most ``new_tokens``, until every one is ``finished``."""
+        """Continue ``prompts [B, n]`` greedily by at most ``new_tokens``, until every one is ``finished``.
+
+        The bytes are those held when the prompt was read: what the answer is found in.
+        """
         cache = self._cache()
         ids = prompts
         if self.prefill == "exact":
             self._feed(cache, ids[:, :-1])
             ids = ids[:, -1:]
         made: list[list[int]] = [[] for _ in range(prompts.shape[0])]
+        held: Held | None = None
         for step in range(new_tokens):
             ids = self._logits(cache, ids, 1)[:, -1].argmax(-1, keepdim=True)
+            held = held or self._held(cache)
             for tokens, new in zip(made, ids[:, 0].tolist(), strict=True):
                 tokens.append(new)
             if step + 1 == new_tokens or all(finished(tokens) for tokens in made):
                 break
-        return made, self._held(cache)
+        return made, held or self._held(cache)
 
     def window(self, ids: Tensor, reference: Reference) -> tuple[WindowOutput, Held]:
         """Score each token of a window ``[n]`` against the uncompressed model's ``reference`` of it.

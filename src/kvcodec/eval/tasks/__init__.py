@@ -2,12 +2,20 @@
 
 from kvcodec.errors import SpecError, nearest
 from kvcodec.eval.tasks.base import Task
+from kvcodec.eval.tasks.choice import ArcChallenge, ArcEasy, HellaSwag, Mmlu, Piqa, TruthfulQa
 from kvcodec.eval.tasks.kv import KeyValue
 from kvcodec.eval.tasks.needle import MultiKeyNeedle, Needle
+from kvcodec.eval.tasks.qa import Hotpot, Squad
+from kvcodec.eval.tasks.ruler import CommonWords, VariableTracking
 from kvcodec.eval.tasks.text import Divergence, Perplexity
 
 _TASKS: dict[str, Task] = {
-    task.name: task for task in (Perplexity(), Divergence(), Needle(), MultiKeyNeedle(), KeyValue())
+    task.name: task
+    for task in (
+        *(Perplexity(), Divergence()),
+        *(Needle(), MultiKeyNeedle(), KeyValue(), VariableTracking(), CommonWords(), Squad(), Hotpot()),
+        *(HellaSwag(), Piqa(), ArcEasy(), ArcChallenge(), Mmlu(), TruthfulQa()),
+    )
 }
 
 

@@ -242,8 +242,17 @@ class Task(ABC):
         """Return the settings that the items depend on, the limit aside, as plain values."""
         return {}
 
+    def check(self, settings: TaskSettings) -> None:
+        """Refuse data that is missing, before a model is loaded.
+
+        Raises
+        ------
+        KVError
+        """
+        self.source(settings)
+
     def source(self, settings: TaskSettings) -> Source | None:
-        """Find the task's data and say what it is; None: it needs none.
+        """Say what the task's data is; None: it needs none.
 
         Raises
         ------

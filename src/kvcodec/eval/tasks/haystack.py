@@ -167,3 +167,18 @@ def fitted(task: str, tokenizer: Any, length: int, build: Callable[[int], str], 
             f"pass longer --lengths."
         )
     return best
+
+
+def largest(tokenizer: Any, length: int, build: Callable[[int], str], most: int) -> int:
+    """Find the largest m up to ``most`` for which ``build(m)`` has at most ``length`` tokens; -1 if there is none."""
+    low, high = -1, 0
+    while high <= most and len(token_ids(tokenizer, build(high))) <= length:
+        low, high = high, max(2 * high, 1)
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(token_ids(tokenizer, build(middle))) <= length:
+            low = middle
+        else:
+            high = middle
+    return low

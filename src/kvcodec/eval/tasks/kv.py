@@ -18,10 +18,9 @@ from kvcodec.eval.tasks.base import (
     Task,
     TaskSettings,
     item_id,
-    token_ids,
 )
 from kvcodec.eval.tasks.files import find, json_records, parsed
-from kvcodec.eval.tasks.haystack import Place, depths_of, lengths_of, places
+from kvcodec.eval.tasks.haystack import Place, depths_of, largest, lengths_of, places
 from kvcodec.eval.tasks.needle import prefix, recall
 
 HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
@@ -82,17 +81,10 @@ class KeyValue(Task):
             lines = ",\n ".join(f'"{k}": "{v}"' for k, v in shown)
             return f'{HEAD}{{{lines}}}\n\nKey: "{pair(0)[0]}"\nCorresponding value: "'
 
-        alone = len(token_ids(tokenizer, prompt(0)))
-        each = max(len(token_ids(tokenizer, prompt(1))) - alone, 1)
-        others = (place.length - alone) // each + 2
-        if records:
-            others = min(others, len(pairs) - 1)
-        while others > 0 and len(token_ids(tokenizer, prompt(others))) > place.length:
-            others -= 1
+        most = len(pairs) - 1 if records else place.length
+        others = largest(tokenizer, place.length, prompt, most)
         if others < 1:
-            raise ModelError(
-                f"{self.name}: {place.length} tokens do not hold two keys; pass --lengths of {2 * alone} or more."
-            )
+            raise ModelError(f"{self.name}: {place.length} tokens do not hold two keys; pass longer --lengths.")
         value = pair(0)[1]
         return Item(
             self.name,
