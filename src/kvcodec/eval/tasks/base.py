@@ -270,7 +270,7 @@ def item_id(*content: Any) -> str:
     """Return 16 hexadecimal digits of the content's sha256; plain values only.
 
     >>> item_id("hellaswag", "a context", ["one", "two"])
-    '1b2ed23d7a22cc8c'
+    'b8f0bc1ed1506846'
     """
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -28,7 +28,8 @@ def find(task: str, needs: Needs, settings: TaskSettings) -> Path | None:
         If the path given does not exist or holds no such file, or there is neither a path nor a way to the hub.
     """
     given = settings.data_of.get(task, settings.data)
-    wanted = f"{needs.form}, called {' or '.join(needs.patterns)}"
+    names = " or ".join(needs.patterns)
+    wanted = f"{needs.form}, called {names}"
     hub = f"{needs.hub[0]} on the Hugging Face hub"
     if given is None:
         if importlib.util.find_spec("datasets") is None:
@@ -47,8 +48,8 @@ def find(task: str, needs: Needs, settings: TaskSettings) -> Path | None:
         if found:
             return found[0]
     raise KVError(
-        f"{task}: below --data {str(given)!r} there is no {wanted}. Put it there ({hub} has it), pass "
-        f"--data {task}=FILE, or leave the task out."
+        f"{task}: nothing below --data {str(given)!r} is called {names} ({needs.form}). Put it there ({hub} has it), "
+        f"pass --data {task}=FILE, or leave the task out."
     )
 
 

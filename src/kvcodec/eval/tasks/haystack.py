@@ -16,7 +16,7 @@ from kvcodec.eval.tasks.base import TaskSettings, token_ids
 
 LENGTHS = (1024, 2048, 4096)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TRIES = 16
+TRIES, SHIFTS = 5, 4
 TEXT_CHARACTERS = 4_000_000
 """Of a longer text, only so much is used."""
 
@@ -100,7 +100,7 @@ class Haystack:
         ids = (self.ids[start:] + self.ids * (tokens // n + 1))[:tokens]
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         # a token may end inside a character
-        return text.replace("\ufffd", "").strip()
+        return text.replace("\ufffd", "")
 
     def start(self, rng: random.Random) -> int:
         """Draw where a piece begins."""
@@ -115,7 +115,7 @@ def hide(text: str, needles: Sequence[tuple[float, str]]) -> str:
     """
     at = [(_sentence_end(text, depth), order, needle) for order, (depth, needle) in enumerate(needles)]
     for place, _, needle in sorted(at, reverse=True):
-        text = f"{text[:place].rstrip()} {needle} {text[place:].lstrip()}".strip()
+        text = f"{text[:place]}{needle} {text[place:]}" if place < len(text) else f"{text} {needle}"
     return text
 
 
@@ -125,18 +125,18 @@ def _sentence_end(text: str, depth: float) -> int:
     wanted = round(depth * len(text))
     for mark in (". ", " "):
         found = text.find(mark, wanted)
-        if 0 <= found < wanted + len(text) // 10 + 1:
+        if 0 <= found < wanted + max(len(text) // 10, 40):
             return found + len(mark)
     return len(text)
 
 
-def fitted(task: str, tokenizer: Any, length: int, build: Callable[[int], str], first: int) -> str:
-    """Find the prompt ``build(m)`` of ``length`` tokens, or the longest below.
+def fitted(task: str, tokenizer: Any, length: int, build: Callable[[int, int], str], first: int) -> str:
+    """Find a prompt of exactly ``length`` tokens, or the longest below that was found.
 
     Parameters
     ----------
     build : callable
-        m -> prompt; about one token longer for each m.
+        (m, shift) -> prompt: about one token longer for each m; a shift moves the text that fills it.
     first : int
         The m to begin with.
 
@@ -145,28 +145,22 @@ def fitted(task: str, tokenizer: Any, length: int, build: Callable[[int], str], 
     ModelError
         If even the shortest prompt is longer.
     """
-    best, best_tokens, m, tried = "", 0, max(first, 0), set[int]()
-    shortest = length
-    for _ in range(TRIES):
-        prompt = build(m)
-        tokens = len(token_ids(tokenizer, prompt))
-        if tokens == length:
-            return prompt
-        if best_tokens < tokens < length:
-            best, best_tokens = prompt, tokens
-        shortest = tokens
-        tried.add(m)
-        m = max(m + length - tokens, 0)
-        while m in tried and m > 0:
-            m -= 1
-        if m in tried:
-            break
-    if not best:
-        raise ModelError(
-            f"{task}: a prompt of {length} tokens has no room for the question, which takes about {shortest}; "
-            f"pass longer --lengths."
-        )
-    return best
+    best, best_tokens = "", 0
+    for shift in range(SHIFTS):  # no prompt of one filling may have that length: a token may come with a second one
+        m = max(first, 0)
+        for _ in range(TRIES):
+            prompt = build(m, shift)
+            tokens = len(token_ids(tokenizer, prompt))
+            if tokens == length:
+                return prompt
+            if best_tokens < tokens < length:
+                best, best_tokens = prompt, tokens
+            m = max(m + length - tokens, 0)
+    m = largest(tokenizer, length, lambda m: build(m, 0), length)
+    if m < 0:
+        raise ModelError(f"{task}: a prompt of {length} tokens has no room for the question; pass longer --lengths.")
+    prompt = build(m, 0)
+    return prompt if len(token_ids(tokenizer, prompt)) > best_tokens else best
 
 
 def largest(tokenizer: Any, length: int, build: Callable[[int], str], most: int) -> int:

@@ -52,8 +52,8 @@ class Needle(Task):
         needles = [(d, NEEDLE.format(key=k, value=v)) for d, k, v in zip(depths, keys, values, strict=True)]
         start, ask = haystack.start(rng), ASK.format(key=keys[0])
 
-        def build(tokens: int) -> str:
-            return HEAD + hide(haystack.piece(start, tokens), needles) + ask
+        def build(tokens: int, shift: int) -> str:
+            return HEAD + hide(haystack.piece(start + shift, tokens), needles) + ask
 
         prompt = fitted(self.name, tokenizer, length, build, length - 40 - 25 * self.keys)
         return Item(

@@ -68,8 +68,8 @@ class VariableTracking(_Listing):
         needles = list(zip(sorted(rng.random() for _ in said), said, strict=True))
         start, ask = haystack.start(rng), self.ask.format(value=value, n=self.variables)
 
-        def build(tokens: int) -> str:
-            return self.head + hide(haystack.piece(start, tokens), needles) + ask
+        def build(tokens: int, shift: int) -> str:
+            return self.head + hide(haystack.piece(start + shift, tokens), needles) + ask
 
         prompt = fitted(self.name, tokenizer, length, build, length - 80 - 15 * self.variables)
         return Item(
