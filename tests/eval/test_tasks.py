@@ -533,3 +533,23 @@ def test_documents_of_the_real_sets_hold_the_answer(name, tokenizer, text):
     assert len(items) == 6
     held = [any(answer in item.context for answer in item.answers) for item in items]
     assert sum(held) >= (6 if name == "squad" else 3)  # some of Hotpot's answers are yes or no
+
+
+# -- the documentation -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_task_with_its_data_and_defaults():
+    page = (Path(__file__).parents[2] / "docs/evaluate.md").read_text()
+    for name in task_names():
+        task = get_task(name)
+        assert f"`{name}`" in page
+        if name in FROM_FILES:
+            assert task.needs.hub[0] in page
+            assert any(pattern.removesuffix("*") in page for pattern in task.needs.patterns)
+    limits = {name: get_task(name).default_limit for name in task_names()}
+    assert {limits[n] for n in ("perplexity", "kl")} == {10}
+    assert {limits[n] for n in GENERATED} == {30}
+    assert {limits[n] for n in ("squad", "hotpot")} == {60}
+    assert {limits[n] for n in FROM_FILES if n not in ("squad", "hotpot")} == {200}
+    for said in ("10 windows, 30 prompts of a grid, 60 questions", "200 questions with choices"):
+        assert said in page
