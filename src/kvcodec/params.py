@@ -213,7 +213,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         tensors: dict[str, Tensor] = {}
         header = {
             "scheme": self.scheme.to_json(),
-            "layout_versions": _layout_versions(self.scheme, self.model.head_dim),
+            "layout_versions": self.scheme.layout_versions(self.model.head_dim or 64),  # the same for every head_dim
             "model": asdict(self.model),
             "seed": self.seed,
             "seeded": self.seeded,
@@ -232,12 +232,6 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         return replace(self, file=path.name, sha256=write(path, KIND, json.loads(json.dumps(header)), tensors))
 
 
-def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, int]:
-    """``Layout.version`` of each role; no codec has one for some head_dims alone."""
-    sides = zip(ROLES, (scheme.key, scheme.value), strict=True)
-    return {role: codec.layout(head_dim or 64).version for role, codec in sides}
-
-
 def read_params(path: str | Path) -> FittedParams:
     """Read a params file, without a look at any model.
 
@@ -254,7 +248,7 @@ def read_params(path: str | Path) -> FittedParams:
         model, text, cpu = header["model"], header["text"], torch.device("cpu")
         scheme = from_json(header["scheme"])
         saved = header.get("layout_versions", dict.fromkeys(ROLES, 1))
-        here = _layout_versions(scheme, model["head_dim"])
+        here = scheme.layout_versions(model["head_dim"] or 64)
         if saved != here:  # codebooks go with the codes: another order of them is noise
             raise FormatError(f"its constants belong to bytes of versions {saved}, here are {here}")
         return FittedParams(
