@@ -88,6 +88,7 @@ def packed_cache(
     prefill: Prefill = "decoded",
     seed: int = 0,
     params: LayerParams | None = None,
+    probe: bool = True,
 ) -> Iterator[Any]:
     """Give an empty ``KVCache``, and the model the attention that the scheme needs for the time of the block."""
     from kvcodec.integrations import transformers  # registers the attention function
@@ -97,4 +98,6 @@ def packed_cache(
     way = attention_of(scheme)
     name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
     with implementation(model, name):
-        yield transformers.cache_for(model, scheme, prefill=prefill, attention=way, seed=seed, params=params)
+        yield transformers.cache_for(
+            model, scheme, prefill=prefill, attention=way, seed=seed, params=params, probe=probe
+        )
