@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec import cli
+from kvcodec import arguments, cli
 from kvcodec.demo import recommend
 from kvcodec.eval import compare as compare_module
 from kvcodec.eval import perplexity
@@ -388,7 +388,7 @@ def test_counts_must_be_positive(capsys, windows):
     ],
 )
 def test_specs_with_options_in_a_list(text, specs):
-    assert cli._specs(text) == specs
+    assert arguments.specs(text) == specs
 
 
 # -- the recommendation ------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import FormatError, KVError
-from kvcodec.eval.attention import packed_cache
+from kvcodec.eval.attention import attention_of, implementation
 from kvcodec.eval.perplexity import Reference, summarize, uncompressed
 from kvcodec.eval.rows import Row
-from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.plan import ATTENTION_NAME, plan_for
 from kvcodec.mix import LayerChoice, mix_of
 from kvcodec.models import LoadedModel
 from kvcodec.progress import Progress
@@ -178,12 +178,8 @@ def _measure(
             layer, role, spec = job
             shown.bar("sensitivity", done, total, f"layer {layer} {role}s {spec}")
             scheme = only(layers.index(layer), len(layers), role, spec)
-            with (
-                packed_cache(model, scheme, seed=seed, probe=False) as cache,
-                prefix.starting_at(layer),
-                torch.no_grad(),
-            ):
-                logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1]
+            with prefix.starting_at(layer):
+                logits = _logits(model, scheme, ids, seed)
             scores[job].append(reference.score(logits))
             done += 1
             if len(scores[job]) == len(windows):
@@ -202,6 +198,18 @@ def _measure(
                         "windows": found.windows,
                     },
                 )
+
+
+def _logits(model: Any, scheme: KVScheme, ids: Tensor, seed: int) -> Tensor:
+    """Logits ``[n - 1, V]`` read through the scheme's cache; the probe is left out, it would warn of every spec."""
+    from kvcodec.integrations.transformers import cache_for  # registers the attention function
+
+    way = attention_of(scheme)
+    name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
+    with implementation(model, name), torch.no_grad():
+        cache = cache_for(model, scheme, prefill="decoded", attention=way, seed=seed, probe=False)
+        logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1]
+    return logits
 
 
 def _header(model: LoadedModel, windows: Sequence[Tensor], seed: int, text: str) -> dict[str, Any]:
