@@ -132,8 +132,9 @@ def advise(
     -------
     dict
         Plain JSON values: ``advised`` (a finalist's row: ``spec, bytes, grown_bytes, bits, ratio_to_16bit, kl, kl_se,
-        perplexity, top1_agreement, predicted_kl, kl_as_served``: with its sinks and windows), ``met`` (whether what was asked is kept), ``finalists``, ``layers``
-        (of an advised mixture), ``sensitivity``, ``candidates``, ``keys`` (K_max / K_median), ``not_measured``, ...
+        perplexity, top1_agreement, predicted_kl`` and ``kl_as_served``, with its sinks and windows), ``met`` (whether
+        what was asked is kept), ``finalists``, ``layers`` (of an advised mixture), ``sensitivity``, ``candidates``,
+        ``keys`` (K_max / K_median), ``use``, ``not_measured``, ...
 
     Raises
     ------
