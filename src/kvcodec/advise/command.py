@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,9 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of a mixture, equal neighbours together."""
     if not rows:
         return []
-    lines, first = ["", "layers        keys / values"], rows[0]
-    for row, after in zip(rows, [*rows[1:], None], strict=True):
-        if after is None or (after["key"], after["value"]) != (row["key"], row["value"]):
-            which = f"{first['layer']}" if first is row else f"{first['layer']}-{row['layer']}"
-            lines.append(f"  {which:<10}  {row['key']} / {row['value']}")
-            first = after
+    lines = ["", "layers        keys / values"]
+    for (key, value), group in groupby(rows, key=lambda row: (row["key"], row["value"])):
+        at = [row["layer"] for row in group]
+        which = str(at[0]) if len(at) == 1 else f"{at[0]}-{at[-1]}"
+        lines.append(f"  {which:<10}  {key} / {value}")
     return lines
