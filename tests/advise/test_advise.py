@@ -142,8 +142,16 @@ def worse(whole, times):
 
 
 def test_nothing_that_fits_is_refused_with_the_least_there_is(model):
-    with pytest.raises(KVError, match=r"do not go into 97\.66 KiB; the smallest candidate, turboquant-2, takes 864"):
+    said = r"do not go into 97\.66 KiB; the smallest candidates, turboquant-2 for keys .* take 864"
+    with pytest.raises(KVError, match=said):
         advise(model, TEXT, request_for(memory=100_000))
+
+
+def test_where_16_bit_fits_nothing_is_compressed(model):
+    with pytest.raises(KVError, match=r"take 6\.00 MiB in 16 bit, which fits .* --max-kl"):
+        advise(model, TEXT, request_for(memory=10 << 20))
+    with pytest.raises(SpecError, match="no candidate but dense"):
+        advise(model, TEXT, request_for(memory=1_400_000, specs=("dense",)))
 
 
 def test_mistakes_are_refused(model):
@@ -243,6 +251,37 @@ def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
     assert "layers 0" in capsys.readouterr().out
     assert cli.main([*arguments, "--max-kl", "0.000001"]) == 1
     assert "NOT MET" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_what_was_measured_and_says_so(tmp_path, capsys, monkeypatch):
+    from kvcodec.eval import sensitivity
+
+    folder, text, whole, calls = save_tiny(tmp_path / "model"), tmp_path / "text.txt", sensitivity._logits, []
+    text.write_text(TEXT)
+
+    def logits(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(sensitivity, "_logits", logits)
+    out = tmp_path / "out"
+    arguments = [
+        "advise",
+        str(folder),
+        "--context",
+        "4096",
+        "--memory",
+        "2MiB",
+        "--text",
+        str(text),
+        "--output",
+        str(out),
+    ]
+    assert cli.main([*arguments, "--window-tokens", "96", "--specs", "int-4,int-2"]) == 130
+    assert f"kept in {out}" in capsys.readouterr().out
+    assert len((out / "sensitivity.jsonl").read_text().splitlines()) == 1 + 2
 
 
 def test_the_command_refuses_before_it_loads(tmp_path, capsys):

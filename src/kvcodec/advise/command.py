@@ -11,6 +11,7 @@ from kvcodec.arguments import add_device, add_model, positive, specs
 from kvcodec.errors import UnsupportedError
 
 OUTPUT = "kvcodec-advice"
+INTERRUPTED = 130
 NOT_MET = 1
 """Exit status: advised is what measured best, but it is not within ``--max-kl``."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -81,7 +82,11 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     out = check_writable(args.output)
     progress = Progress()
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
-    result = advise(model, text.text, request, output=out, text_name=text.name, progress=progress)
+    try:
+        result = advise(model, text.text, request, output=out, text_name=text.name, progress=progress)
+    except KeyboardInterrupt:
+        kept = f"interrupted: what was measured is kept in {out}; the same command goes on there."
+        return {"partial": True, "model": args.model, "output": str(out)}, kept, INTERRUPTED
     write_json(out / "advice.json", result)
     written = [out / "advice.json", *figures(result, out)]
     told = show(plain(result)) + "\n" + "\n".join(f"written: {path}" for path in written)

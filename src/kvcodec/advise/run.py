@@ -30,7 +30,7 @@ from kvcodec.codec import ROLES, Role
 from kvcodec.errors import KVCodecWarning, KVError, SpecError
 from kvcodec.eval import perplexity
 from kvcodec.eval.outliers import key_outliers
-from kvcodec.eval.rows import Row, versions
+from kvcodec.eval.rows import Row, plain, versions
 from kvcodec.eval.sensitivity import sensitivity
 from kvcodec.integrations.plan import LayerPlan, ModelPlan, plan_for
 from kvcodec.mix import LayerChoice, mix_of, write_recipe
@@ -170,8 +170,12 @@ def advise(
         choices = [option.choice for option in best.options]
         if output is not None:
             path = Path(output) / "recipe.json"
-            best.scheme = write_recipe(path, choices, {"model": model.name, "context": request.context})
             best.spec = str(path)
+            told = ("bytes", "kl", "kl_se", "kl_as_served", "predicted_kl")
+            about = {"model": model.name, "context": request.context, "batch": request.batch}
+            about |= {"windows": len(others), "window_tokens": request.window_tokens, "text": text_name}
+            about |= {k: v for k, v in search.row(best).items() if k in told}
+            best.scheme = write_recipe(path, choices, plain(about) | {"versions": versions()})
     row_of = search.row
     result: dict[str, Any] = {
         "model": model.name,
@@ -216,6 +220,8 @@ class _Search:
         self.dtype = dtype_of(model.model)
         self.specs = list(dict.fromkeys(request.specs)) or default_specs(self.head_dim)
         self.specs = [spec for spec in self.specs if spec != DENSE]
+        if not self.specs:
+            raise SpecError("advise: no candidate but dense; name presets with --specs.")
         check_specs(self.specs, self.plan)
         perplexity.check_window(model.model.config, request.window_tokens)
         self.chosen: dict[Role, list[str]] = {}
@@ -228,18 +234,33 @@ class _Search:
         return cache_bytes(scheme, self.plan, r.context, self.dtype, batch=r.batch, grown=grown)
 
     def check_room(self) -> None:
-        """Refuse, before any work, a memory into which no candidate goes."""
-        memory = self.request.memory
+        """Refuse, before any work, a memory into which no candidate goes, and one that needs none.
+
+        Raises
+        ------
+        KVError
+        """
+        memory, r = self.request.memory, self.request
         if memory is None:
             return
-        sizes = {spec: self.bytes_of(LayerChoice(spec, spec).scheme()) for spec in self.specs}
-        if sizes and min(sizes.values()) > memory:
-            least = min(sizes, key=lambda spec: sizes[spec])
+        what, dense = f"{self.plan.name}: {r.batch} x {r.context} tokens", self.bytes_of(get(DENSE))
+        if dense <= memory and r.max_kl is None:
             raise KVError(
-                f"{self.plan.name}: {self.request.batch} x {self.request.context} tokens do not go into "
-                f"{size(memory)}; the smallest candidate, {least}, takes {size(sizes[least])} (16 bit: "
-                f"{size(self.bytes_of(get(DENSE)))}). Ask for fewer tokens or more memory, or name smaller specs."
+                f"{what} take {size(dense)} in 16 bit, which fits into {size(memory)}: nothing has to be compressed. "
+                f"Pass --max-kl in place of --memory for the fewest bytes at that loss."
             )
+        key = min(self.specs, key=lambda spec: self.bytes_of(self._everywhere(spec, DENSE)))
+        value = min(self.specs, key=lambda spec: self.bytes_of(self._everywhere(DENSE, spec)))
+        least = self.bytes_of(self._everywhere(key, value))
+        if least > memory:
+            raise KVError(
+                f"{what} do not go into {size(memory)}; the smallest candidates, {key} for keys and {value} for "
+                f"values, take {size(least)} (16 bit: {size(dense)}). Ask for fewer tokens or more memory, or name "
+                f"smaller specs."
+            )
+
+    def _everywhere(self, key: str, value: str) -> KVScheme:
+        return mix_of([LayerChoice(key, value).scheme()] * len(self.layers))
 
     def candidates(self, window: Tensor) -> dict[Role, list[Candidate]]:
         """Assess all specs on a window; set which ones are measured, and what uniform presets promise."""
