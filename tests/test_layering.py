@@ -46,6 +46,7 @@ LAZILY = {
     ("scheme", "kvcodec.codecs.dense"),  # boundary layers are dense; a function-level import breaks the cycle
     ("registry", "kvcodec.codecs"),
     ("registry", "kvcodec.engine"),  # which kernels there are
+    ("registry", "kvcodec.mix"),  # a recipe file is a spec; its layers are schemes that the registry finds
     ("cache", "kvcodec.attention"),
     ("sealed", "kvcodec"),  # the version
 }

@@ -1,7 +1,8 @@
-"""The command line: ``kvcodec demo | list | describe | fit | compare | eval | bench | reproduce | report``.
+"""The command line: ``kvcodec demo | list | describe | fit | compare | eval | advise | bench | reproduce | report``.
 
 Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
-nothing else. Exit status: 0 done, 2 a mistake that one line explains, 130 interrupted (what was finished is written).
+nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl, 2 a mistake that one line explains, 130
+interrupted (what was finished is written).
 """
 
 import argparse
@@ -122,6 +123,13 @@ def _eval(args: argparse.Namespace) -> int:
 
     rows, text = command.run(args)
     return _finish(args, rows, lambda: text)
+
+
+def _advise(args: argparse.Namespace) -> int:
+    from kvcodec.advise import command
+
+    found, text, status = command.run(args)
+    return _finish(args, found, lambda: text) or status
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -314,6 +322,7 @@ def _warning_line(
 
 
 def _parser() -> argparse.ArgumentParser:
+    from kvcodec.advise import command as advise_command
     from kvcodec.bench import command
     from kvcodec.eval import command as eval_command
 
@@ -357,6 +366,9 @@ def _parser() -> argparse.ArgumentParser:
 
     p = _command(commands, "eval", _eval, "presets on tasks, with intervals; resumable")
     eval_command.add_arguments(p)
+
+    p = _command(commands, "advise", _advise, "which preset or mixture for your model, context and memory")
+    advise_command.add_arguments(p)
 
     p = _command(commands, "bench", _bench, "times of encode, decode and attention on this machine")
     p.add_argument(

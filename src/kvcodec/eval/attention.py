@@ -78,7 +78,7 @@ def _blind(
 
 def attention_of(scheme: KVScheme) -> Literal["decoded", "streamed"]:
     """How a run reads a scheme's cache: ``streamed`` where queries are rounded inside attention, else ``decoded``."""
-    return "streamed" if scheme.key.query_error else "decoded"
+    return "streamed" if scheme.query_error else "decoded"
 
 
 @contextmanager
