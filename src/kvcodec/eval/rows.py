@@ -70,8 +70,12 @@ def write_json(target: str | Path, data: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except BaseException:  # a full disk, an interrupt: nothing half written stays
+            part.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise KVError(f"cannot write {path}: {error.strerror or error}; choose another file.") from error
 

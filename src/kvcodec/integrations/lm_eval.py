@@ -13,9 +13,10 @@ pass fills an empty ``KVCache`` and reads it, so every score comes from stored K
 ``decoded`` (default)
     The sequence is one call; attention reads the decoded K and V of every token. A generation's prompt likewise.
 ``exact``
-    The context but its last token is one call that attends fresh K and V, as serving engines prefill. The last context
-    token and what follows read what is stored, 256 tokens a call, so the first scored or generated token does as well.
-    A context of one token (``loglikelihood_rolling``, an empty context) leaves nothing to prefill: all is ``decoded``.
+    The context but its last token is fed in calls of 256 tokens, of which the first attends fresh K and V. The last
+    context token and what follows are a call of their own, which reads what is stored: so does the first scored or
+    generated token. A context of one token (``loglikelihood_rolling``, an empty context) leaves nothing to feed; its
+    continuation is read in calls of 256 tokens, ``decoded``.
 
 Only sequences of equal length share a batch: padding would be encoded with the tokens beside it.
 """
@@ -27,6 +28,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -38,7 +40,7 @@ from tqdm import tqdm
 from kvcodec import __version__, models
 from kvcodec.codecs.dense import Dense
 from kvcodec.errors import FormatError, KVError, ModelError, SpecError, UnsupportedError
-from kvcodec.eval.attention import Prefill, attention_of, packed_cache
+from kvcodec.eval.attention import CacheMaker, Prefill, attention_of
 from kvcodec.eval.perplexity import EXACT_CALL_TOKENS
 from kvcodec.params import LayerParams, load_params
 from kvcodec.registry import describe, get, load_file
@@ -180,14 +182,20 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
             params = load_params(params, self.model, self.scheme, seed=seed)
         # a plain mapping: FittedParams would be compared with the model's weights again for every cache
         self.params = dict(params) if params else None
-        with self._cache():  # whatever is refused is refused before the first request
+        self._makers = {
+            way: CacheMaker(self.model, self.scheme, prefill=way, seed=seed, params=self.params)
+            for way in get_args(Prefill)
+        }
+        with self._cache(1):  # whatever is refused is refused before the first request
             pass
 
-    def _cache(self, prefill: Prefill | None = None) -> Any:
-        """Give an empty cache for the time of a block; what it then holds is not counted yet."""
-        return packed_cache(
-            self.model, self.scheme, prefill=prefill or self.prefill, seed=self.seed, params=self.params
-        )
+    @contextmanager
+    def _cache(self, context: int) -> Iterator[Any]:
+        """Give an empty cache for the time of a block, and count it then; ``context`` as for ``_read``."""
+        with self._makers[self.prefill if context else "decoded"].attending() as new_cache:
+            cache = new_cache()
+            yield cache
+        self.held.add(cache)
 
     def _autocast(self) -> Any:
         """Return the mixed precision that ``hf`` would run in."""
@@ -203,12 +211,11 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
         return self._read(inps, 0)
 
     def _read(self, ids: Tensor, context: int) -> Tensor:
-        """As ``_model_call``; with ``prefill="exact"`` the first ``context`` tokens are the call that is exact."""
+        """As ``_model_call``; with ``prefill="exact"`` the first ``context`` tokens are fed before the others are read."""
         parts = []
-        with self._cache(self.prefill if context else "decoded") as cache, torch.no_grad(), self._autocast():
+        with self._cache(context) as cache, torch.no_grad(), self._autocast():
             for a, b in itertools.pairwise(_edges(self.prefill, ids.shape[1], context)):
                 parts.append(self.model(input_ids=ids[:, a:b], past_key_values=cache, use_cache=True).logits)
-        self.held.add(cache)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _loglikelihood_tokens(
@@ -234,8 +241,8 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
             tokens = (context + continuation)[-(self.max_length + 1) : -1]
             if len(tokens) < len(context) + len(continuation) - 1:
                 log.warning("a request of %d tokens is cut on the left to max_length", len(context) + len(continuation))
-            exact = len(tokens) - len(continuation) if self.prefill == "exact" else 0
-            jobs.setdefault((exact, tuple(tokens)), []).append(i)
+            fed = len(tokens) - len(continuation) if self.prefill == "exact" else 0
+            jobs.setdefault((fed, tuple(tokens)), []).append(i)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood") as bar:
             for batch in _equal(jobs, override_bs or self.batch_size):
@@ -272,14 +279,13 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
         mask = options.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             raise UnsupportedError("model kvcodec: prompts of unequal length in one batch; pass batch_size=1.")
-        first = context[:, :-1]
-        with self._cache(self.prefill if first.numel() else "decoded") as cache:
-            if self.prefill == "exact" and first.numel():
-                with torch.no_grad(), self._autocast():
-                    self.model(input_ids=first, past_key_values=cache, use_cache=True)
-            tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
-        self.held.add(cache)
-        return tokens
+        fed = context.shape[1] - 1 if self.prefill == "exact" else 0
+        with self._cache(fed) as cache:
+            with torch.no_grad(), self._autocast():
+                for part in context[:, :fed].split(EXACT_CALL_TOKENS, 1):
+                    if part.numel():
+                        self.model(input_ids=part, past_key_values=cache, use_cache=True)
+            return super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
 
     # -- what a result says ----------------------------------------------------------------------------------------
 
@@ -339,19 +345,20 @@ def main() -> None:
 
 
 _Job = tuple[int, tuple[int, ...]]
-"""Tokens to read exactly, tokens."""
+"""How many tokens are fed before the others are read, and all tokens."""
 
 
 def _edges(prefill: Prefill, total: int, context: int) -> list[int]:
     """Where the calls of a sequence begin and end."""
     if prefill == "decoded":
         return [0, total]
-    begin = [0, context] if context else [0]
-    return [*begin, *range(context + EXACT_CALL_TOKENS, total, EXACT_CALL_TOKENS), total]
+    if context:
+        return [*range(0, context, EXACT_CALL_TOKENS), context, total]
+    return [*range(0, total, EXACT_CALL_TOKENS), total]
 
 
 def _equal(jobs: Iterable[_Job], most: int) -> Iterator[list[_Job]]:
-    """Batches of jobs of equal length and equal exact part, the longest first."""
+    """Batches of jobs of equal length and equally long fed parts, the longest first."""
 
     def kind(job: _Job) -> tuple[int, int]:
         return -len(job[1]), job[0]
