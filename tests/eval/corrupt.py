@@ -1,4 +1,4 @@
-"""A codec that exists only for tests: it returns noise in place of what was stored. Scores read through it are chance."""
+"""A codec that exists only for tests: it returns noise for what was stored. Scores read through it are chance."""
 
 from dataclasses import dataclass
 

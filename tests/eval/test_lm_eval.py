@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.model import CachingLM  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 from kvcodec.integrations import lm_eval as integration  # noqa: E402
 from kvcodec.integrations.lm_eval import KVCodecLM  # noqa: E402
@@ -246,29 +246,43 @@ def test_padding_never_reaches_the_cache(model):
 # -- what a result says ------------------------------------------------------------------------------------------------
 
 
-def local_task(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def evaluate(lm, *tasks, **options):
+    """``simple_evaluate`` on local tasks; lm-eval's own thousands are not even listed."""
+    manager = TaskManager(include_defaults=False)
+    return simple_evaluate(lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
+
+
+def local_task(name, path, output="multiple_choice", **options):
+    """A task over a JSON-lines file."""
     return {
-        "task": "local_choices",
+        "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"validation": str(path)}},
-        "output_type": "multiple_choice",
-        "validation_split": "validation",
-        "doc_to_text": "{{ctx}}",
-        "doc_to_target": "{{label}}",
-        "doc_to_choice": "{{endings}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "output_type": output,
+        "test_split": "test",
+        **options,
     }
+
+
+def local_choices(name, path, **options):
+    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+    choices = {"doc_to_text": "{{ctx}}", "doc_to_target": "{{label}}", "doc_to_choice": "{{endings}}"}
+    return local_task(name, path, **choices, metric_list=metrics, **options)
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 ROWS = [{"ctx": TEXT[i : i + 30], "endings": [TEXT[i + 30 : i + 40], "zebra quagga"], "label": 0} for i in range(6)]
 
 
 def test_the_results_of_a_run_say_what_they_were_read_from(model, tmp_path):
-    task = local_task(tmp_path / "items.jsonl", ROWS)
-    result = simple_evaluate(KVCodecLM(model, "kivi-2:window=16", "exact", seed=3), tasks=[task], bootstrap_iters=0)
+    task = local_choices("choices", write_lines(tmp_path / "items.jsonl", ROWS))
+    result = evaluate(KVCodecLM(model, "kivi-2:window=16", "exact", seed=3), task)
     said = result["config"]["kvcodec"]
-    assert result["results"]["local_choices"]["sample_len"] == 6
+    assert result["results"]["choices"]["sample_len"] == 6
     assert {k: said[k] for k in ("model", "origin", "prefill", "attention", "seed", "fitted_params")} == {
         "model": "tiny", "origin": "made in the test", "prefill": "exact", "attention": "decoded", "seed": 3,
         "fitted_params": False,
@@ -279,6 +293,22 @@ def test_the_results_of_a_run_say_what_they_were_read_from(model, tmp_path):
     assert said["effective_bits"] == pytest.approx(said["cache_bytes"] * 8 / said["elements"])
     assert 0 < said["encoded_share"] < 1
     json.dumps(said)
+
+
+def test_code_is_generated_without_being_run_and_run_only_if_that_is_confirmed(model, tmp_path):
+    """lm-eval's own rule for tasks marked unsafe, which humaneval and mbpp are."""
+    path = write_lines(tmp_path / "code.jsonl", [{"prompt": "def add(a, b):\n", "test": "assert add(1, 2) == 3"}])
+    task = local_task(
+        "code", path, "generate_until", unsafe_code=True, doc_to_text="{{prompt}}", doc_to_target="{{test}}",
+        generation_kwargs={"until": ["\ndef"], "max_gen_toks": 6}, metric_list=[{"metric": "exact_match"}],
+    )  # fmt: skip
+    lm = KVCodecLM(model, INT4)
+    with pytest.raises(ValueError, match="marked as unsafe"):
+        evaluate(lm, task)
+    result = evaluate(lm, task, confirm_run_unsafe_code=True, predict_only=True)
+    assert result["samples"]["code"][0]["resps"] == [lm.generate_until(
+        requests("generate_until", ("def add(a, b):\n", {"until": ["\ndef"], "max_gen_toks": 6})), disable_tqdm=True
+    )]  # fmt: skip
 
 
 def test_a_result_is_told_to_be_of_dense_tokens_where_windows_hold_them_all(model, caplog):
@@ -326,7 +356,7 @@ def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
         ({"spec": "dense", "prefill": "exakt"}, SpecError, "prefill='exakt': expected one of decoded, exact"),
         ({"spec": "dense", "batch_size": "auto"}, UnsupportedError, "batch_size='auto'; pass a whole number >= 1"),
         ({"spec": "dense", "batch_size": 0}, UnsupportedError, "batch_size=0; pass a whole number >= 1"),
-        ({"spec": "dense", "prefil": "exact"}, SpecError, "prefil is no option of model kvcodec. Did you mean 'prefill'"),
+        ({"spec": "dense", "prefil": "exact"}, SpecError, "prefil is no option of model kvcodec. Did you mean"),
         ({"spec": "kivi-2:window=8", "sink": 4}, SpecError, r"sink is an option of the spec .* quote the spec: 'spec="),
         ({"spec": "dense", "peft": "x"}, ModelError, "loaded by kvcodec, which takes no peft"),
         ({"spec": "dense", "dtype": "int8"}, ModelError, "dtype='int8': expected auto or one of float32"),
@@ -366,8 +396,8 @@ def test_without_lm_eval_the_import_says_what_to_install(tmp_path):
     assert "not here); install it with: pip install 'kvcodec[eval]'" in done.stderr
 
 
-def python(program, *arguments, path=None, fails=False):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+def python(program, *arguments, path=None, fails=False, **more):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **more}
     folders = [str(p) for p in (path, ROOT / "src", ROOT) if p]
     environment["PYTHONPATH"] = os.pathsep.join([*folders, environment.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -379,3 +409,144 @@ def python(program, *arguments, path=None, fails=False):
     )
     assert (done.returncode != 0) == fails, done.stderr[-3000:]
     return done
+
+
+PAGE = (ROOT / "docs/lm-eval.md").read_text()
+
+
+def test_the_command_line_runs_the_yaml_task_of_the_page(tmp_path):
+    """In a process of its own, as ``kvcodec-lm-eval`` starts it; the results file holds what was read."""
+    loaded = tiny_loaded()
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    items = write_lines(tmp_path / "items.jsonl", ROWS)
+    task = tmp_path / "my_hellaswag.yaml"
+    task.write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1].replace("/data/hellaswag.jsonl", str(items)))
+    command = "from kvcodec.integrations.lm_eval import main; main()"
+    spec = 'spec="kivi-2:window=8,sink=4"'
+    arguments = [
+        "--model",
+        "kvcodec",
+        "--device",
+        "cpu",
+        "--tasks",
+        task,
+        "--limit",
+        "4",
+        "--output_path",
+        tmp_path / "out",
+    ]
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = python(
+        command, *arguments, "--model_args", f"pretrained={tmp_path}/model,prefill=exact,{spec}", **environment
+    )
+    assert "my_hellaswag" in done.stdout
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    result = json.loads(file.read_text())
+    said = result["config"]["kvcodec"]
+    assert (said["spec"], said["prefill"]) == (str(kvcodec.get("kivi-2:window=8,sink=4")), "exact")
+    assert said["attention_calls"]["exact"] == said["attention_calls"]["decoded"]
+    assert result["n-samples"]["my_hellaswag"]["effective"] == 4
+    wrong = python(
+        command, *arguments, "--model_args", f"pretrained={tmp_path}/model,spec=saw-int5", fails=True, **environment
+    )
+    assert wrong.stderr.splitlines()[-1].startswith("kvcodec-lm-eval: error:")
+    assert "saw-int4" in wrong.stderr.splitlines()[-1]
+
+
+def test_the_page_names_every_option_and_figure():
+    import inspect
+
+    named = set(re.findall(r"^\| `(\w+)`", PAGE, re.M))
+    assert set(inspect.signature(KVCodecLM.__init__).parameters) - {"self", "options"} <= named
+    assert set(KVCodecLM(tiny_loaded(), "dense").get_model_info()["kvcodec"]) <= named | {"origin", "sha256"}
+
+
+# -- the real model on real items --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if not DATA.is_dir():
+        pytest.skip(f"the evaluation data ({DATA}) are not here")
+    try:
+        found = load("smollm2-135m", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield found
+    torch.set_num_threads(threads)
+
+
+def arc_easy(folder, count):
+    """The first questions with four answers, out of the data's instruction layout."""
+    rows = []
+    for item in json.loads((DATA / "commonsense_llm_adapters/ARC-Easy.test.json").read_text()):
+        question = re.search(r"question: (.*?)\n\nAnswer1", item["instruction"], re.S)
+        found = re.findall(r"Answer\d: (.*?)(?= Answer\d: |\n\n)", item["instruction"], re.S)
+        if question and len(found) == 4:
+            label = int(item["answer"].removeprefix("answer")) - 1
+            rows.append({"ctx": f"Question: {question[1]}\nAnswer:", "endings": found, "label": label})
+    return write_lines(folder / "arc_easy.jsonl", rows[:count])
+
+
+def piqa(folder, count):
+    labels = (DATA / "piqa/valid-labels.lst").read_text().split()
+    items = map(json.loads, (DATA / "piqa/valid.jsonl").read_text().splitlines())
+    rows = [
+        {"ctx": f"Question: {item['goal']}\nAnswer:", "endings": [item["sol1"], item["sol2"]], "label": int(label)}
+        for item, label in zip(items, labels, strict=True)
+    ]
+    return write_lines(folder / "piqa.jsonl", rows[:count])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(smollm2, tmp_path):
+    """Float32 weights: ``dense`` holds fp16, so log-likelihoods move in the third decimal; in float32 not a bit."""
+    tasks = [
+        local_choices("hellaswag", DATA / "hellaswag/hellaswag_val_first500.jsonl"),
+        local_choices("piqa", piqa(tmp_path, 24)),
+        local_task(
+            "gsm8k", DATA / "gsm8k/test.jsonl", "generate_until", doc_to_text="Question: {{question}}\nAnswer:",
+            doc_to_target="{{answer}}", generation_kwargs={"until": ["Question:"], "max_gen_toks": 12},
+            metric_list=[{"metric": "exact_match"}],
+        ),
+    ]  # fmt: skip
+
+    def run(lm, wanted):
+        found = {}
+        for task, limit in wanted:
+            found[task["task"]] = evaluate(lm, task, limit=limit)
+        return found
+
+    wanted = list(zip(tasks, (24, 24, 2), strict=True))
+    own = run(HFLM(smollm2.model, tokenizer=smollm2.tokenizer), wanted)
+    dense = run(KVCodecLM(smollm2, "dense"), wanted)
+    for name in ("hellaswag", "piqa"):
+        assert dense[name]["results"] == own[name]["results"]
+        for ours, theirs in zip(dense[name]["samples"][name], own[name]["samples"][name], strict=True):
+            assert (ours["acc"], ours["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
+            values = [[float(value) for ((value, _),) in sample["resps"]] for sample in (ours, theirs)]
+            assert values[0] == pytest.approx(values[1], abs=0.05)
+    few = list(zip(tasks, (3, 3, 2), strict=True))
+    same = run(KVCodecLM(smollm2, "dense:dtype=float32"), few)
+    for task, limit in few:
+        name = task["task"]
+        found = [sample["resps"] for sample in same[name]["samples"][name]]
+        assert found == [sample["resps"] for sample in own[name]["samples"][name][:limit]]
+    assert same["gsm8k"]["config"]["kvcodec"]["sha256"] == smollm2.sha256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
+    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
+    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
+    right, wrong = (
+        evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
+        for spec in ("saw-int4", corrupt())
+    )
+    assert abs(wrong - 0.25) < 3 * 0.0625
+    assert right > 0.45, "where nothing is corrupted the same items are answered"

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from kvcodec import __version__, models
 from kvcodec.codecs.dense import Dense
 from kvcodec.errors import FormatError, KVError, ModelError, SpecError, UnsupportedError
-from kvcodec.eval.attention import CacheMaker, Prefill, attention_of
+from kvcodec.eval.attention import CacheMaker, Prefill, attention_of, packed_cache
 from kvcodec.eval.perplexity import EXACT_CALL_TOKENS
 from kvcodec.params import LayerParams, load_params
 from kvcodec.registry import describe, get, load_file
@@ -186,8 +186,8 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
             way: CacheMaker(self.model, self.scheme, prefill=way, seed=seed, params=self.params)
             for way in get_args(Prefill)
         }
-        with self._cache(1):  # whatever is refused is refused before the first request
-            pass
+        with packed_cache(self.model, self.scheme, seed=seed, params=self.params):
+            pass  # whatever is refused is refused before the first request
 
     @contextmanager
     def _cache(self, context: int) -> Iterator[Any]:
@@ -211,7 +211,7 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
         return self._read(inps, 0)
 
     def _read(self, ids: Tensor, context: int) -> Tensor:
-        """As ``_model_call``; with ``prefill="exact"`` the first ``context`` tokens are fed before the others are read."""
+        """As ``_model_call``; with ``prefill="exact"`` the first ``context`` tokens are fed before the rest is read."""
         parts = []
         with self._cache(context) as cache, torch.no_grad(), self._autocast():
             for a, b in itertools.pairwise(_edges(self.prefill, ids.shape[1], context)):
