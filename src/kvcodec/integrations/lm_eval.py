@@ -296,7 +296,7 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
         if share is not None and share < MOSTLY and not isinstance(self.scheme.key, Dense):
             log.warning(
                 "%s: %.0f %% of the tokens of these requests were ever encoded (sink %d, window %d): scores are mostly "
-                "those of 16-bit tokens. Take tasks with longer contexts, or pass window=0.",
+                "those of 16-bit tokens. Take tasks with longer contexts, or a smaller window.",
                 self.scheme, 100 * share, self.scheme.sink, self.scheme.window,
             )  # fmt: skip
         return super().get_model_info() | {
