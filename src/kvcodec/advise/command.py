@@ -7,8 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvcodec.arguments import add_device, add_model, positive, specs
+from kvcodec.arguments import add_device, add_model, positive
 from kvcodec.errors import UnsupportedError
+from kvcodec.registry import split_specs
 
 OUTPUT = "kvcodec-advice"
 INTERRUPTED = 130
@@ -44,7 +45,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (%(default)s)")
     p.add_argument("--text", metavar="FILE", help="UTF-8 text like yours (default: the packaged head of WikiText-2)")
-    p.add_argument("--specs", type=specs, metavar="A,B", help="candidates (default: the presets with GPU kernels)")
+    p.add_argument(
+        "--specs", type=split_specs, metavar="A,B", help="candidates (default: the presets with GPU kernels)"
+    )
     p.add_argument(
         "--windows", type=positive, default=2, metavar="N", help="windows that the found is measured on (%(default)s)"
     )
