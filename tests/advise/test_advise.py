@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,11 @@ import kvcodec
 from kvcodec import cli
 from kvcodec.advise import run as module
 from kvcodec.advise.candidates import Candidate, check_specs, choose, default_specs
-from kvcodec.advise.command import memory
+from kvcodec.advise.command import memory, show
 from kvcodec.advise.run import Request, advise, size
 from kvcodec.errors import KVError, SpecError, UnsupportedError
 from kvcodec.eval import perplexity
+from kvcodec.eval.rows import plain
 from kvcodec.integrations.plan import plan_for
 from kvcodec.models import ModelError, load, load_text
 from tests.conftest import tiny_config
@@ -126,6 +128,33 @@ def test_a_preset_that_measures_better_than_the_mixture_is_advised(model, tmp_pa
     assert found["layers"] == []
     assert not (tmp_path / "recipe.json").exists()
     assert "cache_for(model, 'int-2')" in found["use"]["python"]
+
+
+def test_what_gives_no_numbers_is_not_advised(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(module._Search, "_measure", worse(module._Search._measure, math.nan))
+    found = advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
+    assert found["advised"]["spec"] == "int-2"
+    assert found["finalists"][-1]["spec"] == "(mixture)"
+    line = next(line for line in show(plain(found)).splitlines() if "(mixture)" in line)
+    assert line.split()[-4:-1] == ["-", "-", "-"]
+    monkeypatch.setattr(perplexity.Reference, "score", lambda self, _: replace(self.score_itself(), kl=math.nan))
+    with pytest.raises(KVError, match="are no numbers"):
+        advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
+
+
+def test_a_layer_whose_logits_are_no_numbers_is_not_taken(model, tmp_path, monkeypatch):
+    """Measured or read back from the file, where NaN is null."""
+    from kvcodec.eval import sensitivity
+
+    whole = sensitivity._logits
+
+    def logits(model, scheme, ids, seed):
+        return whole(model, scheme, ids, seed) * (math.nan if str(scheme) == "keys of one layer: int-8" else 1)
+
+    monkeypatch.setattr(sensitivity, "_logits", logits)
+    for _ in range(2):
+        found = advise(model, TEXT, request_for(memory=2_000_000, specs=("int-8", "int-4")), output=tmp_path)
+        assert {row["key"] for row in found["layers"]} <= {"int-4", "dense"}
 
 
 def worse(whole, times):

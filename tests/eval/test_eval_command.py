@@ -1,6 +1,8 @@
 """``kvcodec eval``: from a model's folder to a folder of results; mistakes are found before the model loads."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -170,6 +172,16 @@ def test_numbers_are_checked(capsys, given):
         cli.main(["eval", "m", "--specs", "int-4", *given])
     assert caught.value.code == 2
     assert given[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "page"), [("eval", "evaluate.md"), ("advise", "advise.md")])
+def test_the_page_names_every_option(capsys, command, page):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    found = set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", capsys.readouterr().out, re.M)) - {"--help"}
+    assert len(found) > 10
+    said = set(re.findall(r"--[a-z-]+", (Path(__file__).parents[2] / "docs" / page).read_text()))
+    assert found <= said
 
 
 def test_lists_of_numbers_tasks_and_paths():

@@ -22,6 +22,7 @@ from kvcodec.eval.run import RunSettings, evaluate, weights_sha256
 from kvcodec.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec.eval.store import ITEMS, RESULTS, RUN, read_run
 from kvcodec.eval.tasks.base import TaskSettings
+from kvcodec.mix import LayerChoice, write_recipe
 from kvcodec.models import SampleText
 from tests.eval.corrupt import corrupt
 from tests.eval.tiny import TEXT, tiny_llama, tiny_loaded
@@ -391,6 +392,18 @@ def test_another_model_seed_or_setting_is_refused(whole, model, data):
             evaluate(changed[0], SPECS, TASKS, whole[1], changed[1])
         assert said in str(caught.value)
     assert {p.name: p.read_bytes() for p in whole[1].iterdir()} == before
+
+
+def test_a_recipe_written_anew_under_its_name_is_refused_and_the_same_one_is_gone_on_with(model, data, tmp_path):
+    path = tmp_path / "recipe.json"
+    choices = [LayerChoice("int-8", "int-4")] * 3
+    write_recipe(path, choices)
+    first = evaluate(model, [str(path)], ["kl"], tmp_path / "out", settings_for(data))
+    write_recipe(path, choices, {"note": "the same layers"})
+    assert values(evaluate(model, [str(path)], ["kl"], tmp_path / "out", settings_for(data)).rows) == values(first.rows)
+    write_recipe(path, [*choices[:2], LayerChoice("int-2", "int-4")])
+    with pytest.raises(KVError, match=r"holds a run that differs.*recipe\.json"):
+        evaluate(model, [str(path)], ["kl"], tmp_path / "out", settings_for(data))
 
 
 def test_other_data_under_the_same_name_is_refused(whole, model, data, tmp_path):

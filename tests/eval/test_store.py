@@ -152,6 +152,7 @@ def test_an_interrupt_inside_a_write_leaves_no_half_line(tmp_path, monkeypatch):
             "kl source sha256",
         ),
         (changed(params={"int-4": {"file": "p", "sha256": "33"}}), "int-4: null there"),
+        (changed(bits={"int-4": {"key_bits": 4.5, "value_bits": 4.25}}), "int-4 key_bits: 4.25 there, 4.5 here"),
     ],
 )
 def test_a_run_that_differs_is_refused_and_says_in_what(tmp_path, about, said):

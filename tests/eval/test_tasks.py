@@ -517,8 +517,6 @@ def test_the_hub_is_asked_without_a_path_and_its_failure_is_explained(text, monk
     ],
 )
 def test_every_record_of_the_real_sets_becomes_an_item(name, items, text):
-    if name == "mmlu":
-        pytest.importorskip("torch")
     found = get_task(name).items(None, TaskSettings(text=text, data=DATA, limit=10**6))
     assert len(found) == items
     golds = [item.gold for item in found]

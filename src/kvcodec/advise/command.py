@@ -131,9 +131,8 @@ def show(result: Mapping[str, Any]) -> str:
         f"while generating",
     ]
     if best["kl_as_served"] != best["kl"]:
-        lines.append(
-            f"  the KL above is without sinks and windows; with them, on these windows: {best['kl_as_served']:.4f}"
-        )
+        served = "no numbers" if best["kl_as_served"] is None else f"{best['kl_as_served']:.4f}"
+        lines.append(f"  the KL above is without sinks and windows; with them, on these windows: {served}")
     if not result["met"]:
         lines.append(f"  NOT MET: no candidate measured a KL of at most {result['max_kl']:g}")
     lines += _layers(result["layers"])
@@ -147,7 +146,8 @@ def _table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any], size: Any
     for row in rows:
         name = f"* {row['spec']}" if row == best else f"  {row['spec']}"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.3f}"
-        numbers = f"{row['bits']:.2f}", f"{row['kl']:.5f}", f"{row['kl_se']:.5f}", perplexity
+        measured = (f"{row['kl']:.5f}", f"{row['kl_se']:.5f}", perplexity) if row["kl"] is not None else ("-",) * 3
+        numbers = f"{row['bits']:.2f}", *measured
         cells.append((name, size(row["bytes"]), *numbers, f"{row['top1_agreement']:.1%}"))
     widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
     return [

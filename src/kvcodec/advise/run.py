@@ -102,7 +102,7 @@ class Finalist:
     @property
     def kl(self) -> float:
         """Measured KL."""
-        return perplexity.summarize(self.scores).kl
+        return _cost(perplexity.summarize(self.scores).kl)
 
 
 def advise(
@@ -277,7 +277,7 @@ class _Search:
 
     def groups(self, rows: Sequence[Row]) -> list[list[Option]]:
         """Options of every layer: each pair of a key spec and a value spec, ``dense`` among them."""
-        kl = {(row["layer"], row["role"], row["spec"]): max(float(row["kl"]), 0.0) for row in rows}
+        kl = {(row["layer"], row["role"], row["spec"]): _cost(row["kl"]) for row in rows}
         pairs = [(k, v) for k in (DENSE, *self.chosen["key"]) for v in (DENSE, *self.chosen["value"])]
         sizes: dict[tuple[str, str, int | None], int] = {}
         groups = []
@@ -365,8 +365,19 @@ class _Search:
         return perplexity.summarize(base)
 
     def decide(self, finalists: Sequence[Finalist]) -> tuple[Finalist, bool]:
-        """Return what to advise, and whether it keeps what was asked."""
+        """Return what to advise, and whether it keeps what was asked.
+
+        Raises
+        ------
+        KVError
+            If no finalist's logits are numbers.
+        """
         r = self.request
+        if all(math.isinf(f.kl) for f in finalists):
+            raise KVError(
+                f"advise: with every candidate the logits of {self.plan.name} are no numbers; its keys or values "
+                f"exceed the dtype: use --dtype bfloat16 or float32, or other --specs."
+            )
         kept = [f for f in finalists if r.max_kl is None or f.kl <= r.max_kl]
         if r.memory is None and kept:
             return min(kept, key=lambda f: (f.nbytes, f.kl)), True
@@ -411,6 +422,11 @@ class _Search:
         layers = [finalist.scheme.for_layer(i, len(self.layers)) for i in range(len(self.layers))]
         unlike = {(s.key, s.value): s for s in layers}
         return [str(s) for s in unlike.values() if kernels_for(s, self.head_dim)["decode"] == "none"]
+
+
+def _cost(kl: float | None) -> float:
+    """KL to search and order by: infinite where the logits were no numbers (null in a file of rows)."""
+    return math.inf if kl is None or math.isnan(kl) else max(kl, 0.0)
 
 
 def _use(best: Finalist, name: str) -> dict[str, str]:

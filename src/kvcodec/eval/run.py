@@ -26,6 +26,7 @@ from kvcodec.eval.stats import summarize
 from kvcodec.eval.store import RESULTS, Store
 from kvcodec.eval.tasks import get_task
 from kvcodec.eval.tasks.base import Item, Task, TaskSettings
+from kvcodec.mix import Mix
 from kvcodec.models import LoadedModel
 from kvcodec.params import FittedParams, match_params
 from kvcodec.progress import Progress
@@ -341,6 +342,8 @@ def _about(
         "tasks": {},
         "specs": [str(scheme) for scheme in schemes],
         "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},
+        # a file that may be written anew under the same name
+        "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, Mix)},
         "params": {
             str(scheme): {"file": given.file, "sha256": given.sha256, "tokens": given.tokens, "text": given.text_name}
             if given
@@ -366,6 +369,10 @@ def _bits(scheme: KVScheme, head_dim: int | None) -> Row:
         return {"key_bits": scheme.key_bits(head_dim or 128), "value_bits": scheme.value_bits(head_dim or 128)}
     except ShapeError:
         return {"key_bits": None, "value_bits": None}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

@@ -25,6 +25,9 @@ Key = tuple[str, str, str]
 FIXED = ("model", "device", "seed", "settings")
 """Parts of ``run.json`` that a further run must share. Of ``model``, the name is not compared: a folder may move."""
 
+BY_NAME = ("tasks", "params", "bits", "recipes")
+"""Parts that hold an entry per task or spec: a further run adds some, and may not change one."""
+
 
 @dataclass
 class Run:
@@ -220,7 +223,7 @@ def _merged(folder: Path, old: Row, new: Row) -> Row:
     found: list[str] = []
     for part in FIXED:
         found += _differences(part, _compared(old.get(part)), _compared(new.get(part)))
-    for kind in ("tasks", "params"):
+    for kind in BY_NAME:
         for name in sorted(set(old.get(kind, {})) & set(new.get(kind, {}))):
             found += _differences(name, _compared(old[kind][name]), _compared(new[kind][name]))
     if found:
@@ -228,8 +231,8 @@ def _merged(folder: Path, old: Row, new: Row) -> Row:
             f"{folder} holds a run that differs from this one: {'; '.join(found)}. Repeat its settings to go on with "
             f"it, or choose another --output."
         )
-    merged = old | {key: new[key] for key in new if key not in ("tasks", "params", "bits", "specs", "versions")}
-    for kind in ("tasks", "params", "bits"):
+    merged = old | {key: new[key] for key in new if key not in (*BY_NAME, "specs", "versions")}
+    for kind in BY_NAME:
         merged[kind] = old.get(kind, {}) | new.get(kind, {})
     merged["specs"] = list(dict.fromkeys([*old.get("specs", []), *new.get("specs", [])]))
     if (here := new.get("versions")) != old.get("versions"):  # said, and not refused: bytes have versions of their own
