@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -329,9 +328,9 @@ from kvcodec.eval import store
 write = store.os.write
 
 def slow(file, text):  # long enough in the middle of a line to be killed there
-    half = write(file, text[: len(text) // 2])
+    taken = write(file, text[: (len(text) + 1) // 2])
     time.sleep(0.01)
-    return half
+    return taken
 
 store.os.write = slow
 found = evaluate(tiny_loaded(), SPECS, TASKS, sys.argv[1], settings_for(sys.argv[2]))
@@ -340,7 +339,7 @@ print(found.status)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_killed_in_the_middle_of_a_write_again_and_again(whole, data, tmp_path):
     """SIGKILL while a line is half written; each time the next process goes on."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(data)]
@@ -349,13 +348,12 @@ def test_killed_in_the_middle_of_a_write_again_and_again(whole, data, tmp_path):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             at = time.monotonic()
             size = (tmp_path / ITEMS).stat().st_size if (tmp_path / ITEMS).exists() else 0
-            while process.poll() is None and time.monotonic() - at < 240:
+            while process.poll() is None and time.monotonic() - at < 120:
                 time.sleep(0.002)
                 now = (tmp_path / ITEMS).read_bytes() if (tmp_path / ITEMS).exists() else b""
                 if len(now) > size + 1500 and not now.endswith(b"\n"):
-                    os.kill(process.pid, signal.SIGKILL)
                     break
-            process.wait()
+            process.kill()  # SIGKILL
         left = (tmp_path / ITEMS).read_bytes()
         torn += bool(left) and not left.endswith(b"\n")
         sizes.append(left.count(b"\n"))
