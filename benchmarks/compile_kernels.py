@@ -48,10 +48,11 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     if not isinstance(pair, Pair):
         return
     holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
-    units = shape.batch * shape.kv_heads * -(-shape.group // attention.HEADS)
+    units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     # the number of splits, for which the capacity counts, is no part of the program
     config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins)
-    yield attention.program(pair, config, dense=BF16 if holds_dense else -1)
+    heads = pair.heads(shape.group)
+    yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
     yield from encode.programs(encode.target_for(key, value, dim, page)).values()
     if pair.key.queries == 1:
         yield prefill.program(pair)

@@ -39,9 +39,9 @@ def launched(spec, shape, monkeypatch):
     page = packed.cache.store.layout.page_tokens
     pair = attention.pair_for(*codecs, shape.head_dim, page)
     held = sum(x.shape[2] for x in packed.dense["key"] + packed.dense["value"])
-    units = shape.batch * shape.kv_heads * -(-shape.group // attention.HEADS)
+    units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     kind = attention.KINDS[torch.bfloat16] if held else -1
-    attention._plan(attention.text_of(pair), units, shape.tokens, (), False, kind, CPU)
+    attention._plan(attention.text_of(pair), units, shape.tokens, (), False, kind, pair.heads(shape.group), CPU)
     loaded += encode.programs(encode.target_for(*codecs, shape.head_dim, page)).values()
     if pair.key.queries == 1:
         prefill._kernel(pair, CPU)

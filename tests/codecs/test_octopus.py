@@ -12,8 +12,8 @@ from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.octopus import Octopus, _Tables, octopus
 from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
+from kvcodec.ops.parts import unpack_parts
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
 
@@ -27,6 +27,10 @@ def keys(n, dim=128, seed=0, heads=1):
 
 def fitted(codec, dim=128, heads=1):
     return codec.fit(Site(0, "key", heads, dim))
+
+
+def codes_of(codec, payload, dim=128):
+    return unpack_parts(payload, codec.code_bits, -(-dim // 3), codec.low_bits).long()
 
 
 @lru_cache
@@ -119,7 +123,7 @@ def test_local_3x3_is_the_full_search(direction_bits):
     local, full = (Octopus(direction_bits, 2, rounding) for rounding in ("local_3x3", "full"))
     params = fitted(local)
     y = local.to_code(x, params)
-    assert torch.equal(local.encode(y, params)["codes"], full.encode(y, params)["codes"])
+    assert torch.equal(codes_of(local, local.encode(y, params)), codes_of(full, full.encode(y, params)))
 
 
 @pytest.mark.parametrize("split", [(3, 1), (2, 3)], ids=str)
@@ -131,7 +135,7 @@ def test_codes_minimise_the_triplet_error_over_all_codes(split):
     u = (y / y.norm(dim=-1, keepdim=True))[..., :126].reshape(-1, 1, 3).double()
     table = (params["directions"][0][:, None] * params["rho"][0][:, None]).reshape(1, -1, 3).double()
     best = (u - table).pow(2).sum(-1).amin(1)
-    codes = unpack(codec.encode(y, params)["codes"], codec.code_bits, 43)[..., :42].reshape(-1).long()
+    codes = codes_of(codec, codec.encode(y, params))[..., :42].reshape(-1)
     ours = (u[:, 0] - table[0, codes]).pow(2).sum(-1)
     torch.testing.assert_close(ours, best, rtol=1e-5, atol=0)
 
@@ -180,7 +184,7 @@ def test_codes_are_those_of_the_definition(rounding, x, split):
     codec, dim = Octopus(*split, rounding), x.shape[-1]
     params = fitted(codec, dim)
     payload = codec.encode(codec.to_code(x, params), params)
-    codes = unpack(payload["codes"], codec.code_bits, -(-dim // 3)).long().flatten()
+    codes = codes_of(codec, payload, dim).flatten()
     direction, norm, clear = codes_by_definition(x, params, rounding)
     assert torch.equal((codes >> codec.norm_bits)[clear], direction[clear])
     assert torch.equal((codes & 2**codec.norm_bits - 1)[clear], norm[clear])
@@ -201,7 +205,7 @@ def test_ties_take_the_lowest_candidate(rounding, lowest):
     """Every direction fits a triplet of zeros equally well; it lies between levels 7 and 8 of 16."""
     codec, x = Octopus(4, 2, rounding), torch.zeros(1, 1, 1, 128)
     x[..., 127] = 1
-    codes = unpack(codec.encode(x, fitted(codec))["codes"], 10, 43)
+    codes = codes_of(codec, codec.encode(x, fitted(codec)))
     assert codes[0, 0, 0, :42].tolist() == [lowest << 2] * 42
 
 
@@ -222,7 +226,7 @@ def test_score_factorises_over_triplets(dim):
     k, q = keys(50, dim), keys(50, dim, seed=9)
     payload = codec.encode(codec.to_code(k, params), params)
     triplets = -(-dim // 3)
-    code = unpack(payload["codes"], 10, triplets).long()
+    code = codes_of(codec, payload, dim)
     n, rho = params["directions"][0][code >> 2], params["rho"][0][code & 3]
     rotated = torch.nn.functional.pad(codec.query_to_code(q, params), (0, triplets * 3 - dim)).unflatten(-1, (-1, 3))
     gamma = payload["norm"][..., 0] * dim**0.5

@@ -92,7 +92,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"lens": (33, 96, 31), "start": (3, 95, 0), "group": 12, "splits": 2},
     {"lens": (200, 190, 10), "start": (130, 150, 10), "splits": 3, "group": 3, "order": 3},
     {"lens": (65, 0, 100), "dense": (5, 1, 9), "dense_start": (2, 0, 3), "sinks": True, "splits": 2},
-    {"lens": (128, 40), "softcap": 20.0, "sinks": True, "scale": 0.3},
+    {"lens": (128, 40), "softcap": 20.0, "sinks": True, "scale": 0.3, "group": 5},
     {"lens": (130, 64), "spread": 6, "seed": 1},
     {"lens": (130, 64), "shift": 4.0, "loud": 10.0, "seed": 2},
 )
@@ -144,10 +144,13 @@ _SOURCE = """
 #include "decode.cuh"
 {includes}
 constexpr int WARPS = {warps}, MERGERS = 2;
-using Kernel = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}>;
+constexpr bool OUTLIERS = kv::scratch_bytes<{key}>(0) + kv::scratch_bytes<{value}>(0) > 0;
+constexpr int HEADS = OUTLIERS || {group} > 4 ? 8 : 4;
+using Kernel = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}, HEADS>;
 KV_KERNEL void decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
 KV_KERNEL void combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{dim}, MERGERS>(a); }}
 extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
+extern "C" int heads() {{ return HEADS; }}
 extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 extern "C" void run(const kv::DecodeArgs* a, int batch) {{
   kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel::SHARED, decode, *a);
@@ -159,7 +162,7 @@ extern "C" void run(const kv::DecodeArgs* a, int batch) {{
 
 @functools.cache
 def library(
-    key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry, cap: bool, dense: int
+    key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry, cap: bool, dense: int, group: int
 ) -> harness.Library:
     """Build the kernel for two readers."""
     source = _SOURCE.format(
@@ -169,6 +172,7 @@ def library(
         dim=dim,
         cap=str(cap).lower(),
         dense=dense,
+        group=group,
         **vars(geometry),
     )
     lib = harness.build(source)
@@ -278,6 +282,7 @@ def check(
         geometry,
         case.softcap > 0,
         -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins,
+        4 if case.group <= 4 else 8,
     )
     rng = torch.Generator().manual_seed(case.seed)
     b, h, hq = len(case.lens), case.heads, case.heads * case.group
@@ -349,7 +354,7 @@ def check(
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
         args.q_kind, args.out_kind = KINDS[case.q_dtype], KINDS[case.out_dtype]
-        args.heads, args.group, args.tiles = h, case.group, -(-case.group // 8)
+        args.heads, args.group, args.tiles = h, case.group, -(-case.group // lib.enter("heads", result=ctypes.c_int))
         args.splits, args.slots, args.capacity = case.splits, slots, columns * geometry.page
         args.scale2 = (dim**-0.5 if case.scale is None else case.scale) * math.log2(math.e)
         args.softcap = case.softcap

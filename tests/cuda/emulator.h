@@ -245,6 +245,7 @@ __attribute__((noinline)) inline void mma(float (&d)[4], uint32_t a0, uint32_t a
   });
   memcpy(d, out, 16);
 }
+inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) { mma(d, a0, a1, 0, 0, b0, 0); }
 __attribute__((noinline)) inline uint32_t transpose8(uint32_t x) {
   emulated::operands()[0] = x;
   return emulated::exchange("transpose8", [](emulated::Warp& w) {

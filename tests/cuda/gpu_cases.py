@@ -6,7 +6,8 @@ A *combination* is a preset, a head_dim and a page size: what programs are compi
 sequences and their lengths (0 and odd ones among them), heads, group, first live token, splits, dense tokens, sinks,
 soft cap, the numbers' law. Keys and values are encoded into pages of a pool of random bytes; bytes have to be those of
 the codec. Attention's error, against float64 over what the codec decodes, may be twice that of PyTorch's bf16 attention
-over the same decoded keys and values.
+over the same decoded keys and values. Of 10,000 draws, bf16's roundings happen to cancel in a few: where the bound is
+missed, bf16's error is taken over several roundings of the same problem (``expected``), and the row says so.
 """
 
 import argparse
@@ -141,9 +142,10 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
 
 
 def truth(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None
-):
-    """Attention in float64 of one sequence: ``q [HQ, n, D]`` over ``k, v [H, t, D]``."""
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None,
+    rounds: bool = False,
+):  # fmt: skip
+    """Attention in float64 of one sequence: ``q [HQ, n, D]`` over ``k, v [H, t, D]``; ``rounds``: weights in bf16."""
     group = q.shape[0] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
     s = q.double() @ k.mT * scale
@@ -152,7 +154,10 @@ def truth(
     if sinks is not None:
         s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], -1)
         v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
-    return s.softmax(-1) @ v if s.shape[-1] else torch.zeros_like(q, dtype=torch.float64)
+    if not s.shape[-1]:
+        return torch.zeros_like(q, dtype=torch.float64)
+    p = s.softmax(-1)
+    return (p.bfloat16().double() if rounds else p) @ v
 
 
 def rounded(
@@ -173,22 +178,55 @@ def rounded(
     return (s.softmax(-1).bfloat16().float() @ v.float()).bfloat16()
 
 
+DRAWS = 16
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, want: Tensor, gen: torch.Generator
+) -> float:
+    """Error of bf16 attention, root mean square over ``DRAWS`` roundings of the same numbers.
+
+    Keys and values are multiplied by a random number in [1, 2) for each channel, rounded, and divided by it; so are
+    queries, unless they are bf16 and bf16 attention takes them as they are.
+    """
+
+    def once(x: Tensor) -> Tensor:
+        factor = 1 + torch.rand(x.shape[-1], generator=gen, device=x.device)
+        return (x.float() * factor).bfloat16().double() / factor
+
+    errors = []
+    for _ in range(DRAWS):
+        got = truth(q if q.dtype == torch.bfloat16 else once(q), once(k), once(v), scale, cap, sinks, rounds=True)
+        errors.append(distance(got, want))
+    return math.sqrt(sum(e * e for e in errors) / DRAWS)
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def of_programs(c: Combination) -> tuple[list[int], bool]:
+    """What decides which programs are compiled, the better part of the time, is drawn once for a combination.
+
+    Heads that share a KV head, up to 4 and more; whether scores may have a soft cap.
+    """
+    rng = random.Random(repr(c))
+    return [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)], rng.random() < 0.5
 
 
 def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
     """One random case of encode, decode attention and, sometimes, prefill; its errors."""
     rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
     batch, heads = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4))
-    group = rng.choice((1, 2, 3, 4, 7, 8, 9, 12, 16))
+    groups, capped = of_programs(c)
+    group = rng.choice(groups)
     long = rng.choice((1, 40, 64, 200, 700, 700, 3000))
     block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
     tokens = -(-long // block) * block
     layer = fill(c, rng, gen, batch, heads, tokens)
     lens = [rng.choice((0, 1, 15, tokens, tokens, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
     begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
-    hq, cap, sinks = heads * group, rng.choice((0.0, 0.0, 0.0, 30.0)), None
+    hq, cap, sinks = heads * group, rng.choice((0.0, 0.0, 0.0, 30.0)) if capped else 0.0, None
     dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
     q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * rng.choice((0.5, 1.0, 4.0))
     if rng.random() < 0.3:
@@ -202,7 +240,7 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
     config = None
     if rng.random() < 0.4:
         pair = attention.pair_of(layer.pair)
-        config = attention.config_for(pair, batch * heads * -(-group // 8), tokens, attention.machine(q.device),
+        config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, attention.machine(q.device),
                                       dense[0] is not None)  # fmt: skip
         config = config._replace(splits=rng.choice((1, 2, 5)))
     o, lse = attention.decode_attention(
@@ -220,9 +258,13 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
         want = truth(q[b], k, v, scale, cap, sinks)
         error = distance(o[b], want) if float(want.norm()) else float(o[b].abs().max())
         base = distance(rounded(q[b], k, v, scale, cap, sinks), want) if float(want.norm()) else 0.0
-        ratio = error / (2 * base + SLACK)
+        ratio, drawn = error / (2 * base + SLACK), {}
+        if math.isfinite(error) and ratio > 1:
+            drawn = {"bf16_once": base}
+            base = max(base, expected(q[b], k, v, scale, cap, sinks, want, gen))
+            ratio = error / (2 * base + SLACK)
         if not ratio <= worst["ratio"]:  # a NaN as well
-            worst = {"error": error, "bf16": base, "ratio": ratio}
+            worst = {"error": error, "bf16": base, "ratio": ratio, **drawn}
         if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
             worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
     result = {**c._asdict(), "seed": seed, "decode": worst, "reference_encode": layer.note}
@@ -316,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         text = {
             "cases": len(results),
             "wrong": failures[:100],
+            "bf16_over_several_roundings": [row for row in results if "bf16_once" in row.get("decode", {})],
             "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name(),
         }

@@ -29,6 +29,15 @@ KV_KERNEL void multiply(const uint32_t* a, const uint32_t* b, const float* c, fl
   kv::mma(d, a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3], b[2 * l], b[2 * l + 1]);
   for (int i = 0; i < 4; i++) y[4 * l + i] = d[i];
 }
+KV_KERNEL void multiply_half(const uint32_t* a, const uint32_t* b, const float* c, float* y) {
+  int l = thread();
+  float d[4] = {c[4 * l], c[4 * l + 1], c[4 * l + 2], c[4 * l + 3]};
+  kv::mma(d, a[4 * l], a[4 * l + 1], b[2 * l]);
+  for (int i = 0; i < 4; i++) y[4 * l + i] = d[i];
+}
+extern "C" void run_multiply_half(const uint32_t* a, const uint32_t* b, const float* c, float* y) {
+  launch(1, 1, 1, 32, 0, multiply_half, a, b, c, y);
+}
 extern "C" void run_multiply(const uint32_t* a, const uint32_t* b, const float* c, float* y) {
   launch(1, 1, 1, 32, 0, multiply, a, b, c, y);
 }

@@ -39,10 +39,12 @@ def test_a_wrong_basis_shows(role: str) -> None:
         check(*((wrong, SAW) if role == "key" else (SAW, wrong)), 64, Case(lens=(64,)))
 
 
-def test_dtypes() -> None:
+@pytest.mark.parametrize("group", [4, 7])
+def test_dtypes(group: int) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         case = Case(
             lens=(33, 70),
+            group=group,
             dense=(3, 4),
             q_dtype=dtype,
             out_dtype=dtype,

@@ -225,6 +225,9 @@ def test_mma(seed, scale):
     torch.testing.assert_close(y, expected, rtol=2.0**-23, atol=0)
     transposed = fragments(a, b, (a.T @ b) + c)[2]
     assert not torch.allclose(y, transposed, rtol=1e-2) or scale < 1e-3
+    build(EXCHANGES).call("run_multiply_half", left, right, sums, Out(y), seed=seed)
+    expected = fragments(a, b, a[:, :8] @ b[:8] + c)[2]
+    torch.testing.assert_close(y, expected, rtol=2.0**-23, atol=0)
 
 
 def test_transpose8():

@@ -100,6 +100,10 @@ def test_geometries(name: str, geometry: Geometry) -> None:
         check(*PAIRS[name], 64, Case(lens=lens, start=start, splits=2), geometry, tolerance=2)
 
 
+def test_dense_tokens_among_the_codes_of_seven_heads() -> None:
+    check(_tokens(2), _group(2), 128, Case(**{**OPTIONS[4], "group": 7}))
+
+
 def test_hybrid_values_with_offsets() -> None:
     """Numbers far from 0 make every group asymmetric, which random ones never do."""
     key, value = PAIRS["innerq-hybrid"]

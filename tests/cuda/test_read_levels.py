@@ -305,7 +305,7 @@ BUDGETS = {
     "turboquant-4": 2.1,
     "ultra-tq": 2.6,
     "ultraquant": 3.2,
-    "ultraquant one table": 2.75,
+    "ultraquant one table": 2.6,
 }
 
 

@@ -8,10 +8,12 @@
     k^ = gamma s * H (rho^_i n*_i)_i                         Eq. 13; the padded coordinates are dropped
 
 Block (one token of one head); one code of w = 2 b_dir + b_nrm bits per triplet, ``(i_xi << b_dir | i_eta) << b_nrm |
-i_rho``: the row of a joint table of all 2^w decoded triplets::
+i_rho``: the row of a joint table of all 2^w decoded triplets. Four parts have about T/4 codes each (ops/parts), where w
+exceeds 10 first directions, then lengths::
 
-    codes  uint8          [ceil(T w / 8)]     code 0 in the lowest bits (ops/bitpack)
-    norm   fp16 or fp32   [1]                 gamma / sqrt(D)
+    codes  uint8          [16 h]                   whole words of the parts, h = floor(floor(T/4) w / 32)
+    tail   uint8          [ceil(T w / 8) - 16 h]   their other bits
+    norm   fp16 or fp32   [1]                      gamma / sqrt(D)
 
 Bits: (8 ceil(T w / 8) + 16) / D, with fp32 norms + 16 / D. D = 128, T = 43::
 
@@ -31,7 +33,7 @@ Deviations from the paper
 2. C_xi is solved for the exact density (Eq. 7), not trained on samples, and is symmetric to the last bit.
 3. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D (80: 16, 96: 32,
    192: 64). The paper leaves such D out. Small blocks spread a channel outlier less, so C_rho fits real keys less well.
-4. One joint bit stream per token instead of two byte-padded ones: 2.5 % smaller at b = 4, D = 128.
+4. One run of joint codes per token instead of two byte-padded ones: 2.5 % smaller at b = 4, D = 128.
 5. Values: fp16 scale and offset per group (the paper's ratios imply fp32).
 6. ``local_3x3`` tries the four levels that bracket (xi, eta), not the nine around the nearest: the best of the nine,
    and of all 4^b_dir, was among the four in each of some 10^7 triplets at b_dir = 1..6.
@@ -58,9 +60,9 @@ from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
-from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
 from kvcodec.ops.octahedral import coordinate_density, direction_table, to_square
+from kvcodec.ops.parts import pack_parts, part_bytes, unpack_parts
 from kvcodec.ops.rotation import random_signs, rotate, rotate_back
 from kvcodec.ops.sums import row_norm
 from kvcodec.registry import register
@@ -70,6 +72,8 @@ Rounding = Literal["scalar", "local_2x2", "local_3x3", "full"]
 Split = Literal["paper", "plus", -2, -1, 0, 1, 2]
 Norm = Literal["fp16", "fp32"]
 
+JOINT_BITS = 10
+"""Longest code that is held whole: a GPU decodes it by one table."""
 OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (0, 1)}
 """Candidates on each axis, from the nearest level; local_3x3: from the level below the value."""
 CHUNK = 1 << 13
@@ -129,14 +133,18 @@ class Octopus(Codec):
         """Bits w of one triplet's code."""
         return 2 * self.direction_bits + self.norm_bits
 
+    @property
+    def low_bits(self) -> int:
+        """Bits of a code that are held apart from the others: those of the length, where one table is too long."""
+        return self.norm_bits if self.code_bits > JOINT_BITS else 0
+
     def layout(self, head_dim: int) -> Layout:
-        """Joint codes and the norm of one token."""
+        """Joint codes and the norm of one token; in version 1 the codes were one bit stream."""
         check_whole_bytes("octopus", head_dim)
-        fields = (
-            Field("codes", "uint8", (packed_bytes(-(-head_dim // 3), self.code_bits),)),
-            Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms"),
-        )
-        return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3)
+        sizes = part_bytes(-(-head_dim // 3), self.code_bits).items()
+        norm = Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms")
+        fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), norm)
+        return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the signs; tabulate the codebooks.
@@ -147,12 +155,8 @@ class Octopus(Codec):
             ``signs [1, H, D]`` of +-1; ``xi [1, 2^b_dir]``; ``rho [1, 2^b_nrm]``; ``directions [1, 4^b_dir, 3]``, row
             ``i_xi << b_dir | i_eta``. All float32.
         """
-        xi = direction_centroids(self.direction_bits)
-        tables = {
-            "xi": xi,
-            "rho": norm_centroids(site.head_dim, self.norm_bits),
-            "directions": direction_table(xi),
-        }
+        xi, rho = direction_centroids(self.direction_bits), norm_centroids(site.head_dim, self.norm_bits)
+        tables = {"xi": xi, "rho": rho, "directions": direction_table(xi)}
         tables = {name: table[None].float().to(site.device) for name, table in tables.items()}
         return {"signs": random_signs(site), **tables}
 
@@ -169,8 +173,7 @@ class Octopus(Codec):
 
         Every step is elementwise in float64, sums included, so the codes do not depend on what else is in the call.
         """
-        dim = x.shape[-1]
-        triplets = -(-dim // 3)
+        dim, triplets = x.shape[-1], -(-x.shape[-1] // 3)
         rows = x.reshape(-1, dim)
         tables = _Tables(params)
         codes = torch.empty(len(rows), triplets, dtype=torch.int32, device=x.device)
@@ -184,10 +187,8 @@ class Octopus(Codec):
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
             codes[part] = self._round(t, tables).unflatten(0, (-1, triplets))
         norm = (gamma / dim**0.5).to(torch.float16 if self.norm == "fp16" else torch.float32)
-        return {
-            "codes": pack(codes.reshape(*x.shape[:-1], triplets), self.code_bits),
-            "norm": norm.reshape(*x.shape[:-1], 1),
-        }
+        packed = pack_parts(codes.reshape(*x.shape[:-1], triplets), self.code_bits, self.low_bits)
+        return {**packed, "norm": norm.reshape(*x.shape[:-1], 1)}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look triplets up and scale them, Eq. 13."""
@@ -196,7 +197,7 @@ class Octopus(Codec):
     def look_up(self, payload: Payload, params: Params) -> Tensor:
         """Triplets of the codes side by side: u^ in float32."""
         dim = params["signs"].shape[-1]
-        codes = unpack(payload["codes"], self.code_bits, -(-dim // 3)).long()
+        codes = unpack_parts(payload, self.code_bits, -(-dim // 3), self.low_bits).long()
         joint = params["directions"][0][:, None] * params["rho"][0][:, None]  # [4^b_dir, 2^b_nrm, 3]
         return joint.flatten(0, 1)[codes].flatten(-2)[..., :dim]
 

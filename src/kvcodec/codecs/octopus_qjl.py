@@ -11,10 +11,11 @@ it is <q, k^> of the vector above, and any attention over decoded keys has it. E
 Block (one token of one head); one code of w = 2 b_dir + b_nrm bits for each of T = ceil(D/3) triplets; bit 1 of
 ``signs`` is +1::
 
-    codes     uint8          [ceil(T w / 8)]     as in codecs/octopus.py
-    norm      fp16 or fp32   [1]                 gamma / sqrt(D)
-    signs     uint8          [D / 8]             sigma, coordinate 0 in the lowest bit
-    residual  fp16           [1]                 g
+    codes     uint8          [16 h]                   as in codecs/octopus.py
+    tail      uint8          [ceil(T w / 8) - 16 h]
+    norm      fp16 or fp32   [1]                      gamma / sqrt(D)
+    signs     uint8          [D / 8]                  sigma, coordinate 0 in the lowest bit
+    residual  fp16           [1]                      g
 
 Bits: (8 ceil(T w / 8) + 32) / D + 1, with fp32 norms + 16 / D: OCTOPUS' and 1.125. D = 128, T = 43::
 
@@ -84,7 +85,7 @@ class OctopusQJL(Octopus):
             Field("signs", "uint8", (head_dim // 8,)),
             Field("residual", "float16", (1,), "norms"),
         )
-        return Layout(head_dim, 1, fields, nominal_bits=stage.nominal_bits + 1)
+        return Layout(head_dim, 1, fields, nominal_bits=stage.nominal_bits + 1, version=stage.version)
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """OCTOPUS' constants and ``sketch [1, H, D]``: s', drawn apart from s."""
@@ -96,7 +97,7 @@ class OctopusQJL(Octopus):
         parts, start = [], 0
         for piece in token_chunks(x):
             stop = start + piece.shape[2]
-            held = self.look_up({"codes": stage["codes"][:, :, start:stop]}, params)
+            held = self.look_up({name: field[:, :, start:stop] for name, field in stage.items()}, params)
             gamma = row_norm(wide := piece.double())
             u = torch.where(gamma > 0, wide / gamma, 0.0)
             parts.append(sketch(u - held, params["sketch"]))

@@ -44,8 +44,6 @@ __all__ = [
 # fmt: on
 
 LOG2E = 1.4426950408889634
-HEADS = 8
-"""Query heads of a tile: the narrow side of the tensor core's product."""
 COMBINE_WARPS = 4
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MOST_SEQUENCES = 65535
@@ -54,7 +52,7 @@ MOST_SEQUENCES = 65535
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> Program:
+def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, heads: int = 8) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine``.
 
     Parameters
@@ -65,6 +63,8 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> P
         Whether scores have a soft cap.
     dense : int
         Kind of the dense tokens, a value of ``KINDS``; -1: there are none.
+    heads : int
+        Query heads of a CTA, ``Pair.heads``.
     """
     dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
     threads, tile = config.warps * 32, align(pair.tile_bytes(config.tile), 128)
@@ -73,7 +73,7 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1) -> P
             '#include "decode.cuh"',
             *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}>;",
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}>;",
             f"static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "
             '"shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
@@ -166,20 +166,21 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, device: torch.device
-) -> Plan:
+    text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, heads: int,
+    device: torch.device,
+) -> Plan:  # fmt: skip
     pair = pair_of(text)
     apart = dense >= 0 and not pair.joins
     config = Config(*given) if given else config_for(pair, units, capacity, machine(device), apart)
     # the number of splits is no part of the program
-    decode, combine = load(program(pair, config, cap, dense), ("kv_decode", "kv_combine"), device, pair.name)
+    decode, combine = load(program(pair, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, pair.name)
     return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0))
 
 
 def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
     """Return the splits that ``decode_attention`` chooses for these sizes."""
     pair = _PAIRS[pair_text]
-    units = q.shape[0] * num_kv_heads * -(-(q.shape[1] // num_kv_heads) // HEADS)
+    units = q.shape[0] * num_kv_heads * pair.tiles(q.shape[1] // num_kv_heads)
     return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device)).splits
 
 
@@ -193,7 +194,7 @@ def _attend(
     pair = _PAIRS[pair_text]
     batch, num_q_heads, _, dim = q.shape
     group = num_q_heads // num_kv_heads
-    tiles = -(-group // HEADS)
+    tiles = pair.tiles(group)
     rows = batch * num_q_heads
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -213,7 +214,7 @@ def _attend(
     if rows == 0:
         return o, lse
     units = batch * num_kv_heads * tiles
-    plan = _plan(pair_text, units, capacity, tuple(config), softcap > 0.0, dense_kind, q.device)
+    plan = _plan(pair_text, units, capacity, tuple(config), softcap > 0.0, dense_kind, pair.heads(group), q.device)
     splits = plan.config.splits
     slots = splits + (dense_k is not None and not pair.joins)
     part = 0

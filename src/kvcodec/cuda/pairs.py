@@ -47,6 +47,17 @@ class Pair(NamedTuple):
         """Whether a side has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
 
+    def heads(self, group: int) -> int:
+        """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.
+
+        Four heads have two columns each, which halves what is done for each column; outliers are added for eight.
+        """
+        return 4 if group <= 4 and not max(self.key.scratch, self.value.scratch) else 8
+
+    def tiles(self, group: int) -> int:
+        """CTAs of a KV head, for each run of tokens."""
+        return -(-group // self.heads(group))
+
     def tile_bytes(self, tokens: int) -> int:
         """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
         return sum(align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
@@ -158,7 +169,7 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
     ----------
     pair : Pair
     units : int
-        Sequences x KV heads x tiles of 8 query heads: CTAs without any split.
+        Sequences x KV heads x tiles of query heads: CTAs without any split.
     capacity : int
         Tokens that the page table can hold per sequence.
     machine : Machine

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from kvcodec.codec import Params, Role
 from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 
-JOINT_BITS = 10
-"""Longest octopus code whose triplets are tabulated; longer ones are looked up in two steps."""
 DIRECTION_BITS = 6
 """Largest b_dir: 4096 directions of 8 bytes."""
 OCTOPUS_ROOM, HQMQ_ROOM = 131072, 73728

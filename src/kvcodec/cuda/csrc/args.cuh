@@ -40,7 +40,7 @@ struct DecodeArgs {
   int32_t q_kind, dense_kind, out_kind;  // 0 fp16, 1 bf16, 2 fp32
   int32_t heads;            // KV heads H
   int32_t group;            // query heads per KV head
-  int32_t tiles;            // ceil(group / 8): CTAs per KV head and split
+  int32_t tiles;            // ceil(group / HEADS): CTAs per KV head and split
   int32_t splits;           // runs of tokens a sequence is cut into
   int32_t slots;            // splits, and one more for the dense tokens if there are any
   int32_t capacity;         // tokens that a row of the page table can hold

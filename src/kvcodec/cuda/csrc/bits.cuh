@@ -98,12 +98,20 @@ KV_DEV Words2 load_from2(const uint8_t*, uint32_t at) {
   asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.a), "=r"(x.b) : "r"(at));
   return x;
 }
+template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
+  uint32_t x;
+  asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(shared_address(table, at)), "n"(BEHIND));
+  return x;
+}
 #else
 KV_DEV void check_shared_base() {}
 KV_DEV uint32_t table_origin(const uint8_t*) { return 0; }
 KV_DEV Words2 load_from2(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) { return *(const Words2*)(table + at); }
 KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) { return *(const uint32_t*)(table + at); }
+template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
+  return *(const uint32_t*)(table + BEHIND + at);
+}
 #endif
 
 KV_CONSTEXPR int table_copies(int entries, int room) {

@@ -1,9 +1,9 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
-// Work split. CTA (split, KV head x tile of 8 query heads, sequence) owns a run of tiles of T tokens; its warps take
+// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens; its warps take
 // them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies, and
 // its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16 rows
-// of the tensor-core tile and the heads its 8 columns, so the codes go from shared memory through registers into the
+// of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through registers into the
 // tensor core and nothing decoded is written anywhere.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
@@ -42,13 +42,18 @@
 
 namespace kv {
 
-template <int D, int WARPS, bool CAP, bool BF16> struct DensePart;
-template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin;
+template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart;
+template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin;
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
-// bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3)
-template <class K, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1>
+// bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3). HEADS: 8, or 4 where no more
+// query heads share a KV head
+template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
+          int HEADS = 8>
 struct Decoder {
+  using K = typename KeysOf<KEYS, HEADS>::Reader;
+  using Sum = Sums<V, HEADS>;
+  KV_CONST int N = HEADS / 4;  // heads of a lane
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
@@ -57,30 +62,32 @@ struct Decoder {
   KV_CONST int LOOP = TABLES + QUERY + WARPS * (STAGES * TILE + SCRATCH);
   KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
-  KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1>::LOOP;
+  KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::LOOP;
   KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
   KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
                 "a tile is part of a page and holds whole blocks");
+  static_assert(HEADS == 8 || (HEADS == 4 && SCRATCH == 0), "outliers are added for 8 heads");
 
   struct State {
-    Softmax softmax;
-    float bias[2];   // sum of p times the values' zeros
+    Softmax<N> softmax;
+    float bias[N];   // sum of p times the values' zeros
     float reference, inverse;  // of the values' scales, and one over it
-    float out[V::V_REGS / 2][2][4];
+    float out[V::V_REGS / 2][Sum::HALVES][4];
     float zero[4];   // paired values: sums of p times the zeros, a row for each group
   };
   KV_CONST bool PAIRED = is_paired<V>(0);
   KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
 
   // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
-  KV_DEV static void rescale(State& st, float (&top)[2], float largest) {
+  KV_DEV static void rescale(State& st, float (&top)[N], float largest) {
     if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference))) return;
-    float factor[2];
+    float factor[N];
     st.softmax.raise(top, factor);
-    st.bias[0] *= factor[0], st.bias[1] *= factor[1];
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) st.bias[n] *= factor[n];
     if constexpr (SCALED) {
       float biggest = warp_max(largest);
       if (biggest > 16.0f * st.reference) {
@@ -89,37 +96,38 @@ struct Decoder {
         // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
         const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
         st.inverse = bits_float(0x7f000000u - float_bits(next));
-        factor[0] *= st.reference * st.inverse, factor[1] *= st.reference * st.inverse;
+        KV_UNROLL
+        for (int n = 0; n < N; ++n) factor[n] *= st.reference * st.inverse;
         st.reference = next;
       }
     }
-    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[1];
+    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[N - 1];
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] *= factor[i % 2];
+      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
     }
   }
 
   template <bool MASKED>
-  KV_DEV static void tile(State& st, const Query<K, D>& q, const DecodeArgs& a, const uint8_t* at,
+  KV_DEV static void tile(State& st, const Query<K, D, HEADS>& q, const DecodeArgs& a, const uint8_t* at,
                           const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
                           int live_to, uint8_t* scratch = nullptr) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
     const int g = lane / 4;
-    float s[SUBS][4], vs[SUBS][2];
+    float s[SUBS][2 * N], vs[SUBS][2];
     uint32_t block_q[K::K_REGS];
-    float block_zero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float block_zero[2] = {0.0f, 0.0f};
     bool more_keys = false, more_values = false;  // outliers to be added
     if constexpr (scratch_bytes<K>(0) > 0) more_keys = K::template has_outliers<T>(keys, lane);
     if constexpr (scratch_bytes<V>(0) > 0) more_values = V::template has_outliers<T>(values, lane);
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
       if constexpr (K::K_BLOCKED) {
-        if (sub % 2 == 0) enter_block<K, D>(block_q, block_zero, q, keys, sub / 2, lane);
+        if (sub % 2 == 0) enter_block<K, D, HEADS>(block_q, block_zero, q, keys, sub / 2, lane);
       }
-      scores<K, D>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      scores<K, D, HEADS>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
       }
@@ -128,16 +136,19 @@ struct Decoder {
       for (int half = 0; half < 2; ++half) {
         const int token = 16 * sub + 8 * half + g;
         const bool live = !MASKED || (token >= live_from && token < live_to);
-        if (!live) s[sub][2 * half] = s[sub][2 * half + 1] = minus_infinity();
+        KV_UNROLL
+        for (int n = 0; n < N; ++n) s[sub][N * half + n] = live ? s[sub][N * half + n] : minus_infinity();
         if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? V::v_scale(values, token) : 0.0f;
         else vs[sub][half] = 1.0f;
       }
     }
-    float top[2] = {s[0][0], s[0][1]}, largest = 0.0f;
+    float top[N], largest = 0.0f;
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) top[n] = s[0][n];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
-      top[0] = maximum(top[0], maximum(s[sub][0], s[sub][2]));
-      top[1] = maximum(top[1], maximum(s[sub][1], s[sub][3]));
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) top[n] = maximum(top[n], maximum(s[sub][n], s[sub][N + n]));
       if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
     }
     if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
@@ -145,7 +156,7 @@ struct Decoder {
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
-      float p[4];
+      float p[2 * N];
       st.softmax.weigh(s[sub], p);
       if constexpr (scratch_bytes<V>(0) > 0) {
         if (more_values) {
@@ -158,39 +169,43 @@ struct Decoder {
         for (int half = 0; half < 2; ++half) {
           const int token = 16 * sub + 8 * half + g;
           const float z = !MASKED || (token >= live_from && token < live_to) ? V::v_zero(values, token) : 0.0f;
-          st.bias[0] += p[2 * half] * z;
-          st.bias[1] += p[2 * half + 1] * z;
+          KV_UNROLL
+          for (int n = 0; n < N; ++n) st.bias[n] += p[N * half + n] * z;
         }
       }
       if constexpr (V::HAS_V_SCALE) {
         const float x = vs[sub][0] * st.inverse, y = vs[sub][1] * st.inverse;
-        p[0] *= x, p[1] *= x, p[2] *= y, p[3] *= y;
+        KV_UNROLL
+        for (int i = 0; i < 2 * N; ++i) p[i] *= i < N ? x : y;
       }
-      if constexpr (PAIRED) p[0] *= st.inverse, p[1] *= st.inverse, p[2] *= st.inverse, p[3] *= st.inverse;
+      if constexpr (PAIRED) {
+        KV_UNROLL
+        for (int i = 0; i < 2 * N; ++i) p[i] *= st.inverse;
+      }
       weights(p16[sub], p);
       if constexpr (PAIRED) {
-        add_pairs<V, D, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
+        add_pairs<V, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
       } else if constexpr (!V::V_BLOCKED) {
-        add_values<V, D, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
                  (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
-        float fresh[V::V_REGS / 2][2][4], mass[4];
-        enter_values<V>(fresh, mass, p16[sub - 1], p16[sub]);
-        add_values<V, D, MASKED>(fresh, p16[sub - 1], values, v_table, 16 * sub - 16, lane, live_from, live_to);
-        add_values<V, D, MASKED>(fresh, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
-        leave_values<V, D>(st.out, fresh, mass, values, sub / 2, lane);
+        float fresh[V::V_REGS / 2][Sum::HALVES][4], mass[4];
+        enter_values<V, HEADS>(fresh, mass, p16[sub - 1], p16[sub]);
+        add_values<V, HEADS, MASKED>(fresh, p16[sub - 1], values, v_table, 16 * sub - 16, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED>(fresh, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        leave_values<V, HEADS>(st.out, fresh, mass, values, sub / 2, lane);
       }
     }
   }
 
   KV_DEV static void start(State& st) {
     st.softmax.start();
-    st.bias[0] = st.bias[1] = st.reference = st.inverse = 0.0f;
+    st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
     st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < 8; ++i) st.out[k][i / 4][i % 4] = 0.0f;
+      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] = 0.0f;
     }
   }
 
@@ -201,9 +216,13 @@ struct Decoder {
     copy_wait<0>();
     sync_threads();
     st.softmax.finish();
-    float bias[2] = {st.bias[0], st.bias[1]};
+    float bias[N];
     KV_UNROLL
-    for (int bit = 4; bit < 32; bit *= 2) bias[0] += shfl_xor(bias[0], bit), bias[1] += shfl_xor(bias[1], bit);
+    for (int n = 0; n < N; ++n) {
+      bias[n] = st.bias[n];
+      KV_UNROLL
+      for (int bit = 4; bit < 32; bit *= 2) bias[n] += shfl_xor(bias[n], bit);
+    }
     float* merge = (float*)shared;
     float* merge_m = merge + WARPS * 8 * row_floats(D);
     float* merge_l = merge_m + WARPS * 8;
@@ -211,24 +230,22 @@ struct Decoder {
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       if constexpr (PAIRED) {  // group k is row k
-        bias[0] = shfl(st.zero[0], 4 * k + j) * reference;
-        bias[1] = shfl(st.zero[1], 4 * k + j) * reference;
+        KV_UNROLL
+        for (int n = 0; n < N; ++n) bias[n] = shfl(st.zero[n], 4 * k + j) * reference;
       }
       KV_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int c = V::v_channel(g, 4 * k + i);
-        if (c < 0) continue;
-        const float w = V::v_weight(4 * k + i) * reference;
-        float* to = merge + (warp * 8 + 2 * j) * row_floats(D) + skew(c);
-        to[0] = st.out[k][i % 2][i / 2 * 2] * w + bias[0];
-        to[row_floats(D)] = st.out[k][i % 2][i / 2 * 2 + 1] * w + bias[1];
+      for (int i = 0; i < Sum::COUNT; ++i) {
+        const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
+        if (c < 0 || !Sum::used(i)) continue;
+        merge[(warp * 8 + N * j + n) * row_floats(D) + skew(c)] =
+            st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
       }
     }
     if (g == 0) {
       KV_UNROLL
-      for (int n = 0; n < 2; ++n) {
-        merge_m[warp * 8 + 2 * j + n] = st.softmax.m[n];
-        merge_l[warp * 8 + 2 * j + n] = st.softmax.l[n];
+      for (int n = 0; n < N; ++n) {
+        merge_m[warp * 8 + N * j + n] = st.softmax.m[n];
+        merge_l[warp * 8 + N * j + n] = st.softmax.l[n];
       }
     }
     sync_threads();
@@ -240,11 +257,11 @@ struct Decoder {
     launch_dependents();
     const int warp = thread() / 32, lane = opaque(thread() % 32);
     const int split = (int)block_x() - APART, b = block_z();
-    const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * 8;
-    const int live_heads = h * a.group + a.group - first_head < 8 ? h * a.group + a.group - first_head : 8;
+    const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * HEADS;
+    const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
     if constexpr (APART) {
       if (split < 0) {  // first of all, so that it does not come last
-        DensePart<D, WARPS, CAP, DENSE == 1>::run(a, shared, b, h, first_head, live_heads);
+        DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::run(a, shared, b, h, first_head, live_heads);
         return;
       }
     }
@@ -283,14 +300,14 @@ struct Decoder {
 
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
-    Query<K, D> q;
+    Query<K, D, HEADS> q;
     // synchronises the threads, for the tables as well
     load_query<K, D, WARPS>(q, query, a, a.key, b, h, first_head, live_heads);
 
     State st;
     start(st);
     if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3>::run(st, a, query, b, h, first_head, live_heads, split);
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, b, h, first_head, live_heads, split);
     }
     int stage = 0;
     KV_NO_UNROLL

@@ -6,9 +6,9 @@
 
 namespace kv {
 
-template <int D, int WARPS, bool CAP, bool BF16> struct DensePart {
+template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
   using R = ReadDense<D, BF16>;
-  using Loop = Decoder<R, R, D, 16, 16, WARPS, 1, CAP>;
+  using Loop = Decoder<R, R, D, 16, 16, WARPS, 1, CAP, -1, HEADS>;
   KV_CONST int LOOP = Loop::SHARED;
 
   KV_DEV static void fetch(uint8_t* to, const void* from, int64_t at, int64_t token_stride, int first, int last,
@@ -36,7 +36,7 @@ template <int D, int WARPS, bool CAP, bool BF16> struct DensePart {
       copy_commit();
     };
     start(begin + 16 * warp);
-    Query<R, D> q;
+    Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
     load_query<R, D, WARPS>(q, (float*)shared, a, model, b, h, first_head, live_heads);
     typename Loop::State st;
@@ -56,8 +56,10 @@ template <int D, int WARPS, bool CAP, bool BF16> struct DensePart {
 // The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
 // of a sequence. Rows come straight from global memory, values in the order in which the codes' accumulators hold
 // channels.
-template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct DenseJoin {
+template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin {
   using R = ReadDense<D, BF16>;
+  using Sum = Sums<V, HEADS>;
+  KV_CONST int N = HEADS / 4;
 
   struct Rows {
     const uint8_t* base;
@@ -93,7 +95,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
     const int tiles = (end - begin + 15) / 16;
     if (split >= tiles) return;
     sync_threads();  // everyone has taken the codes' query
-    Query<R, D> q;
+    Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
     load_query<R, D, WARPS>(q, shared, a, model, b, h, first_head, live_heads);
     const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
@@ -106,38 +108,35 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
       uint32_t x[R::K_REGS], y[R::K_REGS];
       keys(k_rows.row(first + g), j, x);
       keys(k_rows.row(first + g + 8), j, y);
-      float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      float s[2 * N], top[N], p[2 * N];
       KV_UNROLL
-      for (int k = 0; k < R::K_REGS; k += 2) mma(s, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
+      for (int i = 0; i < 2 * N; ++i) s[i] = 0.0f;
+      dots<R, D, HEADS>(s, x, y, q.r, 0, R::K_REGS);
       KV_UNROLL
-      for (int i = 0; i < 4; ++i) s[i] *= q.scale[i % 2];
+      for (int i = 0; i < 2 * N; ++i) s[i] *= q.scale[i % N];
       if (CAP) soft_cap(s, a.softcap);
-      if (first + g >= end) s[0] = s[1] = minus_infinity();
-      if (first + g + 8 >= end) s[2] = s[3] = minus_infinity();
-      float top[2] = {maximum(s[0], s[2]), maximum(s[1], s[3])}, p[4];
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) {
+        if (first + g >= end) s[n] = minus_infinity();
+        if (first + g + 8 >= end) s[N + n] = minus_infinity();
+        top[n] = maximum(s[n], s[N + n]);
+      }
       Loop::rescale(st, top, 0.0f);
       st.softmax.weigh(s, p);
       uint32_t p16[2];
       weights(p16, p);
-      float sum[V::V_REGS / 2][2][4];
+      float sum[V::V_REGS / 2][Sum::HALVES][4];
       KV_UNROLL
       for (int k = 0; k < V::V_REGS / 2; ++k) {
         KV_UNROLL
-        for (int i = 0; i < 8; ++i) sum[k][i / 4][i % 4] = 0.0f;
+        for (int i = 0; i < Sum::COUNT; ++i) sum[k][i / 4][i % 4] = 0.0f;
       }
       KV_UNROLL
       for (int odd = 0; odd < 2; ++odd) {
         uint32_t u[V::V_REGS], w[V::V_REGS];
         values(v_rows.row(first + 2 * j + odd), g, u);
         values(v_rows.row(first + 2 * j + odd + 8), g, w);
-        const uint32_t low0 = odd ? p16[0] >> 16 : p16[0] & 0xffffu, low1 = odd ? p16[1] >> 16 : p16[1] & 0xffffu;
-        const uint32_t high0 = odd ? p16[0] & 0xffff0000u : p16[0] << 16;
-        const uint32_t high1 = odd ? p16[1] & 0xffff0000u : p16[1] << 16;
-        KV_UNROLL
-        for (int k = 0; k < V::V_REGS / 2; ++k) {
-          mma(sum[k][0], u[2 * k], u[2 * k + 1], w[2 * k], w[2 * k + 1], low0, low1);
-          mma(sum[k][1], u[2 * k], u[2 * k + 1], w[2 * k], w[2 * k + 1], high0, high1);
-        }
+        add_rows<V, HEADS>(sum, p16, u, w, odd, lane);
       }
       // the accumulators hold outputs over their weights, and over the reference of the codes' scales
       if (Loop::SCALED && st.reference == 0.0f) st.reference = st.inverse = 1.0f;
@@ -145,8 +144,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16> struct Den
       KV_UNROLL
       for (int k = 0; k < V::V_REGS / 2; ++k) {
         KV_UNROLL
-        for (int i = 0; i < 8; ++i)
-          st.out[k][i / 4][i % 4] += sum[k][i / 4][i % 4] * (over / V::v_weight(4 * k + i / 4 + i / 2 % 2 * 2));
+        for (int i = 0; i < Sum::COUNT; ++i)
+          st.out[k][i / 4][i % 4] += sum[k][i / 4][i % 4] * (over / V::v_weight(Sum::element(k, i)));
       }
     }
   }

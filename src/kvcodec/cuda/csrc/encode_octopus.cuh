@@ -3,8 +3,61 @@
 #pragma once
 #include "encode_sums.cuh"
 #include "encode_table.cuh"
+#include "parts.cuh"
 
 namespace kv {
+
+// A row's codes in the bytes of ops/parts.py: lanes of a team take a word at a time.
+template <int COUNT, int BITS, int LOW> struct StoreParts {
+  using Order = Parts<COUNT, BITS, LOW>;
+
+  // 32 bits of a part from bit `from` on, zeros behind its end
+  KV_DEV static uint32_t word(const uint16_t* codes, int part, int from) {
+    const uint16_t* mine = codes + Order::first(part);
+    const int n = Order::LEAST + Order::longer(part), whole = LOW ? 0 : n;
+    uint32_t bits = 0;
+    auto put = [&](uint32_t x, int at) {
+      int d = at - from;
+      if (d >= 0 && d < 32) bits |= x << d;
+      if (d < 0 && d > -16) bits |= x >> -d;
+    };
+    KV_NO_UNROLL for (int k = from / BITS; k < whole && BITS * k < from + 32; k++) put(mine[k], BITS * k);
+    if constexpr (LOW > 0) {
+      constexpr int UPPER = Order::UPPER, AFTER = UPPER * Order::LEAST;
+      KV_NO_UNROLL for (int k = from / UPPER; k < Order::LEAST && UPPER * k < from + 32; k++) {
+        put(mine[k] >> LOW, UPPER * k);
+      }
+      int k = from > AFTER ? (from - AFTER) / LOW : 0;
+      KV_NO_UNROLL for (; k < Order::LEAST && AFTER + LOW * k < from + 32; k++) {
+        put(mine[k] & ((1u << LOW) - 1), AFTER + LOW * k);
+      }
+      if (n > Order::LEAST) put(mine[Order::LEAST], BITS * Order::LEAST);
+    }
+    return bits;
+  }
+  KV_DEV static uint32_t tail_word(const uint16_t* codes, int w) {
+    uint32_t bits = 0;
+    KV_NO_UNROLL for (int part = 0; part < 4; part++) {
+      int d = Order::tail_bit(part) - 32 * w;
+      if (d >= 32) break;
+      uint32_t x = word(codes, part, 32 * Order::WORDS + (d < 0 ? -d : 0));
+      bits |= d > 0 ? x << d : x;
+    }
+    return bits;
+  }
+
+  template <int N>
+  KV_DEV static void row(uint8_t* const (&at)[N], const uint16_t* codes, int part, uint32_t keep, bool live) {
+    constexpr int WORDS = Order::WORDS, ALL = 4 * WORDS + (Order::TAIL + 3) / 4;
+    KV_NO_UNROLL for (int w = part; w < ALL && live; w += 8) {
+      if (w < 4 * WORDS) {
+        ((uint32_t*)at[0])[w] = word(codes, w / (WORDS > 0 ? WORDS : 1), w % (WORDS > 0 ? WORDS : 1) * 32) & keep;
+      } else if constexpr (Order::TAIL > 0) {
+        store_word<Order::TAIL>(at[WORDS > 0], w - 4 * WORDS, tail_word(codes, w - 4 * WORDS) & keep);
+      }
+    }
+  }
+};
 
 enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/octopus.py, Octopus.rounding
 
@@ -13,10 +66,12 @@ enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };  // codecs/oct
 // Levels are symmetric, so the other directions differ in signs; eight copies have no bank conflicts.
 template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : TableRow {
   KV_CONST int DIM = D;
-  KV_CONST int PLANES = 2;
   KV_CONST int TRIPLETS = (D + 2) / 3;
   KV_CONST int BITS = 2 * DIR + NRM;
-  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? stream_bytes(TRIPLETS, BITS) : WIDE ? 4 : 2; }
+  using Store = StoreParts<TRIPLETS, BITS, (BITS > JOINT_BITS ? NRM : 0)>;
+  using Order = typename Store::Order;
+  KV_CONST int PLANES = Order::PLANES + 1;
+  KV_FUNCTION int plane_bytes(int p) { return p < Order::PLANES ? Order::plane_bytes(p) : WIDE ? 4 : 2; }
   KV_CONST int LEVELS = 1 << DIR;
   KV_CONST int LENGTHS = Levels<DIR>::BYTES;
   KV_CONST int DIRECTIONS = LENGTHS + Levels<NRM>::BYTES;
@@ -32,16 +87,17 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
 
   struct alignas(16) Four { float x, y, z, w; };
 
-  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[2],
+  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
                           const uint8_t* table, uint8_t* scratch) {
     uint16_t* codes = round_row(y, part, keep, live, at, table, scratch);
-    store_stream<TRIPLETS, BITS>(at[0], codes, part, keep, live);
+    Store::row(at, codes, part, keep, live);
     sync_warp();
   }
 
   // codes of the row in shared memory, and its norm
+  template <int N>
   KV_DEV static uint16_t* round_row(const float (&y)[D / 8], int part, uint32_t keep, bool live,
-                                    uint8_t* const (&at)[2], const uint8_t* table, uint8_t* scratch) {
+                                    uint8_t* const (&at)[N], const uint8_t* table, uint8_t* scratch) {
     int row = thread() % 32 / 8;
     float* mine = (float*)scratch + row * STRIDE;
     uint16_t* codes = (uint16_t*)(scratch + ROWS) + row * ROOM;
@@ -51,9 +107,8 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
                                             add(y[4 * i + 3], 0.0f)};
     }
     if (part < 3 * TRIPLETS - D) mine[D + part] = 0.0f;
-    clear_spare<TRIPLETS>(codes, part);
     double gamma = sqrt(sum_of_squares(y));
-    store_norm<WIDE>(at[1], div(gamma, root(D)), part, keep, live);
+    store_norm<WIDE>(at[PLANES - 1], div(gamma, root(D)), part, keep, live);
     float wide = (float)gamma;
     float inverse = wide > TINY_ROW ? rcp_fast(wide) : bits_float(0x7fffffffu);  // a NaN: never sure
     sync_warp();

@@ -115,18 +115,18 @@ template <int D, int BITS, bool WIDE> struct TurboQuantQjlRow : TableRow {
 template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusQjlRow : TableRow {
   using Plain = OctopusRow<D, DIR, NRM, WIDE, ROUNDING>;
   KV_CONST int DIM = D;
-  KV_CONST int PLANES = 4;
-  KV_FUNCTION int plane_bytes(int p) { return p < 2 ? Plain::plane_bytes(p) : p == 2 ? D / 8 : 2; }
+  KV_CONST int SIGNS = Plain::PLANES;
+  KV_CONST int PLANES = SIGNS + 2;
+  KV_FUNCTION int plane_bytes(int p) { return p < SIGNS ? Plain::plane_bytes(p) : p == SIGNS ? D / 8 : 2; }
   KV_CONST int RHO = Plain::BYTES;
   KV_CONST int SKETCH = RHO + align16(4 << NRM);
   KV_CONST int TABLE = SKETCH + Sketch<D>::BYTES;
   KV_CONST int SCRATCH = Plain::SCRATCH + Sketch<D>::SCRATCH;
 
-  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[4],
+  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
                           const uint8_t* table, uint8_t* scratch) {
-    uint8_t* const stage[2] = {at[0], at[1]};
-    uint16_t* codes = Plain::round_row(y, part, keep, live, stage, table, scratch);
-    store_stream<Plain::TRIPLETS, Plain::BITS>(at[0], codes, part, keep, live);
+    uint16_t* codes = Plain::round_row(y, part, keep, live, at, table, scratch);
+    Plain::Store::row(at, codes, part, keep, live);
     double gamma = sqrt(sum_of_squares(y)), r[D / 8];
     KV_UNROLL for (int k = 0; k < D / 8; k++) {
       int channel = channel_of<8>(part, k);
@@ -136,7 +136,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusQjlRow
       float held = mul(component, ((const float*)(table + RHO))[code & ((1u << NRM) - 1)]);
       r[k] = sub(gamma > 0.0 ? div((double)y[k], gamma) : 0.0, (double)held);
     }
-    Sketch<D>::store(r, part, keep, live, at[2], at[3], table + SKETCH, scratch + Plain::SCRATCH);
+    Sketch<D>::store(r, part, keep, live, at[SIGNS], at[SIGNS + 1], table + SKETCH, scratch + Plain::SCRATCH);
     sync_warp();
   }
 };

@@ -95,24 +95,27 @@ template <int BITS, class T> KV_DEV uint32_t stream_word(const T* codes, int w) 
   KV_UNROLL for (int j = 0; j < SPAN; j++) bits |= (uint64_t)codes[first + j] << (j * BITS);
   return (uint32_t)(bits >> (32 * w - first * BITS));
 }
-// lanes of a team write a row's stream; a row's first byte is as aligned as the bytes of a row are
+// word w of a run of BYTES bytes whose first byte is as aligned as BYTES is
+template <int BYTES> KV_DEV void store_word(uint8_t* at, int w, uint32_t word) {
+  if constexpr (BYTES % 4 == 0) {
+    ((uint32_t*)at)[w] = word;
+  } else if constexpr (BYTES % 2 == 0) {
+    ((uint16_t*)at)[2 * w] = (uint16_t)word;
+    if (4 * w + 2 < BYTES) ((uint16_t*)at)[2 * w + 1] = (uint16_t)(word >> 16);
+  } else {
+    KV_UNROLL for (int j = 0; j < 4; j++) {
+      if (4 * w + j < BYTES) at[4 * w + j] = (uint8_t)(word >> 8 * j);
+    }
+  }
+}
+// lanes of a team write a row's stream
 template <int COUNT, int BITS, class T>
 KV_DEV void store_stream(uint8_t* at, const T* codes, int part, uint32_t keep, bool live) {
   constexpr int BYTES = stream_bytes(COUNT, BITS), WORDS = (BYTES + 3) / 4;
   KV_UNROLL for (int first = 0; first < WORDS; first += 8) {
     int w = first + part;
     if (w >= WORDS || !live) continue;
-    uint32_t word = stream_word<BITS>(codes, w) & keep;
-    if constexpr (BYTES % 4 == 0) {
-      ((uint32_t*)at)[w] = word;
-    } else if constexpr (BYTES % 2 == 0) {
-      ((uint16_t*)at)[2 * w] = (uint16_t)word;
-      if (4 * w + 2 < BYTES) ((uint16_t*)at)[2 * w + 1] = (uint16_t)(word >> 16);
-    } else {
-      KV_UNROLL for (int j = 0; j < 4; j++) {
-        if (4 * w + j < BYTES) at[4 * w + j] = (uint8_t)(word >> 8 * j);
-      }
-    }
+    store_word<BYTES>(at, w, stream_word<BITS>(codes, w) & keep);
   }
 }
 template <int COUNT, class T> KV_DEV void clear_spare(T* codes, int part) {

@@ -7,11 +7,40 @@
 
 namespace kv {
 
-// scores of 16 tokens: s[0..1] token g, heads 2j 2j+1; s[2..3] token g + 8
-template <class K, int D, class P>
-KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const uint8_t* table, int token, int lane,
-                   const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[4]) {
-  constexpr int PER = K::K_REGS / K::GROUPS;
+// d += keys q for 16 tokens, over registers [from, to): the lane's heads for token g, then for token g + 8
+template <class K, int D, int HEADS>
+KV_DEV void dots(float (&d)[HEADS / 2], const uint32_t (&x)[K::K_REGS], const uint32_t (&y)[K::K_REGS],
+                 const uint32_t (&q)[Query<K, D, HEADS>::REGS], int from, int to) {
+  if constexpr (HEADS == 8) {
+    KV_UNROLL
+    for (int k = from; k < to; k += 2) mma(d, x[k], y[k], x[k + 1], y[k + 1], q[k], q[k + 1]);
+  } else if constexpr (Query<K, D, HEADS>::HALVED) {
+    // a column's product with the other one's channels is not used
+    float c[2][4] = {{d[0], 0.0f, 0.0f, 0.0f}, {d[1], 0.0f, 0.0f, 0.0f}};
+    KV_UNROLL
+    for (int k = from; k < to; k += 4) {
+      if (k + 4 <= to) {
+        mma(c[0], x[k], x[k + 1], x[k + 2], x[k + 3], q[k / 2], q[k / 2 + 1]);
+        mma(c[1], y[k], y[k + 1], y[k + 2], y[k + 3], q[k / 2], q[k / 2 + 1]);
+      } else {
+        mma(c[0], x[k], x[k + 1], q[k / 2]);
+        mma(c[1], y[k], y[k + 1], q[k / 2]);
+      }
+    }
+    d[0] = c[0][0] + c[0][3], d[1] = c[1][0] + c[1][3];
+  } else {  // both columns have the same numbers
+    float c[4] = {d[0], 0.0f, d[1], 0.0f};
+    KV_UNROLL
+    for (int k = from; k < to; k += 2) mma(c, x[k], y[k], x[k + 1], y[k + 1], q[k], q[k + 1]);
+    d[0] = c[0], d[1] = c[2];
+  }
+}
+
+// scores of 16 tokens: the lane's heads for token g, then for token g + 8
+template <class K, int D, int HEADS, class P>
+KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& planes, const uint8_t* table, int token,
+                   int lane, const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[2]) {
+  constexpr int PER = K::K_REGS / K::GROUPS, N = HEADS / 4;
   const int j = lane % 4, at = token + lane / 4;
   uint32_t x[K::K_REGS], y[K::K_REGS];
   K::keys(planes, table, at, j, lane, x);
@@ -28,31 +57,30 @@ KV_DEV void scores(float (&s)[4], const Query<K, D>& q, const P& planes, const u
     }
   }
   KV_UNROLL
-  for (int i = 0; i < 4; ++i) s[i] = K::K_BLOCKED ? block_zero[i] : 0.0f;
+  for (int i = 0; i < 2 * N; ++i) s[i] = K::K_BLOCKED ? block_zero[i % N] : 0.0f;
   KV_UNROLL
   for (int group = 0; group < K::GROUPS; ++group) {
-    float d[4];
+    float d[2 * N];
     KV_UNROLL
-    for (int i = 0; i < 4; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % 2] : 0.0f;
-    KV_UNROLL
-    for (int k = group * PER; k < (group + 1) * PER; k += 2) {
-      if (K::K_BLOCKED) mma(d, x[k], y[k], x[k + 1], y[k + 1], block_q[k], block_q[k + 1]);
-      else mma(d, x[k], y[k], x[k + 1], y[k + 1], q.r[k], q.r[k + 1]);
-    }
+    for (int i = 0; i < 2 * N; ++i) d[i] = k_offset<K>(0) != 0.0f ? q.sum[group][i % N] : 0.0f;
+    if constexpr (K::K_BLOCKED) dots<K, D, HEADS>(d, x, y, block_q, group * PER, (group + 1) * PER);
+    else dots<K, D, HEADS>(d, x, y, q.r, group * PER, (group + 1) * PER);
     if constexpr (K::K_BLOCKED) {
       KV_UNROLL
-      for (int i = 0; i < 4; ++i) s[i] += d[i] * K::K_UNIT;
+      for (int i = 0; i < 2 * N; ++i) s[i] += d[i] * K::K_UNIT;
     } else {
-      s[0] += d[0] * sx[group], s[1] += d[1] * sx[group], s[2] += d[2] * sy[group], s[3] += d[3] * sy[group];
+      KV_UNROLL
+      for (int i = 0; i < 2 * N; ++i) s[i] += d[i] * (i < N ? sx[group] : sy[group]);
       if constexpr (K::HAS_K_ZERO && k_offset<K>(0) == 0.0f) {
         constexpr float UNIT = k_scale_unit<K>(0) != 0.0f ? 1.0f / k_scale_unit<K>(0) : 1.0f;
         const float zx = K::k_zero(planes, at, group) * UNIT, zy = K::k_zero(planes, at + 8, group) * UNIT;
-        s[0] += q.sum[group][0] * zx, s[1] += q.sum[group][1] * zx;
-        s[2] += q.sum[group][0] * zy, s[3] += q.sum[group][1] * zy;
+        KV_UNROLL
+        for (int i = 0; i < 2 * N; ++i) s[i] += q.sum[group][i % N] * (i < N ? zx : zy);
       }
     }
   }
-  s[0] *= q.scale[0], s[1] *= q.scale[1], s[2] *= q.scale[0], s[3] *= q.scale[1];
+  KV_UNROLL
+  for (int i = 0; i < 2 * N; ++i) s[i] *= q.scale[i % N];
 }
 
 // bits of 1 / w as fp16, w a power of two between 2^-14 and 2^14
@@ -65,7 +93,7 @@ KV_CONSTEXPR uint32_t inverse_half(float w) {
 template <class K> KV_CONSTEXPR uint32_t inverse_weights(int r) {
   return inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16;
 }
-template <class K, int D> KV_DEV uint32_t unweighted(const Query<K, D>& q, int r) {
+template <class K, int D, int HEADS> KV_DEV uint32_t unweighted(const Query<K, D, HEADS>& q, int r) {
   return inverse_weights<K>(r) == 0x3c003c00u ? q.r[r] : q.plain[r];
 }
 
@@ -74,8 +102,8 @@ template <class K, int D> KV_DEV uint32_t unweighted(const Query<K, D>& q, int r
 // block_q is rounded to fp16. Where a channel is loud, what that changes shows: 2^-12 of q s, times a code of up to
 // 2^b - 1, is 0.02 in a score of 70. The tensor core sums q s and block_q exactly, and their difference, times the
 // middle code, joins the zeros: what is left is half of it at most, as if the keys had been rounded to fp16.
-template <class K, int D, class P>
-KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const Query<K, D>& q, const P& planes,
+template <class K, int D, int HEADS, class P>
+KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[2], const Query<K, D, HEADS>& q, const P& planes,
                         int block, int lane) {
   uint32_t s[K::K_REGS], z[K::K_REGS];
   K::k_block(planes, block, lane % 4, s, z);
@@ -89,16 +117,45 @@ KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[4], const 
     const uint32_t f0 = inverse_weights<K>(k), f1 = inverse_weights<K>(k + 1);
     mma(rounded, f0, f0, f1, f1, block_q[k], block_q[k + 1]);
   }
-  zero[0] = zero[2] = exact[0] + (exact[2] - rounded[0]) * K::K_MIDDLE;
-  zero[1] = zero[3] = exact[1] + (exact[3] - rounded[1]) * K::K_MIDDLE;
+  zero[0] = exact[0] + (exact[2] - rounded[0]) * K::K_MIDDLE;
+  zero[1] = exact[1] + (exact[3] - rounded[1]) * K::K_MIDDLE;
+}
+
+// Where a lane's sums of V^T P lie: out[k][i / 4][i % 4], i < COUNT, is element(k, i) of its part, for its head(i).
+template <class V, int HEADS> struct Sums {
+  KV_CONST bool PAIRED = is_paired<V>(0), HALVED = HEADS == 4 && !PAIRED;
+  KV_CONST int HALVES = HALVED ? 1 : 2, COUNT = 4 * HALVES;
+  KV_FUNCTION int element(int k, int i) { return HALVED ? 4 * k + i : 4 * k + i / 4 + i / 2 % 2 * 2; }
+  KV_FUNCTION int head(int i) { return HEADS == 4 ? 0 : i % 2; }
+  KV_FUNCTION bool used(int i) { return HEADS == 8 || HALVED || i % 2 == 0; }  // the other column repeats it
+};
+
+// out += V^T P of 8 of 16 tokens: x has token 2j, or 2j + 1 if `later`, y the token 8 further; b as `weights`
+template <class V, int HEADS>
+KV_DEV void add_rows(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], const uint32_t (&b)[2],
+                     const uint32_t (&x)[V::V_REGS], const uint32_t (&y)[V::V_REGS], bool later, int lane) {
+  // a token's two channels share a register, so each product takes P in one half and zero in the other
+  const uint32_t down = later ? 0x4432u : 0x4410u, up = later ? 0x3244u : 0x1044u;
+  if constexpr (Sums<V, HEADS>::HALVED) {
+    const uint32_t half = lane & 4 ? up : down, b0 = prmt(b[0], 0u, half), b1 = prmt(b[1], 0u, half);
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], b0, b1);
+  } else {
+    const uint32_t low0 = prmt(b[0], 0u, down), low1 = prmt(b[1], 0u, down);
+    const uint32_t high0 = prmt(b[0], 0u, up), high1 = prmt(b[1], 0u, up);
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);
+      mma(out[k][1], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], high0, high1);
+    }
+  }
 }
 
 // out += V^T P of 16 tokens, P by `weights`; dead tokens' numbers are dropped when MASKED
-template <class V, int D, bool MASKED, class P>
-KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2], const P& planes, const uint8_t* table,
-                       int token, int lane, int live_from, int live_to) {
+template <class V, int HEADS, bool MASKED, class P>
+KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], const uint32_t (&b)[2], const P& planes,
+                       const uint8_t* table, int token, int lane, int live_from, int live_to) {
   const int g = lane / 4, j = lane % 4;
-  const uint32_t b0 = b[0], b1 = b[1];
   KV_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
     const bool later = is_turned<V>(0) && j >= 2 ? !odd : odd;
@@ -113,24 +170,16 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][2][4], const uint32_t (&b)[2]
       KV_UNROLL
       for (int r = 0; r < V::V_REGS; ++r) x[r] = keep_x ? x[r] : 0u, y[r] = keep_y ? y[r] : 0u;
     }
-    // one token's two channels share a register, so each product takes P in one half and zero in the other
-    const uint32_t down = later ? 0x4432u : 0x4410u, up = later ? 0x3244u : 0x1044u;
-    const uint32_t low0 = prmt(b0, 0u, down), low1 = prmt(b1, 0u, down);
-    const uint32_t high0 = prmt(b0, 0u, up), high1 = prmt(b1, 0u, up);
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      mma(out[k][0], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], low0, low1);
-      mma(out[k][1], x[2 * k], x[2 * k + 1], y[2 * k], y[2 * k + 1], high0, high1);
-    }
+    add_rows<V, HEADS>(out, b, x, y, later, lane);
   }
 }
 
 // The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES. Dead tokens have
 // P = 0 and finite codes; their scales and zeros may be anything and are dropped.
-template <class V, int D, bool MASKED, class P>
+template <class V, bool MASKED, class P>
 KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const uint32_t (&b)[2], const P& planes,
                       int token, int lane, int live_from, int live_to) {
-  const int g = lane / 4, at = token + lane % 4 * 2;
+  const int at = token + lane % 4 * 2;
   uint32_t w[2][V::WORDS], s[2][V::SCALES], z[2];
   V::load_pairs(planes, token, lane, w);
   KV_UNROLL
@@ -155,17 +204,18 @@ KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const
   }
 }
 
-// p as `scores` gives them, scaled: B operands
-KV_DEV void weights(uint32_t (&b)[2], const float (&p)[4]) {
-  b[0] = transpose8(pack_half2(p[0], p[1]));
-  b[1] = transpose8(pack_half2(p[2], p[3]));
+// p as `scores` gives them, scaled: B operands; a head with two columns has them in both
+template <int N> KV_DEV void weights(uint32_t (&b)[2], const float (&p)[N]) {
+  b[0] = transpose8(pack_half2(p[0], p[N / 2 - 1]));
+  b[1] = transpose8(pack_half2(p[N / 2], p[N - 1]));
 }
 
 // blocked values: 32 tokens are summed apart, from their mass times the offset of the codes on, then times the
 // channels' scales
-template <class V>
-KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], const uint32_t (&b0)[2],
-                         const uint32_t (&b1)[2]) {
+template <class V, int HEADS>
+KV_DEV void enter_values(float (&part)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], float (&mass)[4],
+                         const uint32_t (&b0)[2], const uint32_t (&b1)[2]) {
+  using Sum = Sums<V, HEADS>;
   const uint32_t one = 0x3c003c00u;
   mass[0] = mass[1] = mass[2] = mass[3] = 0.0f;
   mma(mass, one, one, one, one, b0[0], b0[1]);
@@ -173,33 +223,32 @@ KV_DEV void enter_values(float (&part)[V::V_REGS / 2][2][4], float (&mass)[4], c
   KV_UNROLL
   for (int k = 0; k < V::V_REGS / 2; ++k) {
     KV_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const int e = 4 * k + i / 4 + i / 2 % 2 * 2;
-      part[k][i / 4][i % 4] = mass[i % 2] * (V::V_OFFSET / V::v_weight(e));
-    }
+    for (int i = 0; i < Sum::COUNT; ++i)
+      part[k][i / 4][i % 4] = mass[Sum::head(i)] * (V::V_OFFSET / V::v_weight(Sum::element(k, i)));
   }
 }
-template <class V, int D, class P>
-KV_DEV void leave_values(float (&out)[V::V_REGS / 2][2][4], const float (&part)[V::V_REGS / 2][2][4],
-                         const float (&mass)[4], const P& planes, int block, int lane) {
+template <class V, int HEADS, class P>
+KV_DEV void leave_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4],
+                         const float (&part)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], const float (&mass)[4],
+                         const P& planes, int block, int lane) {
+  using Sum = Sums<V, HEADS>;
   float s[2 * V::V_REGS];
   V::v_bscales(planes, block, lane / 4, s);
   KV_UNROLL
   for (int k = 0; k < V::V_REGS / 2; ++k) {
     KV_UNROLL
-    for (int i = 0; i < 8; ++i) out[k][i / 4][i % 4] += part[k][i / 4][i % 4] * s[4 * k + i / 4 + i / 2 % 2 * 2];
+    for (int i = 0; i < Sum::COUNT; ++i) out[k][i / 4][i % 4] += part[k][i / 4][i % 4] * s[Sum::element(k, i)];
   }
   if constexpr (V::V_UNEVEN) {
     if (!any(V::v_uneven(planes, block, lane / 4))) return;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int e = 4 * k + i, c = V::v_channel(lane / 4, e);
+      for (int i = 0; i < Sum::COUNT; ++i) {
+        const int e = Sum::element(k, i), c = V::v_channel(lane / 4, e);
         if (c < 0) continue;
         const float z = (V::v_bzero(planes, block, c) - V::V_OFFSET * s[e]) * (1.0f / V::v_weight(e));
-        out[k][i % 2][i / 2 * 2] += mass[0] * z;
-        out[k][i % 2][i / 2 * 2 + 1] += mass[1] * z;
+        out[k][i / 4][i % 4] += mass[Sum::head(i)] * z;
       }
     }
   }

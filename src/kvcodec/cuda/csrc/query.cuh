@@ -1,4 +1,9 @@
-// The query of decode attention on its way into the tensor core: 8 heads, in the basis of the codes.
+// The query of decode attention on its way into the tensor core, in the basis of the codes.
+//
+// Heads are the 8 columns of its products. Where at most 4 share a KV head, each of them has two columns, 2n and
+// 2n + 1: of keys, one meets one half of the channels and one the other, which are the rows of tokens g and g + 8
+// otherwise; of values, one takes the first of two channels that share a register and one the second, which are
+// products of their own otherwise. And a lane has the softmax of one head instead of two.
 #pragma once
 #include "transform.cuh"
 
@@ -17,18 +22,26 @@ template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) {
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
 
-// The query of 8 heads in the basis of the codes: B operands of the tensor core, and what undoes their scaling.
-template <class K, int D> struct Query {
-  uint32_t r[K::K_REGS];       // head g, channels of part j
+// A reader of keys may have another one, Halved, for heads with two columns.
+template <class T> struct Always { using Void = void; };
+template <class K, int HEADS, class = void> struct KeysOf { using Reader = K; };
+template <class K> struct KeysOf<K, 4, typename Always<typename K::Halved>::Void> { using Reader = typename K::Halved; };
+
+// The query of HEADS heads, 4 or 8, in the basis of the codes: B operands of the tensor core, and what undoes their
+// scaling.
+template <class K, int D, int HEADS> struct Query {
+  KV_CONST bool HALVED = HEADS == 4 && K::GROUPS == 1 && !K::K_BLOCKED;
+  KV_CONST int REGS = HALVED ? K::K_REGS / 2 : K::K_REGS;
+  uint32_t r[REGS];            // of column g, channels of part j; HALVED: every second register of keys
   uint32_t plain[K::K_BLOCKED ? K::K_REGS : 1];  // the same without weights
-  float sum[K::GROUPS][2];     // sum over a group's channels of the rounded q; heads 2j, 2j+1
-  float scale[2];              // scores = dot * scale, in powers of two
+  float sum[K::GROUPS][HEADS / 4];  // sum over a group's channels of the rounded q; the lane's heads
+  float scale[HEADS / 4];      // scores = dot * scale, in powers of two
 };
 
-template <class K, int D, int WARPS>
-KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const Side& side, int b, int h, int first,
-                       int live) {
-  constexpr int N = D / 32, ROWS = (8 + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
+template <class K, int D, int WARPS, int HEADS>
+KV_DEV void load_query(Query<K, D, HEADS>& q, float* shared, const DecodeArgs& a, const Side& side, int b, int h,
+                       int first, int live) {
+  constexpr int N = D / 32, ROWS = (HEADS + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
   const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
   float x[ROWS][N];
   KV_UNROLL
@@ -41,7 +54,7 @@ KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const
   KV_UNROLL
   for (int row = 0; row < ROWS; ++row) {
     const int n = warp + row * WARPS;
-    if (n >= 8) break;
+    if (n >= HEADS) break;
     multiply_row<D>(x[row], side, b, h, lane);
     hadamard_row<D>(x[row], (int)side.block, lane);
     float top = 0.0f;
@@ -65,8 +78,9 @@ KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const
     if (lane == 0) shared[8 * WIDTH + n] = top;
   }
   sync_threads();
-  const float* mine = shared + g * WIDTH;
-  const float top = shared[8 * WIDTH + g];
+  const int head = g * HEADS / 8, odd = g % 2;
+  const float* mine = shared + head * WIDTH;
+  const float top = shared[8 * WIDTH + head];
   // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room
   // themselves: below 1, so that a product with any of them is finite
   int exponent = (int)(float_bits(top) >> 23) - 127;
@@ -77,10 +91,10 @@ KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const
   for (int group = 0; group < K::GROUPS; ++group) {
     float sum = 0.0f;
     KV_UNROLL
-    for (int k = 0; k < K::K_REGS / K::GROUPS; ++k) {
-      const int r = group * (K::K_REGS / K::GROUPS) + k;
-      const int c0 = K::k_channel(j, 2 * r), c1 = K::k_channel(j, 2 * r + 1);
-      const float w0 = K::k_weight(2 * r), w1 = K::k_weight(2 * r + 1);
+    for (int k = 0; k < q.REGS / K::GROUPS; ++k) {
+      const int r = group * (q.REGS / K::GROUPS) + k, e = q.HALVED ? 4 * r + 2 * odd : 2 * r;
+      const int c0 = K::k_channel(j, e), c1 = K::k_channel(j, e + 1);
+      const float w0 = K::k_weight(e), w1 = K::k_weight(e + 1);
       const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
       q.r[r] = pack_half2(x0, x1);
       if constexpr (K::K_BLOCKED) q.plain[r] = pack_half2(x0 / w0, x1 / w1);
@@ -88,13 +102,14 @@ KV_DEV void load_query(Query<K, D>& q, float* shared, const DecodeArgs& a, const
     }
     sum += shfl_xor(sum, 1);
     sum += shfl_xor(sum, 2);
+    if (q.HALVED) sum += shfl_xor(sum, 4);
     if (k_offset<K>(0) != 0.0f) sum *= k_offset<K>(0);
-    q.sum[group][0] = shfl(sum, 8 * j);
-    q.sum[group][1] = shfl(sum, 8 * j + 4);
+    KV_UNROLL
+    for (int n = 0; n < HEADS / 4; ++n) q.sum[group][n] = shfl(sum, 8 * j + 4 * n);
   }
   const float unit = k_scale_unit<K>(0) != 0.0f ? k_scale_unit<K>(0) * a.scale2 : a.scale2;
-  q.scale[0] = shfl(up, 8 * j) * unit;
-  q.scale[1] = shfl(up, 8 * j + 4) * unit;
+  KV_UNROLL
+  for (int n = 0; n < HEADS / 4; ++n) q.scale[n] = shfl(up, 8 * j + 4 * n) * unit;
 }
 
 }  // namespace kv
