@@ -1,15 +1,18 @@
 # Each target is one script; CI calls the same. The first one installs into .venv.
-.PHONY: help demo test check docs bench dist clean
+.PHONY: help demo test test-eval check docs bench dist clean
 ARGS ?=
 
 help:  ## what there is
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 
 demo:  ## compress a real model's cache with every method: table, picture, report (ARGS="--help")
 	@scripts/demo $(ARGS)
 
 test:  ## the test suite (ARGS="-k octopus")
 	@scripts/test $(ARGS)
+
+test-eval:  ## install lm-evaluation-harness and run its tests
+	@scripts/test-eval $(ARGS)
 
 check:  ## lint, format, types
 	@scripts/check

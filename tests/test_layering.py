@@ -46,11 +46,13 @@ LAZILY = {
     ("scheme", "kvcodec.codecs.dense"),  # boundary layers are dense; a function-level import breaks the cycle
     ("registry", "kvcodec.codecs"),
     ("registry", "kvcodec.engine"),  # which kernels there are
+    ("registry", "kvcodec.mix"),  # a recipe file is a spec; its layers are schemes that the registry finds
     ("cache", "kvcodec.attention"),
     ("sealed", "kvcodec"),  # the version
 }
 ONLY_IN = {
     "triton": {"kernels"},
+    "lm_eval": {"integrations"},
     "transformers": {"integrations", "models", "eval"},
     "matplotlib": {"plot", "report"},
     "vllm": {"integrations"},
@@ -168,7 +170,7 @@ cache = kvcodec.LayerCache(kvcodec.get(specs[-1]))
 cache.append(x, x)
 cache.attend(x)
 print(json.dumps({
-    "heavy": [m for m in ("triton", "transformers", "matplotlib", "vllm") if m in sys.modules],
+    "heavy": [m for m in ("triton", "transformers", "matplotlib", "vllm", "lm_eval") if m in sys.modules],
     "own": sorted(m for m in sys.modules if m.startswith(("kvcodec.kernels.", "kvcodec.integrations", "kvcodec.eval"))),
     "cuda": torch.cuda.is_initialized(),
     "changed": not (torch.equal(before[0], torch.get_rng_state())

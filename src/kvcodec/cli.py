@@ -1,7 +1,8 @@
-"""The command line: ``kvcodec demo | list | describe | fit | compare | eval | bench | reproduce | report``.
+"""The command line: ``kvcodec demo | list | describe | fit | compare | eval | advise | bench | reproduce | report``.
 
 Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
-nothing else. Exit status: 0 done, 2 a mistake that one line explains, 130 interrupted (what was finished is written).
+nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl, 2 a mistake that one line explains, 130
+interrupted (what was finished is written).
 """
 
 import argparse
@@ -15,6 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import kvcodec
+from kvcodec.arguments import (
+    add_codec_file,
+    add_device,
+    add_head_dim,
+    add_model,
+    add_reading,
+    add_text,
+    check_target,
+    positive,
+)
 from kvcodec.errors import KVError, ShapeError
 from kvcodec.registry import split_specs
 
@@ -29,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in args.codec_file:
             kvcodec.load_file(path)
         if args.json not in (None, "-"):
-            _check_target("--json", args.json, ", or - for standard output")
+            check_target("--json", args.json, ", or - for standard output")
         status = args.run(args)
         assert isinstance(status, int)
         return status
@@ -74,7 +85,7 @@ def _fit(args: argparse.Namespace) -> int:
     from kvcodec.models import load, load_text
     from kvcodec.progress import Progress
 
-    _check_target("--out", args.out)
+    check_target("--out", args.out)
     text = load_text(args.text)
     check_fit(args.spec, text.text, args.window_tokens)
     begun, progress = time.monotonic(), Progress()
@@ -100,50 +111,25 @@ def _fit(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from kvcodec.demo import about
+    from kvcodec.eval.command import measure
     from kvcodec.eval.rows import plain, table
 
-    rows = _measure(args, args.specs)
+    rows = measure(args, args.specs)
     return _finish(args, rows, lambda: f"{table(plain(rows))}\n\n{about(rows)}")
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from kvcodec.demo import about
-    from kvcodec.eval.rows import plain
+    from kvcodec.eval import command
 
-    rows = _measure(args, [args.spec])
-    row = plain(rows[0])
-    width = max(map(len, row))
-    lines = [f"{key:<{width}}  {_scalar(value)}" for key, value in row.items() if not isinstance(value, dict | list)]
-    return _finish(args, rows, lambda: "\n".join([*lines, "", about(rows)]))
+    rows, text = command.run(args)
+    return _finish(args, rows, lambda: text)
 
 
-def _measure(args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, Any]]:
-    """Load text and model, and compare; everything that can be refused is refused before the model loads."""
-    from kvcodec.eval.compare import Settings, compare
-    from kvcodec.models import load, load_text
-    from kvcodec.params import match_params, read_params
-    from kvcodec.progress import Progress
+def _advise(args: argparse.Namespace) -> int:
+    from kvcodec.advise import command
 
-    schemes = [kvcodec.get(spec) for spec in specs]
-    try:
-        params = [read_params(path) for path in args.params]
-    except OSError as error:
-        raise KVError(str(error)) from error
-    match_params(params, schemes)
-    text = load_text(args.text)
-    progress = Progress()
-    settings = Settings(
-        windows=args.windows,
-        window_tokens=args.window_tokens,
-        prefill=args.prefill,
-        seed=args.seed,
-        budget=args.budget,
-        new_tokens=args.new_tokens,
-        text_name=text.name,
-        text_sha256=text.sha256,
-    )
-    model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
-    return compare(model, specs, text.text, settings, params=params, progress=progress)
+    found, text, status = command.run(args)
+    return _finish(args, found, lambda: text) or status
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -280,15 +266,6 @@ def _report(args: argparse.Namespace) -> int:
     return _finish(args, [str(path) for path in paths], lambda: "\n".join(f"written: {path}" for path in paths))
 
 
-def _check_target(option: str, path: str, otherwise: str = "") -> None:
-    """Refuse a file that cannot be written, before any work."""
-    from kvcodec.eval.rows import check_writable
-
-    check_writable(Path(path).parent)
-    if Path(path).is_dir():
-        raise KVError(f"{option} {path} is a folder; name a file in it{otherwise}.")
-
-
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
@@ -344,55 +321,54 @@ def _warning_line(
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
+    from kvcodec.advise import command as advise_command
     from kvcodec.bench import command
+    from kvcodec.eval import command as eval_command
 
     parser = argparse.ArgumentParser(prog="kvcodec", description="KV caches 3-5x smaller, at their true bits.")
     parser.add_argument("--version", action="version", version=f"kvcodec {kvcodec.__version__}")
-    _codec_file(parser, [])
+    add_codec_file(parser, [])
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     p = _command(commands, "demo", _demo, "a real model, a real text, nine presets: table, picture, page")
     p.add_argument("--model", help="path, hub id or smollm2-135m (default)")
     p.add_argument("--specs", type=split_specs, metavar="A,B", help="presets, instead of the nine")
-    _text_options(p)
+    add_text(p)
     p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="where the report goes (%(default)s)")
 
     p = _command(commands, "list", _list, "all presets with their bits")
-    _head_dim(p)
+    add_head_dim(p)
 
     p = _command(commands, "describe", _describe, "everything about one preset: options, layout, bits")
     p.add_argument("spec", metavar="SPEC")
-    _head_dim(p)
+    add_head_dim(p)
 
     p = _command(commands, "fit", _fit, "constants of a preset, fitted to your model on your text")
-    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
+    add_model(p)
     p.add_argument("spec", metavar="SPEC", help="a preset with constants to fit, e.g. innerq-base")
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text; not the one that you measure on")
     p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
-    p.add_argument("--windows", type=_positive, default=4, metavar="N", help="windows of text (%(default)s)")
-    p.add_argument("--window-tokens", type=_positive, default=2048, metavar="N", help="(%(default)s)")
-    p.add_argument("--max-tokens", type=_positive, default=8192, metavar="N", help="kept per layer (%(default)s)")
+    p.add_argument("--windows", type=positive, default=4, metavar="N", help="windows of text (%(default)s)")
+    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="(%(default)s)")
+    p.add_argument("--max-tokens", type=positive, default=8192, metavar="N", help="kept per layer (%(default)s)")
     p.add_argument("--seed", type=int, default=0, help="as for compare, where the codec draws from it")
-    _device(p)
+    add_device(p)
 
     p = _command(commands, "compare", _compare, "presets on your model and text")
-    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
+    add_model(p)
     p.add_argument(
         "--specs", type=split_specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64"
     )
-    _measure_options(p)
+    add_text(p)
+    p.add_argument("--new-tokens", type=int, default=32, metavar="N", help="generated tokens; 0 for none (%(default)s)")
+    add_reading(p)
 
-    p = _command(commands, "eval", _eval, "one preset on your model and text: perplexity and fidelity")
-    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
-    p.add_argument("--spec", required=True, metavar="SPEC")
-    _measure_options(p)
+    p = _command(commands, "eval", _eval, "presets on tasks, with intervals; resumable")
+    eval_command.add_arguments(p)
+
+    p = _command(commands, "advise", _advise, "which preset or mixture for your model, context and memory")
+    advise_command.add_arguments(p)
 
     p = _command(commands, "bench", _bench, "times of encode, decode and attention on this machine")
     p.add_argument(
@@ -407,10 +383,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--specs", type=split_specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
     for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
-        p.add_argument(f"--{name}", type=_positive, default=default, help="(%(default)s)")
-    _head_dim(p)
+        p.add_argument(f"--{name}", type=positive, default=default, help="(%(default)s)")
+    add_head_dim(p)
     p.add_argument("--seed", type=int, default=0)
-    _device(p)
+    add_device(p)
     command.add_arguments(p)
 
     p = _command(commands, "reproduce", _reproduce, "recompute what the papers print")
@@ -434,51 +410,9 @@ def _command(
     p = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     assert isinstance(p, argparse.ArgumentParser)
     p.add_argument("--json", metavar="FILE", help="write the result as JSON; - is standard output")
-    _codec_file(p, argparse.SUPPRESS)  # allowed before the command and after it
+    add_codec_file(p, argparse.SUPPRESS)  # allowed before the command and after it
     p.set_defaults(run=run)
     return p
-
-
-def _codec_file(p: argparse.ArgumentParser, default: Any) -> None:
-    p.add_argument(
-        "--codec-file", metavar="FILE", action="append", default=default, help="a .py file with codecs of your own"
-    )
-
-
-def _text_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: the packaged head of WikiText-2's test split)")
-    p.add_argument("--windows", type=_positive, default=3, metavar="N", help="windows of text (%(default)s)")
-    p.add_argument("--window-tokens", type=_positive, default=2048, metavar="N", help="(%(default)s, the protocol's)")
-    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no window that would end later than this")
-
-
-def _measure_options(p: argparse.ArgumentParser) -> None:
-    _text_options(p)
-    p.add_argument(
-        "--params",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="constants that `kvcodec fit` wrote, for the spec they were fitted for; may be repeated",
-    )
-    p.add_argument(
-        "--prefill",
-        choices=("decoded", "exact"),
-        default="decoded",
-        help="what attention reads; see the docs (%(default)s)",
-    )
-    p.add_argument("--new-tokens", type=int, default=32, metavar="N", help="generated tokens; 0 for none (%(default)s)")
-    p.add_argument("--seed", type=int, default=0)
-    _device(p)
-
-
-def _device(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--device", default="cpu", help="torch device (%(default)s)")
-    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(%(default)s)")
-
-
-def _head_dim(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--head-dim", type=_positive, default=128, metavar="D", help="(%(default)s)")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKEN
     SpecError, FitError, ModelError
     """
     scheme = get(spec)
-    if not any(codec.needs_sample or codec.needs_queries for codec in (scheme.key, scheme.value)):
+    if not scheme.is_fitted:
         raise FitError(f"{scheme} has no constants to fit: it takes nothing from data; use it without a params file.")
     if (size := len(text.encode())) < window_tokens:  # a token is at least a byte
         raise ModelError(
@@ -278,13 +278,16 @@ def about(fitted: FittedParams) -> dict[str, Any]:
         ``sha256, layers`` (a list), ``bytes`` and ``constants``: one object per role and constant over all its layers,
         with ``role, codec, constant, dtype, shapes, layers`` (how many), ``bytes, min, max``.
     """
-    rows: dict[tuple[Role, str], dict[str, Any]] = {}
-    for roles in fitted.values():
+    rows: dict[tuple[Role, str, str], dict[str, Any]] = {}
+    at = fitted.model.layers
+    for layer, roles in fitted.items():
+        scheme = fitted.scheme.for_layer(at.index(layer), len(at))
         for role, params in roles.items():
+            codec = type(scheme.codec(role)).__name__
             for name, x in params.items():
-                first: dict[str, Any] = {"role": role, "codec": type(fitted.scheme.codec(role)).__name__}
+                first: dict[str, Any] = {"role": role, "codec": codec}
                 first |= {"constant": name, "dtype": str(x.dtype).removeprefix("torch."), "shapes": [], "layers": 0}
-                row = rows.setdefault((role, name), first | {"bytes": 0, "min": None, "max": None})
+                row = rows.setdefault((role, codec, name), first | {"bytes": 0, "min": None, "max": None})
                 row["layers"] += 1
                 row["bytes"] += x.nbytes
                 if list(x.shape) not in row["shapes"]:

@@ -232,10 +232,9 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         return replace(self, file=path.name, sha256=write(path, KIND, json.loads(json.dumps(header)), tensors))
 
 
-def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, int]:
+def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, Any]:
     """``Layout.version`` of each role; heads of several sizes: at 128, the size that every change of bytes was for."""
-    sides = zip(ROLES, (scheme.key, scheme.value), strict=True)
-    return {role: codec.layout(head_dim or 128).version for role, codec in sides}
+    return scheme.layout_versions(head_dim or 128)
 
 
 def read_params(path: str | Path) -> FittedParams:

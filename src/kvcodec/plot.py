@@ -266,6 +266,69 @@ def _source_panel(axes: Any, source: str, rows: Sequence[Row]) -> dict[str, Any]
     return handles
 
 
+def sensitivity_figure(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw KL with one role of one layer compressed: a line per role and spec, a column per layer, colour log KL.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        ``layer, role, spec, kl``.
+    path : Path
+    title : str
+
+    Raises
+    ------
+    UnsupportedError, KVError
+        As ``quality_figure``.
+    """
+    lines = list(dict.fromkeys((str(r["role"]), str(r["spec"])) for r in rows))
+    layers = sorted({int(r["layer"]) for r in rows})
+    held = {(str(r["role"]), str(r["spec"]), int(r["layer"])): _number(r, "kl") for r in rows}
+    floor = min((v for v in held.values() if v), default=1e-6)
+    figure, _ = _figure(max(5.0, 2.6 + 0.22 * len(layers)), 1.6 + 0.28 * len(lines))
+    axes = figure.add_subplot()
+    values = [[math.log10(max(held.get((*line, layer)) or 0.0, floor, 1e-9)) for layer in layers] for line in lines]
+    image = axes.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.set_yticks(range(len(lines)), [f"{role}s {spec}" for role, spec in lines], fontsize=7)
+    shown = range(0, len(layers), max(1, len(layers) // 16))
+    axes.set_xticks(list(shown), [str(layers[i]) for i in shown], fontsize=7)
+    axes.set_xlabel("layer that is compressed, everything else dense", fontsize=8)
+    axes.set_title(title, fontsize=10, loc="left")
+    bar = figure.colorbar(image, ax=axes)
+    bar.set_label("log10 of KL (nats per token)", fontsize=8)
+    _save(figure, path)
+
+
+def outliers_figure(models: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Draw K_max / K_median over layers (the worst head's), a curve per model.
+
+    Parameters
+    ----------
+    models : mapping
+        Name -> rows with ``layer, worst_head_ratio``.
+    path : Path
+
+    Raises
+    ------
+    UnsupportedError, KVError
+        As ``quality_figure``.
+    """
+    figure, _ = _figure(7.0, 4.0)
+    axes = figure.add_subplot()
+    for i, (name, rows) in enumerate(models.items()):
+        color, marker = CURVE_COLORS[i % len(CURVE_COLORS)], CURVE_MARKERS[i % len(CURVE_MARKERS)]
+        at = [r["layer"] for r in rows]
+        axes.plot(at, [r["worst_head_ratio"] for r in rows], color=color, marker=marker, ms=4, lw=1, label=name)
+    axes.axhline(3.0, color=STYLES["dense"].color, lw=1, ls="--", zorder=1, label="3: an outlier for Med3")
+    axes.set_yscale("log")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("K_max / K_median of chunks of four channels")
+    axes.set_title("Keys: the largest chunk over the median one, worst head of each layer", fontsize=10, loc="left")
+    _calm(axes)
+    axes.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
 def speed_figure(points: Sequence[Any], path: Path) -> None:
     """Draw speed-up over 16-bit attention over effective bits, a panel per shape, and write a PNG.
 

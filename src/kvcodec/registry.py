@@ -122,12 +122,14 @@ def register(
 
 
 def get(spec: "str | KVScheme") -> KVScheme:
-    """Build the scheme that ``spec`` names.
+    """Build the scheme that ``spec`` names; the path of a ``.json`` file is a recipe (``mix.py``).
 
     Raises
     ------
     SpecError
         Unknown name or option (with the nearest known ones), or a value that is not allowed.
+    FormatError
+        A recipe file that cannot be read.
 
     Examples
     --------
@@ -138,6 +140,10 @@ def get(spec: "str | KVScheme") -> KVScheme:
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"got {type(spec).__name__}; expected a spec such as 'saw-int4' or a KVScheme.")
+    if spec.endswith(".json"):
+        from kvcodec.mix import read_recipe  # made of schemes that this module finds
+
+        return read_recipe(spec)
     method, base, given = _parse(spec)
     base_options = method.presets.get(base, _suffix(method.name, base))
     defaults = {o.name: o.default for o in method.options.values()} | dict(base_options)
@@ -198,6 +204,10 @@ def from_json(text: str) -> KVScheme:
     """
     try:
         data = json.loads(text)
+        if "layers" in data:
+            from kvcodec.mix import from_data
+
+            return from_data(data)
         key, value = _codec(data.pop("key")), _codec(data.pop("value"))
         return KVScheme(key=key, value=value, **data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -346,7 +356,12 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         ``spec, method, source, summary, key_bits, value_bits, effective_bits, nominal_bits, block_tokens, sink, window,
         dense_key_layers, dense_value_layers, page_tokens, page_bytes, options, layout, kernels``.
     """
-    scheme, method = get(spec), method_of(spec)
+    scheme = get(spec)
+    if spec.endswith(".json"):
+        from kvcodec.mix import describe_mix
+
+        return describe_mix(scheme, head_dim)
+    method = method_of(spec)
     values = options_of(spec)
     page = scheme.page_layout(head_dim)
     return {

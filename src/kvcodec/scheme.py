@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kvcodec.codec import Codec, Role
+from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.errors import SpecError
 from kvcodec.layout import PageLayout, page_tokens_for
 
@@ -56,6 +56,20 @@ class KVScheme:
     def codec(self, role: Role) -> Codec:
         """Codec of one role."""
         return self.key if role == "key" else self.value
+
+    @property
+    def query_error(self) -> float:
+        """``Codec.query_error`` of the keys' codec; above 0 attention rounds queries as well."""
+        return self.key.query_error
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether a codec takes constants from data."""
+        return any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
+
+    def layout_versions(self, head_dim: int) -> dict[str, Any]:
+        """``Layout.version`` of each role: what saved constants go with."""
+        return {role: self.codec(role).layout(head_dim).version for role in ROLES}
 
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
         """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from kvcodec.codec import Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.params import LayerParams
 from kvcodec.registry import get
@@ -77,7 +78,7 @@ def _blind(
 
 def attention_of(scheme: KVScheme) -> Literal["decoded", "streamed"]:
     """How a run reads a scheme's cache: ``streamed`` where queries are rounded inside attention, else ``decoded``."""
-    return "streamed" if scheme.key.query_error else "decoded"
+    return "streamed" if scheme.query_error else "decoded"
 
 
 @contextmanager
@@ -90,11 +91,74 @@ def packed_cache(
     params: LayerParams | None = None,
 ) -> Iterator[Any]:
     """Give an empty ``KVCache``, and the model the attention that the scheme needs for the time of the block."""
-    from kvcodec.integrations import transformers  # registers the attention function
-    from kvcodec.integrations.plan import ATTENTION_NAME
+    with CacheMaker(model, spec, prefill=prefill, seed=seed, params=params).attending() as new_cache:
+        yield new_cache()
 
-    scheme = get(spec)
-    way = attention_of(scheme)
-    name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
-    with implementation(model, name):
-        yield transformers.cache_for(model, scheme, prefill=prefill, attention=way, seed=seed, params=params)
+
+class CacheMaker:
+    """Makes empty caches of one scheme for one model, one after another.
+
+    Constants that no sample decides (signs, rotations, codebooks) are drawn for the first cache alone: the later ones
+    take them over. What is fitted on a prefill is fitted on each. The probe watches the first cache only.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    spec : str or KVScheme
+    prefill, seed, params
+        As ``cache_for`` takes them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: str | KVScheme,
+        *,
+        prefill: Prefill = "decoded",
+        seed: int = 0,
+        params: LayerParams | None = None,
+    ) -> None:
+        self.model, self.scheme, self.prefill, self.seed = model, get(spec), prefill, seed
+        self.params = params
+        self._first: Any = None
+        self._drawn = False
+
+    @contextmanager
+    def attending(self) -> Iterator[Callable[[], Any]]:
+        """Give the function that makes a cache, and the model the attention that the scheme needs, for the block."""
+        from kvcodec.integrations import transformers  # registers the attention function
+        from kvcodec.integrations.plan import ATTENTION_NAME
+
+        way = attention_of(self.scheme)
+        name = self.model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
+
+        def new_cache() -> Any:
+            self._keep_constants()
+            cache = transformers.cache_for(
+                self.model,
+                self.scheme,
+                prefill=self.prefill,
+                attention=way,
+                seed=self.seed,
+                params=self.params,
+                probe=self._first is None and not self._drawn,
+            )
+            if not self._drawn:
+                self._first = cache
+            return cache
+
+        with implementation(self.model, name):
+            yield new_cache
+
+    def _keep_constants(self) -> None:
+        """Take over what the first cache drew, once it holds tokens."""
+        if self._first is None or not all(layer.filled for layer in self._first.packed_layers):
+            return
+        given = self.params or {}
+        kept: dict[int, dict[Role, Params]] = {}
+        for layer in self._first.packed_layers:
+            kept[layer.index] = dict(given.get(layer.index, {}))
+            for role, state in layer.cache.roles.items():
+                if state.params is not None and not state.codec.needs_sample:
+                    kept[layer.index][role] = state.params
+        self.params, self._first, self._drawn = kept, None, True

@@ -155,7 +155,16 @@ def split_windows(ids: Tensor, windows: int, window_tokens: int) -> list[Tensor]
 
 def check_window(config: Any, window_tokens: int) -> None:
     """Refuse a window that the model's positions cannot hold."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    check_positions(positions_of(config), window_tokens)
+
+
+def positions_of(config: Any) -> int | None:
+    """Positions that a model knows; None where its config does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_positions(limit: int | None, window_tokens: int) -> None:
+    """Refuse a window longer than ``limit`` positions."""
     if limit and window_tokens > limit:
         raise ModelError(
             f"a window of {window_tokens} tokens does not fit the model, which knows {limit} positions; "

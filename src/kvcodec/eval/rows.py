@@ -66,12 +66,25 @@ def write_json(target: str | Path, data: Any) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    path = Path(target)
+    _write_whole(Path(target), text)
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``{"rows": [...]}`` as JSON with one row to a line, whole or not at all; errors as ``write_json``."""
+    lines = [json.dumps(plain(row), allow_nan=False, ensure_ascii=False) for row in rows]
+    _write_whole(path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except BaseException:  # a full disk, an interrupt: nothing half written stays
+            part.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise KVError(f"cannot write {path}: {error.strerror or error}; choose another file.") from error
 

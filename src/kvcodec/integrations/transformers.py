@@ -232,7 +232,7 @@ attention='decoded')
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
     scheme = get(spec)
-    if scheme.key.query_error and attention == "decoded":
+    if scheme.query_error and attention == "decoded":
         raise UnsupportedError(
             f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
             f"use attention='streamed' after model.set_attn_implementation('kvcodec')."

@@ -1,0 +1,1 @@
+"""``kvcodec advise``: which preset, or which mixture of presets, for a model, a context and a memory."""
