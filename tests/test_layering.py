@@ -39,6 +39,7 @@ MAY_IMPORT = (
         "sealed": {"errors"},
         "persist": {*CONTRACT, "pages", "cache", "sealed"},
         "params": {*CONTRACT, "sealed", "integrations"},  # a model's layers are the integration's to read
+        "eval_report": {*CONTRACT, "eval_report", "report", "plot", "bench"},  # of bench what reads its rows
     }
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )
@@ -125,6 +126,15 @@ def test_a_kernel_is_the_sibling_of_a_codec():
 def test_the_report_reads_files_and_runs_nothing():
     for module, _ in imports(ROOT / "report.py"):
         assert not module.startswith(("kvcodec.eval", "kvcodec.bench", "kvcodec.integrations")), module
+
+
+READS_ROWS = ("kvcodec.bench.record", "kvcodec.bench.summary")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) == "eval_report"], ids=name_of)
+def test_the_page_of_a_run_reads_files_and_runs_nothing(path):
+    for module, _ in imports(path):
+        assert not module.startswith("kvcodec.bench") or module in READS_ROWS, module
 
 
 def test_nothing_imports_the_command_line():

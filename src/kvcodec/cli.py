@@ -256,11 +256,16 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from kvcodec.eval.rows import check_writable, read_rows
+    from kvcodec.eval_report import command
     from kvcodec.report import write_report
 
+    if command.wants_page(args.files):
+        page = command.run(args)
+        return _finish(args, [str(page)], lambda: f"written: {page}")
+    command.refuse_options(args)
     rows = read_rows(args.files)
-    out = check_writable(args.out)
-    meta: dict[str, Any] = {"title": args.title, "files": ", ".join(map(str, args.files))}
+    out = check_writable(args.out or "kvcodec-report")
+    meta: dict[str, Any] = {"title": args.title or "kvcodec report", "files": ", ".join(map(str, args.files))}
     meta |= {key: rows[0][key] for key in ("model", "text", "versions") if key in rows[0]}
     paths = write_report(rows, out, meta)
     return _finish(args, [str(path) for path in paths], lambda: "\n".join(f"written: {path}" for path in paths))
@@ -325,6 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     from kvcodec.advise import command as advise_command
     from kvcodec.bench import command
     from kvcodec.eval import command as eval_command
+    from kvcodec.eval_report import command as report_command
 
     parser = argparse.ArgumentParser(prog="kvcodec", description="KV caches 3-5x smaller, at their true bits.")
     parser.add_argument("--version", action="version", version=f"kvcodec {kvcodec.__version__}")
@@ -397,10 +403,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--out", metavar="FOLDER", help="write reproduce.md, reproduce.json and figures there")
 
-    p = _command(commands, "report", _report, "picture and page from result files")
-    p.add_argument("files", nargs="+", metavar="FILE.json")
-    p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="(%(default)s)")
-    p.add_argument("--title", default="kvcodec report")
+    p = _command(commands, "report", _report, "the page of an eval folder, or picture and page of result files")
+    p.add_argument("files", nargs="+", metavar="DIR|FILE.json", help="what eval --output wrote, or files of rows")
+    p.add_argument("--out", metavar="FOLDER", help="of files: where picture and page go (kvcodec-report)")
+    p.add_argument("--title")
+    report_command.add_arguments(p)
     return parser
 
 
