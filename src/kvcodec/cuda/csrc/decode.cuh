@@ -9,7 +9,7 @@
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
 //   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
-//                 may have REACH, see tile.cuh
+//                 may have REACH and Bounded, see tile.cuh
 //  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
 //   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
 //   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
@@ -127,7 +127,7 @@ struct Decoder {
       if constexpr (K::K_BLOCKED) {
         if (sub % 2 == 0) enter_block<K, D, HEADS>(block_q, block_zero, q, keys, sub / 2, lane);
       }
-      scores<K, D, HEADS>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
       }

@@ -5,6 +5,7 @@
 // otherwise; of values, one takes the first of two channels that share a register and one the second, which are
 // products of their own otherwise. And a lane has the softmax of one head instead of two.
 #pragma once
+#include "tile.cuh"
 #include "transform.cuh"
 
 namespace kv {
@@ -23,7 +24,6 @@ template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
 
 // A reader of keys may have another one, Halved, for heads with two columns.
-template <class T> struct Always { using Void = void; };
 template <class K, int HEADS, class = void> struct KeysOf { using Reader = K; };
 template <class K> struct KeysOf<K, 4, typename Always<typename K::Halved>::Void> { using Reader = typename K::Halved; };
 

@@ -21,7 +21,8 @@ enum Place {
   VALUES,  // upside down behind the keys': rows before it may be read
 };
 
-template <int D, int S, int R, Place PLACE = ALONE> struct ReadHqmq {
+// BOUND: addresses are bounded wherever the table is.
+template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
   KV_CONST int ENTRIES = 12 * S;
@@ -36,6 +37,9 @@ template <int D, int S, int R, Place PLACE = ALONE> struct ReadHqmq {
   KV_FUNCTION int plane_bytes(int p) { return Fields::plane_bytes(p); }
   KV_CONST int TABLE = Codebook::BYTES;
   KV_CONST int REACH = WOVEN ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
+  // where there are dead slots: what lies behind woven tables is being written
+  using Bounded = ReadHqmq<D, S, R, PLACE, WOVEN>;
+  KV_CONST uint32_t MOST = WOVEN ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
   // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
@@ -52,7 +56,9 @@ template <int D, int S, int R, Place PLACE = ALONE> struct ReadHqmq {
     KV_DEV static const uint8_t* begin(const uint8_t* table) {
       return PLACE != VALUES ? table : table - (WOVEN ? GAP : (int)(LAST - ENTRIES + 1) * Codebook::STRIDE);
     }
-    KV_DEV static uint32_t bounded(uint32_t at, uint32_t most) { return PLACE != ALONE || at < most ? at : most; }
+    KV_DEV static uint32_t bounded(uint32_t at, uint32_t most) {
+      return (PLACE != ALONE && !BOUND) || at < most ? at : most;
+    }
     KV_DEV static void times(uint32_t* r, Words2 x, uint32_t lengths, bool high) {
       const uint32_t length = high ? high2(lengths) : low2(lengths);
       r[0] = hmul2(x.a, length), r[1] = hmul2(x.b, length);
@@ -118,7 +124,7 @@ template <int D, int S, int R, Place PLACE = ALONE> struct ReadHqmq {
           lengths = x & (k % 2 ? 0x00f000f0u : 0x000f000fu);
           lengths = and_or(sign, 0x80008000u, lengths);
         }
-        times(r + 2 * k, Codebook::get(begin(table), bounded(at, TABLE - 8)), lengths, k % 4 / 2);
+        times(r + 2 * k, Codebook::get(begin(table), bounded(at, MOST)), lengths, k % 4 / 2);
       }
     }
     // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`

@@ -48,6 +48,7 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   KV_CONST int PLANES = HELD + 1;
   KV_FUNCTION int plane_bytes(int p) { return p < FLAGS ? Inner::plane_bytes(p) : p == FLAGS ? D / 32 : 8 * SLOTS; }
 
+  using Bounded = ReadMed<typename Unpacks<Inner, true>::Reader, D, SLOTS, PASSES, Rest>;
   KV_CONST int K_REGS = Inner::K_REGS, V_REGS = Inner::V_REGS;
   KV_CONST int SCRATCH = 256 * (K_REGS > 2 * V_REGS ? K_REGS : 2 * V_REGS) / PASSES;  // bytes of a warp
 

@@ -40,6 +40,14 @@ template <class R, int T> struct Planes {
   }
 };
 
+// A reader may have another one, Bounded, whose look-ups stay inside its table whatever the bits: for tiles with dead
+// slots.
+template <class T> struct Always { using Void = void; };
+template <class R, bool DEAD, class = void> struct Unpacks { using Reader = R; };
+template <class R> struct Unpacks<R, true, typename Always<typename R::Bounded>::Void> {
+  using Reader = typename R::Bounded;
+};
+
 // A reader of values may be V_PAIRED: registers hold one channel of two tokens; scales and zeros are by group.
 template <class V> KV_CONSTEXPR auto is_paired(int) -> decltype(V::V_PAIRED) { return V::V_PAIRED; }
 template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }

@@ -32,7 +32,7 @@ template <class R, int T>
 KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
                         int part, int lane) {
   uint32_t r[R::K_REGS];
-  R::keys(planes, table, token, part, lane, r);
+  Unpacks<R, true>::Reader::keys(planes, table, token, part, lane, r);  // dead slots as well
   if constexpr (R::K_BLOCKED) {
     uint32_t s[R::K_REGS], z[R::K_REGS];
     R::k_block(planes, token / 32, part, s, z);
@@ -59,7 +59,7 @@ KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes,
     R::floats(planes, token, part, x);
   } else {
     uint32_t r[R::V_REGS];
-    R::values(planes, table, token, part, lane, r);
+    Unpacks<R, true>::Reader::values(planes, table, token, part, lane, r);
     KV_UNROLL
     for (int e = 0; e < 2 * R::V_REGS; ++e) {
       x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
