@@ -234,7 +234,7 @@ def presets_block(root: Path) -> str:
     lines.append("|---|---|---:|---:|---:|---|---|")
     for preset in kvcodec.presets():
         d = kvcodec.describe(preset)
-        fused = " and ".join(k for k, there in d["kernels"].items() if there) or "–"
+        fused = " and ".join(k for k, there in d["kernels"].items() if there != "none") or "–"
         summary = d["summary"].rstrip(".").replace("|", "\\|")
         lines.append(
             f"| `{preset}` | {summary} | {d['key_bits']:.2f} | {d['value_bits']:.2f} | "

@@ -17,6 +17,7 @@ WINDOWS, NEW_TOKENS = 3, 32
 """Defaults of ``--spec``: those of ``compare``."""
 TASKS = "perplexity,kl,needle"
 OUTPUT = "kvcodec-eval"
+SPECS = "presets, e.g. saw-int4,kivi-2:window=64; transformers' own quantized cache: quanto-4, hqq-4"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
     add_model(p)
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--specs", type=split_specs, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64")
+    which.add_argument("--specs", type=split_specs, metavar="A,B", help=SPECS)
     which.add_argument("--spec", metavar="SPEC", help="one preset and no tasks: everything that `compare` measures")
     p.add_argument(
         "--tasks",
@@ -72,10 +73,13 @@ def run(args: argparse.Namespace) -> tuple[list[Row], str]:
 def _one(args: argparse.Namespace) -> tuple[list[Row], str]:
     """One preset through ``compare``."""
     from kvcodec.demo import about
+    from kvcodec.eval.rivals import rival_of
 
     for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "stress"):
         if getattr(args, option) is not None:
             raise SpecError(f"--{option} is for tasks; use --specs {args.spec} in place of --spec {args.spec}.")
+    if rival_of(args.spec) is not None:
+        raise SpecError(f"{args.spec} is a cache of transformers; tasks read it: use --specs {args.spec} --tasks ...")
     args.windows = WINDOWS if args.windows is None else args.windows
     args.new_tokens = NEW_TOKENS if args.new_tokens is None else args.new_tokens
     rows = measure(args, [args.spec])
@@ -110,10 +114,11 @@ def measure(args: argparse.Namespace, wanted: Sequence[str]) -> list[Row]:
 
 def _params(args: argparse.Namespace, wanted: Sequence[str]) -> list[Any]:
     """Files of fitted constants, each matched to one of the specs."""
+    from kvcodec.eval.rivals import rival_of
     from kvcodec.params import match_params, read_params
     from kvcodec.registry import get
 
-    schemes = [get(spec) for spec in wanted]
+    schemes = [get(spec) for spec in wanted if rival_of(spec) is None]
     try:
         params = [read_params(path) for path in args.params]
     except OSError as error:

@@ -20,6 +20,7 @@ from kvcodec.errors import KVError, ModelError, ShapeError, SpecError
 from kvcodec.eval.attention import Prefill, packed_cache
 from kvcodec.eval.batches import Done, read_answers, read_choices, read_window
 from kvcodec.eval.perplexity import Reference, positions_of, uncompressed
+from kvcodec.eval.rivals import PACKAGES, Rival, RivalMaker, scheme_of
 from kvcodec.eval.rows import Row, versions, write_lines
 from kvcodec.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec.eval.stats import summarize
@@ -30,7 +31,6 @@ from kvcodec.mix import Mix
 from kvcodec.models import LoadedModel
 from kvcodec.params import FittedParams, match_params
 from kvcodec.progress import Progress
-from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
 BLOCK_CALLS = 16
@@ -79,7 +79,7 @@ class _SpentError(Exception):
 
 def evaluate(
     model: LoadedModel,
-    specs: Sequence[str | KVScheme],
+    specs: Sequence[str | KVScheme | Rival],
     tasks: Sequence[str],
     output: str | Path,
     settings: RunSettings,
@@ -92,7 +92,7 @@ def evaluate(
     Parameters
     ----------
     model : LoadedModel
-    specs : list of str or KVScheme
+    specs : list of str, KVScheme or Rival
     tasks : list of str
         Names (``tasks.task_names()``).
     output : path
@@ -126,12 +126,16 @@ def evaluate(
     if settings.task.positions is None:
         settings = replace(settings, task=replace(settings.task, positions=positions_of(model.model.config)))
     schemes = checked_specs(specs)
-    given = match_params(params, schemes)
+    matched = iter(match_params(params, [s for s in schemes if isinstance(s, KVScheme)]))
+    given = [next(matched) if isinstance(s, KVScheme) else None for s in schemes]
     found = [get_task(name) for name in dict.fromkeys(tasks)]
     if not found:
         raise SpecError("no task to run; pass at least one, e.g. perplexity.")
     common: dict[str, Any] = {"prefill": settings.prefill, "seed": settings.task.seed}
     for scheme, constants in zip(schemes, given, strict=True):
+        if isinstance(scheme, Rival):
+            RivalMaker(model.model, scheme).new_cache()
+            continue
         with packed_cache(model.model, scheme, params=constants, **common):
             pass  # refuses now what it will not serve
     readers = [Reader(model.model, None, **common)]
@@ -146,20 +150,25 @@ def evaluate(
         return _Evaluator(model, found, items, readers, settings, store, progress).run()
 
 
-def checked_specs(specs: Sequence[str | KVScheme]) -> list[KVScheme]:
-    """Schemes of the specs.
+def checked_specs(specs: Sequence[str | KVScheme | Rival]) -> list[KVScheme | Rival]:
+    """Schemes of the specs, and caches of other libraries.
 
     Raises
     ------
     SpecError
         If there is none, an unknown one, or one twice.
+    UnsupportedError
+        If a cache's library is not installed.
     """
-    schemes = [get(spec) for spec in specs]
+    schemes = [scheme_of(spec) for spec in specs]
     if not schemes:
         raise SpecError("no spec to evaluate; pass at least one, e.g. saw-int4.")
     names = [str(scheme) for scheme in schemes]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise SpecError(f"given twice: {', '.join(twice)}; name each spec once.")
+    for scheme in schemes:
+        if isinstance(scheme, Rival):
+            scheme.check()
     return schemes
 
 
@@ -316,7 +325,7 @@ def _about(
     model: LoadedModel,
     tasks: Sequence[Task],
     items: Mapping[str, Sequence[Item]],
-    schemes: Sequence[KVScheme],
+    schemes: Sequence[KVScheme | Rival],
     params: Sequence[FittedParams | None],
     settings: RunSettings,
 ) -> Row:
@@ -334,7 +343,7 @@ def _about(
             "kv_heads": plan.heads,
             "head_dim": plan.head_dim,
         },
-        "versions": versions(),
+        "versions": versions() | {PACKAGES[s.backend][1]: s.version for s in schemes if isinstance(s, Rival)},
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seed": settings.task.seed,
@@ -364,7 +373,7 @@ def _about(
     return about
 
 
-def _bits(scheme: KVScheme, head_dim: int | None) -> Row:
+def _bits(scheme: KVScheme | Rival, head_dim: int | None) -> Row:
     try:
         return {"key_bits": scheme.key_bits(head_dim or 128), "value_bits": scheme.value_bits(head_dim or 128)}
     except ShapeError:

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvcodec.errors import ModelError
 from kvcodec.eval.attention import CacheMaker, Prefill
 from kvcodec.eval.perplexity import EXACT_CALL_TOKENS, ROWS_AT_ONCE, Reference, positions_of
+from kvcodec.eval.rivals import Rival, RivalMaker, rival_of
 from kvcodec.eval.tasks.base import WindowOutput, token_ids
 from kvcodec.params import LayerParams
 from kvcodec.scheme import KVScheme
@@ -44,7 +45,7 @@ class Reader:
     Parameters
     ----------
     model : PreTrainedModel
-    spec : str, KVScheme or None
+    spec : str, KVScheme, Rival or None
         None: the uncompressed model. Its bytes are counted as 16 bits an element, whatever its dtype.
     prefill : {"decoded", "exact"}
     seed : int
@@ -55,14 +56,18 @@ class Reader:
     def __init__(
         self,
         model: Any,
-        spec: str | KVScheme | None,
+        spec: str | KVScheme | Rival | None,
         *,
         prefill: Prefill = "decoded",
         seed: int = 0,
         params: LayerParams | None = None,
     ) -> None:
         self.model, self.prefill = model, prefill
-        self.maker = None if spec is None else CacheMaker(model, spec, prefill=prefill, seed=seed, params=params)
+        self.maker: CacheMaker | RivalMaker | None = None
+        if (rival := rival_of(spec)) is not None:
+            self.maker = RivalMaker(model, rival, prefill=prefill)
+        elif spec is not None:
+            self.maker = CacheMaker(model, spec, prefill=prefill, seed=seed, params=params)  # type: ignore[arg-type]
         self.name = UNCOMPRESSED if self.maker is None else str(self.maker.scheme)
         self.notes: list[str] = []
         self.positions = positions_of(model.config)
@@ -171,6 +176,8 @@ class Reader:
             elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if _holds_kv(layer))
             batch = max((layer.keys.shape[0] for layer in cache.layers if _holds_kv(layer)), default=1)
             return Held(2 * elements // batch, elements // batch)
+        if isinstance(self.maker, RivalMaker):
+            return Held(*self.maker.held(cache))
         layers = cache.layer_caches
         batch = max((layer.batch for layer in layers), default=1)
         nbytes = sum(sum(layer.nbytes().values()) for layer in layers)

@@ -1,0 +1,122 @@
+"""q4_0 against gguf's quantizer, ggml's loop written out, and the orders of llama.cpp's rotation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import kvcodec
+from kvcodec.codec import roundtrip
+from kvcodec.codecs.q4_0 import Q40
+
+from .definitions import by_definition, key_batches, sylvester
+
+
+def ggml_blocks(x: np.ndarray) -> np.ndarray:
+    """``block_q4_0`` of rows ``[n, D]`` by ggml's loop, in float32: ``[n, D / 32, 18]`` bytes, d in front."""
+    n, dim = x.shape
+    out = np.zeros((n, dim // 32, 18), np.uint8)
+    for r in range(n):
+        for b in range(dim // 32):
+            block = x[r, 32 * b : 32 * b + 32]
+            amax, top = np.float32(0), np.float32(0)
+            for v in block:
+                if amax < abs(v):
+                    amax, top = abs(v), v
+            d = np.float32(top / np.float32(-8))
+            inverse = np.float32(1) / d if d else np.float32(0)
+            out[r, b, :2] = np.frombuffer(np.float16(d).tobytes(), np.uint8)
+            for j in range(16):
+                pair = [min(15, int(np.float32(block[j + 16 * half] * inverse) + np.float32(8.5))) for half in (0, 1)]
+                out[r, b, 2 + j] = pair[0] | pair[1] << 4
+    return out
+
+
+def our_blocks(codec: Q40, y: torch.Tensor) -> np.ndarray:
+    """The same bytes from the payload of ``y [n, D]``, code basis."""
+    payload = codec.encode(y[None, None], {})
+    codes = payload["codes"][0, 0].unflatten(-1, (-1, 16))
+    scale = payload["scale"][0, 0].unsqueeze(-1).contiguous().view(torch.uint8)
+    return torch.cat([scale, codes], -1).numpy()
+
+
+@by_definition
+@pytest.mark.parametrize("rotation", ["whole", "64", "none"])
+@given(x=key_batches(dims=(64, 96, 128)))
+def test_bytes_are_those_of_ggml(rotation, x):
+    codec = Q40(rotation)
+    y = codec.to_code(x, {})[0, 0]
+    assert np.array_equal(our_blocks(codec, y), ggml_blocks(y.numpy()))
+
+
+def test_bytes_are_those_of_ggufs_quantizer():
+    gguf = pytest.importorskip("gguf")
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 3
+    wanted = gguf.quantize(x.numpy(), gguf.GGMLQuantizationType.Q4_0).reshape(64, 4, 18)
+    assert np.array_equal(our_blocks(Q40("none"), x), wanted)
+    payload = Q40("none").encode(x[None, None], {})
+    back = gguf.dequantize(wanted.reshape(64, -1), gguf.GGMLQuantizationType.Q4_0)
+    assert np.array_equal(Q40("none").decode(payload, {})[0, 0].numpy(), back)
+
+
+def test_the_loudest_element_is_code_zero_whatever_its_sign():
+    for sign in (1.0, -1.0):
+        x = torch.zeros(1, 1, 1, 32)
+        x[..., 5], x[..., 9] = 4 * sign, -4 * sign  # equally loud: the first one's sign
+        payload = Q40("none").encode(x, {})
+        assert float(payload["scale"]) == -0.5 * sign
+        assert int(payload["codes"][0, 0, 0, 5]) & 15 == 0
+        assert int(payload["codes"][0, 0, 0, 9]) & 15 == 15  # 8 of the other sign has no level
+        assert torch.equal(Q40("none").decode(payload, {})[..., 5], x[..., 5])
+
+
+def test_a_group_that_is_loud_beyond_fp16_saturates():
+    x = torch.full((1, 1, 1, 32), 1e6)
+    payload = Q40("none").encode(x, {})
+    assert float(payload["scale"]) == -65504
+    assert bool((Q40("none").decode(payload, {}) == 8 * 65504).all())
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim", "key", "value"),
+    [
+        ("q4_0", 64, 64, 64),
+        ("q4_0", 128, 128, 64),
+        ("q4_0", 192, 64, 64),
+        ("q4_0", 256, 256, 64),
+        ("q4_0", 96, 1, 1),
+        ("q4_0:rotate=k", 128, 128, 1),
+        ("q4_0:rotate=none", 128, 1, 1),
+    ],
+)
+def test_rotation_orders_of_llama_cpp(spec, dim, key, value):
+    scheme = kvcodec.get(spec)
+    x = torch.randn(1, 1, 3, dim, generator=torch.Generator().manual_seed(1))
+    for codec, order in ((scheme.key, key), (scheme.value, value)):
+        matrix = torch.block_diag(*[sylvester(order) / order**0.5] * (dim // order))
+        torch.testing.assert_close(codec.to_code(x, {}).double(), x.double() @ matrix, rtol=1e-6, atol=1e-6)
+
+
+def test_rotation_tames_a_loud_channel():
+    x = torch.randn(1, 1, 256, 128, generator=torch.Generator().manual_seed(2))
+    x[..., 17] *= 40
+    quiet = [c for c in range(128) if c != 17]
+    errors = {r: float((roundtrip(Q40(r), x, {}) - x)[..., quiet].square().mean()) for r in ("whole", "none")}
+    assert errors["whole"] < 0.5 * errors["none"], errors
+
+
+def test_bits_and_refusals():
+    layout = Q40().layout(128)
+    assert (layout.block_bytes, layout.effective_bits) == (72, 4.5)
+    assert kvcodec.get("q4_0").effective_bits(64) == 4.5
+    with pytest.raises(kvcodec.ShapeError, match="not a multiple of 32"):
+        Q40().layout(80)
+    with pytest.raises(kvcodec.SpecError, match="rotation"):
+        Q40("32")
+    with pytest.raises(kvcodec.SpecError, match="rotate"):
+        kvcodec.get("q4_0:rotate=v")
+
+
+def test_no_kernel_is_promised():
+    assert Q40().kernel is None
+    assert "none" in str(kvcodec.registry.describe("q4_0")["kernels"]["encode"])
