@@ -1,10 +1,10 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
-// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens; its warps take
-// them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies, and
-// its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16 rows
-// of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through registers into the
-// tensor core and nothing decoded is written anywhere.
+// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens; its warps
+// take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies,
+// and its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16
+// rows of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through
+// registers into the tensor core and nothing decoded is written anywhere.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout

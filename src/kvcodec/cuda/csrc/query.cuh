@@ -25,7 +25,9 @@ template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched
 
 // A reader of keys may have another one, Halved, for heads with two columns.
 template <class K, int HEADS, class = void> struct KeysOf { using Reader = K; };
-template <class K> struct KeysOf<K, 4, typename Always<typename K::Halved>::Void> { using Reader = typename K::Halved; };
+template <class K> struct KeysOf<K, 4, typename Always<typename K::Halved>::Void> {
+  using Reader = typename K::Halved;
+};
 
 // The query of HEADS heads, 4 or 8, in the basis of the codes: B operands of the tensor core, and what undoes their
 // scaling.
