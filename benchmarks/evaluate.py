@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/evaluate.py --data FOLDER --text FILE --out DIR --deadline 540
 
 The specs are dealt to ``--workers`` processes of ``kvcodec eval``, each with a folder of its own below ``--work``. At
-the deadline they are interrupted (what is finished is kept), merged and written to ``DIR/plain`` and ``DIR/stressed`` as
-they are published: ``run.json``, ``results.json`` (rows of whole tasks), ``items.jsonl.gz``. The same call goes on with
-what DIR holds, on another machine too, and deals what is left anew by the time that each spec took. ``DIR/status.json``
-and the last line say whether anything is left.
+the deadline they are interrupted (what is finished is kept), merged and written to ``DIR/plain`` and ``DIR/stressed``
+as they are published: ``run.json``, ``results.json`` (rows of whole tasks), ``items.jsonl.gz``. The same call goes on
+with what DIR holds, on another machine too, and deals what is left anew by the time that each spec took.
+``DIR/status.json`` and the last line say whether anything is left.
 
 A machine without a network and with transfers of a limited size gets model and data in parts::
 
@@ -165,7 +165,7 @@ def collect(carried: Sequence[Path], work: Path) -> list[str]:
         target = work / entry["name"]
         lacks = {part["load"] for part in entry["parts"] if not (kept / part["file"]).is_file()}
         lacking |= lacks
-        if lacks or target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == entry["sha256"]:
+        if lacks or (target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == entry["sha256"]):
             continue
         data = b"".join((kept / part["file"]).read_bytes() for part in entry["parts"])
         checked(target, data, entry["sha256"])

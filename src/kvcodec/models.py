@@ -287,8 +287,9 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     extra = {"gguf_file": gguf} if gguf else {}
+    once = _gguf_read_once() if gguf else contextlib.nullcontext()
     try:
-        with progress.busy(f"loading {name} in {dtype}"), _quiet(), _gguf_read_once() if gguf else contextlib.nullcontext():
+        with progress.busy(f"loading {name} in {dtype}"), _quiet(), once:
             tokenizer = AutoTokenizer.from_pretrained(where, **extra)
             model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype), **extra)
             model = model.eval().to(device)

@@ -10,16 +10,18 @@ from kvcodec.eval.merge import PACKED, merge, missing, pack, unpack, write_resul
 from kvcodec.eval.run import evaluate
 from kvcodec.eval.scoring import UNCOMPRESSED
 from kvcodec.eval.store import ITEMS, RESULTS, RUN, Store, read_run
-from tests.eval.test_run import SPECS, TASKS, data, lines_of, model, settings_for, values  # noqa: F401
+from tests.eval.test_run import QUESTIONS, SPECS, TASKS, lines_of, settings_for, values
 from tests.eval.test_store import ABOUT, changed, line
+from tests.eval.tiny import tiny_loaded
 
 
 @pytest.fixture(scope="module")
-def folders(model, data, tmp_path_factory):  # noqa: F811
+def folders(tmp_path_factory):
     """One run of both specs, and a run of each."""
-    root = tmp_path_factory.mktemp("merge")
+    root, model = tmp_path_factory.mktemp("merge"), tiny_loaded()
+    (root / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     for name, specs in (("whole", SPECS), ("first", SPECS[:1]), ("second", SPECS[1:])):
-        evaluate(model, specs, TASKS, root / name, settings_for(data))
+        evaluate(model, specs, TASKS, root / name, settings_for(root))
     return root
 
 
@@ -73,7 +75,7 @@ def test_runs_that_differ_are_refused_and_what_was_gathered_stays(tmp_path):
     assert [row["spec"] for row in read_run(tmp_path / "all").lines] == ["int-4"]
     with pytest.raises(KVError, match="no run to merge"):
         merge([], tmp_path / "none")
-    with pytest.raises(FormatError, match="holds no run.json"):
+    with pytest.raises(FormatError, match=r"holds no run\.json"):
         merge([tmp_path / "nothing"], tmp_path / "none")
 
 
@@ -95,10 +97,10 @@ def test_what_is_published_is_small_and_becomes_the_run_again(folders, tmp_path)
 @pytest.mark.parametrize("spoil", ["missing", "cut", "foreign"])
 def test_a_published_run_that_cannot_be_read_is_an_error(folders, tmp_path, spoil):
     pack(folders / "whole", tmp_path)
-    data = gzip.compress((folders / "whole" / ITEMS).read_bytes())
+    packed = gzip.compress((folders / "whole" / ITEMS).read_bytes())
     if spoil == "missing":
         (tmp_path / PACKED).unlink()
     else:
-        (tmp_path / PACKED).write_bytes(data[:-9] if spoil == "cut" else b"no gzip")
+        (tmp_path / PACKED).write_bytes(packed[:-9] if spoil == "cut" else b"no gzip")
     with pytest.raises(KVError, match=r"holds no published run \(.+\); it needs run.json and items.jsonl.gz"):
         unpack(tmp_path, tmp_path / "again")

@@ -185,7 +185,7 @@ def _tensor(reader: Reader, rows: Sequence[Sequence[int]]) -> Tensor:
 def _equal(
     rows: Sequence[T], key: Callable[[T], tuple[Any, ...]], batch: int, tokens: Callable[[T], int]
 ) -> Iterator[list[T]]:
-    """Groups of equal key, of at most ``batch`` rows and as many tokens as a call may have; in the order of their first rows."""
+    """Groups of equal key, of at most ``batch`` rows and a call's tokens; in the order of their first rows."""
     alike: dict[tuple[Any, ...], list[T]] = {}
     for row in rows:
         alike.setdefault(key(row), []).append(row)

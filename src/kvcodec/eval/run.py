@@ -306,11 +306,11 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
                 windows.setdefault(entry[1].ids, []).append(entry)
         others = [entry for entry in own if entry[1].kind != "window"]
         blocks.append([others[a : a + size] for a in range(0, len(others), size)])
-    for window, *others in zip_longest(list(windows.values()), *blocks):
-        if window:
-            yield window
-        for kind in ("answer", "choices"):
-            if unit := [entry for block in others for entry in block or () if entry[1].kind == kind]:
+    empty: list[Entry] = []
+    columns: list[list[list[Entry]]] = [list(windows.values()), *blocks]
+    for row in zip_longest(*columns, fillvalue=empty):
+        for kind in ("window", "answer", "choices"):
+            if unit := [entry for block in row for entry in block if entry[1].kind == kind]:
                 yield unit
 
 
