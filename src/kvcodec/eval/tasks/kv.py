@@ -27,8 +27,8 @@ from kvcodec.eval.tasks.needle import prefix, recall
 HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 MOST_TOKENS = 40
 """Of an answer: 36 characters, at most a token each, and the closing quote."""
-DRAWS = 32
-"""Records drawn for each one that is replaced by a longer one."""
+DRAWS, PASSES = 32, 3
+"""Records drawn for each one that is replaced by a longer one, and how often each is looked at."""
 
 Pair = tuple[str, str]
 
@@ -124,7 +124,7 @@ def _fill(
         return len(token_ids(tokenizer, f'"{pair[0]}": "{pair[1]}"'))
 
     missing = length - len(token_ids(tokenizer, prompt()))
-    for i in range(1, others + 1):
+    for i in [*range(1, others + 1)] * PASSES:
         if not missing:
             return
         old = pairs[i]
