@@ -351,7 +351,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--carried", type=Path, action="append", default=[], help="a load that --export wrote")
     parser.add_argument("--export", type=Path, help="write loads to this folder and do nothing else")
     parser.add_argument("--form", choices=("gguf", "float16", "bfloat16"), default="gguf", help="of --export")
-    parser.add_argument("--part-mb", type=float, default=50, help="most of a load, of --export (%(default)s)")
+    parser.add_argument("--part-mb", type=float, default=51, help="most of a load, of --export (%(default)s)")
     args = parser.parse_args()
     if args.export is None and args.out is None:
         parser.error("pass --out, or --export")
