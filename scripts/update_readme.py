@@ -8,6 +8,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     kernels   speed-up of every preset with a kernel, break-even context, and the figure SPEED_FIGURE, from DECODE there
     generate  the same through generate, from GENERATE_FILE and STEPS there
     best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
+    board     three sentences of the runs BOARD on tasks
     presets   the registry, as `kvcodec list` prints it
 """
 
@@ -24,6 +25,8 @@ from kvcodec.bench.record import newest, read_rows
 from kvcodec.bench.shapes import SWEEP_BATCHES
 from kvcodec.bench.studies import number
 from kvcodec.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
+from kvcodec.errors import FormatError
+from kvcodec.eval_report.board import read_runs, sentences
 from kvcodec.plot import SPEED_TITLES, speed_figure
 from kvcodec.report import cell, columns_of, with_reference
 
@@ -47,6 +50,9 @@ GENERATE_FILE = "generate_qwen3-8b.json"
 GENERATE = "qwen3_8b_b1_32k"
 STEPS = "generate.json"
 """Of `kvcodec bench generate`."""
+BOARD = Path("benchmarks/results/eval")
+BOARD_RUNS = ("smollm2-135m", "smollm2-135m-stressed")
+"""The plain and the stressed run that the README quotes."""
 
 
 class MissingResultError(Exception):
@@ -228,6 +234,19 @@ def best_block(root: Path) -> str:
     )
 
 
+def board_block(root: Path) -> str:
+    """Three sentences of what the published runs on tasks say."""
+    try:
+        runs = read_runs(root / BOARD)
+        if not runs:
+            return "Not measured on tasks yet: `benchmarks/evaluate.py` makes the rows."
+        if lacking := [name for name in BOARD_RUNS if name not in runs]:
+            raise MissingResultError(f"{BOARD}: no run {' and '.join(lacking)}, which the README quotes.")
+        return "\n".join(f"- {sentence}" for sentence in sentences(*(runs[name] for name in BOARD_RUNS)))
+    except FormatError as error:
+        raise MissingResultError(str(error)) from error
+
+
 def presets_block(root: Path) -> str:
     """One line per preset, at head_dim 128."""
     lines = ["| preset | what it is | K bits | V bits | sink + window | fused kernels | from |"]
@@ -250,6 +269,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "kernels": kernels_block,
     "generate": generate_block,
     "best": best_block,
+    "board": board_block,
     "presets": presets_block,
 }
 

@@ -91,6 +91,15 @@ def test_folders_and_files_that_are_no_models(tmp_path):
         load(str(tmp_path / "a.gguf"), progress=False)
 
 
+def test_only_a_gguf_needs_the_package_gguf(tmp_path, monkeypatch):
+    folder, found = save_tiny(tmp_path / "model"), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
+    assert load(str(folder), progress=False).model.config.num_hidden_layers == 3
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"loading a model needs gguf; install them with: pip install"):
+        load(str(tmp_path / "a.gguf"), progress=False)
+
+
 def test_a_hub_id_without_network_says_what_was_tried(monkeypatch):
     from transformers import AutoConfig
 

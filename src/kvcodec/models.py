@@ -139,7 +139,6 @@ def load(
         Nothing was found, or what was found could not be loaded; the text says what was tried and what to do.
     """
     shown = progress if isinstance(progress, Progress) else Progress(progress)
-    _require_transformers()
     _check_device(device)
     path = Path(name).expanduser()
     if path.exists():
@@ -229,6 +228,7 @@ def packaged_file(packaged: Packaged, progress: Progress) -> Path:
 
 
 def _load_packaged(packaged: Packaged, name: str, device: str, dtype: ModelDtype, progress: Progress) -> LoadedModel:
+    _require("transformers", "gguf")
     try:
         path = packaged_file(packaged, progress)
     except ModelError as error:
@@ -262,6 +262,7 @@ def _local(path: Path) -> tuple[Path, str | None]:
 
 
 def _from_hub(hub_id: str, name: str, device: str, dtype: ModelDtype, progress: Progress) -> tuple[Any, Any]:
+    _require("transformers")
     from transformers import AutoConfig
 
     try:
@@ -282,11 +283,13 @@ def _from_hub(hub_id: str, name: str, device: str, dtype: ModelDtype, progress: 
 def _from_pretrained(
     where: str, gguf: str | None, name: str, device: str, dtype: ModelDtype, progress: Progress
 ) -> tuple[Any, Any]:
+    _require("transformers", *(["gguf"] if gguf else []))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     extra = {"gguf_file": gguf} if gguf else {}
+    once = _gguf_read_once() if gguf else contextlib.nullcontext()
     try:
-        with progress.busy(f"loading {name} in {dtype}"), _quiet(), _gguf_read_once():
+        with progress.busy(f"loading {name} in {dtype}"), _quiet(), once:
             tokenizer = AutoTokenizer.from_pretrained(where, **extra)
             model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype), **extra)
             model = model.eval().to(device)
@@ -299,8 +302,8 @@ def _from_pretrained(
     return model, tokenizer
 
 
-def _require_transformers() -> None:
-    missing = [m for m in ("transformers", "gguf") if importlib.util.find_spec(m) is None]
+def _require(*modules: str) -> None:
+    missing = [m for m in modules if importlib.util.find_spec(m) is None]
     if missing:
         raise ModelError(
             f"loading a model needs {' and '.join(missing)}; install them with: pip install 'kvcodec[demo]'."

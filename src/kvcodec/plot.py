@@ -140,13 +140,7 @@ def quality_figure(rows: Sequence[Row], path: Path, title: str) -> None:
     axes = figure.add_subplot()
     shown = [p for p in points if p.value > 0]  # a log scale has no place for a gap of 0 or below
     for point in shown:
-        style = style_of(point.spec)
-        ends = [max(point.value - 2 * point.error, point.value / 100), point.value + 2 * point.error]
-        axes.plot([point.bits] * 2, ends, color=style.color, lw=1, alpha=0.6, zorder=2)
-        axes.plot(
-            point.bits, point.value, color=style.color, marker=style.marker, ms=8, ls="none", zorder=3,
-            mfc="white" if point.partial else style.color, mew=1.4,
-        )  # fmt: skip
+        _mark(axes, point)
     if shown:
         axes.set_yscale("log")
         _widen(axes, shown)
@@ -365,6 +359,40 @@ def speed_figure(points: Sequence[Any], path: Path) -> None:
     for axes, shown in panels:
         _place_labels(axes, shown, canvas.get_renderer())
     _save(figure, path)
+
+
+def board_figure(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """Draw KL (log scale, lower is better) over effective bits, a panel for each run by its title, and write a PNG.
+
+    Raises
+    ------
+    UnsupportedError, KVError
+        As ``quality_figure``.
+    """
+    figure, canvas = _figure(8.0 * max(len(panels), 1), 6.4)
+    drawn = []
+    for i, (title, points) in enumerate(panels.items()):
+        drawn.append((figure.add_subplot(1, len(panels), i + 1), points))
+        axes = drawn[-1][0]
+        for point in points:
+            _mark(axes, point)
+        axes.set(yscale="log", xlabel="effective bits (bytes held x 8 / elements)", ylabel=METRICS["kl"])
+        axes.set_title(title, fontsize=10, loc="left")
+        _widen(axes, points)
+        _calm(axes)
+    canvas.draw()
+    for axes, points in drawn:
+        _place_labels(axes, points, canvas.get_renderer())
+    _save(figure, path)
+
+
+def _mark(axes: Any, point: Point) -> None:
+    """A point with its uncertainty; hollow where it is partial."""
+    style = style_of(point.spec)
+    ends = [max(point.value - 2 * point.error, point.value / 100), point.value + 2 * point.error]
+    axes.plot([point.bits] * 2, ends, color=style.color, lw=1, alpha=0.6, zorder=2)
+    face = "white" if point.partial else style.color
+    axes.plot(point.bits, point.value, color=style.color, marker=style.marker, ms=8, ls="", zorder=3, mfc=face, mew=1.4)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import types
+import uuid
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvcodec.errors import FormatError, KVError, ModelError, SpecError
 from kvcodec.eval.tasks import get_task, task_names
@@ -181,6 +184,23 @@ def test_keys_and_values_are_asked_for_at_their_depth(tokenizer, text):
         assert pairs[key] == item.answers[0]
         assert list(pairs).index(key) == round(item.group["depth"] * (len(pairs) - 1))
         assert item.context.endswith('Corresponding value: "')
+
+
+def test_key_value_prompts_of_one_length_have_exactly_that_many_tokens(text):
+    """Where records differ in tokens: pairs of letters are one token here."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in "abcdef" for b in "abcdef"]
+    vocabulary = {s: i for i, s in enumerate([*symbols, *("".join(pair) for pair in merges)])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    items = get_task("kv_retrieval").items(tokenizer, settings(text, limit=12))
+    assert [len(token_ids(tokenizer, item.context)) for item in items] == [item.group["length"] for item in items]
+    for item in items:
+        pairs = json.loads(item.context.split("\n\nKey: ")[0].split("JSON data:\n")[1])
+        assert item.answers[0] in pairs.values()
+        assert all(str(uuid.UUID(text)) == text for pair in pairs.items() for text in pair)
 
 
 def test_key_value_records_of_a_file_are_used_where_it_is_named(tokenizer, text, tmp_path):

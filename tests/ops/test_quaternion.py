@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcodec.ops import quaternion
 from kvcodec.ops.quaternion import (
     MANY,
     UNITS,
@@ -145,6 +146,27 @@ def test_cells_find_what_trying_all_entries_finds(table, kind):
     x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-30)
     few = torch.cat([nearest_entry(part, entries, "angle") for part in x.split(MANY // 4)])
     assert torch.equal(nearest_entry(x, entries, "angle"), few)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_tries_everything_at_once_and_finds_the_same(kind, monkeypatch):
+    """What runs there, made to run here: no cells, and temporaries of the wide size."""
+    q, x = random_units(24, generator(12)), many(kind)
+    entries = random_units(576, generator(13))
+    product, entry = nearest_product(x, q), nearest_entry(x, entries, "angle")
+    monkeypatch.setattr(quaternion, "_cells_pay", lambda x: False)
+    monkeypatch.setattr(quaternion, "SCORES", quaternion.WIDE_SCORES)
+    monkeypatch.setattr(quaternion, "_in_cells", lambda *_: pytest.fail("searched in cells"))
+    assert torch.equal(nearest_product(x, q), product)
+    assert torch.equal(nearest_entry(x, entries, "angle"), entry)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_finds_what_a_cpu_finds(kind):
+    q, x, entries = random_units(24, generator(12)), many(kind), random_units(576, generator(13))
+    assert torch.equal(nearest_product(x.cuda(), q.cuda()).cpu(), nearest_product(x, q))
+    assert torch.equal(nearest_entry(x.cuda(), entries.cuda(), "angle").cpu(), nearest_entry(x, entries, "angle"))
 
 
 def test_chunks_are_padded_with_zeros():

@@ -17,8 +17,8 @@ from kvcodec.eval.perplexity import Reference
 from kvcodec.eval.scoring import Held, Reader, cut_at, pair_ids
 from kvcodec.eval.tasks.base import AnswerOutput, ChoiceOutput, Item, Output, token_ids
 
-CALL_TOKENS = 1 << 14
-"""Most tokens of a call of several sequences."""
+CALL_TOKENS, SEQUENCE_TOKENS = 1 << 14, 1 << 10
+"""Most tokens of a call of several sequences: the first, or the second times the most sequences of a call."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -185,12 +185,13 @@ def _tensor(reader: Reader, rows: Sequence[Sequence[int]]) -> Tensor:
 def _equal(
     rows: Sequence[T], key: Callable[[T], tuple[Any, ...]], batch: int, tokens: Callable[[T], int]
 ) -> Iterator[list[T]]:
-    """Groups of equal key, of at most ``batch`` rows and ``CALL_TOKENS`` tokens; in the order of their first rows."""
+    """Groups of equal key, of at most ``batch`` rows and a call's tokens; in the order of their first rows."""
     alike: dict[tuple[Any, ...], list[T]] = {}
     for row in rows:
         alike.setdefault(key(row), []).append(row)
     for group in alike.values():
-        size = max(1, min(batch, CALL_TOKENS // max(tokens(group[0]), 1)))
+        most = max(CALL_TOKENS, batch * SEQUENCE_TOKENS)
+        size = max(1, min(batch, most // max(tokens(group[0]), 1)))
         for a in range(0, len(group), size):
             yield group[a : a + size]
 

@@ -1,7 +1,8 @@
 """``evaluate``: tasks x specs on one model, into a folder that a later call can go on with.
 
-Order of work, so that an interrupt or a spent budget leaves numbers that can be compared: blocks of items, the tasks
-taking turns; in a block every spec, the uncompressed model first. A window's uncompressed logits are computed once for
+Order of work, so that an interrupt or a spent budget leaves numbers that can be compared: blocks of items, some of each
+task; in a block every spec, the uncompressed model first. Tasks of one kind share blocks, so that their sequences of
+one length are read together. A window's uncompressed logits are computed once for
 all specs and for all tasks that read that window. Each finished item is a line in the folder at once.
 """
 
@@ -10,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -228,17 +229,17 @@ class _Evaluator:
             pending = [(t, i) for t, i in entries if not self.store.has(reader.name, t.name, i.id)]
             if not pending:
                 continue
-            task, item = pending[0]
-            self.note = f"{reader.name}: {task.name}"
+            item = pending[0][1]
+            self.note = f"{reader.name}: {', '.join(dict.fromkeys(t.name for t, _ in pending))}"
             self._show()
             if item.kind == "window":
                 reference = self._window(reader, pending, reference)
                 continue
             read = read_choices if item.kind == "choices" else read_answers
-            tasks = {i.id: t for t, i in pending}
+            tasks = {t.name: t for t, _ in pending}
             with reader.reading():
                 for done in read(reader, self.model.tokenizer, [i for _, i in pending], self.batch, self._begin):
-                    self._add(reader, tasks[done.item.id], done)
+                    self._add(reader, tasks[done.item.task], done)
             self._notes(reader)
 
     def _window(self, reader: Reader, pending: Sequence[Entry], reference: Reference | None) -> Reference:
@@ -304,7 +305,7 @@ class _Evaluator:
 
 
 def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int) -> Iterator[list[Entry]]:
-    """Blocks of items, the tasks taking turns; a window is a block of its own, with every task that reads it."""
+    """Blocks of items, some of each task of a kind; a window is a block of its own, with every task that reads it."""
     windows: dict[tuple[int, ...], list[Entry]] = {}
     blocks: list[list[list[Entry]]] = []
     for task in tasks:
@@ -314,8 +315,12 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
                 windows.setdefault(entry[1].ids, []).append(entry)
         others = [entry for entry in own if entry[1].kind != "window"]
         blocks.append([others[a : a + size] for a in range(0, len(others), size)])
-    turns = zip_longest(list(windows.values()), *blocks)
-    return (unit for unit in chain.from_iterable(turns) if unit)
+    empty: list[Entry] = []
+    columns: list[list[list[Entry]]] = [list(windows.values()), *blocks]
+    for row in zip_longest(*columns, fillvalue=empty):
+        for kind in ("window", "answer", "choices"):
+            if unit := [entry for block in row for entry in block if entry[1].kind == kind]:
+                yield unit
 
 
 # -- run.json ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Nothing here knows how the numbers were measured. A row's fields are those that 
 missing is None, one of another kind is refused with the file's name.
 """
 
+import gzip
 import json
 import math
 from collections import Counter
@@ -175,9 +176,12 @@ def _row(path: Path, at: int, raw: Any) -> Row:
 
 
 def _read_items(path: Path) -> list[Json]:
-    """Lines of finished items, each item once; a last line that a killed process left torn is passed over."""
+    """Lines of finished items, each item once, compressed or not; a last line that was left torn is passed over."""
+    packed = path.with_name(f"{path.name}.gz")
     try:
-        data = path.read_bytes()
+        data = gzip.decompress(packed.read_bytes()) if packed.is_file() and not path.is_file() else path.read_bytes()
+    except EOFError as error:
+        raise FormatError(f"{packed} is damaged ({error}); it was cut.") from error
     except OSError as error:
         raise FormatError(f"{path.parent} holds no {path.name} ({error.strerror or error}): it was removed.") from error
     found: dict[tuple[str, str, str], Json] = {}

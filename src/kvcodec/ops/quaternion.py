@@ -9,7 +9,7 @@ and <x, p q> = <x conj(q), p>, so the best of 24 S products p q_s costs S produc
 
 Many vectors are searched faster in cells. The nearest of +-1, +-i, +-j, +-k turns a vector to the front, where y_0 is
 the largest component; cells are boxes of (y_1, y_2, y_3) / y_0, each with the few entries that can win in it. That is
-exact as well: the same indices, ties included.
+exact as well: the same indices, ties included. A GPU, where each small product is a launch, tries everything at once.
 
 Random units are cut to multiples of 2^-10. Products with Hurwitz units are then multiples of 2^-11 of size at most 1,
 which fp16 holds exactly: a table of products in fp16 IS the product set, and a search in float64 makes no rounding.
@@ -28,6 +28,8 @@ MANTISSA = 2.0**40
 FINE = 2.0**38
 SCORES = 1 << 17
 """Numbers of one temporary of the search; 1 MB of float64 stays in cache."""
+WIDE_SCORES = 1 << 25
+"""The same on a GPU: 256 MB, so that a search is a few launches."""
 MANY = 4096
 """From here on setting up cells pays."""
 GRID_CELLS = 4
@@ -124,7 +126,7 @@ def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     Tensor int64 ``[n]``
     """
     x = scaled(x.T.contiguous())
-    if x.shape[1] < MANY:
+    if not _cells_pay(x):
         return _by_closed_form(x, secondary)
     rows, sizes, y = _by_face(x)
     found = _in_cells(y, products(secondary))
@@ -157,13 +159,23 @@ def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) ->
     x = scaled(x.T.contiguous()) if by == "angle" else (x.T.double() * FINE).round_().div_(FINE).contiguous()
     # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
     offset = table.square().sum(1, keepdim=True) * (-0.5 if by == "distance" else 0.0)
-    if by == "distance" or x.shape[1] < MANY:
+    if by == "distance" or not _cells_pay(x):
         return _by_trial(x, table, offset)
     rows, sizes, y = _by_face(x)
     index = torch.empty_like(rows)
     for unit, mine, part in zip(UNITS[:8].to(table), rows.split(sizes), y.split(sizes, 1), strict=True):
         index[mine] = _in_cells(part, multiply(conjugate(unit), table))
     return _settle(index, x, lambda part: _by_trial(part, table, offset))
+
+
+def _cells_pay(x: Tensor) -> bool:
+    """Whether ``x [4, n]`` is searched in cells: thousands of small products, which only a CPU makes quickly."""
+    return x.device.type == "cpu" and x.shape[1] >= MANY
+
+
+def _most(x: Tensor, rows: int) -> int:
+    """Columns of ``x`` that are searched together where each has ``rows`` scores."""
+    return max(1, (SCORES if x.device.type == "cpu" else WIDE_SCORES) // rows)
 
 
 def _by_closed_form(x: Tensor, secondary: Tensor) -> Tensor:
@@ -174,7 +186,7 @@ def _by_closed_form(x: Tensor, secondary: Tensor) -> Tensor:
     turn = multiply(basis, conjugate(secondary)[:, None]).permute(2, 0, 1).reshape(4 * count, 4).contiguous()
     units = UNITS.to(x.device)
     found = []
-    for part in x.split(max(1, SCORES // (4 * count)), 1):
+    for part in x.split(_most(x, 4 * count), 1):
         turned = (turn @ part).unflatten(0, (4, count))
         best = corner_score(turned, 0).max(0).indices
         v = turned.gather(1, best.expand(4, 1, -1))[:, 0]
@@ -184,7 +196,7 @@ def _by_closed_form(x: Tensor, secondary: Tensor) -> Tensor:
 
 def _by_trial(x: Tensor, table: Tensor, offset: Tensor) -> Tensor:
     """Row of the largest ``<x, e> + offset`` for each of ``x [4, n]``."""
-    found = [(table @ part).add_(offset).max(0).indices for part in x.split(max(1, SCORES // len(table)), 1)]
+    found = [(table @ part).add_(offset).max(0).indices for part in x.split(_most(x, len(table)), 1)]
     return torch.cat(found)
 
 

@@ -4,7 +4,7 @@ arXiv:2307.03172). Records are generated; ``--data kv_retrieval=FILE`` takes tho
 
 import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvcodec.errors import ModelError
@@ -18,6 +18,7 @@ from kvcodec.eval.tasks.base import (
     Task,
     TaskSettings,
     item_id,
+    token_ids,
 )
 from kvcodec.eval.tasks.files import find, json_records, parsed
 from kvcodec.eval.tasks.haystack import Place, depths_of, largest, lengths_of, places
@@ -26,6 +27,8 @@ from kvcodec.eval.tasks.needle import prefix, recall
 HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 MOST_TOKENS = 40
 """Of an answer: 36 characters, at most a token each, and the closing quote."""
+DRAWS, PASSES = 32, 3
+"""Records drawn for each one that is replaced by a longer one, and how often each is looked at."""
 
 Pair = tuple[str, str]
 
@@ -85,13 +88,15 @@ class KeyValue(Task):
         others = largest(tokenizer, place.length, prompt, most)
         if others < 1:
             raise ModelError(f"{self.name}: {place.length} tokens do not hold two keys; pass longer --lengths.")
-        value = pair(0)[1]
+        if not records:
+            _fill(tokenizer, place.length, lambda: prompt(others), pairs, others, rng)
+        text, value = prompt(others), pair(0)[1]
         return Item(
             self.name,
-            item_id(self.name, prompt(others), value),
+            item_id(self.name, text, value),
             "answer",
             {"length": place.length, "depth": place.depth},
-            context=prompt(others),
+            context=text,
             answers=(value,),
             max_new_tokens=MOST_TOKENS,
             stop=('"', "\n"),
@@ -108,6 +113,30 @@ class KeyValue(Task):
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """The grid."""
         return {"lengths": list(lengths_of(self.name, settings)), "depths": list(depths_of(settings))}
+
+
+def _fill(
+    tokenizer: Any, length: int, prompt: Callable[[], str], pairs: list[Pair], others: int, rng: random.Random
+) -> None:
+    """Replace records by some of more tokens until the prompt has ``length``: only equally long ones share a call."""
+
+    def tokens(pair: Pair) -> int:
+        return len(token_ids(tokenizer, f'"{pair[0]}": "{pair[1]}"'))
+
+    missing = length - len(token_ids(tokenizer, prompt()))
+    for i in [*range(1, others + 1)] * PASSES:
+        if not missing:
+            return
+        old = pairs[i]
+        drawn = [(_uuid(rng), _uuid(rng)) for _ in range(DRAWS)]
+        sizes = {pair: tokens(pair) for pair in drawn}
+        room = tokens(old) + missing
+        pairs[i] = max((p for p in sizes if sizes[p] <= room), key=sizes.__getitem__, default=old)
+        left = length - len(token_ids(tokenizer, prompt()))
+        if 0 <= left < missing:
+            missing = left
+        else:
+            pairs[i] = old
 
 
 def _uuid(rng: random.Random) -> str:

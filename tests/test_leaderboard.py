@@ -1,0 +1,226 @@
+"""The leaderboard says what the published runs say, and nothing before there are any."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvcodec.errors import FormatError, KVError
+from kvcodec.eval.merge import PACKED, unpack, write_results
+from kvcodec.eval.scoring import UNCOMPRESSED
+from kvcodec.eval.stats import summarize
+from kvcodec.eval.store import ITEMS, RESULTS, RUN, Store, read_run
+from kvcodec.eval.tasks import get_task
+from kvcodec.eval_report.board import points, read_runs, sentences, tables
+from tests.eval.test_store import ABOUT
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script, readme = load_script("update_leaderboard"), load_script("update_readme")
+PUBLISHED = sorted((ROOT / script.RUNS).glob(f"*/{RUN}"))
+
+
+# -- what is committed -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_published_runs_say() -> None:
+    runs = read_runs(ROOT / script.RUNS)
+    assert (ROOT / script.PAGE).read_text() == script.page(runs), "run scripts/update_leaderboard.py"
+    assert (ROOT / script.FIGURE).is_file() == any(points(results) for results in runs.values())
+
+
+@pytest.mark.parametrize("run", PUBLISHED or [None], ids=lambda p: p and p.parent.name)
+def test_published_rows_follow_from_the_published_items(run: Path | None, tmp_path: Path) -> None:
+    if run is None:
+        pytest.skip("no run is published yet")
+    rows = summarize(unpack(run.parent, tmp_path))
+    published = json.loads((run.parent / RESULTS).read_text())["rows"]
+    assert published == json.loads(json.dumps([row for row in rows if row["group"] is None]))
+
+
+# -- runs made here ----------------------------------------------------------------------------------------------------
+
+TASKS = {"perplexity": 2, "kl": 2, "needle": 4}
+NLL = {UNCOMPRESSED: 3.0, "dense": 3.0, "fp8": 3.05, "saw-int4": 3.06, "int-4": 3.2}
+NLL_STRESSED = NLL | {"saw-int4": 5.0, "int-4": 8.0}
+KL = {UNCOMPRESSED: 0.0, "dense": 0.0, "fp8": 0.01, "saw-int4": 0.04, "int-4": 0.05}
+FOUND = {UNCOMPRESSED: 4, "dense": 4, "fp8": 4, "saw-int4": 4, "int-4": 0}
+BITS = {UNCOMPRESSED: 16.0, "dense": 16.0, "fp8": 8.25, "saw-int4": 4.5, "int-4": 4.25}
+
+
+def written(folder: Path, stress: str = "", skip: str = "") -> Path:
+    """A run's folder with such values; of ``skip`` one needle is left."""
+    metrics = {name: {m: vars(metric) for m, metric in get_task(name).metrics.items()} for name in TASKS}
+    tasks = {name: {"items": n, "limit": n, "metrics": metrics[name]} for name, n in TASKS.items()}
+    tasks["needle"] |= {"lengths": [1024, 4096]}
+    settings = {"prefill": "decoded"} | ({"stress": {"factor": 64.0, "pairs": 1}} if stress else {})
+    specs = [spec for spec in BITS if spec != UNCOMPRESSED]
+    about = ABOUT | {"settings": settings, "tasks": tasks, "specs": specs, "params": {}, "bits": {}}
+    about |= {"model": {"name": "tiny", "sha256": "ab" * 32, "dtype": "float32"}, "device_name": "a machine"}
+    with Store(folder, about) as store:
+        for spec, bits in BITS.items():
+            for task, count in TASKS.items():
+                for i in range(count - (spec == skip and task == "needle")):
+                    store.add(_line(spec, task, i, bits, (NLL_STRESSED if stress else NLL)[spec]))
+    return folder
+
+
+def _line(spec: str, task: str, i: int, bits: float, nll: float) -> dict[str, Any]:
+    shift = (i - 0.5) * 1e-3  # windows are not all alike
+    scores: dict[str, Any] = {
+        "perplexity": {"nll": [10 * (nll + shift), 10]},
+        "kl": {"kl": [10 * (KL[spec] * (1 + shift)), 10], "top1": [9, 10], "top5": [10, 10]},
+        "needle": {"recall": [float(i < FOUND[spec]), 1], "prefix": [1.0, 1]},
+    }
+    line = {"spec": spec, "task": task, "item": str(i), "group": {"depth": i % 2} if task == "needle" else {}}
+    sizes = {"bytes": int(bits * 1000), "elements": 8000, "seconds": 0.5, "prefill": "decoded"}
+    return line | sizes | {"scores": scores[task]} | ({"output": "7"} if task == "needle" else {})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a plain and a stressed run published."""
+    place = tmp_path_factory.mktemp("board")
+    for name, stress in zip(readme.BOARD_RUNS, ("", "64:1"), strict=True):
+        script.add(name, written(place / "made" / name, stress), place)
+    return place
+
+
+def test_published_runs_are_small_and_stand_plain_first(root: Path) -> None:
+    runs = read_runs(root / script.RUNS)
+    assert list(runs) == list(readme.BOARD_RUNS)
+    for name in runs:
+        assert {p.name for p in (root / script.RUNS / name).iterdir()} == {RUN, RESULTS, PACKED}
+        rows = json.loads((root / script.RUNS / name / RESULTS).read_text())["rows"]
+        assert all(row["group"] is None for row in rows)
+    stressed_first = {"a": runs[readme.BOARD_RUNS[1]], "b": runs[readme.BOARD_RUNS[0]]}
+    assert "| preset | bits | stressed 64:1: KL |" in tables(stressed_first)
+
+
+def test_tables_have_every_preset_sorted_with_bits_and_intervals(root: Path) -> None:
+    text = script.page(read_runs(root / script.RUNS))
+    assert script.NONE not in text
+    sections = {m[1]: m[2] for m in re.finditer(r"^### (.+?)\n(.*?)(?=^##|\Z)", text, re.S | re.M)}
+    assert list(sections) == ["Perplexity", "KL divergence", "Needle in a haystack: recall"]
+    rows = {
+        name: [[c.strip() for c in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
+        for name, body in sections.items()
+    }
+    head, _, *lines = rows["Perplexity"]
+    assert head == ["preset", "bits", "plain: perplexity", "difference", "stressed 64:1: perplexity", "difference"]
+    assert [line[0] for line in lines] == [f"`{s}`" for s in (UNCOMPRESSED, "dense", "fp8", "saw-int4", "int-4")]
+    by = {line[0].strip("`"): line for line in lines}
+    assert by["fp8"][1] == "8.25"
+    assert re.fullmatch(r"21\.12 \[21\.1\d, 21\.1\d\]", by["fp8"][2])
+    assert re.fullmatch(r"\+1\.03 \[\+1\.03, \+1\.03\]", by["fp8"][3])
+    assert by["int-4"][4].startswith("2,981 [")
+    assert by[UNCOMPRESSED][3] == "–"
+    needle = {line[0].strip("`"): line for line in rows["Needle in a haystack: recall"][2:]}
+    assert needle["int-4"][2:4] == ["0.0 % [0.0, 0.0]", "−100.0 pp [−100.0, −100.0]"]
+    assert "4 items." in sections["Needle in a haystack: recall"]
+    assert "float32 on a machine, prefill decoded, seed 0" in text
+
+
+def test_sentences_say_who_loses_least_who_finds_and_who_holds(root: Path) -> None:
+    least, found, held = readme.board_block(root).splitlines()
+    assert "at most 4.5 bits, `saw-int4` (4.50) loses least on tiny: a KL of 0.0400 [" in least
+    assert "and a perplexity of 21.33 [" in least
+    assert "beside 20.09 without compression (2 windows)" in least
+    assert "hidden in up to 4,096 tokens" in found
+    assert "gives back in 100.0 % [100.0, 100.0] of the prompts" in found
+    assert "with 2 of 3 presets, `saw-int4` with the fewest bits (4.50)." in found
+    assert "(stress 64:1: the same model, larger keys), 1 of 3 presets stay within 10 %" in held
+    assert "perplexity of 20.09, `fp8` with the fewest bits (8.25), and `int-4` goes to 2,981." in held
+
+
+def test_without_runs_nothing_is_claimed(tmp_path: Path) -> None:
+    assert "No results are published yet" in script.page(read_runs(tmp_path))
+    assert not re.search(r"^\|", script.page({}), re.M)
+    assert not script.write_figure({}, tmp_path / "figure.png")
+    assert readme.board_block(tmp_path).startswith("Not measured on tasks yet")
+
+
+def test_a_run_that_the_readme_quotes_may_not_be_missing_or_lack_a_task(root: Path, tmp_path: Path) -> None:
+    name = readme.BOARD_RUNS[0]
+    script.add(name, root / script.RUNS / name, tmp_path)
+    with pytest.raises(readme.MissingResultError, match=f"no run {readme.BOARD_RUNS[1]}"):
+        readme.board_block(tmp_path)
+    path = tmp_path / script.RUNS / name / RESULTS
+    rows = json.loads(path.read_text())["rows"]
+    path.write_text(json.dumps({"rows": [row for row in rows if row["task"] != "needle"]}))
+    plain = read_runs(tmp_path / script.RUNS)[name]
+    with pytest.raises(FormatError, match="holds no recall of needle"):
+        sentences(plain, plain)
+
+
+def test_a_run_with_items_left_is_not_published(tmp_path: Path) -> None:
+    with pytest.raises(KVError, match=r"1 specs have items left, e.g. fp8 \{'needle': 1\}; give the same call"):
+        script.add("short", written(tmp_path / "short", skip="fp8"), tmp_path)
+    assert not (tmp_path / script.RUNS).exists()
+
+
+def test_a_published_run_is_made_again_and_published_the_same(root: Path, tmp_path: Path) -> None:
+    name = readme.BOARD_RUNS[0]
+    run = unpack(root / script.RUNS / name, tmp_path / "again")
+    assert (run.folder / ITEMS).read_bytes() == (root / "made" / name / ITEMS).read_bytes()
+    assert any(row["group"] for row in write_results(run))
+    script.add(name, run.folder, tmp_path)
+    for file in (RUN, RESULTS, PACKED):
+        ours, theirs = (place / script.RUNS / name / file for place in (tmp_path, root))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert read_run(run.folder).about["model"]["name"] == "tiny"
+
+
+def test_the_figure_has_a_panel_for_each_run(root: Path, tmp_path: Path) -> None:
+    runs = read_runs(root / script.RUNS)
+    assert [(p.spec, p.bits) for p in points(runs[readme.BOARD_RUNS[0]])] == [
+        ("fp8", 8.25),
+        ("saw-int4", 4.5),
+        ("int-4", 4.25),
+    ]
+    assert script.write_figure(runs, tmp_path / "img/board.png")
+    both = (tmp_path / "img/board.png").read_bytes()
+    assert both.startswith(b"\x89PNG")
+    script.write_figure({"plain": runs[readme.BOARD_RUNS[0]]}, tmp_path / "one.png")
+    width = [int.from_bytes(data[16:20], "big") for data in (both, (tmp_path / "one.png").read_bytes())]
+    assert width[0] == 2 * width[1]
+
+
+def test_the_report_page_is_made_of_a_published_run(root: Path, tmp_path: Path) -> None:
+    from kvcodec.cli import main
+
+    target = tmp_path / "page.html"
+    assert main(["report", str(root / script.RUNS / readme.BOARD_RUNS[0]), "-o", str(target)]) == 0
+    assert "saw-int4" in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--check"], ""),
+        (["--add", "nothing"], "'nothing' is not NAME=FOLDER"),
+        (["--add", "a=/no/such/folder"], "holds no run.json"),
+        (["--check", "--add", "a=b"], "--check changes nothing"),
+    ],
+)
+def test_the_script_checks_and_refuses(options: list[str], said: str) -> None:
+    command = [sys.executable, ROOT / "scripts/update_leaderboard.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode == 0) == (not said)
+    assert said in done.stderr
