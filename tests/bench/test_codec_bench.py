@@ -13,6 +13,7 @@ from kvcodec.bench.rivals import Rival, rivals
 from kvcodec.codec import Site
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.ops.bitpack import unpack
+from kvcodec.ops.parts import unpack_parts
 
 SMALL = {"kv_heads": 2, "head_dim": 64, "tokens": 96, "repeats": 2}
 METRICS = ["encode_tokens_per_s", "decode_tokens_per_s", "encode_vs_int4", "decode_vs_int4"]
@@ -60,7 +61,7 @@ def test_the_search_through_all_directions_finds_the_codes():
     params = codec.fit(Site(0, "key", 2, 64))
     x = codec.to_code(torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(2)), params)
     _, search = exhaustive(codec)
-    codes = unpack(codec.encode(x, params)["codes"], codec.code_bits, 22).long() >> codec.norm_bits
+    codes = unpack_parts(codec.encode(x, params), codec.code_bits, 22, codec.low_bits).long() >> codec.norm_bits
     assert torch.equal(search(x.double(), params), codes)
 
 
