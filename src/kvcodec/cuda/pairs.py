@@ -152,7 +152,7 @@ def candidates(pair: Pair) -> list[Config]:
     """Return launch constants worth trying, without regard to the machine."""
     least = 32 if pair.blocked else 16
     tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    shapes = ((4, 2), (6, 2), (8, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
+    shapes = ((4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
     return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
 
 
@@ -182,20 +182,23 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
         No choice fits the machine's shared memory.
     """
 
-    # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency. Few sequences: one
-    # CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the shortest last round. Many:
-    # long tiles cost the fewest instructions, two CTAs hide each other's ends, and where only one fits, more warps
-    # help.
-    def lacks(c: Config) -> int:
-        return max(0, 8 - c.warps * c.resident)
-
+    # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
+    # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
+    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs hide each other's ends, and where
+    # only one fits, more warps help.
+    longest = min(pair.key.tile, pair.value.tile)
     fitting = [c for c in candidates(pair) if _fits(pair, c, machine, dense)]
     if 10 * units <= machine.sms:
-        fitting.sort(key=lambda c: (lacks(c), abs(c.tile - 32), c.resident, c.warps))
+        least, tile = (8, 32) if longest > 16 else (12, 16)
+        fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
     else:
-        order = {1: -1, 2: 1}
-        fitting = [c for c in fitting if c.tile <= min(pair.key.tile, pair.value.tile)] or fitting
-        fitting.sort(key=lambda c: (lacks(c), -c.tile, -c.resident, c.warps * order.get(c.resident, 1)))
+        fitting = [c for c in fitting if c.tile <= longest] or fitting
+
+        def order(c: Config) -> tuple[int, ...]:
+            warps = -c.warps if c.resident == 1 else abs(c.warps - pair.key.warps)
+            return max(0, 8 - c.warps * c.resident), -c.tile, -c.resident, warps
+
+        fitting.sort(key=order)
     if fitting:
         return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
     raise UnsupportedError(

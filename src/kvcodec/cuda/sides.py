@@ -79,6 +79,8 @@ class Reader:
         Least bytes of shared memory that ``both`` takes, its ``REACH``.
     tile : int
         The longest tile where sequences are many; look-ups that meet in a bank want more warps instead.
+    warps : int
+        Warps of a CTA where two share a multiprocessor; of keys.
     """
 
     type: str
@@ -97,6 +99,7 @@ class Reader:
     scratch: int = 0
     reach: int = 0
     tile: int = 64
+    warps: int = 4
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -326,6 +329,7 @@ def _octopus(codec: Codec, dim: int, role: Role) -> Reader | str:
         tables=vector.octopus_tables(codec),
         factor="signs",
         order=power_of_two_divisor(dim),
+        warps=6,
     )
 
 

@@ -26,8 +26,8 @@
 //                 as above, any weight
 //  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_med.cuh
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
-//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp,
-//                 v_bscale(planes, block, channel) v_weight raw + v_bzero(planes, block, channel)
+//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
+//                 v_surplus(planes, block, part, x) is to be added
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
 // it exactly).
 //
@@ -265,6 +265,7 @@ struct Decoder {
         return;
       }
     }
+    const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)(shared + TABLES);
@@ -295,30 +296,30 @@ struct Decoder {
       }
       copy_commit();
     };
-    KV_UNROLL
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
+    KV_NO_UNROLL
+    for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
     Query<K, D, HEADS> q;
     // synchronises the threads, for the tables as well
-    load_query<K, D, WARPS>(q, query, a, a.key, b, h, first_head, live_heads);
+    load_query<K, D, WARPS>(q, query, rows, a, a.key, h, live_heads);
 
     State st;
     start(st);
     if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, b, h, first_head, live_heads, split);
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split);
     }
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
-      fetch(stage == 0 ? STAGES - 1 : stage - 1);
       copy_wait<STAGES - 1>();
       sync_warp();
       const uint8_t* at = ring + stage * TILE;
       if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, scratch);
       else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, scratch);
       sync_warp();  // everyone has read this stage before it is filled again
+      fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     finish(st, a, shared, b, h, first_head, live_heads, split);

@@ -38,7 +38,8 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     start(begin + 16 * warp);
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
-    load_query<R, D, WARPS>(q, (float*)shared, a, model, b, h, first_head, live_heads);
+    const QueryRows<D, WARPS, HEADS> rows(a, model, b, h, first_head, live_heads);
+    load_query<R, D, WARPS>(q, (float*)shared, rows, a, model, h, live_heads);
     typename Loop::State st;
     Loop::start(st);
     KV_NO_UNROLL
@@ -86,8 +87,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
   }
 
   template <class State>
-  KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, int b, int h, int first_head, int live_heads,
-                         int split) {
+  KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, const QueryRows<D, WARPS, HEADS>& query_rows,
+                         int b, int h, int live_heads, int split) {
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
     int begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
     begin = begin > 0 ? begin : 0;
@@ -97,7 +98,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     sync_threads();  // everyone has taken the codes' query
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
-    load_query<R, D, WARPS>(q, shared, a, model, b, h, first_head, live_heads);
+    load_query<R, D, WARPS>(q, shared, query_rows, a, model, h, live_heads);
     const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
                       end - 1};
     const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,

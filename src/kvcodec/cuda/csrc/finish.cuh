@@ -47,8 +47,7 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
     KV_UNROLL
     for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
     for (int w = 0; w < WARPS; ++w) {
-      if (ms[w * 8 + n] == minus_infinity()) continue;  // a warp without tokens
-      const float factor = exp2_fast(ms[w * 8 + n] - m);
+      const float of_warp = ms[w * 8 + n], factor = of_warp == minus_infinity() ? 0.0f : exp2_fast(of_warp - m);
       l += ls[w * 8 + n] * factor;
       KV_UNROLL
       for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * row_floats(D) + skew(lane + 32 * i)] * factor;
@@ -69,72 +68,86 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
   }
 }
 
-// merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on
-// their way before the weights are known.
+// N numbers from a place that is a multiple of N of them from the start of a row
+template <int N> KV_DEV void load_floats(float (&x)[N], const float* at) {
+  KV_UNROLL
+  for (int i = 0; i < N; i += N % 4 ? 1 : 4) {
+    if constexpr (N % 4 == 0) {
+      const Words4 w = *(const Words4*)(at + i);
+      x[i] = bits_float(w.a), x[i + 1] = bits_float(w.b), x[i + 2] = bits_float(w.c), x[i + 3] = bits_float(w.d);
+    } else {
+      x[i] = at[i];
+    }
+  }
+}
+
+// Merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on
+// their way before the weights are known. Its code is short, since it comes from far away: a merge runs it once.
 template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
-  constexpr int N = D / 32, CHUNK = 8;
-  KV_DYNAMIC_SHARED(shared_bytes);  // floats: 2 WARPS D of sums, 2 WARPS of maxima and sums of l, slots of weights
+  constexpr int N = D / 32, CHUNK = 5;
+  KV_DYNAMIC_SHARED(shared_bytes);  // floats: WARPS + 1 rows of sums, 2 WARPS of maxima and sums of l, slots of weights
   float* sums = (float*)shared_bytes;
-  float* of_warps = sums + 2 * WARPS * D;
+  float* of_warps = sums + (WARPS + 1) * D;
   float* weights = of_warps + 2 * WARPS;
   const int warp = thread() / 32, lane = thread() % 32;
   const int64_t row = block_x();
   const int head = (int)(row % (a.heads * a.group)), b = (int)(row / (a.heads * a.group));
   wait_for_previous();
-  const float* part = a.part_o + row * a.slots * D;
-  // a lane sums N neighbouring channels of every WARPS-th slot
-  float first[CHUNK][N];
+  // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart
+  const float* part = a.part_o + row * a.slots * D + lane * N;
+  float first[CHUNK][N], dense[N];
   KV_UNROLL
-  for (int k = 0; k < CHUNK; ++k) {
-    const int s = warp + k * WARPS;
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) first[k][i] = s < a.slots ? part[(int64_t)s * D + lane * N + i] : 0.0f;
-  }
+  for (int k = 0; k < CHUNK; ++k)
+    if (warp + k * WARPS < a.splits) load_floats<N>(first[k], part + (int64_t)(warp + k * WARPS) * D);
+  const bool has_dense = a.slots > a.splits && warp == WARPS - 1;
+  if (has_dense) load_floats<N>(dense, part + (int64_t)a.splits * D);
   float m = minus_infinity(), l = 0.0f;
   for (int s = thread(); s < a.slots; s += WARPS * 32) m = maximum(m, weights[s] = a.part_m[row * a.slots + s]);
   m = warp_max(m);
   if (lane == 0) of_warps[warp] = m;
   sync_threads();
+  KV_UNROLL
   for (int w = 0; w < WARPS; ++w) m = maximum(m, of_warps[w]);
   for (int s = thread(); s < a.slots; s += WARPS * 32) {
     const float weight = weights[s] == minus_infinity() ? 0.0f : exp2_fast(weights[s] - m);
-    l += weight * a.part_l[row * a.slots + s];
+    l += weight == 0.0f ? 0.0f : weight * a.part_l[row * a.slots + s];
     weights[s] = weight;
   }
   l = warp_sum(l);
   if (lane == 0) of_warps[WARPS + warp] = l;
   sync_threads();
-  float x[N], dense[N];
+  float x[N];
   KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
+  for (int i = 0; i < N; ++i) x[i] = 0.0f;
   auto take = [&](int s, const float (&o)[N]) {
-    const float weight = s < a.slots ? weights[s] : 0.0f;
-    if (weight == 0.0f) return;  // an empty slot holds arbitrary numbers
+    const float weight = s < a.splits ? weights[s] : 0.0f;
     KV_UNROLL
-    for (int i = 0; i < N; ++i) {
-      if (s < a.splits) x[i] += weight * o[i];
-      else dense[i] += weight * o[i];
-    }
+    for (int i = 0; i < N; ++i) x[i] += weight == 0.0f ? 0.0f : weight * o[i];  // an empty slot holds arbitrary numbers
   };
   KV_UNROLL
   for (int k = 0; k < CHUNK; ++k) take(warp + k * WARPS, first[k]);
-  for (int s = warp + CHUNK * WARPS; s < a.slots; s += WARPS) {
+  KV_NO_UNROLL
+  for (int s = warp + CHUNK * WARPS; s < a.splits; s += WARPS) {
     float o[N];
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) o[i] = part[(int64_t)s * D + lane * N + i];
+    load_floats<N>(o, part + (int64_t)s * D);
     take(s, o);
   }
   KV_UNROLL
-  for (int i = 0; i < N; ++i) sums[warp * D + lane * N + i] = x[i], sums[(WARPS + warp) * D + lane * N + i] = dense[i];
+  for (int i = 0; i < N; ++i) sums[warp * D + lane * N + i] = x[i];
+  if (has_dense) {
+    const float weight = weights[a.splits];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) sums[WARPS * D + lane * N + i] = weight == 0.0f ? 0.0f : weight * dense[i];
+  }
   sync_threads();
   if (warp) return;
   l = 0.0f;
   KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
+  for (int i = 0; i < N; ++i) x[i] = 0.0f, dense[i] = a.slots > a.splits ? sums[WARPS * D + lane + 32 * i] : 0.0f;
   KV_UNROLL
   for (int w = 0; w < WARPS; ++w) {
     KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] += sums[w * D + lane + 32 * i], dense[i] += sums[(WARPS + w) * D + lane + 32 * i];
+    for (int i = 0; i < N; ++i) x[i] += sums[w * D + lane + 32 * i];
     l += of_warps[WARPS + w];
   }
   float factor;
@@ -145,7 +158,7 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
 }
 // bytes of shared memory that `combine` takes
 KV_CONSTEXPR int combine_shared(int head_dim, int warps, int slots) {
-  return (2 * warps * head_dim + 2 * warps + slots) * 4;
+  return ((warps + 1) * head_dim + 2 * warps + slots) * 4;
 }
 
 }  // namespace kv

@@ -243,14 +243,14 @@ KV_DEV void leave_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4],
   }
   if constexpr (V::V_UNEVEN) {
     if (!any(V::v_uneven(planes, block, lane / 4))) return;
+    float z[2 * V::V_REGS];
+    V::v_surplus(planes, block, lane / 4, z);
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
       for (int i = 0; i < Sum::COUNT; ++i) {
-        const int e = Sum::element(k, i), c = V::v_channel(lane / 4, e);
-        if (c < 0) continue;
-        const float z = (V::v_bzero(planes, block, c) - V::V_OFFSET * s[e]) * (1.0f / V::v_weight(e));
-        out[k][i / 4][i % 4] += mass[Sum::head(i)] * z;
+        const int e = Sum::element(k, i);
+        out[k][i / 4][i % 4] += mass[Sum::head(i)] * (z[e] * (1.0f / V::v_weight(e)));
       }
     }
   }

@@ -40,40 +40,65 @@ template <class K, int D, int HEADS> struct Query {
   float scale[HEADS / 4];      // scores = dot * scale, in powers of two
 };
 
-template <class K, int D, int WARPS, int HEADS>
-KV_DEV void load_query(Query<K, D, HEADS>& q, float* shared, const DecodeArgs& a, const Side& side, int b, int h,
-                       int first, int live) {
-  constexpr int N = D / 32, ROWS = (HEADS + WARPS - 1) / WARPS, WIDTH = row_floats(query_channels<K, D>());
-  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
-  float x[ROWS][N];
-  KV_UNROLL
-  for (int row = 0; row < ROWS; ++row) {  // all loads before the first use
-    const int n = warp + row * WARPS;
-    const int64_t at = b * a.q_batch + (int64_t)(first + n) * a.q_head;
+// What a warp reads of the query: the rows of every WARPS-th head, and the factor of the codes' basis. Loads only, so
+// that a kernel that begins with them need not wait for them.
+template <int D, int WARPS, int HEADS> struct QueryRows {
+  KV_CONST int N = D / 32, ROWS = (HEADS + WARPS - 1) / WARPS;
+  uint32_t words[ROWS][N];  // that hold a number of 32 bits, or of 16 bits from bit `shift` on
+  int shift[ROWS];
+  float factor[N];
+  KV_DEV QueryRows(const DecodeArgs& a, const Side& side, int b, int h, int first, int live) {
+    const int warp = thread() / 32, lane = thread() % 32, wide = a.q_kind == 2;
     KV_UNROLL
-    for (int i = 0; i < N; ++i) x[row][i] = n < live ? load_real(a.q, at + lane + 32 * i, a.q_kind) : 0.0f;
+    for (int row = 0; row < ROWS; ++row) {
+      const int n = warp + row * WARPS;  // heads that there are not read the first one
+      const int64_t number = b * a.q_batch + (int64_t)(first + (n < live ? n : 0)) * a.q_head + lane;
+      const uint8_t* at = (const uint8_t*)a.q + (number << (1 + wide));
+      const int odd = (int)((uint64_t)at & 2);
+      const uint32_t* from = (const uint32_t*)(at - odd);
+      shift[row] = odd * 8;
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) words[row][i] = from[i * (16 << wide)];
+    }
+    const float* factors = side.factor + b * side.factor_batch + (int64_t)h * D + lane;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) factor[i] = side.factor ? factors[32 * i] : 1.0f;
   }
+  KV_DEV float number(int row, int i, int kind) const {
+    const uint32_t x = words[row][i] >> shift[row];
+    return kind == 2 ? bits_float(x) : kind == 0 ? half_float((uint16_t)x) : bf16_float((uint16_t)x);
+  }
+};
+
+template <class K, int D, int WARPS, int HEADS>
+KV_DEV void load_query(Query<K, D, HEADS>& q, float* shared, const QueryRows<D, WARPS, HEADS>& rows,
+                       const DecodeArgs& a, const Side& side, int h, int live) {
+  constexpr int N = D / 32, WIDTH = row_floats(query_channels<K, D>());
+  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
   KV_UNROLL
-  for (int row = 0; row < ROWS; ++row) {
+  for (int row = 0; row < rows.ROWS; ++row) {
     const int n = warp + row * WARPS;
     if (n >= HEADS) break;
-    multiply_row<D>(x[row], side, b, h, lane);
-    hadamard_row<D>(x[row], (int)side.block, lane);
+    float x[N];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i)
+      x[i] = n < live ? rows.number(row, i, a.q_kind) * (side.factor ? rows.factor[i] : 1.0f) : 0.0f;
+    hadamard_row<D>(x, (int)side.block, lane);
     float top = 0.0f;
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
-      shared[n * WIDTH + skew(lane + 32 * i)] = x[row][i];
-      top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
+      shared[n * WIDTH + skew(lane + 32 * i)] = x[i];
+      top = maximum(top, x[i] < 0 ? -x[i] : x[i]);
     }
     if constexpr (is_sketched<K>(0)) {
       const float* signs = K::sketch(side.table + h * side.table_head);
       KV_UNROLL
-      for (int i = 0; i < N; ++i) x[row][i] *= signs[lane + 32 * i];
-      hadamard_row<D>(x[row], D, lane);
+      for (int i = 0; i < N; ++i) x[i] *= signs[lane + 32 * i];
+      hadamard_row<D>(x, D, lane);
       KV_UNROLL
       for (int i = 0; i < N; ++i) {
-        shared[n * WIDTH + skew(D + lane + 32 * i)] = x[row][i];
-        top = maximum(top, x[row][i] < 0 ? -x[row][i] : x[row][i]);
+        shared[n * WIDTH + skew(D + lane + 32 * i)] = x[i];
+        top = maximum(top, x[i] < 0 ? -x[i] : x[i]);
       }
     }
     top = warp_max(top);

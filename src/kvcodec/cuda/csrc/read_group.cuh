@@ -190,24 +190,41 @@ template <int D, int WIDTH, bool HYBRID> struct ReadInnerValue {
   KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
   }
-  template <class P> KV_DEV static void words(const P& planes, int block, int part, uint32_t (&w)[V_REGS]) {
-    load_run<V_REGS>(w, planes[1] + block * (2 * D) + live_part<D, V>(part) * (4 * V_REGS));
+  // plane 1 or 2 of a part's channels, in the order of the codes' places
+  template <class P> KV_DEV static void words(const P& planes, int p, int block, int part, uint32_t (&w)[V_REGS]) {
+    load_run<V_REGS>(w, planes[p] + block * (2 * D) + live_part<D, V>(part) * (4 * V_REGS));
+  }
+  KV_DEV static float number(const uint32_t (&w)[V_REGS], int e) {
+    return half_float((uint16_t)(w[V::place(e) / 2] >> V::place(e) % 2 * 16));
   }
   template <class P> KV_DEV static void v_bscales(const P& planes, int block, int part, float (&s)[2 * V_REGS]) {
     uint32_t w[V_REGS];
-    words(planes, block, part, w);
+    words(planes, 1, block, part, w);
     KV_UNROLL
     for (int n = 0; n < V_REGS; ++n) w[n] &= HYBRID ? 0x7fff7fffu : 0xffffffffu;
     KV_UNROLL
-    for (int e = 0; e < 2 * V_REGS; ++e) s[e] = half_float((uint16_t)(w[V::place(e) / 2] >> V::place(e) % 2 * 16));
+    for (int e = 0; e < 2 * V_REGS; ++e) s[e] = number(w, e);
   }
   KV_CONST bool V_UNEVEN = HYBRID;  // a sign bit anywhere; rare with literal codes
   template <class P> KV_DEV static bool v_uneven(const P& planes, int block, int part) {
     uint32_t w[V_REGS], either = 0;
-    words(planes, block, part, w);
+    words(planes, 1, block, part, w);
     KV_UNROLL
     for (int n = 0; n < V_REGS; ++n) either |= w[n];
     return (either & 0x80008000u) != 0;
+  }
+  // few instructions: where this is rare they come from far away, and cost more to fetch than to run
+  template <class P> KV_DEV static void v_surplus(const P& planes, int block, int part, float (&x)[2 * V_REGS]) {
+    uint32_t s[V_REGS], z[V_REGS];
+    words(planes, 1, block, part, s);
+    words(planes, 2, block, part, z);
+    KV_UNROLL
+    for (int n = 0; n < V_REGS; ++n) {
+      const uint32_t uneven = (s[n] >> 15 & 0x00010001u) * 0xffffu;
+      s[n] &= uneven & 0x7fff7fffu, z[n] &= uneven;
+    }
+    KV_UNROLL
+    for (int e = 0; e < 2 * V_REGS; ++e) x[e] = number(z, e) - V_OFFSET * number(s, e);
   }
   template <class P> KV_DEV static float v_bscale(const P& planes, int block, int channel) {
     return half_float(((const uint16_t*)planes[1])[block * D + channel] & 0x7fffu);

@@ -54,10 +54,11 @@ template <int D, int B_DIR, int B_NRM, bool NORM32, bool AS_LOADED = false> stru
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     Directions::fill(to, from, thread, threads);
     const uint16_t* length = (const uint16_t*)(from + ENTRIES * 8);
-    uint32_t* at = (uint32_t*)(to + Directions::BYTES);
-    for (int i = thread; i < LENGTHS * 32; i += threads) {
-      const int e = i / 32;
-      at[i] = length[e % (1 << B_NRM)] | (uint32_t)length[PAIRS ? e >> B_NRM : e] << 16;
+    Words4* at = (Words4*)(to + Directions::BYTES);
+    for (int i = thread; i < LENGTHS * 4; i += threads) {  // eight lanes' copies
+      const int e = i / 4;
+      const uint32_t x = length[e % (1 << B_NRM)] | (uint32_t)length[PAIRS ? e >> B_NRM : e] << 16;
+      at[2 * i] = at[2 * i + 1] = Words4{x, x, x, x};
     }
   }
 
