@@ -91,6 +91,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"lens": (0, 1, 15, 65), "group": 1, "heads": 2},
     {"lens": (33, 96, 31), "start": (3, 95, 0), "group": 12, "splits": 2},
     {"lens": (200, 190, 10), "start": (130, 150, 10), "splits": 3, "group": 3, "order": 3},
+    {"lens": (250, 17, 0), "splits": 13, "dense": (3, 0, 1)},  # more splits than a merge reads ahead
     {"lens": (65, 0, 100), "dense": (5, 1, 9), "dense_start": (2, 0, 3), "sinks": True, "splits": 2},
     {"lens": (128, 40), "softcap": 20.0, "sinks": True, "scale": 0.3, "group": 5},
     {"lens": (130, 64), "spread": 6, "seed": 1},

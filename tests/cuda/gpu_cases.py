@@ -242,7 +242,7 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
         pair = attention.pair_of(layer.pair)
         config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, attention.machine(q.device),
                                       dense[0] is not None)  # fmt: skip
-        config = config._replace(splits=rng.choice((1, 2, 5)))
+        config = config._replace(splits=rng.choice((1, 2, 5, 70)))
     o, lse = attention.decode_attention(
         q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), pair=layer.pair,
         key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
