@@ -155,7 +155,7 @@ extern "C" int heads() {{ return HEADS; }}
 extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 extern "C" void run(const kv::DecodeArgs* a, int batch) {{
   kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel::SHARED, decode, *a);
-  const int shared = kv::combine_shared({dim}, MERGERS, a->slots);
+  const int shared = kv::combine_shared({dim}, MERGERS);
   if (a->slots > 1) kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, shared, combine, *a);
 }}
 """

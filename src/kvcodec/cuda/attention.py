@@ -236,7 +236,7 @@ def _attend(
     )  # fmt: skip
     plan.decode.launch((slots, num_kv_heads * tiles, batch), plan.config.warps * 32, plan.shared, args)
     if slots > 1:
-        shared = ((COMBINE_WARPS + 1) * dim + 2 * COMBINE_WARPS + slots) * 4  # kv::combine_shared
+        shared = (COMBINE_WARPS + 1) * (dim + 2) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel
         plan.combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
     return o, lse

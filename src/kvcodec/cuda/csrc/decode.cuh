@@ -86,8 +86,10 @@ struct Decoder {
     if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference))) return;
     float factor[N];
     st.softmax.raise(top, factor);
-    KV_UNROLL
-    for (int n = 0; n < N; ++n) st.bias[n] *= factor[n];
+    if constexpr (V::HAS_V_ZERO) {
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) st.bias[n] *= factor[n];
+    }
     if constexpr (SCALED) {
       float biggest = warp_max(largest);
       if (biggest > 16.0f * st.reference) {
@@ -219,9 +221,11 @@ struct Decoder {
     float bias[N];
     KV_UNROLL
     for (int n = 0; n < N; ++n) {
-      bias[n] = st.bias[n];
-      KV_UNROLL
-      for (int bit = 4; bit < 32; bit *= 2) bias[n] += shfl_xor(bias[n], bit);
+      bias[n] = V::HAS_V_ZERO ? st.bias[n] : 0.0f;
+      if constexpr (V::HAS_V_ZERO) {
+        KV_UNROLL
+        for (int bit = 4; bit < 32; bit *= 2) bias[n] += shfl_xor(bias[n], bit);
+      }
     }
     float* merge = (float*)shared;
     float* merge_m = merge + WARPS * 8 * row_floats(D);
@@ -296,14 +300,16 @@ struct Decoder {
       }
       copy_commit();
     };
+    // while the page ids are on their way
+    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads);
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
     if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
     if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
     Query<K, D, HEADS> q;
-    // synchronises the threads, for the tables as well
-    load_query<K, D, WARPS>(q, query, rows, a, a.key, h, live_heads);
+    sync_threads();  // for the tables as well
+    take_query<K, D>(q, query, a);
 
     State st;
     start(st);

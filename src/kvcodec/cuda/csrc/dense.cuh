@@ -39,7 +39,9 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
     const QueryRows<D, WARPS, HEADS> rows(a, model, b, h, first_head, live_heads);
-    load_query<R, D, WARPS>(q, (float*)shared, rows, a, model, h, live_heads);
+    stage_query<R, D, WARPS>((float*)shared, rows, a, model, h, live_heads);
+    sync_threads();
+    take_query<R, D>(q, (const float*)shared, a);
     typename Loop::State st;
     Loop::start(st);
     KV_NO_UNROLL
@@ -98,7 +100,9 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     sync_threads();  // everyone has taken the codes' query
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 1};
-    load_query<R, D, WARPS>(q, shared, query_rows, a, model, h, live_heads);
+    stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads);
+    sync_threads();
+    take_query<R, D>(q, shared, a);
     const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
                       end - 1};
     const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,

@@ -81,74 +81,80 @@ template <int N> KV_DEV void load_floats(float (&x)[N], const float* at) {
   }
 }
 
-// Merge the partials of one query head; one CTA per row of [B * HQ]. Three latencies only: the first partials are on
-// their way before the weights are known. Its code is short, since it comes from far away: a merge runs it once.
+// Merge the partials of one query head; one CTA per row of [B * HQ]. Its code is short, since it comes from far away
+// and is run once; a warp's partials arrive together, and the warps meet once.
 template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   constexpr int N = D / 32, CHUNK = 5;
-  KV_DYNAMIC_SHARED(shared_bytes);  // floats: WARPS + 1 rows of sums, 2 WARPS of maxima and sums of l, slots of weights
+  KV_DYNAMIC_SHARED(shared_bytes);  // floats: WARPS + 1 rows of sums, as many maxima, as many sums of l
   float* sums = (float*)shared_bytes;
-  float* of_warps = sums + (WARPS + 1) * D;
-  float* weights = of_warps + 2 * WARPS;
+  float* ms = sums + (WARPS + 1) * D;
+  float* ls = ms + WARPS + 1;
   const int warp = thread() / 32, lane = thread() % 32;
   const int64_t row = block_x();
   const int head = (int)(row % (a.heads * a.group)), b = (int)(row / (a.heads * a.group));
   wait_for_previous();
   // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart
-  const float* part = a.part_o + row * a.slots * D + lane * N;
-  float first[CHUNK][N], dense[N];
-  KV_UNROLL
-  for (int k = 0; k < CHUNK; ++k)
-    if (warp + k * WARPS < a.splits) load_floats<N>(first[k], part + (int64_t)(warp + k * WARPS) * D);
-  const bool has_dense = a.slots > a.splits && warp == WARPS - 1;
-  if (has_dense) load_floats<N>(dense, part + (int64_t)a.splits * D);
-  float m = minus_infinity(), l = 0.0f;
-  for (int s = thread(); s < a.slots; s += WARPS * 32) m = maximum(m, weights[s] = a.part_m[row * a.slots + s]);
-  m = warp_max(m);
-  if (lane == 0) of_warps[warp] = m;
-  sync_threads();
-  KV_UNROLL
-  for (int w = 0; w < WARPS; ++w) m = maximum(m, of_warps[w]);
-  for (int s = thread(); s < a.slots; s += WARPS * 32) {
-    const float weight = weights[s] == minus_infinity() ? 0.0f : exp2_fast(weights[s] - m);
-    l += weight == 0.0f ? 0.0f : weight * a.part_l[row * a.slots + s];
-    weights[s] = weight;
-  }
-  l = warp_sum(l);
-  if (lane == 0) of_warps[WARPS + warp] = l;
-  sync_threads();
-  float x[N];
+  const float* part_o = a.part_o + row * a.slots * D + lane * N;
+  const float* part_m = a.part_m + row * a.slots;
+  const float* part_l = a.part_l + row * a.slots;
+  float m = minus_infinity(), l = 0.0f, x[N];
   KV_UNROLL
   for (int i = 0; i < N; ++i) x[i] = 0.0f;
-  auto take = [&](int s, const float (&o)[N]) {
-    const float weight = s < a.splits ? weights[s] : 0.0f;
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] += weight == 0.0f ? 0.0f : weight * o[i];  // an empty slot holds arbitrary numbers
-  };
-  KV_UNROLL
-  for (int k = 0; k < CHUNK; ++k) take(warp + k * WARPS, first[k]);
   KV_NO_UNROLL
-  for (int s = warp + CHUNK * WARPS; s < a.splits; s += WARPS) {
-    float o[N];
-    load_floats<N>(o, part + (int64_t)s * D);
-    take(s, o);
+  for (int from = warp; from < a.splits; from += CHUNK * WARPS) {
+    float of_m[CHUNK], of_l[CHUNK], o[CHUNK][N];
+    KV_UNROLL
+    for (int k = 0; k < CHUNK; ++k) {
+      const int s = from + k * WARPS < a.splits ? from + k * WARPS : from;
+      of_m[k] = part_m[s], of_l[k] = part_l[s];
+      load_floats<N>(o[k], part_o + (int64_t)s * D);
+    }
+    const float before = m;
+    KV_UNROLL
+    for (int k = 0; k < CHUNK; ++k) m = maximum(m, of_m[k]);
+    const float old = before == minus_infinity() ? 0.0f : exp2_fast(before - m);
+    l *= old;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) x[i] *= old;
+    KV_UNROLL
+    for (int k = 0; k < CHUNK; ++k) {  // an empty slot holds arbitrary numbers
+      const bool none = from + k * WARPS >= a.splits || of_m[k] == minus_infinity();
+      const float weight = none ? 0.0f : exp2_fast(of_m[k] - m);
+      l += none ? 0.0f : weight * of_l[k];
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) x[i] += none ? 0.0f : weight * o[k][i];
+    }
   }
   KV_UNROLL
   for (int i = 0; i < N; ++i) sums[warp * D + lane * N + i] = x[i];
-  if (has_dense) {
-    const float weight = weights[a.splits];
+  if (lane == 0) ms[warp] = m, ls[warp] = l;
+  const bool has_dense = a.slots > a.splits;
+  if (has_dense && warp == WARPS - 1) {
+    load_floats<N>(x, part_o + (int64_t)a.splits * D);
     KV_UNROLL
-    for (int i = 0; i < N; ++i) sums[WARPS * D + lane * N + i] = weight == 0.0f ? 0.0f : weight * dense[i];
+    for (int i = 0; i < N; ++i) sums[WARPS * D + lane * N + i] = x[i];
+    if (lane == 0) ms[WARPS] = part_m[a.splits], ls[WARPS] = part_l[a.splits];
   }
   sync_threads();
   if (warp) return;
-  l = 0.0f;
+  m = has_dense ? ms[WARPS] : minus_infinity(), l = 0.0f;
   KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = 0.0f, dense[i] = a.slots > a.splits ? sums[WARPS * D + lane + 32 * i] : 0.0f;
+  for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w]);
+  float dense[N];
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
   KV_UNROLL
   for (int w = 0; w < WARPS; ++w) {
+    const float weight = ms[w] == minus_infinity() ? 0.0f : exp2_fast(ms[w] - m);
+    l += weight * ls[w];
     KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] += sums[w * D + lane + 32 * i];
-    l += of_warps[WARPS + w];
+    for (int i = 0; i < N; ++i) x[i] += weight * sums[w * D + lane + 32 * i];
+  }
+  if (has_dense && ms[WARPS] != minus_infinity()) {
+    const float weight = exp2_fast(ms[WARPS] - m);
+    l += weight * ls[WARPS];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) dense[i] = weight * sums[WARPS * D + lane + 32 * i];
   }
   float factor;
   add_sink(a, head, m, l, factor);
@@ -157,8 +163,8 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   store_row<D>(a, x, dense, m, l, b, head / a.group, head, lane);
 }
 // bytes of shared memory that `combine` takes
-KV_CONSTEXPR int combine_shared(int head_dim, int warps, int slots) {
-  return ((warps + 1) * head_dim + 2 * warps + slots) * 4;
+KV_CONSTEXPR int combine_shared(int head_dim, int warps) {
+  return (warps + 1) * (head_dim + 2) * 4;
 }
 
 }  // namespace kv

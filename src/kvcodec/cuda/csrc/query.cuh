@@ -70,11 +70,12 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
   }
 };
 
+// the rows in the basis of the codes, and their largest numbers, to shared memory
 template <class K, int D, int WARPS, int HEADS>
-KV_DEV void load_query(Query<K, D, HEADS>& q, float* shared, const QueryRows<D, WARPS, HEADS>& rows,
-                       const DecodeArgs& a, const Side& side, int h, int live) {
+KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, const DecodeArgs& a, const Side& side,
+                        int h, int live) {
   constexpr int N = D / 32, WIDTH = row_floats(query_channels<K, D>());
-  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+  const int warp = thread() / 32, lane = thread() % 32;
   KV_UNROLL
   for (int row = 0; row < rows.ROWS; ++row) {
     const int n = warp + row * WARPS;
@@ -104,7 +105,13 @@ KV_DEV void load_query(Query<K, D, HEADS>& q, float* shared, const QueryRows<D, 
     top = warp_max(top);
     if (lane == 0) shared[8 * WIDTH + n] = top;
   }
-  sync_threads();
+}
+
+// from there, once all threads have been here, to the warp's operands
+template <class K, int D, int HEADS>
+KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const DecodeArgs& a) {
+  constexpr int WIDTH = row_floats(query_channels<K, D>());
+  const int lane = thread() % 32, g = lane / 4, j = lane % 4;
   const int head = g * HEADS / 8, odd = g % 2;
   const float* mine = shared + head * WIDTH;
   const float top = shared[8 * WIDTH + head];
