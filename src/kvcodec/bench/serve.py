@@ -312,14 +312,14 @@ class Bench:
             self.progress.say(f"{label}: {len(result.failed)} of {load.requests} requests failed; the first: {first}")
         return True
 
-    def _row(self, server: Server, figure: Figure, shape: str, **more: Any) -> None:
-        self.recorder.add(server.label, None, figure.metric, figure.unit, shape, figure.values, n=figure.n, **more)
+    def _row(self, at: Server, figure: Figure, shape: str, **more: Any) -> None:
+        self.recorder.add(at.label, None, figure.metric, figure.unit, shape, figure.values, n=figure.n, **more)
 
     def _missing(
-        self, server: Server, metric: str, unit: str, shape: str, status: str, failures: int = 1, **more: Any
+        self, at: Server, metric: str, unit: str, shape: str, status: str, failures: int = 1, **more: Any
     ) -> None:
         self.failures += failures
-        self.recorder.add(server.label, None, metric, unit, shape, None, status=status, **more)
+        self.recorder.add(at.label, None, metric, unit, shape, None, status=status, **more)
 
 
 def figures_of(load: Load, result: Run, block: int | None) -> Iterator[tuple[str, Figure]]:

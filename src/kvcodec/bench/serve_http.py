@@ -4,9 +4,9 @@ A connection per request, so that nothing that a broken answer left behind meets
 """
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -141,7 +141,7 @@ class Response:
                 return
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def request(endpoint: Endpoint, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
     """Ask for ``path``; POST of JSON where there is a body.
 
@@ -165,6 +165,8 @@ async def request(endpoint: Endpoint, path: str, body: bytes | None = None) -> A
         raise RequestError("malformed", f"the answer is not HTTP: {error}") from error
     finally:
         writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(writer.wait_closed(), 1.0)
 
 
 async def get(endpoint: Endpoint, path: str, timeout: float = 10.0) -> bytes | None:
