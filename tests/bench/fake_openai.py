@@ -1,4 +1,4 @@
-"""An OpenAI endpoint of known delays and bad manners: in a thread for tests, or as a program that ``--start`` starts."""
+"""An OpenAI endpoint of known delays and bad manners: in a thread, or as a program that ``--start`` starts."""
 
 import argparse
 import asyncio

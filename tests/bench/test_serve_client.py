@@ -30,7 +30,9 @@ def test_times_are_those_of_the_server(number):
     assert FIRST * 0.98 <= reply.ttft <= FIRST + 0.5
     assert len(reply.gaps) == 5
     assert (FIRST + 5 * GAP) * 0.98 <= reply.latency <= FIRST + 5 * GAP + 0.5
-    assert reply.latency == pytest.approx(reply.ttft + sum(reply.gaps))  # what comes behind the last token is no latency
+    assert reply.latency == pytest.approx(
+        reply.ttft + sum(reply.gaps)
+    )  # what comes behind the last token is no latency
     assert reply.ended - reply.started >= reply.latency + 0.25
     assert reply.tpot == pytest.approx((reply.latency - reply.ttft) / 5)
     assert reply.tokens_per_s == pytest.approx(6 / (reply.latency - reply.ttft))
@@ -154,7 +156,7 @@ def test_addresses(text, url):
 
 @pytest.mark.parametrize("text", ["ftp://host", "http://", "http://host:eight", ""])
 def test_what_is_no_address(text):
-    with pytest.raises(SpecError, match="is not the address of a server; write e.g. http://localhost:8000"):
+    with pytest.raises(SpecError, match="is not the address of a server; write e"):
         endpoint_of(text)
 
 

@@ -173,7 +173,9 @@ def test_pauses_are_between_rounds():
 
 
 def reply(ttft, gaps, prompt=100, **more):
-    return Reply(len(gaps) + 1, prompt, 0.0, ttft + sum(gaps), ttft, ttft + sum(gaps), list(gaps), len(gaps) + 1, **more)
+    return Reply(
+        len(gaps) + 1, prompt, 0.0, ttft + sum(gaps), ttft, ttft + sum(gaps), list(gaps), len(gaps) + 1, **more
+    )
 
 
 REPLIES = [reply(0.1, [0.01] * 9), reply(0.2, [0.03] * 9), reply(0.3, [])]
@@ -231,18 +233,20 @@ def test_metrics_pages():
     assert counted("vllm:num_preemptions_total 3", "vllm:num_preemptions_total 5")[0].values["p50"] == 2
 
 
+BLOCKS = 'block_size="16",num_gpu_blocks="100"'
+
+
 @pytest.mark.parametrize(
-    ("log", "page", "expected"),
+    ("log", "labels", "expected"),
     [
-        ("x GPU KV cache size: 797,488 tokens, y\n", "", Capacity(797_488, None)),
-        ("", 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0', Capacity(1600, 16)),
-        ("", 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",kv_cache_size_tokens="900"} 1', Capacity(900, 16)),
-        ("size: GPU KV cache size: 700 tokens", 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1',
-         Capacity(700, 16)),
-        ("GPU KV cache size: 70 tokens\n" * 2, 'vllm:cache_config_info{engine="0"} 1\nvllm:cache_config_info{engine="1"} 1',
-         Capacity(140, None)),
-        ("", 'vllm:cache_config_info{block_size="None"} 1.0', Capacity(None, None)),
+        ("x GPU KV cache size: 797,488 tokens, y\n", [], Capacity(797_488, None)),
+        ("", [BLOCKS], Capacity(1600, 16)),
+        ("", [f'{BLOCKS},kv_cache_size_tokens="900"'], Capacity(900, 16)),
+        ("size: GPU KV cache size: 700 tokens", [BLOCKS], Capacity(700, 16)),
+        ("GPU KV cache size: 70 tokens\n" * 3, ['engine="0"', 'engine="1"'], Capacity(140, None)),
+        ("", ['block_size="None"'], Capacity(None, None)),
     ],
-)  # fmt: skip
-def test_capacity_from_log_or_metrics(log, page, expected):
+)
+def test_capacity_from_log_or_metrics(log, labels, expected):
+    page = "\n".join(f"vllm:cache_config_info{{{one}}} 1.0" for one in labels)
     assert capacity(log, page) == expected
