@@ -1,5 +1,6 @@
 """``kvcodec bench serve``: rows, resuming, servers that it starts, pages, exit statuses."""
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -17,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from kvcodec.bench import serve, serve_server
+from kvcodec.bench.serve_client import Reply
 from kvcodec.bench.serve_http import endpoint_of
+from kvcodec.bench.serve_loads import Run, Sessions
 from kvcodec.bench.serve_page import colors_of, drawing, page_html
 from kvcodec.bench.serve_server import RefusedToStartError, Start, about, last_words, start_of, started
 from kvcodec.bench.serve_tables import Chart, Curve, charts, tables
@@ -402,8 +405,10 @@ def test_ratios_are_to_bf16_wherever_it_stands():
     cells = {line[0]: dict(zip(sweep.headings, line, strict=True)) for line in sweep.lines}
     assert (cells["saw-int4"]["of bf16"], cells["bf16"]["of bf16"], cells["<b>"]["of bf16"]) == ("1.50x", "1.00x", "–")
     assert (cells["bf16"]["TTFT p50 ms"], cells["bf16"]["answered"]) == ("1,234", "7/8")
-    assert cells["bf16"]["not all because"] == "1 cut: <i>gone"
-    assert cells["<b>"]["not all because"] == "failed: x"
+    assert dict(zip([line[0] for line in sweep.lines], sweep.whys, strict=True)) == {
+        "saw-int4": "", "bf16": "1 cut: <i>gone", "<b>": "failed: x",
+    }  # fmt: skip
+    assert str(sweep).endswith("\n! bf16: 1 cut: <i>gone\n! <b>: failed: x")
 
 
 def test_the_page_escapes_what_it_shows():
@@ -464,3 +469,28 @@ def test_labels_that_are_refused():
     for text in ("=x", "a b=x", "a="):
         with pytest.raises(SpecError, match="write LABEL=COMMAND"):
             start_of(text)
+
+
+DOCS = (Path(__file__).parents[2] / "docs/bench-serve.md").read_text()
+
+
+def test_the_docs_name_every_option_and_no_other():
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    options = {o for a in parser._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
+    theirs = {"--enable-prompt-tokens-details", "--kv-cache-metrics", "--kv-cache-metrics-sample", "--kv-cache-dtype",
+              "--port", "--out", "--add"}  # fmt: skip
+    assert set(re.findall(r"--[a-z][a-z-]*", DOCS)) - theirs == options
+
+
+def test_the_docs_name_every_metric():
+    load, replies = (
+        Sessions(1, 2, 0, 64, 16, 4),
+        [Reply(2, 64, 0, 1, 0.5, 1, [0.5], 2, 64, [], None, i, 64) for i in (1, 2)],
+    )
+    counters = "\n".join(f"{name}_total 1" for name in (
+        "vllm:prefix_cache_hits", "vllm:prefix_cache_queries", "vllm:num_preemptions",
+        "vllm:kv_block_lifetime_seconds_count"))  # fmt: skip
+    made = {figure.metric for _, figure in serve.figures_of(load, Run(replies, 1.0, pages=["", counters]), 16)}
+    assert len(made) == 13
+    assert made | {"kv_cache_tokens", serve.DONE} <= set(re.findall(r"`(\w+)`", DOCS))

@@ -34,10 +34,11 @@ def page_html(rows: Sequence[Row]) -> str:
         "<h1>Serving under load</h1>",
     ]
     for table in tables(rows):
-        whys = {i for i, heading in enumerate(table.headings) if heading.endswith("because")}
-        kept = [i for i in range(len(table.headings)) if i not in whys or any(line[i] for line in table.lines)]
-        cells = [[(line[i], "why" if i in whys else "") for i in kept] for line in table.lines]
-        headings = [table.headings[i] for i in kept]
+        cells = [[(cell, "") for cell in line] for line in table.lines]
+        headings = table.headings
+        if any(table.whys):
+            headings = [*headings, "missing because"]
+            cells = [[*line, (why, "why")] for line, why in zip(cells, table.whys, strict=True)]
         parts += [f"<h2>{_text(table.title)}</h2>", f"<p>{_text(table.note)}</p>", grid(headings, cells)]
     drawn = "".join(drawing(chart) for chart in charts(rows))
     if drawn:

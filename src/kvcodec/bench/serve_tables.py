@@ -14,22 +14,24 @@ NONE = "–"
 
 
 class Grid(NamedTuple):
-    """A table: title, one line about it, headings, lines of cells."""
+    """A table: title, a line about it, headings, lines of cells; why something is missing, line by line."""
 
     title: str
     note: str
     headings: list[str]
     lines: list[list[str]]
+    whys: list[str]
 
     def __str__(self) -> str:
-        """Return it in columns."""
+        """Return it in columns, reasons below."""
         cells = [self.headings, *self.lines]
         widths = [max(len(line[i]) for line in cells) for i in range(len(self.headings))]
         text = []
         for first, *others in cells:
             aligned = [x.rjust(width) for x, width in zip(others, widths[1:], strict=True)]
             text.append("  ".join([first.ljust(widths[0]), *aligned]).rstrip())
-        return "\n".join([self.title, *text])
+        missing = [f"! {line[0]}: {why}" for line, why in zip(self.lines, self.whys, strict=True) if why]
+        return "\n".join([self.title, *text, *missing])
 
 
 class Curve(NamedTuple):
@@ -110,7 +112,7 @@ def tables(rows: Sequence[Row]) -> list[Grid]:
 
 
 def _servers(found: Found) -> Grid:
-    lines = []
+    lines, reasons = [], []
     for label in found.labels:
         tokens, start = found.row(label, "kv_cache_tokens", "start"), found.row(label, "start_s", "start")
         failed = found.row(label, "requests_done", "start")
@@ -119,16 +121,15 @@ def _servers(found: Found) -> Grid:
         lines.append([label, str(about.get("model") or NONE), str(about.get("version") or NONE),
                       found.cell(label, "kv_cache_tokens", "start", form=",.0f"),
                       found.ratio(label, "kv_cache_tokens", "start"),
-                      found.cell(label, "start_s", "start", form=".0f"), "; ".join(whys)])  # fmt: skip
+                      found.cell(label, "start_s", "start", form=".0f")])  # fmt: skip
+        reasons.append("; ".join(whys))
     note = f"Tokens that the cache holds, as the server says; ratios are to {found.baseline}."
-    return Grid(
-        "Servers", note, ["label", "model", "version", "KV tokens", "ratio", "start s", "not measured because"], lines
-    )
+    return Grid("Servers", note, ["label", "model", "version", "KV tokens", "ratio", "start s"], lines, reasons)
 
 
 def _sweep(found: Found, tokens: int, output: int) -> Grid:
     shapes = {k: s for k, s in found.loads("sweep").items() if (s["input_len"], s["output_len"]) == (tokens, output)}
-    lines = []
+    lines, whys = [], []
     for shape, sizes in sorted(shapes.items(), key=lambda item: item[1].get("concurrency", item[1].get("rate"))):
         load = f"{sizes['concurrency']}" if "concurrency" in sizes else f"{sizes['rate']:g}/s"
         for label in found.labels:
@@ -136,17 +137,18 @@ def _sweep(found: Found, tokens: int, output: int) -> Grid:
             if row is None:
                 continue
             numbers = [(metric, of) for metric, of in (
-                ("request_tokens_per_s", "mean"), ("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"),
+                ("request_tokens_per_s", "p50"), ("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"),
                 ("tpot_ms", "p99"))]  # fmt: skip
             lines.append([label, load, found.cell(label, "output_tokens_per_s", shape),
                           found.ratio(label, "output_tokens_per_s", shape),
                           *(found.cell(label, metric, shape, of) for metric, of in numbers),
                           found.cell(label, "prefix_hit_share", shape, form=".1%"),
-                          _answered(row), _why(row)])  # fmt: skip
+                          _answered(row)])  # fmt: skip
+            whys.append(_why(row))
     headings = ["label", "clients", "tokens/s", f"of {found.baseline}", "per request", "TTFT p50 ms", "p99",
-                "TPOT p50 ms", "p99", "prefix hits", "answered", "not all because"]  # fmt: skip
-    note = "Output tokens per second of the whole system, and of a request after its first token (mean)."
-    return Grid(f"Sweep: {tokens} tokens in, {output} out", note, headings, lines)
+                "TPOT p50 ms", "p99", "prefix hits", "answered"]  # fmt: skip
+    note = "Output tokens per second of the whole system, and of a request after its first token (p50; rows have means)."
+    return Grid(f"Sweep: {tokens} tokens in, {output} out", note, headings, lines, whys)
 
 
 def _answered(row: Row) -> str:
@@ -167,7 +169,7 @@ def _title(sizes: Row) -> str:
 
 
 def _sessions(found: Found, shape: str, sizes: Row) -> Grid:
-    lines = []
+    lines, whys = [], []
     for label in found.labels:
         row = found.row(label, "requests_done", shape)
         if row is not None:
@@ -176,15 +178,16 @@ def _sessions(found: Found, shape: str, sizes: Row) -> Grid:
             cells.insert(1, found.ratio(label, "output_tokens_per_s", shape))
             lines.append([label, *cells, found.cell(label, "prefix_residency", shape, "mean", ".1%"),
                           found.cell(label, "prefix_hit_share", shape, form=".1%"),
-                          _answered(row), _why(row)])  # fmt: skip
+                          _answered(row)])  # fmt: skip
+            whys.append(_why(row))
     headings = ["label", "tokens/s", f"of {found.baseline}", "preemptions", "blocks evicted (sampled)", "tokens lost",
-                "residency", "prefix hits", "answered", "not all because"]  # fmt: skip
+                "residency", "prefix hits", "answered"]  # fmt: skip
     note = (
         f"{sizes['shared']} shared tokens, {sizes['context']} of its own, then {sizes['turn']} of a tool a round; "
         f"answers of {sizes['answer']}. Residency: of what a session's rounds before had computed, the share that was "
         "found again (mean)."
     )
-    return Grid(_title(sizes), note, headings, lines)
+    return Grid(_title(sizes), note, headings, lines, whys)
 
 
 def _rounds(found: Found, shape: str, sizes: Row) -> Grid:
@@ -211,7 +214,8 @@ def _rounds(found: Found, shape: str, sizes: Row) -> Grid:
         "residency",
         "prefix hits",
     ]
-    return Grid(f"{_title(sizes)}, round by round", "Single rounds, then warm and late ones together.", headings, lines)
+    note = "Single rounds, then warm and late ones together."
+    return Grid(f"{_title(sizes)}, round by round", note, headings, lines, [""] * len(lines))
 
 
 def _round(shape: str) -> tuple[int, int, int]:
@@ -235,7 +239,7 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
         what = f"{tokens} tokens in, {output} out"
         for metric, of, name, y in (
             ("output_tokens_per_s", "p50", "throughput", "output tokens per second, whole system"),
-            ("request_tokens_per_s", "mean", "per-request", "tokens per second of a request, mean"),
+            ("request_tokens_per_s", "p50", "per-request", "tokens per second of a request, p50"),
             ("ttft_ms", "p50", "ttft", "TTFT p50, ms"),
             ("tpot_ms", "p50", "tpot", "TPOT p50, ms"),
         ):
