@@ -147,7 +147,9 @@ def _sweep(found: Found, tokens: int, output: int) -> Grid:
             whys.append(_why(row))
     headings = ["label", "clients", "tokens/s", f"of {found.baseline}", "per request", "TTFT p50 ms", "p99",
                 "TPOT p50 ms", "p99", "prefix hits", "answered"]  # fmt: skip
-    note = "Output tokens per second of the whole system, and of a request after its first token (p50; rows have means)."
+    note = (
+        "Output tokens per second of the system, and of a request after its first token (p50; the rows have the mean)."
+    )
     return Grid(f"Sweep: {tokens} tokens in, {output} out", note, headings, lines, whys)
 
 
