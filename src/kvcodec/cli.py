@@ -1,8 +1,8 @@
 """The command line: ``kvcodec demo | list | describe | fit | compare | eval | advise | bench | reproduce | report``.
 
 Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
-nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl, 2 a mistake that one line explains, 130
-interrupted (what was finished is written).
+nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl or bench serve met failures, 2 a mistake that
+one line explains, 130 interrupted (what was finished is written).
 """
 
 import argparse
@@ -199,6 +199,13 @@ def _bench(args: argparse.Namespace) -> int:
     from kvcodec.bench.codec_bench import codec_rows
     from kvcodec.progress import Progress
 
+    if args.url is not None and args.what != "serve":
+        raise KVError(f"bench {args.what} takes no address; {args.url!r} would be that of bench serve.")
+    if args.what == "serve":
+        from kvcodec.bench import serve
+
+        outcome = serve.run(args, Progress())
+        return _finish(args, outcome.rows, lambda: serve.text(outcome.rows)) or outcome.status
     if args.what not in ("cache", "codec"):
         from kvcodec.bench import command
 
@@ -380,13 +387,14 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "what",
         nargs="?",
-        choices=("cache", "codec", *command.PARTS, "page"),
+        choices=("cache", "codec", *command.PARTS, "serve", "page"),
         default="cache",
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "
-        "encode, prefill, generate: the GPU's kernels beside 16-bit attention, with --device cuda; page: the page of "
-        "such a run's folder",
+        "encode, prefill, generate: the GPU's kernels beside 16-bit attention, with --device cuda; serve: load on a "
+        "running OpenAI-compatible server at URL, or on servers that --start names; page: the page of a run's folder",
     )
+    p.add_argument("url", nargs="?", metavar="URL", help="of serve: e.g. http://localhost:8000")
     p.add_argument("--specs", type=split_specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
     for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
         p.add_argument(f"--{name}", type=positive, default=default, help="(%(default)s)")

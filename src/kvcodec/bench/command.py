@@ -1,4 +1,4 @@
-"""``kvcodec bench decode | encode | prefill | generate | page``: arguments, files and the order of things.
+"""``kvcodec bench decode | encode | prefill | generate | serve | page``: arguments, files and the order of things.
 
 Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
 everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvcodec.bench import serve
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, read_rows, require_gpu, stamp
 from kvcodec.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
 from kvcodec.errors import KVError, SpecError
@@ -45,6 +46,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for option, form, text in options:
         p.add_argument(option, **form, help=f"GPU benches: {text}")
+    serve.add_arguments(p)
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int:
@@ -133,22 +135,34 @@ def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) 
     """Write JSON, page and figure of a folder's rows and of those that another folder adds; returns the rows."""
     if out is None:
         raise SpecError("bench page: name the folder of the rows with --out DIR.")
-    rows: list[Row] = []
-    for part in PARTS:
-        files = [folder / f"{part}{end}" for folder in (out, add) if folder is not None for end in (".json", ".jsonl")]
-        # the same row in several files is one
-        texts = dict.fromkeys(json.dumps(row) for path in files if path.is_file() for row in read_rows([path]))
-        if texts and any(path.is_file() for path in files[1:]):
-            # a row to a line: thousands of rows are committed
-            _write(out / f"{part}.json", "[\n" + ",\n".join(texts) + "\n]\n", say)
-        rows += map(json.loads, texts)
-    if not rows:
-        raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{p}.jsonl' for p in PARTS)}).")
-    from kvcodec.bench.page import page_html
+    folders = [folder for folder in (out, add) if folder is not None]
+    rows = [row for part in PARTS for row in _gather(part, folders, say)]
+    served = _gather("serve", folders, say)
+    if not rows and not served:
+        raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{p}.jsonl' for p in (*PARTS, 'serve'))}).")
+    if rows:
+        from kvcodec.bench.page import page_html
 
-    _write(out / "bench.html", page_html(rows), say)
-    _figure(rows, out / "speed.png", say)
-    return rows
+        _write(out / "bench.html", page_html(rows), say)
+        _figure(rows, out / "speed.png", say)
+    if served:
+        from kvcodec.bench import serve_page, serve_tables
+
+        _write(out / "serve.html", serve_page.page_html(served), say)
+        for chart in serve_tables.charts(served):
+            _write(out / f"serve-{chart.name}.svg", serve_page.drawing(chart) + "\n", say)
+    return rows + served
+
+
+def _gather(part: str, folders: Sequence[Path], say: Callable[[str], None]) -> list[Row]:
+    """Return a part's rows of some folders; the first folder's JSON is written again from them."""
+    files = [folder / f"{part}{end}" for folder in folders for end in (".json", ".jsonl")]
+    # the same row in several files is one
+    texts = dict.fromkeys(json.dumps(row) for path in files if path.is_file() for row in read_rows([path]))
+    if texts and any(path.is_file() for path in files[1:]):
+        # a row to a line: thousands of rows are committed
+        _write(folders[0] / f"{part}.json", "[\n" + ",\n".join(texts) + "\n]\n", say)
+    return list(map(json.loads, texts))
 
 
 def _write(path: Path, text: str, say: Callable[[str], None]) -> None:
