@@ -48,12 +48,8 @@ class Reader:
 
     Parameters
     ----------
-    type : str
-        The C++ struct, with its template arguments.
-    header : str
-        File that defines it.
-    folder : str
-        Where that file is.
+    type, header, folder : str
+        The C++ struct with its template arguments, the file that defines it, and where that file is.
     block : int
         Tokens per block.
     shared : int
