@@ -335,7 +335,7 @@ def _warning_line(
 
 def _parser() -> argparse.ArgumentParser:
     from kvcodec.advise import command as advise_command
-    from kvcodec.bench import command
+    from kvcodec.bench import command, publish
     from kvcodec.eval import command as eval_command
     from kvcodec.eval_report import command as report_command
 
@@ -387,7 +387,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "what",
         nargs="?",
-        choices=("cache", "codec", *command.PARTS, "serve", "page"),
+        choices=("cache", "codec", *publish.PARTS, "serve", "page"),
         default="cache",
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "

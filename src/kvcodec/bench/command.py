@@ -6,20 +6,18 @@ everything in the folder and, with matplotlib, ``OUT/speed.png`` are written fro
 
 import argparse
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcodec.bench import serve
-from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, read_rows, require_gpu, stamp
+from kvcodec.bench.publish import page
+from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, require_gpu, stamp
 from kvcodec.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
-from kvcodec.errors import KVError, SpecError
 from kvcodec.registry import get, split_specs
 
-PARTS = ("decode", "encode", "prefill", "generate")
 DEVICE_LOST = 3
 """Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
 DECODE_SHAPES = "spine,octopus,saw,per-head,sweep"
@@ -129,61 +127,3 @@ def _also(text: str) -> tuple[list[str], list[Shape]]:
     for spec in found:
         get(spec)
     return found, shapes_named(shapes)
-
-
-def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) -> list[Row]:
-    """Write JSON, page and figure of a folder's rows and of those that another folder adds; returns the rows."""
-    if out is None:
-        raise SpecError("bench page: name the folder of the rows with --out DIR.")
-    folders = [folder for folder in (out, add) if folder is not None]
-    rows = [row for part in PARTS for row in _gather(part, folders, say)]
-    served = _gather("serve", folders, say)
-    if not rows and not served:
-        raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{p}.jsonl' for p in (*PARTS, 'serve'))}).")
-    if rows:
-        from kvcodec.bench.page import page_html
-
-        _write(out / "bench.html", page_html(rows), say)
-        _figure(rows, out / "speed.png", say)
-    if served:
-        from kvcodec.bench import serve_page, serve_tables
-
-        _write(out / "serve.html", serve_page.page_html(served), say)
-        for chart in serve_tables.charts(served):
-            _write(out / f"serve-{chart.name}.svg", serve_page.drawing(chart) + "\n", say)
-    return rows + served
-
-
-def _gather(part: str, folders: Sequence[Path], say: Callable[[str], None]) -> list[Row]:
-    """Return a part's rows of some folders; the first folder's JSON is written again from them."""
-    files = [folder / f"{part}{end}" for folder in folders for end in (".json", ".jsonl")]
-    # the same row in several files is one
-    texts = dict.fromkeys(json.dumps(row) for path in files if path.is_file() for row in read_rows([path]))
-    if texts and any(path.is_file() for path in files[1:]):
-        # a row to a line: thousands of rows are committed
-        _write(folders[0] / f"{part}.json", "[\n" + ",\n".join(texts) + "\n]\n", say)
-    return list(map(json.loads, texts))
-
-
-def _write(path: Path, text: str, say: Callable[[str], None]) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KVError(f"cannot write {path}: {error.strerror or error}; pass another folder.") from error
-    say(f"written: {path}")
-
-
-def _figure(rows: Iterable[Row], path: Path, say: Callable[[str], None]) -> None:
-    from kvcodec.bench.summary import speed_points
-    from kvcodec.errors import UnsupportedError
-    from kvcodec.plot import speed_figure
-
-    points = speed_points(list(rows))
-    if not points:
-        return
-    try:
-        speed_figure(points, path)
-    except UnsupportedError as error:  # no matplotlib on the machine of the GPU: the page has its own drawing
-        say(str(error))
-        return
-    say(f"written: {path}")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcodec.arguments import lengths, positive
+from kvcodec.bench.publish import page
 from kvcodec.bench.record import Deadline, Recorder, Row, stamp
 from kvcodec.bench.serve_client import Target
 from kvcodec.bench.serve_http import Endpoint
@@ -179,8 +180,6 @@ def run(args: argparse.Namespace, progress: Progress) -> Outcome:
             progress.say("interrupted: the rows hold what was finished; the same command goes on")
             status = INTERRUPTED
     if out is not None and not args.rows_only and recorder.rows:
-        from kvcodec.bench.command import page
-
         page(out, progress.say)
     return Outcome(recorder.new, status or (FAILED if bench.failures else 0))
 
