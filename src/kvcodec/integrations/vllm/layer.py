@@ -147,7 +147,8 @@ class PackedLayer:
             rows = rows.masked_fill(~good[..., None], 0.0)
             payload = state.codec.encode(state.codec.to_code(rows, state.params), state.params)
             if not bool(good.all()):
-                payload = {n: f * good.view(*good.shape, *(1,) * (f.dim() - 3)).to(f.dtype) for n, f in payload.items()}
+                bad = ~good
+                payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
             write_blocks(layout, pages, role, slots, payload)
 
     def attend(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
