@@ -1,4 +1,4 @@
-"""What an engine's pages can serve, and one layer over pages it owns; no engine is needed. The real one: tests/serve."""
+"""What an engine's pages can serve, and a layer over pages that it owns. The engine itself: tests/serve."""
 
 import math
 from typing import Any

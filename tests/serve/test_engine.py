@@ -80,9 +80,7 @@ def test_preemption_loses_nothing(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", ["saw-int4", "octopus-3"])
-def test_attention_and_bytes_are_the_librarys(
-    preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of two layers: what the engine hands over, what it gets back, what its blocks hold."""
     from kvcodec.integrations.vllm.backend import PackedImpl
 
@@ -104,9 +102,7 @@ def test_attention_and_bytes_are_the_librarys(
 
     rows: dict[int, Any] = {}
     monkeypatch.setattr(PackedImpl, "forward", watched)
-    with engine(
-        llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=32
-    ) as llm:
+    with engine(llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=32) as llm:
         generate(llm, IDS[:1])
         for index in (0, 3):
             q, k, v, out = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*seen[index], strict=True))

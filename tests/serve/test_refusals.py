@@ -30,8 +30,9 @@ def test_the_engine_does_not_start(case: str, llama: Any) -> None:
 
 def test_a_head_size_that_a_codec_cannot_take(saved: Any) -> None:
     folder = saved("llama-gqa", head_dim=80).folder
-    with pytest.raises(KVError, match=r"q4_0: head_dim=80 is not a multiple of 32; use"), engine(
-        folder, {"preset": "q4_0"}
+    with (
+        pytest.raises(KVError, match=r"q4_0: head_dim=80 is not a multiple of 32; use"),
+        engine(folder, {"preset": "q4_0"}),
     ):
         pass
 
@@ -39,7 +40,8 @@ def test_a_head_size_that_a_codec_cannot_take(saved: Any) -> None:
 def test_latent_attention(saved: Any) -> None:
     """The CPU platform has other backends for it, which would serve it unpacked."""
     folder = saved("deepseek-v3").folder
-    with pytest.raises(KVError, match=r"multi-head latent attention.*; serve it without kvcodec"), engine(
-        folder, {"preset": "saw-int4"}, dtype="bfloat16"
+    with (
+        pytest.raises(KVError, match=r"multi-head latent attention.*; serve it without kvcodec"),
+        engine(folder, {"preset": "saw-int4"}, dtype="bfloat16"),
     ):
         pass

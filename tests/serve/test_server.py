@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import kvcodec
-import torch
 from tests.serve.engines import NEW, Server, prompts
 from tests.serve.test_engine import library
 

@@ -415,7 +415,9 @@ def bind(impl: PackedImpl, name: str, layer: Any, dtype: torch.dtype) -> PackedL
     params = None
     if options.params is not None:
         options.params.check(hf_config, options.params.scheme, seed=options.seed)
-        params = {role: _own_heads(p, first_head, impl.num_kv_heads, total) for role, p in options.params[index].items()}
+        params = {
+            role: _own_heads(p, first_head, impl.num_kv_heads, total) for role, p in options.params[index].items()
+        }
     device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
     with _plain_torch():
         return PackedLayer(
@@ -447,5 +449,3 @@ def _own_heads(params: Params, first: int, heads: int, total: int) -> Params:
     """Constants of some heads: those that have an axis of heads, the second of three or more, are cut."""
     cut = slice(first, first + heads)
     return {name: x[:, cut] if x.dim() > 2 and x.shape[1] == total else x for name, x in params.items()}
-
-

@@ -1,4 +1,4 @@
-"""The CPU platform's backends with packed pages in their place where the options name a preset; else they themselves."""
+"""The CPU platform's backends: they themselves, with packed pages in their place where the options name a preset."""
 
 from typing import Any
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcodec.errors import SpecError, nearest
+from kvcodec.mix import Mix
 from kvcodec.params import FittedParams, read_params
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -83,11 +84,12 @@ def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto"
 
 def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
     for name in ("window", "sink"):
-        if name not in given:
-            continue
-        if isinstance(given[name], bool) or given[name] != 0:
+        if name in given and (isinstance(given[name], bool) or given[name] != 0):
             raise SpecError(f"kvcodec: {name}={given[name]!r}; only 0 can be served: no dense tokens beside the pages.")
-        if layers := getattr(scheme, "layers", None):
-            scheme = replace(scheme, layers=tuple(replace(layer, **{name: 0}) for layer in layers))  # type: ignore[call-arg]
-        scheme = replace(scheme, **{name: 0})
-    return scheme
+
+    def bare(own: KVScheme) -> KVScheme:
+        return replace(own, window=0 if "window" in given else own.window, sink=0 if "sink" in given else own.sink)
+
+    if isinstance(scheme, Mix):
+        scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))
+    return bare(scheme)

@@ -1,8 +1,8 @@
 """What an engine with shared pages can serve, as data: rules, each with the sentence that refuses.
 
-A page there belongs to whoever has the same tokens before it: requests find it by the hash of its tokens, share it, lose
-it and compute it again. So its bytes must be a pure function of the tokens' own keys and values, readable after every
-token. Tokens kept dense beside the pages, and statistics of a sequence, are not: a request that found its prompt in the
+A page there belongs to whoever has the same tokens before it: requests find it by the hash of its tokens, share it,
+lose it and compute it again. So its bytes must be a pure function of the tokens' own keys and values, readable after
+every token. Tokens kept dense beside the pages, and statistics of a sequence, are not: a request that found its prompt in the
 prefix cache would read other numbers than the one that computed it.
 """
 
