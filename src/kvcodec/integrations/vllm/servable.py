@@ -2,8 +2,8 @@
 
 A page there belongs to whoever has the same tokens before it: requests find it by the hash of its tokens, share it,
 lose it and compute it again. So its bytes must be a pure function of the tokens' own keys and values, readable after
-every token. Tokens kept dense beside the pages, and statistics of a sequence, are not: a request that found its prompt in the
-prefix cache would read other numbers than the one that computed it.
+every token. Tokens kept dense beside the pages, and statistics of a sequence, are not: a request that found its prompt
+in the prefix cache would read other numbers than the one that computed it.
 """
 
 from collections.abc import Callable
