@@ -1,5 +1,5 @@
 # Each target is one script; CI calls the same. The first one installs into .venv.
-.PHONY: help demo test test-eval check docs bench dist clean
+.PHONY: help demo test test-eval test-serve check docs bench dist clean
 ARGS ?=
 
 help:  ## what there is
@@ -14,6 +14,9 @@ test:  ## the test suite (ARGS="-k octopus")
 test-eval:  ## install lm-evaluation-harness and run its tests
 	@scripts/test-eval $(ARGS)
 
+test-serve:  ## install vLLM for the CPU into .venv-serve and run the tests in it
+	@scripts/test-serve $(ARGS)
+
 check:  ## lint, format, types
 	@scripts/check
 
@@ -27,4 +30,4 @@ dist:  ## build the wheel and check what is in it
 	@scripts/dist
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-serve dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """What every test shares: seeds, NaN-filled memory, tiny random models, and the reason a gpu test is skipped."""
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if "serve" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs vLLM; `make test-serve` installs it"))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

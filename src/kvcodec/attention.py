@@ -32,12 +32,17 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(m, a.l * wa + b.l * wb, a.acc * wa[..., None] + b.acc * wb[..., None])
 
 
-def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Partial:
-    """Attention of ``q [B, HQ, n, D]`` over ``k, v [B, H, t, D]`` in float32; ``bias`` broadcasts to scores."""
+def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float = 0.0) -> Partial:
+    """Attention of ``q [B, HQ, n, D]`` over ``k, v [B, H, t, D]`` in float32; ``bias`` broadcasts to scores.
+
+    ``softcap`` above 0 makes a score ``softcap * tanh(score / softcap)`` before the bias is added.
+    """
     b, hq, n, d = q.shape
     h, t = k.shape[1], k.shape[2]
     grouped = q.float().reshape(b, h, hq // h * n, d)
     s = (grouped @ k.float().transpose(2, 3) * scale).reshape(b, hq, n, t)
+    if softcap:
+        s = softcap * (s / softcap).tanh()
     if bias is not None:
         s = s + bias
     m = s.amax(-1)
@@ -54,6 +59,7 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
     chunk: int = 1024,
 ) -> Tensor:
     """Attention of the newest queries over everything a cache holds.
@@ -71,6 +77,8 @@ def attend(
         The queries are the newest n tokens: query i sees tokens ``0 .. N - n + i``.
     sinks : Tensor, optional
         Learned sink logits ``[HQ]`` (GPT-OSS): they enter the softmax's denominator only.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0: they stay.
     chunk : int
         Tokens decoded at a time.
 
@@ -108,7 +116,7 @@ def attend(
     for first in range(0, total, chunk):
         last = min(first + chunk, total)
         k, v = cache.decode(first, last)
-        part = partial(rounded, k, v, scale, _bias(q, mask, causal, first, last, total))
+        part = partial(rounded, k, v, scale, _bias(q, mask, causal, first, last, total), softcap)
         out = part if out is None else merge(out, part)
     assert out is not None
     if sinks is not None:

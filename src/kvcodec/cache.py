@@ -84,6 +84,8 @@ class LayerCache:
         P; default 64, rounded up to whole blocks.
     capacity : int
         Tokens to allocate pages for at once; 0 grows on demand.
+    first_head : int
+        The model's number of KV head 0 here, ``Site.first_head``.
 
     Examples
     --------
@@ -104,6 +106,7 @@ class LayerCache:
         params: Mapping[Role, Params] | None = None,
         page_tokens: int | None = None,
         capacity: int = 0,
+        first_head: int = 0,
     ) -> None:
         if not isinstance(scheme, KVScheme):
             raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass kvcodec.get({str(scheme)!r}).")
@@ -111,7 +114,7 @@ class LayerCache:
             raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
         self.scheme, self.layer, self.seed = scheme, layer, seed
         self.fitted = params or {}
-        self.page_tokens, self.reserve = page_tokens, capacity
+        self.page_tokens, self.reserve, self.first_head = page_tokens, capacity, first_head
         self.reset()
 
     def reset(self) -> None:
@@ -142,7 +145,7 @@ class LayerCache:
         self._dtype = keys.dtype
         for role, x in zip(ROLES, (keys, values), strict=True):
             codec = self.scheme.codec(role).for_dtype(keys.dtype)
-            site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device)
+            site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device, self.first_head)
             state = RoleState(role, codec, site)
             held = codec.held_dtype(keys.dtype)
             empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
@@ -221,6 +224,27 @@ class LayerCache:
     def _unit(self, state: RoleState) -> int:
         """Tokens that leave the window together."""
         return state.codec.block_tokens
+
+    def look_at(self, layout: PageLayout, pages: Tensor, table: Tensor, first: int, last: int) -> None:
+        """Hold the encoded tokens in slots ``[first, last)`` of pages that somebody else owns and writes.
+
+        For engines that keep the pages themselves: ``attend`` and ``decode`` then read these. The cache must have been
+        told its shapes, by an ``append`` of no tokens, and holds no sink and no window.
+
+        Parameters
+        ----------
+        layout : PageLayout
+        pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        table : Tensor ``[B, M]``
+            Page ids; only those of the slots named are read.
+        first, last : int
+        """
+        if self.store is None:
+            raise UnsupportedError("look_at: the shapes are unknown; append keys and values of no tokens first.")
+        self.store.layout, self.store.pages, self.store.table = layout, pages, table
+        for state in self.roles.values():
+            state.runs = [(first, last)] if first < last else []
+        self.length = last - first
 
     def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape[:3] != values.shape[:3]:

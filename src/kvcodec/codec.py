@@ -52,6 +52,8 @@ class Site:
     seed : int
         Every random constant derives from (seed, layer, role, head), never from global state.
     device : torch.device
+    first_head : int
+        The model's number of head 0 here: above 0 where tensor parallelism gives a process some of the heads.
     """
 
     layer: int
@@ -60,11 +62,12 @@ class Site:
     head_dim: int
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    first_head: int = 0
 
     def generator(self, head: int, stream: int = 0) -> torch.Generator:
         """Return a CPU generator for one head; ``stream`` separates independent draws of a codec."""
         mixed = self.seed
-        for part in (self.layer, 0 if self.role == "key" else 1, head, stream):
+        for part in (self.layer, 0 if self.role == "key" else 1, self.first_head + head, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
         return torch.Generator().manual_seed(mixed)
 

@@ -28,7 +28,13 @@ SLOWER = ("group_int",)
 
 
 def choose(
-    scheme: KVScheme, head_dim: int, device: torch.device, page_tokens: int | None = None, *, static: bool = False
+    scheme: KVScheme,
+    head_dim: int,
+    device: torch.device,
+    page_tokens: int | None = None,
+    *,
+    static: bool = False,
+    only: str = "",
 ) -> "Engine | str":
     """Return the engine for a layer's scheme, or the reason why there is none.
 
@@ -41,9 +47,11 @@ def choose(
     page_tokens : int, optional
     static : bool
         Whether steps must not synchronise: then both roles need a kernel to encode.
+    only : str
+        ``cuda``: for what Triton's kernels do not do (soft caps, several query tokens).
     """
     tokens = page_tokens or page_tokens_for(scheme.key.layout(head_dim), scheme.value.layout(head_dim))
-    triton = _triton(scheme, head_dim, device)
+    triton = "" if only == "cuda" else _triton(scheme, head_dim, device)
     if isinstance(triton, Engine) and triton_stem(scheme) not in SLOWER:
         return triton
     cuda = _cuda(scheme, head_dim, device, tokens, static)

@@ -257,7 +257,7 @@ def _fit_sites(
         sample = samples[layer]
         codecs[role] = codec.for_dtype(sample.dtype)
         x, queries = (torch.cat(parts, 2).to(device) for parts in (getattr(sample, role), sample.queries))
-        site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn)
+        site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
         fitted[role][layer] = codecs[role].calibrate(site, x, queries)
         if last[layer] == done:
             del samples[layer]

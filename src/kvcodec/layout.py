@@ -163,6 +163,10 @@ class PageLayout:
         """Bytes of one page of one head, plane padding included."""
         return sum(-(-p.nbytes // PLANE_ALIGN) * PLANE_ALIGN for p in self.planes)
 
+    def side(self, role: str) -> Layout:
+        """Layout of one role."""
+        return self.key if role == "key" else self.value
+
     def view(self, pages: torch.Tensor, plane: Plane) -> torch.Tensor:
         """View one plane of ``pages``.
 

@@ -57,30 +57,20 @@ class PageStore:
 
     def write(self, role: str, first_slot: int, payload: Payload) -> None:
         """Write the blocks of ``payload`` (fields ``[B, H, M, *shape]``) from ``first_slot`` on."""
-        for plane in self.layout.planes:
-            if plane.role != role:
-                continue
-            blocks = payload[plane.field.name]
-            tokens = self.layout.page_tokens // plane.blocks
-            index = torch.arange(blocks.shape[2], device=blocks.device) + first_slot // tokens
-            page = self.table[:, index // plane.blocks].long()
-            view = self.layout.view(self.pages, plane)
-            # advanced indices apart from each other put their axes first: [B, M, H, *shape]
-            view[page, :, (index % plane.blocks).expand_as(page)] = blocks.transpose(1, 2)
+        count = next(iter(payload.values())).shape[2]
+        write_blocks(self.layout, self.pages, role, self._slots(role, first_slot, count), payload)
 
     def read(self, role: str, first_slot: int, last_slot: int) -> Payload:
         """Copy out the blocks that cover slots ``[first_slot, last_slot)``; fields ``[B, H, M, *shape]``."""
-        out: dict[str, Tensor] = {}
-        for plane in self.layout.planes:
-            if plane.role != role:
-                continue
-            tokens = self.layout.page_tokens // plane.blocks
-            a, b = first_slot // tokens, -(-last_slot // tokens)
-            index = torch.arange(a, b, device=self.pages.device)
-            page = self.table[:, index // plane.blocks].long()
-            view = self.layout.view(self.pages, plane)
-            out[plane.field.name] = view[page, :, (index % plane.blocks).expand_as(page)].transpose(1, 2)
-        return out
+        unit = self.layout.side(role).block_tokens
+        count = -(-last_slot // unit) - first_slot // unit
+        return read_blocks(self.layout, self.pages, role, self._slots(role, first_slot, count))
+
+    def _slots(self, role: str, first_slot: int, count: int) -> Tensor:
+        """Slots of the pool ``[B, M]`` at which ``count`` blocks begin, the first one with ``first_slot`` in it."""
+        unit, tokens = self.layout.side(role).block_tokens, self.layout.page_tokens
+        place = (torch.arange(count, device=self.table.device) + first_slot // unit) * unit
+        return self.table[:, place // tokens].long() * tokens + place % tokens
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` (with repeats), each with pages of its own."""
@@ -105,3 +95,37 @@ class PageStore:
         """Every tensor held."""
         yield self.pages
         yield self.table
+
+
+def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, payload: Payload) -> None:
+    """Write blocks to any places of a pool.
+
+    Parameters
+    ----------
+    layout : PageLayout
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    role : str
+    slots : Tensor int64 ``[B, M]``
+        Slot of the pool at which each block begins: slot s is place ``s % P`` of page ``s // P``.
+    payload : Payload
+        Fields ``[B, H, M, *shape]``.
+    """
+    for plane in layout.planes:
+        if plane.role == role:
+            page, block = _where(layout, role, slots)
+            # advanced indices apart from each other put their axes first: [B, M, H, *shape]
+            layout.view(pages, plane)[page, :, block] = payload[plane.field.name].transpose(1, 2)
+
+
+def read_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor) -> Payload:
+    """Copy blocks out of a pool; arguments as ``write_blocks``, fields ``[B, H, M, *shape]``."""
+    page, block = _where(layout, role, slots)
+    return {
+        plane.field.name: layout.view(pages, plane)[page, :, block].transpose(1, 2)
+        for plane in layout.planes
+        if plane.role == role
+    }
+
+
+def _where(layout: PageLayout, role: str, slots: Tensor) -> tuple[Tensor, Tensor]:
+    return slots // layout.page_tokens, slots % layout.page_tokens // layout.side(role).block_tokens

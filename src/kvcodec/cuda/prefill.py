@@ -14,7 +14,7 @@ over decoded keys and values.
 import ctypes
 import struct
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -322,6 +322,68 @@ def attend_newest(
             total = join(total, Scored(torch.zeros((), device=q.device), logit))
         out[:, :, row : row + step] = total.out
     return out
+
+
+def attend_chunk(
+    q: Tensor, pages: Tensor, table: Tensor, length: int, *, pair: str, key: SideTensors, value: SideTensors,
+    scale: float, window: int = 0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of a sequence's newest n tokens over its first ``length`` slots, where they lie already.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis; query i belongs to slot length - n + i.
+    pages, table, pair, key, value
+        As ``unpack``.
+    length : int
+    scale : float
+    window : int
+        Tokens that a query sees, itself included; 0: all before it.
+    sinks : Tensor ``[HQ]``, optional
+        One learned logit per query head that only joins the softmax's denominator.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    n, constants = q.shape[2], {"pair": pair, "key": key, "value": value}
+    out, step = torch.empty_like(q), min(rows_at_once(q), window or n)
+    for row in range(0, n, step):
+        part = q[:, :, row : row + step]
+        at = length - n + row  # slot of the first of these queries
+        if window:
+            total = _attend_window(part, pages, table, at, window, scale, constants)
+        else:
+            total = attend_pages(part, pages, table, 0, at + part.shape[2], scale=scale, at=-at, **constants)  # type: ignore[arg-type]
+        if sinks is not None:
+            logit = sinks.float().view(1, -1, 1).expand(part.shape[:3])
+            total = join(total, Scored(torch.zeros((), device=q.device), logit))
+        out[:, :, row : row + step] = total.out
+    return out
+
+
+def _attend_window(
+    q: Tensor, pages: Tensor, table: Tensor, at: int, window: int, scale: float, constants: dict[str, Any]
+) -> Scored:
+    """At most ``window`` queries, the first of slot ``at``, each over itself and the ``window - 1`` slots before it.
+
+    Of the slots before ``at`` a query sees those from some place on: with queries and keys turned round, the first ones
+    up to some place, which is what causal attention computes.
+    """
+    n, old = q.shape[2], min(at, window - 1)
+    tile = tile_tokens(pair_of(constants["pair"]))
+    begin = (at - old) // tile * tile
+    k, v = unpack(pages, table, begin, at + n - begin, **constants)
+    skip = at - old - begin
+    turned = into_codes(q, constants["key"])
+    before, own = Seen(turned.flip(2), scale), Seen(turned, scale)
+    if old:
+        before.add(k[:, :, skip : skip + old].flip(2), v[:, :, skip : skip + old].flip(2), n + 1 - window)
+    own.add(k[:, :, skip + old :], v[:, :, skip + old :], 0)
+    found = before.result()
+    total = join(Scored(found.out.flip(2), found.lse.flip(2)), own.result())
+    return Scored(out_of_codes(total.out, constants["value"]), total.lse)
 
 
 def rows_at_once(q: Tensor) -> int:

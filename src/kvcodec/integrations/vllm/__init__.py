@@ -1,0 +1,18 @@
+"""vLLM served from packed pages: the plugin ``vllm.general_plugins: kvcodec``, for vLLM 0.32 and 0.33.
+
+On a GPU::
+
+    vllm serve MODEL --attention-backend CUSTOM --additional-config '{"kvcodec": {"preset": "saw-int4"}}'
+
+On a CPU the same without ``--attention-backend``, which that platform does not offer. Without the key ``kvcodec`` (see
+``options``) an engine is as it was.
+
+vLLM is imported only when it loads the plugin.
+"""
+
+
+def register() -> None:
+    """Tell vLLM of the backends; vLLM calls this in each of its processes, some of them more than once."""
+    from kvcodec.integrations.vllm.plugin import register_backends
+
+    register_backends()

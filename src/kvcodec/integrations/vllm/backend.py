@@ -1,0 +1,451 @@
+"""The attention backend: what vLLM asks of one, over ``PackedLayer``. vLLM 0.32 and 0.33.
+
+A layer is bound when its weights are loaded: only then its name, and with that its number, its scheme and its constants
+are known. From then on it has a backend class of its own scheme, which tells vLLM how many bytes a token takes. Layers
+of different schemes (outer layers, recipes) may share blocks: vLLM gives each its own page size.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from kvcodec.codec import Params
+from kvcodec.cuda.build import LEAST
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
+from kvcodec.integrations.vllm.servable import PAGE_STEP, refusal
+
+BLOCK = 64
+"""Tokens of a block that kernels read fastest; vLLM takes it where the user gives no ``--block-size``."""
+
+
+@lru_cache(maxsize=8)
+def _options(additional: str, dtype: str) -> Options | None:
+    return read_options(json.loads(additional), dtype)
+
+
+def options_of(config: VllmConfig) -> Options | None:
+    """Read what the configuration says of kvcodec; None: nothing."""
+    additional = config.additional_config
+    plain = dict(additional) if isinstance(additional, dict) else {}
+    return _options(json.dumps({k: v for k, v in plain.items() if k == "kvcodec"}), config.cache_config.cache_dtype)
+
+
+def current_options() -> Options | None:
+    """``options_of`` the configuration of the engine that is being built; None outside of that."""
+    config = get_current_vllm_config_or_none()
+    return None if config is None else options_of(config)
+
+
+# -- the backend -------------------------------------------------------------------------------------------------------
+
+
+class PackedBackend(AttentionBackend):  # type: ignore[misc]
+    """``CUSTOM``: packed pages."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    token_bytes: ClassVar[int | None] = None
+    """Bytes of a token of one KV head; None before the layer is bound."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the member of vLLM's registry."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["PackedImpl"]:
+        """Return the implementation."""
+        return PackedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PackedBuilder"]:
+        """Return the builder of metadata."""
+        return PackedBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return block sizes: those at which no plane of a page needs padding."""
+        return [MultipleOf(PAGE_STEP)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the block size if the user gives none."""
+        return BLOCK
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the order in which a block is a run of pages, one per head."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Return whether the dtype leaves it to us what the bytes are."""
+        return kv_cache_dtype in (None, "auto", "float16", "bfloat16") or str(kv_cache_dtype).startswith(DTYPE)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return True."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether the kernels run there."""
+        return (capability.major, capability.minor) >= LEAST
+
+    @classmethod
+    def supports_combination(cls, head_size: int, *args: Any, **more: Any) -> str | None:
+        """Return why the head size cannot be served, or None."""
+        options = current_options()
+        if options is None or getattr(options.scheme, "layers", None):
+            return None
+        return refusal(options.scheme, head_size, fitted=options.params is not None) or None
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec with the bytes of a packed token."""
+        if spec.state_content_bytes is not None:
+            return spec
+        content = cls.token_bytes
+        if content is None:  # before layers are bound: what inner layers take
+            options = current_options()
+            if options is None:
+                return spec
+            page = options.scheme.page_layout(spec.head_size, PAGE_STEP)
+            content = page.page_bytes // PAGE_STEP
+        return replace(spec, dtype=torch.uint8, state_content_bytes=content)
+
+
+@lru_cache(maxsize=256)
+def backend_for(name: str, token_bytes: int) -> type[PackedBackend]:
+    """Return the backend of layers that take so many bytes per token and head."""
+    # vLLM tells backends apart by their class's name
+    return type(
+        f"PackedBackend{token_bytes}",
+        (PackedBackend,),
+        {"token_bytes": token_bytes, "get_name": staticmethod(lambda: name), "__doc__": PackedBackend.__doc__},
+    )
+
+
+# -- metadata ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
+    """One step's batch.
+
+    Parameters
+    ----------
+    decodes : int
+        Requests at the front with one query token each, for the kernels.
+    chunks : list of (int, int, int, int)
+        The others: row, first query, last query (exclusive), tokens.
+    table : Tensor int32 ``[B, M]``
+    seq_lens : Tensor int32 ``[B]``
+    """
+
+    decodes: int
+    chunks: list[tuple[int, int, int, int]]
+    table: Tensor
+    seq_lens: Tensor
+
+
+class Slots:
+    """Where a step's tokens go, and from where on they are seen: worked out by a group's first layer for all of it.
+
+    Tensors that stay where they are, because captured graphs hold their addresses.
+
+    Parameters
+    ----------
+    tokens, requests : int
+        At most so many in a step.
+    device : torch.device
+    """
+
+    def __init__(self, tokens: int, requests: int, device: torch.device) -> None:
+        self.page, self.place = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
+        self.start = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.workspace: Tensor | None = None
+
+    def put(self, slots: Tensor, page_tokens: int) -> None:
+        """Take over slots ``[T]``; below 0: the place behind the last, where nothing is stored."""
+        count = slots.shape[0]
+        stored = slots >= 0
+        self.page[:count] = torch.where(stored, slots // page_tokens, 0)
+        self.place[:count] = torch.where(stored, slots % page_tokens, page_tokens)
+
+    def see(self, seq_lens: Tensor, window: int) -> None:
+        """Take over how far back requests see."""
+        self.start[: seq_lens.shape[0]] = (seq_lens - window).clamp_(min=0)
+
+
+class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[misc]
+    """Builds ``PackedMetadata``; a full CUDA graph holds decode steps of one token per request."""
+
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if getattr(kv_cache_spec, "page_size_padded", None) is not None:
+            raise UnsupportedError(
+                "kvcodec: layers with and without a sliding window take different numbers of bytes per token, which "
+                "vLLM evens out with gaps between pages; use a preset that treats all layers alike, such as saw-int4."
+            )
+        self.fused = device.type != "cpu"
+        if self.fused:
+            self._init_reorder_batch_threshold(1)
+        scheduler = vllm_config.scheduler_config
+        context = vllm_config.compilation_config.static_forward_context
+        impls = [context[name].impl for name in layer_names]
+        tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
+        for impl in impls:
+            impl.slots, impl.leads = slots, impl is impls[0]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PackedMetadata:
+        """Return the metadata of a step; only chunks of prompts need numbers on the host."""
+        c = common_attn_metadata
+        decodes, prefills = split_decodes_and_prefills(c, 1)[:2] if self.fused else (0, c.num_reqs)
+        chunks = []
+        if prefills:
+            at = c.query_start_loc_cpu.tolist()
+            known = c.seq_lens_cpu_upper_bound if c.seq_lens_cpu_upper_bound is not None else c.seq_lens
+            lengths = known.tolist()
+            rows = range(decodes, c.num_reqs)
+            chunks = [(i, at[i], at[i + 1], lengths[i]) for i in rows if at[i + 1] > at[i]]
+        return PackedMetadata(decodes, chunks, c.block_table_tensor, c.seq_lens)
+
+
+# -- the implementation ------------------------------------------------------------------------------------------------
+
+
+class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
+    """Attention of one layer; arguments as vLLM passes them."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **more: Any,
+    ) -> None:
+        self.config = get_current_vllm_config()
+        options = options_of(self.config)
+        if options is None:
+            raise UnsupportedError(f"kvcodec: no preset is named; add {EXAMPLE}.")
+        self.options = options
+        unknown = [name for name, value in more.items() if value is not None and value is not False]
+        if alibi_slopes is not None:
+            unknown.append("alibi_slopes")
+        if unknown:
+            raise UnsupportedError(f"kvcodec: the model's attention has {unknown[0]}, which it does not compute.")
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError(
+                f"kvcodec: a layer of type {attn_type!r} keeps no cache of a decoder; serve encoders and "
+                f"encoder-decoder models without kvcodec in --additional-config."
+            )
+        if not PackedBackend.supports_kv_cache_dtype(kv_cache_dtype):
+            raise UnsupportedError(f"kvcodec: --kv-cache-dtype {kv_cache_dtype} says otherwise; leave it out.")
+        _check_engine(self.config)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
+        self.packed: PackedLayer | None = None
+        self.slots: Slots | None = None
+        self.leads = False
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Bind the layer; see the module's text."""
+        layers = self.config.compilation_config.static_forward_context
+        name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
+        if self.kv_sharing_target_layer_name is not None:
+            return  # reads the pages of a layer before it, with that one's constants
+        self.packed = bind(self, name, layers[name], act_dtype)
+        page_tokens = self.config.cache_config.block_size
+        if self.config.cache_config.user_specified_block_size and page_tokens % PAGE_STEP:
+            raise UnsupportedError(
+                f"kvcodec: --block-size {page_tokens}; pages are multiples of {PAGE_STEP} tokens, give one of these."
+            )
+        if self.packed.device.type != "cpu":
+            self.packed.engine(BLOCK)  # refuses what has no kernels before memory is taken
+        layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes)
+
+    def _packed(self) -> PackedLayer:
+        if self.packed is None:
+            layers = self.config.compilation_config.static_forward_context
+            self.packed = layers[self.kv_sharing_target_layer_name].impl.packed
+            assert self.packed is not None
+        return self.packed
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Encode new tokens ``[T, H, D]`` into their slots."""
+        count = slot_mapping.shape[0]
+        if kv_cache.numel() == 0 or count == 0:
+            return
+        packed = self._packed()
+        key, value = key[:count], value[:count]
+        if kv_cache.device.type == "cpu":
+            packed.write(key, value, kv_cache, slot_mapping)
+            return
+        slots = self.slots
+        assert slots is not None
+        if self.leads:
+            slots.put(slot_mapping, kv_cache.shape[2])
+        packed.encode(key, value, kv_cache, slots.page[:count], slots.place[:count])
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PackedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with ``query [T, HQ, D]``, into ``output``."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("kvcodec: fused quantization of the output is not computed; switch that pass off.")
+        if attn_metadata is None:  # memory is being profiled
+            return output.fill_(0)
+        packed, m, out = self._packed(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
+        query = query.view(-1, self.num_heads, self.head_size)
+        if m.decodes:
+            out[: m.decodes] = self._decode(packed, query[: m.decodes], kv_cache, m)
+        attend = packed.attend if kv_cache.device.type == "cpu" else packed.prefill
+        for row, first, last, length in m.chunks:
+            out[first:last] = attend(query[first:last], kv_cache, m.table[row], length, self.rules)
+        return output
+
+    def _decode(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+        slots, n = self.slots, m.decodes
+        assert slots is not None
+        seq_lens, start = m.seq_lens[:n], None
+        if self.rules.window:
+            if self.leads:
+                slots.see(seq_lens, self.rules.window)
+            start = slots.start[:n]
+        if slots.workspace is None:  # the first call is a trial run, outside of any graph
+            most = self.config.scheduler_config.max_num_seqs
+            size = packed.workspace_bytes(max(most, n), self.num_heads, kv_cache, m.table.shape[1], self.rules)
+            slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
+        return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, slots.workspace)
+
+
+def _check_engine(config: VllmConfig) -> None:
+    """Refuse what a server can be asked for and the backend cannot do."""
+    parallel = config.parallel_config
+    asked = {
+        "speculative decoding": config.speculative_config is not None,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "dual-batch overlap": parallel.enable_dbo,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
+
+
+def bind(impl: PackedImpl, name: str, layer: Any, dtype: torch.dtype) -> PackedLayer:
+    """Return what a layer needs: its scheme by its number in the model, its constants by its heads' numbers.
+
+    Raises
+    ------
+    UnsupportedError
+        The layer cannot be served; one sentence.
+    """
+    config, options = impl.config, impl.options
+    hf_config = config.model_config.hf_config
+    index = extract_layer_index(name)
+    layers = [own.index for own in plan_for(hf_config, "decoded").kv_layers]
+    scheme = options.scheme.for_layer(layers.index(index), len(layers))
+    if why := refusal(scheme, impl.head_size, fitted=options.params is not None):
+        raise UnsupportedError(f"kvcodec, layer {index}: {why}")
+    if getattr(layer, "head_size_v", impl.head_size) != impl.head_size:
+        raise UnsupportedError(f"kvcodec, layer {index}: keys and values have different head sizes; not served.")
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    total = config.model_config.get_total_num_kv_heads()
+    # heads that are fewer than the processes are held by several of them
+    first_head = rank // max(1, size // total) * impl.num_kv_heads
+    params = None
+    if options.params is not None:
+        options.params.check(hf_config, options.params.scheme, seed=options.seed)
+        params = {
+            role: _own_heads(p, first_head, impl.num_kv_heads, total) for role, p in options.params[index].items()
+        }
+    device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
+    with _plain_torch():
+        return PackedLayer(
+            scheme,
+            layer=index,
+            heads=impl.num_kv_heads,
+            head_dim=impl.head_size,
+            dtype=dtype,
+            device=device,
+            first_head=first_head,
+            seed=options.seed,
+            params=params,
+        )
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Constants are float32 numbers drawn on the CPU; while vLLM loads a model the default dtype is the model's."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _own_heads(params: Params, first: int, heads: int, total: int) -> Params:
+    """Constants of some heads: those that have an axis of heads, the second of three or more, are cut."""
+    cut = slice(first, first + heads)
+    return {name: x[:, cut] if x.dim() > 2 and x.shape[1] == total else x for name, x in params.items()}

@@ -1,0 +1,306 @@
+"""One attention layer over pages that an engine owns: how tokens get in, and how queries attend. No engine is imported.
+
+An engine's block of N tokens of one KV head, N x C bytes, is a page of N tokens as ``layout.py`` lays it out: planes of
+the keys, then of the values. Nothing is converted, so what the library writes and what the engine holds are the same.
+
+=========  ========================================  ================================================================
+where      tokens in                                 attention
+=========  ========================================  ================================================================
+CPU        the codec itself, ``pages.write_blocks``  the reference, ``attention.attend``, request by request
+CUDA GPU   ``Engine.encode``: a sequence per token   one token per request: ``Engine.attend`` for all requests at once;
+                                                     chunks of a prompt: unpacked, flash attention, one request at a
+                                                     time
+=========  ========================================  ================================================================
+
+Every token attends to what the pages hold, in a prompt as well: so neither the cut of a prompt into chunks nor a hit in
+the prefix cache shows in the output.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.attention import attend
+from kvcodec.cache import LayerCache
+from kvcodec.codec import FP16_MAX, ROLES, Params, Role
+from kvcodec.engine import Engine, choose
+from kvcodec.errors import UnsupportedError
+from kvcodec.layout import PageLayout
+from kvcodec.pages import PageStore, write_blocks
+from kvcodec.scheme import KVScheme
+
+
+class Rules(NamedTuple):
+    """What a model asks of a layer's attention.
+
+    Parameters
+    ----------
+    scale : float
+        Multiplies the scores.
+    window : int
+        Tokens that a query sees, itself included; 0: all before it.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    sinks : Tensor ``[HQ]`` or None
+        Learned logits that only join the softmax's denominator.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class PackedLayer:
+    """Constants and pages of one layer.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Of this layer, without sink and window.
+    layer : int
+        Number in the model; with ``seed`` and the head's number it decides random constants.
+    heads, head_dim : int
+        KV heads that this process holds.
+    dtype : torch.dtype
+        Of the model's keys and values.
+    device : torch.device
+    first_head : int
+        The model's number of the first of them.
+    seed : int
+    params : mapping of role to Params, optional
+        Fitted constants.
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        *,
+        layer: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        first_head: int = 0,
+        seed: int = 0,
+        params: Mapping[Role, Params] | None = None,
+    ) -> None:
+        self.scheme = KVScheme(scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype), spec=scheme.spec)
+        self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
+        self.cache = LayerCache(self.scheme, layer=layer, seed=seed, params=params, first_head=first_head)
+        none = torch.empty(1, heads, 0, head_dim, dtype=dtype, device=device)
+        self.cache.append(none, none)
+        self.engines: dict[tuple[int, str], Engine] = {}
+        self.bad = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token of one KV head, keys and values."""
+        page = self.scheme.page_layout(self.head_dim, 16)
+        return page.page_bytes // page.page_tokens
+
+    def layout(self, page_tokens: int) -> PageLayout:
+        """Byte map of a page."""
+        return self.scheme.page_layout(self.head_dim, page_tokens)
+
+    def pages(self, cache: Tensor) -> tuple[PageLayout, Tensor]:
+        """View the engine's blocks uint8 ``[num_blocks, H, N, C]`` as pages ``[num_blocks, H, N * C]``.
+
+        Raises
+        ------
+        UnsupportedError
+            They are laid out otherwise: a block's heads must follow each other, a head's bytes as well.
+        """
+        blocks, heads, tokens, content = cache.shape
+        layout = self.layout(tokens)
+        want = (heads * tokens * content, tokens * content, content, 1)
+        if (heads, tokens * content) != (self.heads, layout.page_bytes) or cache.stride() != want:
+            raise UnsupportedError(
+                f"the engine's blocks are {cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}; pages "
+                f"of {self.heads} heads and {layout.page_bytes} bytes without gaps are needed (KV-cache layout LBHNC)."
+            )
+        return layout, cache.view(blocks, heads, -1)
+
+    # -- the reference -------------------------------------------------------------------------------------------------
+
+    def write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Encode tokens into their slots with the codec itself; this synchronises on a GPU.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[T, H, D]``
+            Model basis. A row with NaN, Inf or a magnitude above 65504 is stored as zero bytes, as the kernels do.
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        slots : Tensor int64 ``[T]``
+            Slot s is place ``s % N`` of block ``s // N``; below 0: the token is not stored.
+        """
+        layout, pages = self.pages(cache)
+        kept = slots >= 0
+        slots = slots[kept][None]
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            state = self.cache.roles[role]
+            assert state.params is not None
+            rows = x[kept].transpose(0, 1)[None].to(state.dense("window").dtype).float()
+            good = (rows.abs() <= FP16_MAX).all(-1)
+            rows = rows.masked_fill(~good[..., None], 0.0)
+            payload = state.codec.encode(state.codec.to_code(rows, state.params), state.params)
+            if not bool(good.all()):
+                bad = ~good
+                payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
+            write_blocks(layout, pages, role, slots, payload)
+
+    def attend(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
+        """Attention of one request's newest queries by the reference.
+
+        Parameters
+        ----------
+        q : Tensor ``[n, HQ, D]``
+            Model basis; the keys and values of these n tokens are in the pages already.
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        row : Tensor ``[M]``
+            Block ids of the request. Those before a sliding window are not read.
+        length : int
+            Tokens of the request, these n included.
+        rules : Rules
+
+        Returns
+        -------
+        Tensor ``[n, HQ, D]`` of q's dtype.
+        """
+        layout, pages = self.pages(cache)
+        n, first, mask = q.shape[0], 0, None
+        if rules.window:
+            first = max(0, length - n - rules.window + 1)
+            at = torch.arange(length - n, length, device=q.device)[:, None]
+            seen = torch.arange(first, length, device=q.device)[None]
+            mask = (seen <= at) & (seen > at - rules.window)
+        self.cache.look_at(layout, pages, row[None], first, length)
+        out = attend(
+            q.transpose(0, 1)[None],
+            self.cache,
+            scale=rules.scale,
+            mask=mask,
+            sinks=rules.sinks,
+            softcap=rules.softcap,
+        )
+        return out[0].transpose(0, 1)
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+
+    def engine(self, page_tokens: int, only: str = "") -> Engine:
+        """Kernels for pages of this size, with their constants; the same object every time.
+
+        Raises
+        ------
+        UnsupportedError
+            There are none; the text says why.
+        """
+        if (page_tokens, only) not in self.engines:
+            found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True, only=only)
+            if isinstance(found, str):
+                raise UnsupportedError(f"{self.scheme}: {found}.")
+            found.prepare(self.cache.roles)
+            self.engines[page_tokens, only] = found
+        return self.engines[page_tokens, only]
+
+    def _store(self, cache: Tensor, table: Tensor) -> PageStore:
+        layout, pages = self.pages(cache)
+        store = PageStore(layout, 0, self.heads, pages.device)
+        store.pages, store.table = pages, table
+        return store
+
+    def encode(self, keys: Tensor, values: Tensor, cache: Tensor, page: Tensor, place: Tensor) -> None:
+        """Encode tokens into their slots with kernels; nothing synchronises.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[T, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        page, place : Tensor int32 ``[T]``
+            Block and place in it; a token of place N is not stored.
+        """
+        engine, store = self.engine(cache.shape[2]), self._store(cache, page[:, None])
+        # each token is a sequence of one page, because an engine names slots, not sequences
+        new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
+        engine.encode(new, self.cache.roles, store, place, self.bad)
+
+    def decode(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        rules: Rules,
+        start: Tensor | None = None,
+        workspace: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query token per request with kernels; nothing synchronises.
+
+        Parameters
+        ----------
+        q : Tensor ``[B, HQ, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        table : Tensor int32 ``[B, M]``
+        seq_lens, start : Tensor int32 ``[B]``
+            Tokens, and the first one that is seen.
+        rules : Rules
+        workspace : Tensor float32, optional
+            Of ``workspace_bytes``.
+
+        Returns
+        -------
+        Tensor ``[B, HQ, D]`` of q's dtype.
+        """
+        engine = self.engine(cache.shape[2], "cuda" if rules.softcap else "")
+        out = engine.attend(
+            q[:, :, None],
+            self._store(cache, table),
+            seq_lens,
+            scale=rules.scale,
+            softcap=rules.softcap,
+            sinks=rules.sinks,
+            start=start,
+            workspace=workspace,
+        )
+        return out[:, :, 0]
+
+    def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
+        """Most bytes that ``decode`` needs for up to so many requests with tables of so many columns."""
+        engine = self.engine(cache.shape[2], "cuda" if rules.softcap else "")
+        # shapes alone matter, but of tensors on the device whose table of launch constants is asked
+        q = torch.empty(1, query_heads, 1, self.head_dim, dtype=self.dtype, device=self.device)
+        table = torch.empty(1, columns, dtype=torch.int32, device=self.device)
+        return max(
+            engine.workspace_bytes(q.expand(n, -1, -1, -1), self._store(cache, table.expand(n, -1)), False)
+            for n in range(1, requests + 1)
+        )
+
+    def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
+        """As ``attend``, from unpacked pages with flash attention where the kernels can.
+
+        Soft caps, and keys with a sketch, take the reference: flash attention has no cap, and the sketch has a basis of
+        its own.
+        """
+        from kvcodec.cuda.prefill import attend_chunk
+
+        try:
+            engine: Any = self.engine(cache.shape[2], "cuda")
+        except UnsupportedError:  # Triton alone serves this machine
+            engine = None
+        if rules.softcap or engine is None or engine.many_refusal():
+            return self.attend(q, cache, row, length, rules)
+        out = attend_chunk(
+            q.transpose(0, 1)[None],
+            self.pages(cache)[1],
+            row[None],
+            length,
+            pair=engine.pair,
+            key=engine.reading["key"],
+            value=engine.reading["value"],
+            scale=rules.scale,
+            window=rules.window,
+            sinks=rules.sinks,
+        )
+        return out[0].transpose(0, 1)

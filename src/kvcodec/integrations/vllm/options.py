@@ -1,0 +1,95 @@
+"""What a user gives the server: ``--additional-config '{"kvcodec": {"preset": "saw-int4"}}'``.
+
+========== ===========================================================================================================
+key        meaning
+========== ===========================================================================================================
+``preset`` any spec of ``kvcodec list``, with options; or the path of a recipe
+``params`` path of a file of ``kvcodec fit``, for presets whose constants are fitted
+``window`` 0: serve a preset without the newest tokens that it would keep dense
+``sink``   0: without the first tokens that it would keep dense
+``seed``   of random constants; default 0
+========== ===========================================================================================================
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcodec.errors import SpecError, nearest
+from kvcodec.mix import Mix
+from kvcodec.params import FittedParams, read_params
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme
+
+KEY = "kvcodec"
+DTYPE = "kvcodec"
+"""``--kv-cache-dtype``, where the engine lets plugins add one: alone, or ``kvcodec:PRESET``."""
+NAMES = ("preset", "params", "window", "sink", "seed")
+EXAMPLE = """--additional-config '{"kvcodec": {"preset": "saw-int4"}}'"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is served.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Of the model; its layers may differ.
+    params : FittedParams or None
+    seed : int
+    """
+
+    scheme: KVScheme
+    params: FittedParams | None = None
+    seed: int = 0
+
+
+def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto") -> Options | None:
+    """Read the engine's ``additional_config`` and KV-cache dtype; None if kvcodec is not asked for.
+
+    Raises
+    ------
+    SpecError
+        Unknown keys, presets or values; the text says what is allowed.
+    FormatError, FileNotFoundError
+        The file of constants.
+    """
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    named = cache_dtype.partition(":")[2] if cache_dtype.startswith(DTYPE) else ""
+    if given is None and not cache_dtype.startswith(DTYPE):
+        return None
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise SpecError(f"kvcodec: got {given!r}; expected an object, e.g. {EXAMPLE}.")
+    for name in given:
+        if name not in NAMES:
+            raise SpecError(f"kvcodec: unknown key {name!r}.{nearest(str(name), NAMES)} Keys: {', '.join(NAMES)}.")
+    preset = given.get("preset", named)
+    if not isinstance(preset, str) or not preset:
+        raise SpecError(f"kvcodec: preset={preset!r}; name one of `kvcodec list`, e.g. {EXAMPLE}.")
+    if named and preset != named:
+        raise SpecError(f"kvcodec: --kv-cache-dtype names {named!r}, additional-config {preset!r}; name one preset.")
+    seed = given.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise SpecError(f"kvcodec: seed={seed!r}; give an integer >= 0.")
+    scheme = get(preset)
+    params = None
+    if (path := given.get("params")) is not None:
+        params = read_params(path)
+        if params.scheme != scheme:
+            raise SpecError(f"kvcodec: {path} was fitted for {params.spec}, not for {preset}; serve that preset.")
+    return Options(_without(scheme, given), params, seed)
+
+
+def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
+    for name in ("window", "sink"):
+        if name in given and (isinstance(given[name], bool) or given[name] != 0):
+            raise SpecError(f"kvcodec: {name}={given[name]!r}; only 0 can be served: no dense tokens beside the pages.")
+
+    def bare(own: KVScheme) -> KVScheme:
+        return replace(own, window=0 if "window" in given else own.window, sink=0 if "sink" in given else own.sink)
+
+    if isinstance(scheme, Mix):
+        scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))
+    return bare(scheme)

@@ -1,0 +1,117 @@
+"""What an engine with shared pages can serve, as data: rules, each with the sentence that refuses.
+
+A page there belongs to whoever has the same tokens before it: requests find it by the hash of its tokens, share it,
+lose it and compute it again. So its bytes must be a pure function of the tokens' own keys and values, readable after
+every token. Tokens kept dense beside the pages, and statistics of a sequence, are not: a request that found its prompt
+in the prefix cache would read other numbers than the one that computed it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvcodec.codec import ROLES
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme
+
+PAGE_STEP = 16
+"""Page sizes are multiples of it: planes then need no padding (a token costs whole bytes), and kernels take them."""
+
+
+class Rule(NamedTuple):
+    """One reason not to serve the scheme of a layer.
+
+    Parameters
+    ----------
+    name : str
+    broken : callable
+        (scheme, fitted) -> whether the scheme breaks it; ``fitted``: constants come from a file.
+    reason, cure : str
+        Two halves of the sentence, with ``{s}`` for the scheme.
+    """
+
+    name: str
+    broken: Callable[[KVScheme, bool], bool]
+    reason: str
+    cure: str
+
+
+def _roles(scheme: KVScheme, attribute: str) -> bool:
+    return any(getattr(scheme.codec(role), attribute) for role in ROLES)
+
+
+RULES = (
+    Rule(
+        "token groups",
+        lambda s, fitted: any(s.codec(role).block_tokens > 1 for role in ROLES),
+        "it encodes {unit} tokens together, and pages must be readable after every token",
+        "use a preset that encodes each token alone, such as saw-int4",
+    ),
+    Rule(
+        "statistics",
+        lambda s, fitted: not fitted and (_roles(s, "needs_sample") or _roles(s, "needs_queries")),
+        "it takes constants from each sequence's own tokens, and sequences share pages",
+        'run kvcodec fit and pass its file, {{"params": FILE}}',
+    ),
+    Rule(
+        "dense tokens",
+        lambda s, fitted: bool(s.window or s.sink),
+        "it keeps {dense} dense, which is not in the pages that requests share",
+        "give {zeros} to serve it without",
+    ),
+)
+"""In the order in which they are told: what cannot be helped first."""
+
+
+def refusal(
+    scheme: KVScheme, head_dim: int | None = None, page_tokens: int | None = None, *, fitted: bool = False
+) -> str:
+    """Return why the scheme of a layer cannot be served, in one sentence that says what to do, or ``""`` if it can.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Of one layer (``for_layer``); a mixture is asked layer by layer.
+    head_dim : int, optional
+    page_tokens : int, optional
+        Tokens of a page, the engine's block size.
+    fitted : bool
+        Whether the constants come from a file.
+
+    Examples
+    --------
+    >>> refusal(get("saw-int4"), 128, 128)
+    ''
+    >>> refusal(get("octopus-3"))
+    'octopus-3: it keeps the newest 32 tokens dense, which is not in the pages that requests share; give "window": 0 to serve it without.'
+    """  # noqa: E501
+    words = {
+        "unit": max(scheme.codec(role).block_tokens for role in ROLES),
+        "dense": " and ".join(
+            f"the {which} {count} tokens"
+            for which, count in (("first", scheme.sink), ("newest", scheme.window))
+            if count
+        ),
+        "zeros": " and ".join(f'"{name}": 0' for name in ("sink", "window") if getattr(scheme, name)),
+    }
+    for rule in RULES:
+        if rule.broken(scheme, fitted):
+            return f"{scheme}: {rule.reason.format(**words)}; {rule.cure.format(**words)}."
+    if head_dim is not None:
+        for role in ROLES:
+            try:
+                scheme.codec(role).layout(head_dim)
+            except (ShapeError, UnsupportedError) as error:
+                return f"{scheme}: {error}"
+    if page_tokens is not None and page_tokens % PAGE_STEP:
+        return f"{scheme}: a page of {page_tokens} tokens; give a block size that is a multiple of {PAGE_STEP}."
+    return ""
+
+
+def verdicts(presets: list[str], num_layers: int = 36) -> dict[str, str]:
+    """Return ``refusal`` of every preset: that of the first layer which has one."""
+    found = {}
+    for name in presets:
+        layers = {get(name).for_layer(i, num_layers): None for i in range(num_layers)}
+        found[name] = next(filter(None, map(refusal, layers)), "")
+    return found

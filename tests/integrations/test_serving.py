@@ -1,0 +1,208 @@
+"""What an engine's pages can serve, and a layer over pages that it owns. The engine itself: tests/serve."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache import LayerCache
+from kvcodec.codec import ROLES
+from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.options import read_options
+from kvcodec.integrations.vllm.servable import PAGE_STEP, refusal, verdicts
+
+CPU = torch.device("cpu")
+HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16
+SERVED = [name for name, why in verdicts(kvcodec.presets()).items() if not why]
+SPECS = ("saw-int4", "fp8", "hqmq-s24_r3", "octopus-3:window=0", "octopus-qjl-2:window=0", "ultra-tq", "q4_0", "dense")
+
+
+def made(spec: str, **options: Any) -> PackedLayer:
+    scheme = kvcodec.get(spec).for_layer(3, 8)
+    given = {"layer": 3, "heads": HEADS, "head_dim": DIM, "dtype": torch.float16, "device": CPU, **options}
+    return PackedLayer(scheme, **given)
+
+
+def rows(heads: int = HEADS, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.randn(2, tokens, heads, DIM, generator=torch.Generator().manual_seed(0)).half()
+    return k, v
+
+
+def pool(layer: PackedLayer, blocks: int = 12) -> torch.Tensor:
+    """Blocks as vLLM allocates them, full of bytes that nobody wrote."""
+    return torch.full((blocks, layer.heads, BLOCK, layer.token_bytes), 0xFF, dtype=torch.uint8)
+
+
+ROW = torch.tensor([7, 2, 11, 5, 9], dtype=torch.int32)
+
+
+def slots(first: int, last: int) -> torch.Tensor:
+    at = torch.arange(first, last)
+    return ROW[at // BLOCK].long() * BLOCK + at % BLOCK
+
+
+@pytest.mark.parametrize("name", kvcodec.presets())
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_a_page_has_no_gaps(name: str, dim: int) -> None:
+    """So a token costs whole bytes, which is how engines count."""
+    scheme = kvcodec.get(name)
+    if (name, dim) == ("q4_0", 80):
+        pytest.skip("q4_0 refuses head_dim 80")
+    layouts = [scheme.codec(role).layout(dim) for role in ROLES]
+    step = math.lcm(PAGE_STEP, *(layout.block_tokens for layout in layouts))
+    page = scheme.page_layout(dim, step)
+    assert page.page_bytes == sum(step // layout.block_tokens * layout.block_bytes for layout in layouts)
+
+
+def test_which_presets_are_served() -> None:
+    found = verdicts(kvcodec.presets())
+    assert {"saw-int4", "int-4", "int-8", "fp8", "ultraquant", "ultra-tq", "turboquant-4", "hqmq-s24_r3"} <= set(SERVED)
+    assert {n for n, why in found.items() if "tokens together" in why} == {
+        *("kivi-2", "kivi-4", "kivi-sink-2", "innerq-base", "innerq-small", "innerq-hybrid")
+    }
+    assert {n for n, why in found.items() if '"window": 0' in why} == {n for n in found if n.startswith("octopus")}
+    for why in filter(None, found.values()):
+        assert why.count("; ") == 1
+        assert why.endswith(".")
+
+
+def test_reasons() -> None:
+    assert "run kvcodec fit" in refusal(kvcodec.get("hqmq-s24_r3:outliers=3"))
+    assert refusal(kvcodec.get("hqmq-s24_r3:outliers=3"), fitted=True) == ""
+    assert refusal(kvcodec.get("q4_0"), 80).startswith("q4_0: q4_0: head_dim=80")
+    assert "a multiple of 16" in refusal(kvcodec.get("fp8"), 64, 24)
+
+
+def test_options() -> None:
+    assert read_options({}) is None
+    assert read_options({"other": 1}, "fp8") is None
+    found = read_options({"kvcodec": {"preset": "octopus-3", "window": 0, "seed": 5}})
+    assert found is not None
+    assert (found.scheme.window, found.seed) == (0, 5)
+    named = read_options({}, "kvcodec:saw-int4")
+    assert named is not None
+    assert str(named.scheme) == "saw-int4"
+    for given, dtype, sentence in (
+        ({"preset": "fp8"}, "kvcodec:saw-int4", "name one preset"),
+        ({"preset": "fp8", "seed": True}, "auto", "seed=True"),
+        ({"preset": "octopus-3", "window": 3}, "auto", "only 0 can be served"),
+        ({"preset": 4}, "auto", "preset=4"),
+        ([], "auto", r"expected an object"),
+        ({"preset": "fp8", "sinks": 0}, "auto", "Did you mean 'sink'"),
+        ({}, "kvcodec", "preset=''"),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            read_options({"kvcodec": given}, dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_written_pages_are_the_librarys(spec: str) -> None:
+    """In any order of tokens, whichever blocks they get; tokens without a slot leave no trace."""
+    layer = made(spec)
+    cache, (k, v) = pool(layer), rows()
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+    where = slots(0, TOKENS)[order]
+    for part in order.split(23):
+        own = torch.cat([where[: len(part)], torch.tensor([-1])])
+        where = where[len(part) :]
+        padded = torch.cat([part, part[:1]])
+        layer.write(k[padded], v[padded], cache, own)
+    library = LayerCache(layer.scheme, layer=3, page_tokens=BLOCK)
+    library.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    assert library.store is not None
+    whole = TOKENS // BLOCK
+    assert torch.equal(cache.flatten(2)[ROW[:whole].long()], library.store.pages[:whole])
+    untouched = [i for i in range(12) if i not in ROW.tolist()]
+    assert bool((cache[untouched] == 0xFF).all())
+    q = torch.randn(5, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(2)).half()
+    sinks = torch.tensor([0.3, -0.5, 1.0, 0.0])
+    found = layer.attend(q, cache, ROW, TOKENS, Rules(0.2, sinks=sinks))
+    wanted = library.attend(q.transpose(0, 1)[None], scale=0.2, sinks=sinks)
+    assert torch.equal(found, wanted[0].transpose(0, 1))
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Attention of the newest queries in float64, with the window, cap and sinks of ``rules``."""
+    n, tokens = q.shape[0], k.shape[0]
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.double() for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * rules.scale
+    if rules.softcap:
+        scores = rules.softcap * (scores / rules.softcap).tanh()
+    at, seen = torch.arange(tokens - n, tokens)[:, None], torch.arange(tokens)[None]
+    hidden = (seen > at) | ((seen <= at - rules.window) if rules.window else torch.zeros(1, dtype=torch.bool))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if rules.sinks is not None:
+        scores = torch.cat([scores, rules.sinks.double().view(-1, 1, 1).expand(-1, n, 1)], 2)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :tokens], v)
+
+
+RULES = {
+    "plain": Rules(0.125),
+    "window": Rules(0.125, window=9),
+    "capped": Rules(0.5, softcap=2.0),
+    "all": Rules(0.5, window=20, softcap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("n", [1, 30, TOKENS])
+@pytest.mark.parametrize("rules", RULES)
+def test_windows_caps_and_sinks(rules: str, n: int) -> None:
+    layer = made("dense")
+    cache, (k, v) = pool(layer), rows()
+    layer.write(k, v, cache, slots(0, TOKENS))
+    row = ROW.clone()
+    if n == 1 and RULES[rules].window:
+        row[:2] = 0  # the engine has freed what no query sees
+    q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+    found = layer.attend(q, cache, row, TOKENS, RULES[rules])
+    torch.testing.assert_close(found.double(), plain(q, k, v, RULES[rules]), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("spec", ["turboquant-4", "hqmq-s24_r3", "saw-int4", "additive-k48_r4"])
+def test_half_of_the_heads_write_the_same_bytes(spec: str) -> None:
+    """Tensor parallelism: a process has some of the heads, and constants of their numbers in the model."""
+    (k, v), both = rows(4), made(spec, heads=4)
+    whole = pool(both)
+    both.write(k, v, whole, slots(0, TOKENS))
+    for first in (0, 2):
+        part = made(spec, first_head=first)
+        cache, own = pool(part), slice(first, first + 2)
+        part.write(k[:, own], v[:, own], cache, slots(0, TOKENS))
+        assert torch.equal(cache, whole[:, own])
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "fp8", "ultra-tq", "hqmq-s24_r3"])
+def test_rows_that_cannot_be_stored_are_zero_bytes(spec: str) -> None:
+    layer = made(spec)
+    (k, v), cache = rows(), pool(layer)
+    k, v = k.float(), v.float()
+    k[5, 1, 3], v[6, 0, 2] = torch.nan, 1e6
+    layer.write(k, v, cache, slots(0, TOKENS))
+    clean, (ck, cv) = pool(layer), rows()
+    layer.write(ck, cv, clean, slots(0, TOKENS))
+    _, pages = layer.pages(cache)
+    _, wanted = layer.pages(clean)
+    layout = layer.layout(BLOCK)
+    for plane in layout.planes:
+        found, want = layout.view(pages, plane), layout.view(wanted, plane).clone()
+        token, head = (5, 1) if plane.role == "key" else (6, 0)
+        want[7, head, token] = 0
+        assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_blocks_in_another_order_are_refused() -> None:
+    layer = made("saw-int4")
+    token_major = torch.zeros(12, BLOCK, HEADS, layer.token_bytes, dtype=torch.uint8).transpose(1, 2)
+    with pytest.raises(UnsupportedError, match="layout LBHNC"):
+        layer.pages(token_major)
+    with pytest.raises(UnsupportedError, match="layout LBHNC"):
+        layer.pages(torch.zeros(12, HEADS, BLOCK, 9, dtype=torch.uint8))
+
+
+def test_kernels_are_refused_where_there_are_none() -> None:
+    with pytest.raises(UnsupportedError, match="saw-int4: device cpu is not"):
+        made("saw-int4").engine(64)

@@ -1,0 +1,63 @@
+"""Tiny models on disk; engines in this process share its import of vLLM, servers start side by side."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.serve.engines import ENVIRONMENT, save_model
+
+os.environ.update(ENVIRONMENT)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.serve)
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # vLLM's own
+
+
+@pytest.fixture(autouse=True)
+def _nan_filled_memory() -> None:
+    """vLLM's operators know no deterministic mode."""
+
+
+class Model(NamedTuple):
+    """A model, and where it is."""
+
+    folder: Path
+    model: Any
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Factory of models on disk, each made once."""
+    made: dict[str, Model] = {}
+
+    def make(name: str, **changed: Any) -> Model:
+        key = f"{name} {sorted(changed.items())}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[key] = Model(folder, save_model(folder, name, **changed))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(saved: Any) -> Model:
+    """Six layers, so that two at each end may be dense and two are packed."""
+    made: Model = saved("llama-gqa", num_hidden_layers=6)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,177 @@
+"""vLLM engines in this process, and servers in others, over tiny random models."""
+
+import contextlib
+import gc
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import tiny_model
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # threads of two runtimes on two cores wait for each other: 20 times slower
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_PLUGINS": "kvcodec",
+}
+WORDS = 128
+NEW = 12
+
+
+def save_model(folder: Path, name: str, **changed: Any) -> Any:
+    """Write a model of ``tests.conftest`` with a tokenizer of words ``t0 .. t127``; return it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = tiny_model(name, **changed)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(WORDS)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0").save_pretrained(folder)
+    return model
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, WORDS, (n,), generator=generator).tolist() for n in lengths]
+
+
+@contextlib.contextmanager
+def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """An ``LLM`` in this process, with the options of the plugin if there are any."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    given = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 24,
+        "disable_log_stats": False,
+        "additional_config": {} if kvcodec is None else {"kvcodec": kvcodec},
+        **options,
+    }
+    llm = None
+    try:
+        llm = LLM(model=str(folder), skip_tokenizer_init=True, **given)
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(llm: Any, ids: list[list[int]], new: int = NEW) -> list[list[int]]:
+    """Greedy tokens of prompts, all at once."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    found = llm.generate([{"prompt_token_ids": p} for p in ids], greedy, use_tqdm=False)
+    return [list(request.outputs[0].token_ids) for request in found]
+
+
+def metric(llm: Any, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}")
+
+
+def layers(llm: Any) -> dict[str, Any]:
+    """Attention layers by name."""
+    config = llm.llm_engine.vllm_config
+    return dict(config.compilation_config.static_forward_context)
+
+
+class Server:
+    """An OpenAI server in a process of its own.
+
+    Parameters
+    ----------
+    folder : Path
+        The model.
+    log : Path
+    arguments : str
+    """
+
+    def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        # vllm-cpu's `vllm serve` looks for a distribution called vllm; this is what it runs
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        common = ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
+        self.log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, *common, "--dtype", "float32", "--max-model-len", "512", *arguments],
+                env={**os.environ, **ENVIRONMENT},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds: float = 240) -> int | None:
+        """Wait until it answers (None) or ends (its exit status)."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (status := self.process.poll()) is not None:
+                return status
+            with contextlib.suppress(OSError):
+                self.get("/health")
+                return None
+            time.sleep(0.3)
+        raise TimeoutError(self.text()[-3000:])
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def complete(self, prompt: list[int], new: int = NEW) -> list[str]:
+        """Stream a greedy completion; the pieces of text as they came."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        pieces = []
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                text = line.decode().removeprefix("data: ").strip()
+                if text and text != "[DONE]":
+                    pieces.append(json.loads(text)["choices"][0]["text"])
+        return pieces
+
+    def metric(self, name: str) -> float:
+        return sum(float(v) for v in re.findall(rf"^vllm:{name}\{{[^\n]*\}} (\S+)$", self.get("/metrics"), re.M))
+
+    def setting(self, name: str) -> str:
+        """A value of the engine's cache configuration."""
+        found = re.search(rf'^vllm:cache_config_info\{{[^\n]*\b{name}="([^"]*)"', self.get("/metrics"), re.M)
+        assert found is not None
+        return found[1]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(30)

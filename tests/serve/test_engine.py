@@ -1,0 +1,129 @@
+"""The real engine on the CPU, in this process: the library's tokens, whatever the scheduler does with the requests."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache import LayerCache
+from kvcodec.codec import ROLES
+from kvcodec.pages import PageStore
+from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
+
+SERVED = {
+    "saw-int4": {},
+    "int-8": {},
+    "fp8": {},
+    "ultraquant": {},
+    "ultra-tq": {},
+    "turboquant-4": {},
+    "octopus-3": {"window": 0},
+    "hqmq-s24_r3": {},
+}
+IDS = prompts(40, 7, 33)
+
+
+def library(model: Any, spec: str, ids: list[int], new: int = NEW) -> list[int]:
+    """What the library's own cache generates, every query reading what is stored."""
+    cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
+    with torch.no_grad():
+        out = model.generate(torch.tensor([ids]), past_key_values=cache, max_new_tokens=new, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+def spec_of(preset: str) -> str:
+    return ":".join([preset, *(f"{k}={v}" for k, v in SERVED[preset].items())])
+
+
+@pytest.mark.parametrize("preset", SERVED)
+def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> None:
+    """In one call per prompt or in chunks of 16 tokens, with others or alone, and with a prefix that is cached."""
+    want = [library(llama.model, spec_of(preset), ids) for ids in IDS]
+    with engine(llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=16) as llm:
+        assert generate(llm, IDS) == want
+        assert metric(llm, "prefix_cache_hits") == 0
+        assert generate(llm, IDS[:1]) == want[:1]
+        assert metric(llm, "prefix_cache_hits") == 32  # whole blocks of its 40 tokens
+        scheme, context = kvcodec.get(spec_of(preset)), layers(llm)
+        for i in range(6):
+            cache, own = context[f"model.layers.{i}.self_attn.attn"].kv_cache, scheme.for_layer(i, 6)
+            own = kvcodec.KVScheme(own.key.for_dtype(torch.float32), own.value.for_dtype(torch.float32))
+            assert cache.dtype == torch.uint8
+            assert cache.shape[1:3] == (2, 16)
+            assert cache[0].numel() == 2 * own.page_layout(64, 16).page_bytes  # two heads
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral", "qwen2"))]
+)
+def test_windows_and_hybrids(name: str, saved: Any) -> None:
+    """Sliding and full layers in groups of their own; sliding ones alone; keys with a large bias."""
+    made = saved(name)
+    want = [library(made.model, "int-8", ids) for ids in IDS]
+    with engine(made.folder, {"preset": "int-8"}, max_num_batched_tokens=16, block_size=16) as llm:
+        assert generate(llm, IDS) == want
+        assert generate(llm, IDS) == want
+
+
+def test_preemption_loses_nothing(llama: Any) -> None:
+    """A pool for fewer tokens than the requests grow to: some are thrown out, and computed again."""
+    ids = prompts(30, 30, 30, 30, seed=3)
+    with engine(llama.folder, {"preset": "saw-int4"}, block_size=16) as llm:
+        want = generate(llm, ids, 40)
+        assert metric(llm, "num_preemptions") == 0
+    with engine(
+        llama.folder, {"preset": "saw-int4"}, block_size=16, num_gpu_blocks_override=12, max_model_len=128
+    ) as llm:
+        assert generate(llm, ids, 40) == want
+        assert metric(llm, "num_preemptions") > 0
+
+
+@pytest.mark.parametrize("preset", ["saw-int4", "octopus-3"])
+def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of two layers: what the engine hands over, what it gets back, what its blocks hold."""
+    from kvcodec.integrations.vllm.backend import PackedImpl
+
+    seen: dict[int, list[Any]] = {}
+    forward = PackedImpl.forward
+
+    def watched(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, meta: Any, output: Any, **more: Any
+    ) -> Any:
+        found = forward(self, layer, query, key, value, cache, meta, output, **more)
+        if meta is not None:
+            index = int(layer.layer_name.split(".")[2])
+            n = meta.chunks[0][2]
+            seen.setdefault(index, []).append(
+                (query[:n].clone(), key[:n].clone(), value[:n].clone(), output.view(-1, 4, 64)[:n].clone())
+            )
+            rows[index] = meta.table[0].clone()
+        return found
+
+    rows: dict[int, Any] = {}
+    monkeypatch.setattr(PackedImpl, "forward", watched)
+    with engine(llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=32) as llm:
+        generate(llm, IDS[:1])
+        for index in (0, 3):
+            q, k, v, out = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*seen[index], strict=True))
+            tokens = k.shape[2]
+            assert tokens == 40 + NEW - 1
+            scheme = kvcodec.get(spec_of(preset)).for_layer(index, 6)
+            own = LayerCache(scheme, layer=index, page_tokens=32)
+            own.append(k, v)
+            torch.testing.assert_close(out, own.attend(q), rtol=1e-5, atol=1e-5)
+            store = own.store
+            assert store is not None
+            cache = layers(llm)[f"model.layers.{index}.self_attn.attn"].kv_cache
+            held = PageStore(store.layout, 1, 2, cache.device)
+            held.pages, held.table = cache.flatten(2), rows[index][None, :2]
+            for role in ROLES:
+                for name, field in store.read(role, 0, tokens).items():
+                    assert torch.equal(held.read(role, 0, tokens)[name], field), (role, name)
+
+
+def test_without_a_preset_the_engine_is_as_it_was(llama: Any) -> None:
+    with engine(llama.folder) as llm:
+        cache = layers(llm)["model.layers.0.self_attn.attn"].kv_cache
+        assert cache.dtype == torch.float32
+        assert len(generate(llm, IDS[:1])[0]) == NEW

@@ -1,0 +1,40 @@
+"""Two processes with half of the heads each generate what one does: constants go by the model's head numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.engines import ENVIRONMENT, prompts
+from tests.serve.test_engine import library
+
+SCRIPT = """
+import json, sys
+from tests.serve.engines import engine, generate
+if __name__ == "__main__":
+    folder, given, ids = json.loads(sys.argv[1])
+    with engine(folder, given, tensor_parallel_size=2, block_size=16) as llm:
+        print("TOKENS", json.dumps(generate(llm, ids)))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["turboquant-4", "hqmq-s24_r3"])
+def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path: Path) -> None:
+    """Both presets draw constants for every head."""
+    ids = prompts(40, 7)
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": os.getcwd()}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps([str(llama.folder), {"preset": preset}, ids])],
+        env=environment, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if "TOKENS" in line]
+    assert found, done.stdout[-2000:] + done.stderr[-3000:]
+    assert json.loads(found[0].split("TOKENS", 1)[1]) == [library(llama.model, preset, own) for own in ids]

@@ -1,0 +1,60 @@
+"""The OpenAI server over HTTP, a process per preset, all started at once."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from tests.serve.engines import NEW, Server, prompts
+from tests.serve.test_engine import library
+
+PRESETS = {"saw-int4": {}, "ultraquant": {}, "octopus-3": {"window": 0}}
+F32 = torch.float32
+MEMORY, BLOCK, LAYERS, HEADS = 4_000_000, 32, 6, 2
+
+
+def config(preset: str) -> str:
+    return json.dumps({"kvcodec": {"preset": preset, **PRESETS.get(preset, {})}})
+
+
+@pytest.fixture(scope="module")
+def servers(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    logs = tmp_path_factory.mktemp("logs")
+    sizes = ("--kv-cache-memory-bytes", str(MEMORY), "--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
+    started = {
+        preset: Server(llama.folder, logs / preset, *sizes, "--additional-config", config(preset))
+        for preset in (*PRESETS, "kivi-2")
+    }
+    yield started
+    for server in started.values():
+        server.stop()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_server_streams_what_the_library_generates(preset: str, servers: Any, llama: Any) -> None:
+    server = servers[preset]
+    assert server.wait() is None, server.text()[-3000:]
+    spec = ":".join([preset, *(f"{k}={v}" for k, v in PRESETS[preset].items())])
+    scheme = kvcodec.get(spec)
+    block = sum(
+        HEADS * kvcodec.KVScheme(own.key.for_dtype(F32), own.value.for_dtype(F32)).page_layout(64, BLOCK).page_bytes
+        for own in (scheme.for_layer(i, LAYERS) for i in range(LAYERS))
+    )
+    assert int(server.setting("num_gpu_blocks")) == MEMORY // block
+    assert int(server.setting("block_size")) == BLOCK
+    (ids,) = prompts(70)
+    want = [f"t{i}" for i in library(llama.model, spec, ids)]
+    for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
+        pieces = server.complete(ids)
+        assert len(pieces) >= NEW  # one at a time
+        assert "".join(pieces).split() == want
+        assert server.metric("prefix_cache_hits_total") == hits
+
+
+def test_a_refused_preset_ends_the_server_with_the_reason(servers: Any) -> None:
+    server = servers["kivi-2"]
+    assert server.wait() not in (None, 0)
+    assert "kivi-2: it encodes 32 tokens together, and pages must be readable after every token; use" in server.text()
