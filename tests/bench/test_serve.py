@@ -304,11 +304,21 @@ def test_a_port_in_use_and_a_command_that_is_none(tmp_path):
         asyncio.run(use(Start("a", f"{sys.executable} -c 'raise SystemExit(3)'"), "127.0.0.1:9"))
 
 
+@contextlib.contextmanager
+def killed_at_the_end(process):
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_an_interrupt_stops_the_server_and_keeps_the_rows(tmp_path, port):
     command = [sys.executable, "-m", "kvcodec", "bench", "serve", "--start", f"a={FAKE} --port {port} --child", *SWEEP,
                "--requests", "100000", "--out", str(tmp_path), *QUICK]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    with process:
+    # a shell's background jobs, and so what they start, ignore interrupts
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    with process, killed_at_the_end(process):
         reader = threading.Thread(target=process.stderr.read)
         log = tmp_path / "serve-a.log"
         end = time.monotonic() + 60
