@@ -37,6 +37,16 @@ def test_a_head_size_that_a_codec_cannot_take(saved: Any) -> None:
         pass
 
 
+def test_attention_in_chunks(saved: Any) -> None:
+    """vLLM cuts such requests into several; a layer of its own tables must not be served by the plain ones."""
+    folder = saved("llama4").folder
+    with (
+        pytest.raises(KVError, match=r"attention of a kind of its own .*; serve the model without"),
+        engine(folder, {"preset": "saw-int4"}, dtype="bfloat16", load_format="dummy"),
+    ):
+        pass
+
+
 def test_latent_attention(saved: Any) -> None:
     """The CPU platform has other backends for it, which would serve it unpacked."""
     folder = saved("deepseek-v3").folder

@@ -274,7 +274,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if options is None:
             raise UnsupportedError(f"kvcodec: no preset is named; add {EXAMPLE}.")
         self.options = options
-        unknown = [name for name, value in more.items() if value is not None and value is not False]
+        absent = {"chunk_lookback": -1}  # said by a number
+        unknown = [n for n, x in more.items() if x is not None and x is not False and absent.get(n, x is None) != x]
         if alibi_slopes is not None:
             unknown.append("alibi_slopes")
         if unknown:
@@ -302,6 +303,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
         if self.kv_sharing_target_layer_name is not None:
             return  # reads the pages of a layer before it, with that one's constants
+        if not layers[name].attn_backend.__module__.startswith("kvcodec."):
+            # a class that vLLM derives, to hand over other tables than those of the requests
+            kind = layers[name].attn_backend.__name__
+            raise UnsupportedError(
+                f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
+                f"serve the model without kvcodec in --additional-config."
+            )
         self.packed = bind(self, name, layers[name], act_dtype)
         page_tokens = self.config.cache_config.block_size
         if self.config.cache_config.user_specified_block_size and page_tokens % PAGE_STEP:
