@@ -1,6 +1,8 @@
 """Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the whole kernel."""
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.tables import level_table, turboquant_table, ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check, each_in_turn
+from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
 from tests.cuda.harness import Out, build
 from tests.cuda.offline import ARCHITECTURES, compile_kernels, mix
 
@@ -259,29 +261,25 @@ OTHERS = {
 }
 
 
-def agree(pair: tuple[Side, Side], dim: int, options: dict[str, Any]) -> None:
+def agree(pair: tuple[Side, Side], dim: int, cases: Sequence[Case]) -> None:
     """Within twice the error of attention in bf16.
 
     Rows that differ by 2^12 would have logits of 150, of which queries rounded to fp16 lose 0.03 wherever they are
     rotated, while bf16 may be exact on E2M1 keys: the scale brings them down to 5.
     """
-    if options.get("spread"):
-        options = {**options, "scale": dim**-0.5 / 32}
-    check(*pair, dim, Case(**options), tolerance=2)
+    cases = [replace(case, scale=dim**-0.5 / 32) if case.spread else case for case in cases]
+    check_all(*pair, dim, cases, tolerance=2)
 
 
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))
 def test_decode(name: str, dim: int) -> None:
-    for options in OPTIONS:
-        agree(PAIRS[name], dim, options)
+    agree(PAIRS[name], dim, CASES)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_decode_other_options(name: str) -> None:
-    for options in OPTIONS[1], OPTIONS[6]:
-        agree(OTHERS[name], 96, options)
-    for options in OPTIONS[2], OPTIONS[4]:
-        agree(OTHERS[name], 128, options)
+    agree(OTHERS[name], 96, (CASES[1], CASES[6]))
+    agree(OTHERS[name], 128, (CASES[2], CASES[4]))
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -1,6 +1,7 @@
 """Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from kvcodec.cuda.tables_vector import (
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.parts import pack_parts
 from tests.cuda import harness
-from tests.cuda.decode_cases import OPTIONS, Case, Side, check, each_in_turn
+from tests.cuda.decode_cases import CASES, Side, check_all, each_in_turn
 from tests.cuda.offline import ARCHITECTURES, compile_kernels
 
 DIMS = [64, 96, 128, 192, 256]
@@ -282,25 +283,22 @@ def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 256]), ids=str)
 def test_octopus_decode(codec: Octopus, dim: int) -> None:
-    for options in OPTIONS:
-        check(octopus_side(codec), SAW, dim, Case(**options))
+    check_all(octopus_side(codec), SAW, dim, CASES)
 
 
 @pytest.mark.parametrize(
     ("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192, 24), (3, 4, 4, 6, 4)), (64, 96, 128, 256))
 )
 def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
-    for options in OPTIONS:
-        # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
-        tolerance = 2.0 if "spread" in options else 1.0
-        check(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, Case(**options), tolerance=tolerance)
+    # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
+    cases = [replace(case, slack=2.0) if case.spread else case for case in CASES]
+    check_all(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, cases)
 
 
 @pytest.mark.parametrize("role", ["key", "value"])
 def test_hqmq_beside_another_codec(role: Role) -> None:
     side = hqmq_side(Hqmq(24, 3), None)
-    for options in OPTIONS:
-        check(*((side, SAW) if role == "key" else (SAW, side)), 64, Case(**options))
+    check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES)
 
 
 DECODER = """
