@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -151,6 +152,16 @@ def _compiled(source: str, arch: int, fma: bool) -> dict[str, Kernel]:
         name: Kernel(name, *_usage(usage, name), *_code(body))
         for name, body in re.findall(r"^\s*\.section\s+\.text\.(\w+),(.*?)(?=^\s*\.section\s|\Z)", text, re.M | re.S)
     }
+
+
+def architectures_in_turn(items: Iterable[Any]) -> list[Any]:
+    """Parameters with an architecture behind them: each with 90 and another in turn; the third is marked ``wide``."""
+    made = []
+    for i, item in enumerate(items):
+        for arch in ARCHITECTURES:
+            marks = [pytest.mark.wide] if arch == (80, 100)[i % 2] else []
+            made.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), arch, marks=marks))
+    return made
 
 
 def _tool(name: str) -> str:

@@ -10,11 +10,17 @@ from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+# what CASES has only together
+APART = (
+    Case((128, 40), softcap=20.0, sinks=True, scale=0.3, group=5),
+    Case((250, 17, 0), splits=13, dense=(3, 0, 1)),
+    Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=7),
+)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_options(dim: int) -> None:
-    check_all(SAW, SAW, dim, CASES)
+    check_all(SAW, SAW, dim, (*CASES, *APART))
 
 
 @pytest.mark.parametrize(

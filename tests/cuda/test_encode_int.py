@@ -20,9 +20,10 @@ from kvcodec.layout import Field, Layout, PageLayout
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.pages import PageStore
 from tests.cuda import harness
+from tests.cuda.decode_cases import each_in_turn
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (64, 96, 128, pytest.param(192, marks=pytest.mark.wide), 256)
+DIMS = (64, 96, 128, 192, 256)
 
 
 class Side(ctypes.Structure):
@@ -310,8 +311,7 @@ def _token_rows(dim: int, dtype: torch.dtype, groups: int, group: int) -> Tensor
     return pool.view(2, groups, dim, group).transpose(2, 3).reshape(2, groups * group, dim).contiguous()
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("family", ROWS)
+@pytest.mark.parametrize(("family", "dim"), each_in_turn(ROWS, DIMS, 2))
 def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
     cases = [make(dim) for make in ROWS[family]]
     library = _library(cases)
@@ -325,8 +325,7 @@ def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
             _check(library, i, case, call, _params(case, x, 1))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize(("family", "dim"), each_in_turn(BLOCKS, DIMS, 2))
 def test_blocks_of_tokens_have_the_reference_bytes(family: str, dim: int) -> None:
     cases = [make(dim) for make in BLOCKS[family]]
     library = _library(cases)
@@ -340,10 +339,11 @@ def test_blocks_of_tokens_have_the_reference_bytes(family: str, dim: int) -> Non
             _check(library, i, case, call, _params(case, x, 1))
 
 
-@pytest.mark.parametrize("family", [*ROWS, *BLOCKS])
-def test_bad_rows_become_zeros_and_raise_the_flag(family: str) -> None:
-    makers = {**ROWS, **BLOCKS}[family]
-    cases = [makers[0](128), makers[-1](128)]
+EACH = (*ROWS.values(), *BLOCKS.values())
+
+
+def test_bad_rows_become_zeros_and_raise_the_flag() -> None:
+    cases = [make(128) for makers in EACH for make in (makers[0], makers[-1])]
     library = _library(cases)
     for i, case in enumerate(cases):
         unit = case.codec.block_tokens
@@ -357,15 +357,14 @@ def test_bad_rows_become_zeros_and_raise_the_flag(family: str) -> None:
             assert _check(library, i, case, call, _params(case, x, 2)) == 1
 
 
-@pytest.mark.parametrize("family", [*ROWS, *BLOCKS])
-def test_tokens_past_the_capacity_are_not_written(family: str) -> None:
-    makers = {**ROWS, **BLOCKS}[family]
-    case = makers[0](64)
-    library = _library([case])
-    unit = case.codec.block_tokens
-    x = torch.randn(3, 1, 3 * unit, 64, generator=torch.Generator().manual_seed(2)).half()
-    call = Call(x, [(32 - unit) // unit * unit, 0, 32], 32, 1)
-    assert _check(library, 0, case, call, _params(case, x, 3)) == 2
+def test_tokens_past_the_capacity_are_not_written() -> None:
+    cases = [makers[0](64) for makers in EACH]
+    library = _library(cases)
+    for i, case in enumerate(cases):
+        unit = case.codec.block_tokens
+        x = torch.randn(3, 1, 3 * unit, 64, generator=torch.Generator().manual_seed(2)).half()
+        call = Call(x, [(32 - unit) // unit * unit, 0, 32], 32, 1)
+        assert _check(library, i, case, call, _params(case, x, 3)) == 2
 
 
 def test_appending_one_token_to_many_sequences_and_strides() -> None:
@@ -467,7 +466,7 @@ template <int D> struct Rounded {
 """
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [96, 128, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 192, 256))])
 def test_rows_shared_by_a_whole_warp(dim: int) -> None:
     order = power_of_two_divisor(dim)
     case = Case(Rounded(), f"Role<Rounded<{dim}>, {order}, FACTOR_TIMES>", factor="FACTOR_TIMES")

@@ -13,7 +13,7 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
 from tests.cuda import decode_cases
 from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
-from tests.cuda.offline import ARCHITECTURES, compile_kernels, mix
+from tests.cuda.offline import architectures_in_turn, compile_kernels, mix
 
 
 def _int(bits: int, symmetric: bool = False) -> Side:
@@ -174,8 +174,7 @@ KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
 BUDGETS = {2: 2.07, 4: 2.4}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("bits", BUDGETS)
+@pytest.mark.parametrize(("bits", "arch"), architectures_in_turn(BUDGETS))
 def test_machine_code_of_kivi(bits: int, arch: int) -> None:
     kernel = compile_kernels(_PROGRAM.format(bits=bits), arch)["decode"]
     assert kernel.spills() == []

@@ -18,7 +18,7 @@ from kvcodec.cuda.pairs import H200, Config, config_for, pair_for
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda import decode_cases
 from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
-from tests.cuda.offline import ARCHITECTURES, Kernel, compile_kernels, opcode
+from tests.cuda.offline import Kernel, architectures_in_turn, compile_kernels, opcode
 from tests.cuda.test_operators import fill
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
@@ -204,10 +204,9 @@ def compiled(codec: Codec, config: Config, arch: int) -> Kernel:
     return compile_kernels(attention.program(pair, config).source, arch)["kv_decode"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("codec", "products", "most"),
-    [(Med(Hqmq(24, 3)), 24, (3.5, 4.1, 4.8)), (Med(GroupInt(4, 0)), 24, (1.9, 2.7, 3.7))],
+    ("codec", "products", "most", "arch"),
+    architectures_in_turn([(Med(Hqmq(24, 3)), 24, (3.5, 4.1, 4.8)), (Med(GroupInt(4, 0)), 24, (1.9, 2.7, 3.7))]),
     ids=str,
 )
 def test_machine_code(codec: Codec, products: int, most: tuple[float, float, float], arch: int) -> None:
