@@ -201,13 +201,25 @@ def library(
     return lib
 
 
-def each_in_turn(firsts: Iterable[Any], seconds: Sequence[Any], count: int = 1) -> list[Any]:
-    """Pairs for ``parametrize``: every first beside ``count`` seconds, in turn; the others are marked ``wide``."""
+def each_in_turn(firsts: Iterable[Any], seconds: Sequence[Any]) -> list[Any]:
+    """Pairs for ``parametrize``: every first beside one second, in turn; the other seconds are marked ``wide``."""
     return [
-        pytest.param(first, second, marks=[] if (j - i * count) % len(seconds) < count else [pytest.mark.wide])
+        pytest.param(first, second, marks=[] if j == i % len(seconds) else [pytest.mark.wide])
         for i, first in enumerate(firsts)
         for j, second in enumerate(seconds)
     ]
+
+
+def two_dims_in_turn(firsts: Iterable[Any], odd: Sequence[int] = (64, 96)) -> list[Any]:
+    """Pairs for ``parametrize``: every first with a head_dim of ``odd`` and with 128 or 256; the others are wide."""
+    whole = (128, 256)  # rows of 128 channels are often woven, and other rows not
+    made = []
+    for i, first in enumerate(firsts):
+        chosen = odd[i % len(odd)], whole[(i + i // 2) % 2]
+        made += [
+            pytest.param(first, d, marks=[] if d in chosen else [pytest.mark.wide]) for d in sorted({*odd, *whole})
+        ]
+    return made
 
 
 def rows(case: Case, role: Role, dim: int, tokens: int, rng: torch.Generator) -> Tensor:

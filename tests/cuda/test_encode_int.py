@@ -20,10 +20,9 @@ from kvcodec.layout import Field, Layout, PageLayout
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.pages import PageStore
 from tests.cuda import harness
-from tests.cuda.decode_cases import each_in_turn
+from tests.cuda.decode_cases import two_dims_in_turn
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (64, 96, 128, 192, 256)
 
 
 class Side(ctypes.Structure):
@@ -311,7 +310,7 @@ def _token_rows(dim: int, dtype: torch.dtype, groups: int, group: int) -> Tensor
     return pool.view(2, groups, dim, group).transpose(2, 3).reshape(2, groups * group, dim).contiguous()
 
 
-@pytest.mark.parametrize(("family", "dim"), each_in_turn(ROWS, DIMS, 2))
+@pytest.mark.parametrize(("family", "dim"), two_dims_in_turn(ROWS, (64, 96, 192)))
 def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
     cases = [make(dim) for make in ROWS[family]]
     library = _library(cases)
@@ -325,7 +324,7 @@ def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
             _check(library, i, case, call, _params(case, x, 1))
 
 
-@pytest.mark.parametrize(("family", "dim"), each_in_turn(BLOCKS, DIMS, 2))
+@pytest.mark.parametrize(("family", "dim"), two_dims_in_turn(BLOCKS, (64, 96, 192)))
 def test_blocks_of_tokens_have_the_reference_bytes(family: str, dim: int) -> None:
     cases = [make(dim) for make in BLOCKS[family]]
     library = _library(cases)

@@ -16,7 +16,7 @@ from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.tables import level_table, turboquant_table, ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
+from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn, two_dims_in_turn
 from tests.cuda.harness import Out, build
 from tests.cuda.offline import architectures_in_turn, compile_kernels, mix
 
@@ -126,7 +126,7 @@ def close(got: Tensor, want: Tensor, relative: float) -> None:
     assert bool((off <= 0).all()), f"{int((off > 0).sum())} numbers, worst {float((got - want).abs().max()):.3g}"
 
 
-@pytest.mark.parametrize(("bits", "dim"), each_in_turn((1, 2, 3, 4, 5, 6), DIMS, 2))
+@pytest.mark.parametrize(("bits", "dim"), two_dims_in_turn((1, 2, 3, 4, 5, 6)))
 def test_turboquant_codes(dim: int, bits: int) -> None:
     codec = TurboQuant(bits, "fp32" if bits == 3 else "fp16")
     params = fitted(codec, dim)
@@ -140,7 +140,7 @@ def test_turboquant_codes(dim: int, bits: int) -> None:
         close(got, codec.decode(payload, params)[0, 0], 2.0**-11 + 2.0**-20)
 
 
-@pytest.mark.parametrize(("norm", "dim"), each_in_turn(("token", "block"), DIMS, 2))
+@pytest.mark.parametrize(("norm", "dim"), two_dims_in_turn(("token", "block")))
 def test_ultra_tq_codes(dim: int, norm: Any) -> None:
     codec = UltraTQ(norm, "calibrated")
     params = fitted(codec, dim)
@@ -161,7 +161,7 @@ def exponents(dim: int, low: int, high: int, spread: int = 300) -> Tensor:
     return torch.where(torch.rand(scale.shape, generator=rng) < 0.05, 0, scale).to(torch.uint8)
 
 
-@pytest.mark.parametrize(("way", "dim"), each_in_turn(("OWN", "NONE", "value"), DIMS, 2))
+@pytest.mark.parametrize(("way", "dim"), two_dims_in_turn(("OWN", "NONE", "value")))
 def test_ultraquant_codes(dim: int, way: str) -> None:
     """Bits are exact: by table between 2^-17 and 2^13, in registers within 2^23 of a token's largest scale."""
     codec = UltraQuant()
@@ -174,7 +174,7 @@ def test_ultraquant_codes(dim: int, way: str) -> None:
     assert torch.equal(got, codec.decode(payload, {})[0, 0])
 
 
-@pytest.mark.parametrize(("role", "dim"), each_in_turn(ROLES, DIMS, 2))
+@pytest.mark.parametrize(("role", "dim"), two_dims_in_turn(ROLES))
 def test_ultraquant_real_scales(dim: int, role: Role) -> None:
     codec = UltraQuant(role == "key", scale="real")
     payload = {"codes": all_bytes(dim, dim // 2), "scale": norms(dim // 32)}

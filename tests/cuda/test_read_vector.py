@@ -22,7 +22,7 @@ from kvcodec.cuda.tables_vector import (
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.parts import pack_parts
 from tests.cuda import harness
-from tests.cuda.decode_cases import CASES, Side, check_all, each_in_turn
+from tests.cuda.decode_cases import CASES, Side, check_all, each_in_turn, two_dims_in_turn
 from tests.cuda.offline import architectures_in_turn, compile_kernels
 
 DIMS = [64, 96, 128, 192, 256]
@@ -204,7 +204,7 @@ OCTOPUS = [
 ]
 
 
-@pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS, DIMS, 2), ids=str)
+@pytest.mark.parametrize(("codec", "dim"), two_dims_in_turn(OCTOPUS, (64, 96, 192)), ids=str)
 def test_octopus_codes(codec: Octopus, dim: int) -> None:
     params = codec.fit(Site(1, "key", 1, dim))
     codes, tokens = codes_everywhere(2**codec.code_bits, -(-dim // 3))
