@@ -155,11 +155,11 @@ def _compiled(source: str, arch: int, fma: bool) -> dict[str, Kernel]:
 
 
 def architectures_in_turn(items: Iterable[Any]) -> list[Any]:
-    """Parameters with an architecture behind them: each with 90 and another in turn; the third is marked ``wide``."""
+    """Parameters with an architecture behind them: all with 90, every other with 80 or 100; the rest is ``wide``."""
     made = []
     for i, item in enumerate(items):
         for arch in ARCHITECTURES:
-            marks = [pytest.mark.wide] if arch == (80, 100)[i % 2] else []
+            marks = [] if arch == 90 or i % 4 == {80: 0, 100: 2}[arch] else [pytest.mark.wide]
             made.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), arch, marks=marks))
     return made
 
