@@ -24,7 +24,7 @@ VARIANTS = (
 LOADED = ("bf16", "saw-int4", "fp8")
 """Of throughput and sessions, which take minutes."""
 PARTS = ("smoke", "steps", "throughput", "sessions", "timeline")
-SECONDS = {"smoke": 150, "steps": 150, "throughput": 330, "sessions": 330, "timeline": 120}
+SECONDS = {"smoke": 200, "steps": 150, "throughput": 330, "sessions": 330, "timeline": 120}
 """A process's turn may take so long."""
 SAID = 1500
 SEED = 20261122
@@ -137,7 +137,7 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
         }  # fmt: skip
     if not on_gpu:
         given |= {"enforce_eager": True, "kv_cache_memory_bytes": given.get("kv_cache_memory_bytes", 1 << 24)}
-        given["block_size"] = 16
+        given["block_size"] = 32
         del given["gpu_memory_utilization"]
     if job.variant not in RIVALS:
         given["additional_config"] = {"kvcodec": kvcodec_of(job, folder)}

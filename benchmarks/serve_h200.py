@@ -27,6 +27,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from serve_engines import LOADED, PARTS, SAID, SCALES, SECONDS, VARIANTS, Job, config_of, folder_of, goal, kind_of
 
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = Path(__file__).with_name("serve_engines.py")
+SHOWN = ("kv_cache_tokens", "prefill_s", "step_ms", "output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms",
+         "preemptions", "prefix_residency", "prefix_hit_share", "requests_done", "output_tokens_per_s_cut")  # fmt: skip
 LEAST = 15
 """Seconds without which no turn begins."""
 
@@ -113,6 +117,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
 
 
 class Visit:
@@ -168,8 +175,7 @@ class Visit:
             env |= {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
         else:
             env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        program = str(Path(__file__).with_name("serve_engines.py"))
-        command = [sys.executable, program, "--out", str(self.out), "--scale", self.args.scale,
+        command = [sys.executable, str(PROGRAM), "--out", str(self.out), "--scale", self.args.scale,
                    "--commit", self.args.commit, "--run", self.args.run, "--job", json.dumps(job)]  # fmt: skip
         with (self.out / "logs" / f"{job.name}.log").open("wb") as log:
             return subprocess.Popen(
@@ -189,10 +195,11 @@ class Visit:
             new, self.shown = rows[self.shown :], len(rows)
             self.say(f"{job.name}: {why or 'ended'} after {seconds:.0f} s; {len(self.jobs)} left")
             for row in new:
-                values = row["values"] or {}
-                shown = " ".join(f"{k} {x:,.4g}" for k, x in values.items()) if values else row["status"][:300]
-                print(f"    {row['spec']:<20} {row['metric']:<22} {row['shape']:<18} {shown}", flush=True)
-                self.failed += [f"{row['spec']} {row['metric']}"] * (row["values"] is None)
+                values = row["values"]
+                self.failed += [f"{row['spec']} {row['metric']}"] * (values is None)
+                if values is None or (row["metric"] in SHOWN and not re.search(r"_r\d+$", row["shape"])):
+                    shown = row.get("status") or " ".join(f"{k} {x:,.5g}" for k, x in values.items())
+                    print(f"    {row['metric']} {row['shape']}: {shown[:300]}", flush=True)
             if job.part == "timeline":
                 print("\n".join(line for line in said.splitlines() if line.startswith("==")), flush=True)
 
