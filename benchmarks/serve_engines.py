@@ -61,7 +61,7 @@ TINY = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads":
         "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
 SCALES = {
     "full": Scale(QWEN3_8B, SMALL),
-    "tiny": Scale(TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), (3, 3, 32, 64, 32, 8), 2 << 20, 2 << 20, (5, 70)),
+    "tiny": Scale(TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), (3, 3, 32, 64, 32, 8), 3 << 19, 2 << 20, (5, 70)),
 }
 
 
@@ -81,6 +81,11 @@ class Job(NamedTuple):
 def folder_of(out: Path, sizes: dict[str, int]) -> Path:
     """Where a model's config.json is."""
     return out / f"model-{sizes['num_hidden_layers']}-{sizes['hidden_size']}"
+
+
+def rows_file(out: Path, part: str) -> Path:
+    """Where a part's rows go; what is no measurement is not published."""
+    return out / ("checks.jsonl" if part in ("smoke", "timeline") else "serve.jsonl")
 
 
 def config_of(sizes: dict[str, int]) -> dict[str, Any]:
@@ -223,7 +228,7 @@ class Worker:
         self.begun = time.monotonic()
         common = stamp(torch.device("cuda" if self.on_gpu else "cpu"), SEED, args.commit or None) | {"run": args.run}
         common["versions"]["vllm"] = vllm.__version__
-        self.recorder = Recorder(args.out / "serve.jsonl", common, lambda text: print(text, flush=True))
+        self.recorder = Recorder(rows_file(args.out, job.part), common, lambda text: print(text, flush=True))
 
     def row(self, metric: str, unit: str, shape: str, values: Any, **more: Any) -> None:
         self.recorder.add(self.job.variant, None, metric, unit, shape, values, **more)

@@ -17,8 +17,8 @@ GPUs work through one list. Parts, in this order whatever the order given:
 - ``sessions``: 32 sessions of six rounds, KV memory limited to what saw-int4 needs (``bench serve``'s sessions);
 - ``timeline``: kernels of one decode step by time, DIR/timeline-VARIANT.json.
 
-Rows go to DIR/serve.jsonl as they are measured, logs to DIR/logs. The same command again goes on with what has no rows.
-Afterwards, anywhere: ``kvcodec bench page --out benchmarks/results/nvidia-h200 --add DIR`` and
+Rows go to DIR/serve.jsonl as they are measured (what failed of smoke and timeline: DIR/checks.jsonl), logs to DIR/logs.
+The same command again goes on with what has no rows. Afterwards, anywhere: ``kvcodec bench page --out benchmarks/results/nvidia-h200 --add DIR`` and
 ``scripts/update_serve.py``. ``--scale tiny`` runs all of it on vLLM for the CPU.
 """
 
@@ -40,7 +40,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from serve_engines import LOADED, PARTS, SAID, SCALES, SECONDS, VARIANTS, Job, config_of, folder_of, goal, kind_of
+from serve_engines import (
+    LOADED,
+    PARTS,
+    SAID,
+    SCALES,
+    SECONDS,
+    VARIANTS,
+    Job,
+    config_of,
+    folder_of,
+    goal,
+    kind_of,
+    rows_file,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("serve_engines.py")
@@ -99,13 +112,13 @@ class Lane(threading.Thread):
             now = time.monotonic()
             if now - begin > limit:
                 why = f"failed: stopped after {now - begin:.0f} s" + " (the deadline)" * (limit < SECONDS[job.part])
-            elif now - heard > 20:
+            elif now - heard > 5 * max(4, self.visit.lanes):
                 heard = now
                 self.visit.say(f"{job.name}: {now - begin:.0f} s; {(tail(log, 300).splitlines() or [''])[-1][:150]}")
         stop(process)
         if not why and process.returncode not in (0, 1):
             why = f"failed: the process ended with {process.returncode}"
-        self.visit.done(job, why, tail(log, SAID), time.monotonic() - begin)
+        self.visit.done(job, why, tail(log, 4 * SAID), time.monotonic() - begin)
 
 
 def tail(path: Path, characters: int) -> str:
@@ -136,9 +149,10 @@ class Visit:
         from kvcodec.bench.record import Recorder
 
         self.args, self.out, self.plugin, self.begun = args, args.out, plugin, time.monotonic()
-        self.scale, self.lock, self.shown = SCALES[args.scale], threading.Lock(), 0
-        self.rows = Recorder(args.out / "serve.jsonl", {"run": args.run}, lambda text: None)
-        self.shown = len(self.rows.rows)
+        self.scale, self.lock = SCALES[args.scale], threading.Lock()
+        files = dict.fromkeys(rows_file(args.out, part) for part in PARTS)
+        self.rows = {path: Recorder(path, {"run": args.run}, lambda text: None) for path in files}
+        self.shown = {path: len(recorder.rows) for path, recorder in self.rows.items()}
         self.jobs = collections.deque(job for job in jobs_of(args) if not self.known(job))
         self.failed: list[str] = []
         self.late: list[str] = []
@@ -149,7 +163,7 @@ class Visit:
         if job.part == "smoke":
             return (self.out / "smoke" / f"{job.name}.json").is_file()
         metric, _, shape = goal(job, self.scale)
-        return self.rows.has(job.variant, metric, shape)
+        return self.rows[rows_file(self.out, job.part)].has(job.variant, metric, shape)
 
     @property
     def left(self) -> float:
@@ -186,13 +200,14 @@ class Visit:
         """Note how a job ended."""
         from kvcodec.bench.record import read_lines
 
+        path = rows_file(self.out, job.part)
         with self.lock:
             if why:
                 metric, unit, shape = goal(job, self.scale)
-                more = kind_of(job, self.scale)
-                self.rows.add(job.variant, None, metric, unit, shape, None, status=why, said=said, **more)
-            rows = read_lines(self.out / "serve.jsonl") if (self.out / "serve.jsonl").is_file() else []
-            new, self.shown = rows[self.shown :], len(rows)
+                more = kind_of(job, self.scale) | {"status": why, "said": said[-SAID:]}
+                self.rows[path].add(job.variant, None, metric, unit, shape, None, **more)
+            rows = read_lines(path) if path.is_file() else []
+            new, self.shown[path] = rows[self.shown[path] :], len(rows)
             self.say(f"{job.name}: {why or 'ended'} after {seconds:.0f} s; {len(self.jobs)} left")
             for row in new:
                 values = row["values"]
@@ -286,7 +301,7 @@ def visit(args: argparse.Namespace) -> int:
             lane.start()
         for lane in lanes:
             lane.join()
-    if "smoke" in args.parts:
+    if (args.out / "smoke").is_dir() and "smoke" in args.parts:
         found = compare(args.out)
         (args.out / "smoke.json").write_text(json.dumps(found, indent=1) + "\n")
         for row in found:
