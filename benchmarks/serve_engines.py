@@ -1,6 +1,6 @@
 """One engine of ``serve_h200.py`` in a process of its own: starts it, does one part, appends rows.
 
-It imports vLLM, then waits for a line on standard input: its turn.
+It imports vLLM, then waits for a line on standard input: its turn, of so many seconds at most.
 """
 
 import argparse
@@ -61,7 +61,7 @@ TINY = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads":
         "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
 SCALES = {
     "full": Scale(QWEN3_8B, SMALL),
-    "tiny": Scale(TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), (3, 3, 32, 64, 32, 8), 3 << 19, 2 << 20, (5, 70)),
+    "tiny": Scale(TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), (3, 3, 32, 64, 48, 8), 3 << 19, 2 << 20, (5, 70)),
 }
 
 
@@ -219,8 +219,9 @@ class Worker:
         self.vocabulary, self.folder = sizes["vocab_size"], folder_of(args.out, sizes)
         self.options = options_of(job, self.scale, self.on_gpu, self.folder)
         print(f"== imported after {time.monotonic() - self.begun:.1f} s", flush=True)
-        if not sys.stdin.readline():
+        if not (line := sys.stdin.readline()):
             sys.exit(3)  # whoever started this is gone
+        self.limit = float(line)
         import torch
 
         from kvcodec.bench.record import Recorder, stamp
@@ -345,7 +346,7 @@ class Worker:
 
         args = argparse.Namespace(seed=SEED, deadline=None, warmups=1)
         bench = Bench(args, self.recorder, Progress(), self.out)
-        left = SECONDS[self.job.part] - 10 - (time.monotonic() - self.begun)
+        left = self.limit - 10 - (time.monotonic() - self.begun)
         target = EngineTarget(self.engine, self.params, lambda: generate_latest().decode(), left)
         most, block = self.engine.vllm_config.model_config.max_model_len, self.about["block_tokens"]
         begin = time.perf_counter()

@@ -18,7 +18,8 @@ GPUs work through one list. Parts, in this order whatever the order given:
 - ``timeline``: kernels of one decode step by time, DIR/timeline-VARIANT.json.
 
 Rows go to DIR/serve.jsonl as they are measured (what failed of smoke and timeline: DIR/checks.jsonl), logs to DIR/logs.
-The same command again goes on with what has no rows. Afterwards, anywhere: ``kvcodec bench page --out benchmarks/results/nvidia-h200 --add DIR`` and
+The same command again goes on with what has no rows. Afterwards, anywhere:
+``kvcodec bench page --out benchmarks/results/nvidia-h200 --add DIR`` and
 ``scripts/update_serve.py``. ``--scale tiny`` runs all of it on vLLM for the CPU.
 """
 
@@ -105,7 +106,7 @@ class Lane(threading.Thread):
             return
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # if it ended while it imported, its log says why
-            process.stdin.write(b"go\n")
+            process.stdin.write(f"{limit}\n".encode())
             process.stdin.flush()
         while process.poll() is None and not why:
             time.sleep(0.05)
