@@ -427,10 +427,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             space = self._workspace(packed, q, cache, m)
             given = (cache, m.table[:n], m.seq_lens[:n], staging, self.rules, space)
             out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
-        attend = packed.attend_own if cache.device.type == "cpu" else packed.prefill_own
+        kernels = cache.device.type != "cpu"
+        attend = packed.prefill_own if kernels else packed.attend_own
         for row, first, last, length in m.chunks:
             slot = staging.slot[row : row + 1]
-            own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot)
+            own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
 
     def _decode(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:

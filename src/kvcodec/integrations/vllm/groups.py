@@ -61,7 +61,15 @@ class GroupedLayer(PackedLayer):
     # -- several tokens of one request ---------------------------------------------------------------------------------
 
     def take_chunk(
-        self, keys: Tensor, values: Tensor, cache: Tensor, row: Tensor, length: int, slot: Tensor
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache: Tensor,
+        row: Tensor,
+        length: int,
+        slot: Tensor,
+        *,
+        kernels: bool = False,
     ) -> dict[Role, Tensor]:
         """Encode the groups that a request's newest tokens complete, keep the rest in its slot.
 
@@ -75,6 +83,8 @@ class GroupedLayer(PackedLayer):
             Tokens of the request, these n included.
         slot : Tensor int64 ``[1]``
             The request's.
+        kernels : bool
+            Encode with kernels instead of the codec itself; nothing synchronises then.
 
         Returns
         -------
@@ -94,19 +104,22 @@ class GroupedLayer(PackedLayer):
                 kept[:, :, :rest] = own[role][:, :, whole:]
                 staged.index_copy_(0, slot, kept)
         if whole:
-            self._encode_groups({role: x[:, :, :whole] for role, x in own.items()}, cache, row, begin)
+            groups: dict[Role, Tensor] = {role: x[:, :, :whole] for role, x in own.items()}
+            if kernels:
+                first = torch.full((1,), begin, dtype=torch.int32, device=cache.device)
+                store = self._store(cache, row[None])
+                self.engine(cache.shape[2]).encode(groups, self.cache.roles, store, first, self.bad)
+            else:
+                self._write_groups(groups, cache, row, begin)
         return own
 
-    def _encode_groups(self, new: dict[Role, Tensor], cache: Tensor, row: Tensor, begin: int) -> None:
-        """Encode whole groups ``[1, H, n, D]`` into a request's blocks from token ``begin`` on."""
-        if cache.device.type != "cpu":
-            first = torch.full((1,), begin, dtype=torch.int32, device=cache.device)
-            engine, store = self.engine(cache.shape[2]), self._store(cache, row[None])
-            engine.encode(new, self.cache.roles, store, first, self.bad)
-            return
-        for role, x in new.items():
-            at = torch.arange(begin, begin + x.shape[2], self.scheme.codec(role).block_tokens)
-            self._put(role, x, cache, (row[at // cache.shape[2]].long() * cache.shape[2] + at % cache.shape[2])[None])
+    def _write_groups(self, groups: dict[Role, Tensor], cache: Tensor, row: Tensor, begin: int) -> None:
+        """Encode whole groups ``[1, H, n, D]`` into a request's blocks from token ``begin`` on, with the codec."""
+        page_tokens = cache.shape[2]
+        for role, x in groups.items():
+            step = self.scheme.codec(role).block_tokens
+            at = torch.arange(begin, begin + x.shape[2], step, device=row.device)
+            self._put(role, x, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None])
 
     def attend_own(
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]

@@ -143,9 +143,12 @@ class Staging:
 
     def _remember(self, slot: Tensor, begun: Tensor, left: Tensor, block: Tensor, length: Tensor) -> None:
         """Give back the slots of groups that are complete, keep the others; the slot of nobody stays free."""
+        # blocks change hands: who had one of these before is gone
+        over = (left[:, None] & (self.block[None] == block[:, None])).any(0)
         gone = torch.where(begun & ~left, slot, self.slots)
         kept = torch.where(left, slot, self.slots)
         for numbers, new in ((self.block, block), (self.end, length), (self.seen, torch.full_like(length, self.step))):
+            numbers.masked_fill_(over, FREE)
             numbers[gone] = FREE
             numbers[kept] = new
             numbers[self.slots :] = FREE
