@@ -78,7 +78,7 @@ class Batch:
             table[i, :3] = torch.tensor(self.rows[r])
         lengths = torch.tensor([self.lengths[r] for r in which] + [0] * padding, dtype=torch.int32)
         starts = torch.tensor([0, *new, *[0] * padding]).cumsum(0).int()
-        self.staged.put(table, lengths, starts)
+        self.staged.put(table, lengths, starts, torch.zeros(sum(new), dtype=torch.int64))
         return table, lengths
 
     def step(self, which: list[int], padding: int) -> None:

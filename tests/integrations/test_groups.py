@@ -56,7 +56,8 @@ def staging(layer: GroupedLayer, rows: int = 4) -> Staging:
 def put(staged: Staging, row: list[int], length: int, new: int) -> torch.Tensor:
     """Announce a step of one request; its table."""
     table = torch.tensor([row], dtype=torch.int32)
-    staged.put(table, torch.tensor([length], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32))
+    lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32)
+    staged.put(table, lengths, starts, torch.zeros(new, dtype=torch.int64))
     return table
 
 

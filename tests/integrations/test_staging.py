@@ -73,7 +73,7 @@ def tensors(batch: list[tuple[Request, int]], padding: int = 0) -> tuple[torch.T
     table[len(batch) :] = 0
     lengths = torch.tensor([r.tokens for r, _ in batch] + [0] * padding, dtype=torch.int32)
     starts = torch.tensor([0, *(n for _, n in batch), *[0] * padding], dtype=torch.int32).cumsum(0).int()
-    return table, lengths, starts
+    return table, lengths, starts, torch.full((int(starts[-1]),), 5)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -141,10 +141,12 @@ def test_batches_without_requests_leave_no_trace() -> None:
     staging.put(*one([3], 5, 5), [1])
     before = [x.clone() for x in (staging.block, staging.end)]
     staging.blank(4)
-    table, lengths, starts = torch.zeros(3, COLUMNS, dtype=torch.int32), torch.full((3,), 5), torch.arange(4) * 5
+    lengths, starts = torch.full((3,), 5).int(), torch.arange(4).int() * 5
     for rows in (None, [0, 1, 2]):
-        staging.put(table, lengths.int(), starts.int(), rows)
-        assert staging.slot[:3].tolist() == [2, 2, 2]
+        for block, where in ((0, 5), (3, -1)):  # the null block; blocks of the step before, and nothing to store
+            staging.put(torch.full((3, COLUMNS), block).int(), lengths, starts, torch.full((15,), where), rows)
+            assert staging.slot[:3].tolist() == [2, 2, 2]
+            assert staging.first[:3].tolist() == [PAGE] * 3
     assert all(torch.equal(a, b) for a, b in zip(before, (staging.block, staging.end), strict=True))
     staging.put(*one([3], 6, 1), [1])
     assert int(staging.slot[0]) == 1

@@ -269,7 +269,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         """Return the metadata of a step; only chunks of prompts need numbers on the host."""
         c = common_attn_metadata
         if self.staging is not None:
-            self.staging.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, getattr(c, "req_idx", None))
+            self.staging.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx)
         return self._metadata(c)
 
     def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:

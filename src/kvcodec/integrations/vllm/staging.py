@@ -82,17 +82,20 @@ class Staging:
         ):
             numbers[:rows] = none
 
-    def put(self, table: Tensor, lengths: Tensor, starts: Tensor, requests: Any = None) -> None:
+    def put(self, table: Tensor, lengths: Tensor, starts: Tensor, where: Tensor, requests: Any = None) -> None:
         """Take over a step's batch.
 
         Parameters
         ----------
         table : Tensor int32 ``[B, M]``
-            Block ids. A row is no request's if its newest token's block is 0, which engines give to nobody.
+            Block ids.
         lengths : Tensor int32 ``[B]``
-            Tokens, those of this step included; 0: no request's.
+            Tokens, those of this step included; 0: the row is no request's.
         starts : Tensor int32 ``[B + 1]``
             First query of each row.
+        where : Tensor int64 ``[T]``
+            Slot of the pages for each query; below 0: it is not stored, and its row is no request's. Nor is one whose
+            newest token is in block 0, which engines give to nobody.
         requests : array of int ``[R]``, optional
             Row of each request in the runner's table; R <= B.
 
@@ -107,7 +110,8 @@ class Staging:
         before = length - (starts[1 : rows + 1] - starts[:rows]).long()
         column = ((length - 1).clamp(min=0) // self.page_tokens)[:, None]
         newest = table[:rows].gather(1, column)[:, 0].long()
-        real = (length > 0) & (newest > 0)
+        stored = where[(starts[1 : rows + 1].long() - 1).clamp(min=0)] >= 0
+        real = stored & (length > 0) & (newest > 0)
         begun, left = real & (before % unit != 0), real & (length % unit != 0)
         if requests is None:
             column = ((before - 1).clamp(min=0) // self.page_tokens)[:, None]
