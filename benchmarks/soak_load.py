@@ -1,12 +1,10 @@
-"""Requests of the soak, and what memory its processes take; ``soak_serve`` sends them."""
+"""Requests of ``soak_serve``."""
 
-import os
+import json
 import time
-from pathlib import Path
 
 KINDS = ("whole", "queued", "prefill", "decode")
 """How requests end: answered, or cancelled while they wait, within their prompt, within their answer."""
-MB = 1 << 20
 
 
 class Request:
@@ -48,42 +46,15 @@ class Prompts:
         return at, Request(prompt, new, kind, cut)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+def words_of(args):
+    """Tokens of a text where the model has a tokenizer that knows its words, else the number of ids."""
+    config = json.loads((args.model / "config.json").read_text())
+    size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    if args.load_format == "dummy" or not (args.model / "tokenizer.json").is_file():
+        return size
+    from transformers import AutoTokenizer
 
+    from kvcodec.models import load_text
 
-def descendants():
-    """Ids of this process' children and theirs."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-    found, fresh = [], [os.getpid()]
-    while fresh:
-        fresh = [child for child, parent in parents.items() if parent in fresh]
-        found += fresh
-    return found
-
-
-def resident(pids):
-    """Resident bytes of processes, MB."""
-    pages = 0
-    for pid in pids:
-        try:
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        except (OSError, ValueError):
-            continue
-    return pages * os.sysconf("SC_PAGE_SIZE") / MB
-
-
-def growth(series, warm):
-    """What the fitted line gains from ``warm`` seconds to the end: (MB, MB per minute, seconds)."""
-    points = [(t, driver + engine) for t, driver, engine in series if t >= warm]
-    if len(points) < 5:
-        return None
-    mean_t, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    spread = sum((t - mean_t) ** 2 for t, _ in points)
-    slope = sum((t - mean_t) * (y - mean_y) for t, y in points) / spread
-    seconds = points[-1][0] - points[0][0]
-    return slope * seconds, slope * 60, seconds
+    ids = AutoTokenizer.from_pretrained(str(args.model))(load_text().text)["input_ids"]
+    return ids if len(set(ids)) > 1000 else size

