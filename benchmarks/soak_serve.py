@@ -454,7 +454,7 @@ def main(argv=None):
     p.add_argument("--block", type=int, help="tokens of a page (16; GPU 64)")
     p.add_argument("--pool", type=int, help="tokens of the pool (fewer than the requests that run have)")
     p.add_argument("--gap", type=float, help="seconds between arrivals at their slowest (1; GPU 0.2)")
-    p.add_argument("--tie", type=float, help="log-probability that rounding may cost (1e-3; 16-bit dtypes 0.5)")
+    p.add_argument("--tie", type=float, help="log-probability that rounding may cost (1e-3; GPU 0.1; 16-bit 0.5)")
     p.add_argument("--leak", type=float, default=32.0, help="MB that resident memory may grow (%(default)s)")
     p.add_argument("--warm", type=float, default=0.25, help="part of the time that is warm-up (%(default)s)")
     p.add_argument("--hang", type=float, default=180.0, help="seconds without a step (%(default)s)")
@@ -469,7 +469,7 @@ def main(argv=None):
         if getattr(args, key) is None:
             setattr(args, key, values[cuda])
     if args.tie is None:
-        args.tie = 1e-3 if args.dtype == "float32" else 0.5
+        args.tie = 0.5 if args.dtype != "float32" else 0.1 if cuda else 1e-3  # kernels compute in fp16
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as folder:
         announce_plugin(folder)
