@@ -1,7 +1,6 @@
 """Requests of ``soak_serve``."""
 
 import json
-import time
 
 KINDS = ("whole", "queued", "prefill", "decode")
 """How requests end: answered, or cancelled while they wait, within their prompt, within their answer."""
@@ -12,7 +11,8 @@ class Request:
 
     def __init__(self, prompt, new, kind, cut):
         self.prompt, self.new, self.kind, self.cut = prompt, new, kind, cut
-        self.tokens, self.ended, self.begun = (), "running", time.monotonic()
+        self.tokens, self.ended = (), "running"
+        self.at = self.step = 0  # its place among the requests, and the engine's steps when it came
 
 
 class Prompts:

@@ -144,6 +144,7 @@ class Soak:
             self.busy -= 1
 
     def launch(self, request):
+        request.at, request.step = len(self.requests), self.watch.steps
         self.requests.append(request)
         task = asyncio.create_task(self._run(request))
         self.inflight[task] = request
@@ -172,15 +173,19 @@ class Soak:
             if request.tokens:
                 return
         elif request.kind == "prefill":
-            first = self.watch.steps
-            # nobody waits after a step that saw the request: so it runs
-            while not request.tokens and (self.watch.steps < first + 2 or self.watch.waiting):
-                await asyncio.sleep(0.002)
+            while not request.tokens and not self.surely_runs(request):
+                await asyncio.sleep(0.005)
         else:
             return
         if not work.done():
             request.ended = "decode" if request.tokens else request.kind
             work.cancel()
+
+    def surely_runs(self, request):
+        """Whether the engine computes a request: it takes them in order, and fewer wait than came after this one."""
+        seen = self.watch.steps - 2
+        behind = (r for r in self.inflight.values() if r.at > request.at and r.step <= seen and not r.tokens)
+        return request.step <= seen and self.watch.waiting <= sum(1 for _ in behind)
 
     async def follow(self, at, task, request):
         """The second turn of a whole answer: its prompt has pages that were written while decoding."""
