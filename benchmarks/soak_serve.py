@@ -49,6 +49,8 @@ from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
 
+from kvcodec.bench.cache_bench import commit as commit_here  # noqa: E402
+
 HUNG = 3
 
 
@@ -73,13 +75,15 @@ class Probe:
         return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
     def soak_exchange_pages(self):
-        """Move every block's bytes to the next one: valid pages, of other tokens."""
+        """Move every block's bytes by half of the pool: valid pages, most of them of other prompts."""
+        import torch
+
         seen = set()
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             cache = getattr(layer, "kv_cache", None)
-            if cache is not None and cache.numel() and cache.data_ptr() not in seen:
+            if isinstance(cache, torch.Tensor) and cache.numel() and cache.data_ptr() not in seen:
                 seen.add(cache.data_ptr())
-                cache.copy_(cache.roll(1, 0))
+                cache.copy_(cache.roll(cache.shape[0] // 2, 0))
 
 
 class Watch(StatLoggerBase):
@@ -475,6 +479,7 @@ def main(argv=None):
             setattr(args, key, values[cuda])
     if args.tie is None:
         args.tie = 0.5 if args.dtype != "float32" else 0.1 if cuda else 1e-3  # kernels compute in fp16
+    args.commit = args.commit or commit_here()  # now: the checkout may move on
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as folder:
         announce_plugin(folder)
