@@ -357,7 +357,7 @@ class CudaEngine(Engine):
         """As ``Engine.workspace_bytes``."""
         from kvcodec.cuda.attention import splits_of, workspace_numel
 
-        splits = splits_of(self.pair, q, store.heads, store.table)
+        splits = splits_of(self.pair, q, store.heads, store.table, dense)
         return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
 
     def many_refusal(self) -> str:

@@ -12,7 +12,8 @@ from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
 from kvcodec.integrations.vllm.options import read_options
-from kvcodec.integrations.vllm.servable import PAGE_STEP, refusal, verdicts
+from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
+from kvcodec.mix import mix_of
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16
@@ -60,10 +61,10 @@ def test_a_page_has_no_gaps(name: str, dim: int) -> None:
 def test_which_presets_are_served() -> None:
     found = verdicts(kvcodec.presets())
     assert {"saw-int4", "int-4", "int-8", "fp8", "ultraquant", "ultra-tq", "turboquant-4", "hqmq-s24_r3"} <= set(SERVED)
-    assert {n for n, why in found.items() if "tokens together" in why} == {
-        *("kivi-2", "kivi-4", "kivi-sink-2", "innerq-base", "innerq-small", "innerq-hybrid")
-    }
-    assert {n for n, why in found.items() if '"window": 0' in why} == {n for n in found if n.startswith("octopus")}
+    assert {n for n, why in found.items() if '"window": 0' in why} == {n for n in found if n[:4] in ("octo", "kivi")}
+    assert {n for n, why in found.items() if "kvcodec fit" in why} >= {"innerq-base", "innerq-small", "innerq-hybrid"}
+    bare = ("kivi-2:window=0", "kivi-sink-2:window=0,sink=0", "innerq-base:norm=false,window=0,sink=0")
+    assert set(verdicts(list(bare)).values()) == {""}
     for why in filter(None, found.values()):
         assert why.count("; ") == 1
         assert why.endswith(".")
@@ -73,7 +74,16 @@ def test_reasons() -> None:
     assert "run kvcodec fit" in refusal(kvcodec.get("hqmq-s24_r3:outliers=3"))
     assert refusal(kvcodec.get("hqmq-s24_r3:outliers=3"), fitted=True) == ""
     assert refusal(kvcodec.get("q4_0"), 80).startswith("q4_0: q4_0: head_dim=80")
-    assert "a multiple of 16" in refusal(kvcodec.get("fp8"), 64, 24)
+    assert "pages are multiples of 16 tokens" in refusal(kvcodec.get("fp8"), 64, 24)
+    kivi = kvcodec.get("kivi-4:window=0")
+    assert refusal(kivi, 64, 96) == ""
+    assert "encodes 32 tokens together and pages are multiples of 32 tokens" in refusal(kivi, 64, 48)
+
+
+def test_pages_of_groups_and_of_mixtures() -> None:
+    assert [page_step(kvcodec.get(s)) for s in ("saw-int4", "kivi-2", "kivi-2:group=24")] == [16, 32, 48]
+    mixed = mix_of([kvcodec.get("saw-int4"), kvcodec.get("innerq-base"), kvcodec.get("kivi-2:group=24")])
+    assert (group_tokens(mixed), page_step(mixed)) == (96, 96)
 
 
 def test_options() -> None:

@@ -13,7 +13,6 @@ REFUSED = {
     "no preset": ({}, {}, r"preset=''; name one of `kvcodec list`"),
     "dense window": ({"preset": "octopus-3"}, {}, r'keeps the newest 32 tokens dense.*; give "window": 0 to serve'),
     "another window": ({"preset": "octopus-3", "window": 8}, {}, r"window=8; only 0 can be served"),
-    "token groups": ({"preset": "kivi-2"}, {}, r"encodes 32 tokens together.*; use a preset that encodes each token"),
     "statistics": ({"preset": "hqmq-s24_r3:outliers=3"}, {}, r"each sequence's own tokens.*run kvcodec fit"),
     "block size": ({"preset": "saw-int4"}, {"block_size": 24}, r"--block-size 24; pages are multiples of 16"),
     "another dtype": ({"preset": "saw-int4"}, {"kv_cache_dtype": "fp8"}, r"--kv-cache-dtype fp8.*; leave it out"),

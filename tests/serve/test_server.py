@@ -57,4 +57,7 @@ def test_a_server_streams_what_the_library_generates(preset: str, servers: Any, 
 def test_a_refused_preset_ends_the_server_with_the_reason(servers: Any) -> None:
     server = servers["kivi-2"]
     assert server.wait() not in (None, 0)
-    assert "kivi-2: it encodes 32 tokens together, and pages must be readable after every token; use" in server.text()
+    assert (
+        "kivi-2: it keeps the newest 128 tokens dense, which is not in the pages that requests share; give"
+        in server.text()
+    )

@@ -177,11 +177,12 @@ def _plan(
     return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0))
 
 
-def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor) -> int:
-    """Return the splits that ``decode_attention`` chooses for these sizes."""
+def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
+    """Return the splits that ``decode_attention`` chooses for these sizes, with dense tokens or without."""
     pair = _PAIRS[pair_text]
     units = q.shape[0] * num_kv_heads * pair.tiles(q.shape[1] // num_kv_heads)
-    return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device)).splits
+    apart = dense and not pair.joins
+    return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device), apart).splits
 
 
 def _attend(

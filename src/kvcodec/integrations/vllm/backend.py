@@ -6,17 +6,15 @@ of different schemes (outer layers, recipes) may share blocks: vLLM gives each i
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -30,13 +28,16 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvcodec.codec import Params
 from kvcodec.cuda.build import LEAST
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.vllm.bind import bind, check_engine
+from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
-from kvcodec.integrations.vllm.servable import PAGE_STEP, refusal
+from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_refusal, page_step, refusal
+from kvcodec.integrations.vllm.staging import Staging
+
+logger = init_logger("vllm.kvcodec")
 
 BLOCK = 64
 """Tokens of a block that kernels read fastest; vLLM takes it where the user gives no ``--block-size``."""
@@ -88,13 +89,13 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return block sizes: those at which no plane of a page needs padding."""
-        return [MultipleOf(PAGE_STEP)]
+        """Return block sizes: those at which no plane of a page needs padding, of whole groups of tokens."""
+        return [MultipleOf(_step())]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the block size if the user gives none."""
-        return BLOCK
+        return -(-BLOCK // _step()) * _step()
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -139,20 +140,28 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
             options = current_options()
             if options is None:
                 return spec
-            page = options.scheme.page_layout(spec.head_size, PAGE_STEP)
-            content = page.page_bytes // PAGE_STEP
+            step = _step()
+            content = options.scheme.page_layout(spec.head_size, step).page_bytes // step
         return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
+def _step() -> int:
+    options = current_options()
+    return PAGE_STEP if options is None else page_step(options.scheme)
+
+
 @lru_cache(maxsize=256)
-def backend_for(name: str, token_bytes: int) -> type[PackedBackend]:
-    """Return the backend of layers that take so many bytes per token and head."""
+def backend_for(name: str, token_bytes: int, unit: int) -> type[PackedBackend]:
+    """Return the backend of layers that take so many bytes per token and head, and encode ``unit`` tokens together."""
+    own = {
+        "token_bytes": token_bytes,
+        "forward_includes_kv_cache_update": unit > 1,
+        "get_name": staticmethod(lambda: name),
+        "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
+        "__doc__": PackedBackend.__doc__,
+    }
     # vLLM tells backends apart by their class's name
-    return type(
-        f"PackedBackend{token_bytes}",
-        (PackedBackend,),
-        {"token_bytes": token_bytes, "get_name": staticmethod(lambda: name), "__doc__": PackedBackend.__doc__},
-    )
+    return type(f"PackedBackend{token_bytes}x{unit}", (PackedBackend,), own)
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
@@ -231,12 +240,39 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         for impl in impls:
             impl.slots, impl.leads = slots, impl is impls[0]
+        self.staging = self._stage([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
+        for impl in impls:
+            impl.staging = self.staging
+
+    def _stage(self, layers: list[PackedLayer], page_tokens: int, rows: int) -> Staging | None:
+        """Make the slots of layers that encode groups of tokens: all of a builder's do, or none."""
+        if not isinstance(first := layers[0], GroupedLayer):
+            return None
+        if why := page_refusal(first.scheme, page_tokens):
+            raise UnsupportedError(f"kvcodec: {why}")
+        held = sum(layer.staged_bytes for layer in layers if isinstance(layer, GroupedLayer))
+        logger.info(
+            "kvcodec: beside the cache, %d layers hold unfinished groups of %d tokens of %d requests: %.1f MB",
+            *(len(layers), first.unit, first.slots, held / 1e6),
+        )
+        return Staging(first.slots, first.unit, page_tokens, max(rows, first.slots), first.device)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
+        """Return the metadata of a batch that has no requests."""
+        if self.staging is not None:
+            self.staging.blank(common_attn_metadata.num_reqs)
+        return self._metadata(common_attn_metadata)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
         """Return the metadata of a step; only chunks of prompts need numbers on the host."""
         c = common_attn_metadata
+        if self.staging is not None:
+            self.staging.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx)
+        return self._metadata(c)
+
+    def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:
         decodes, prefills = split_decodes_and_prefills(c, 1)[:2] if self.fused else (0, c.num_reqs)
         chunks = []
         if prefills:
@@ -287,7 +323,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             )
         if not PackedBackend.supports_kv_cache_dtype(kv_cache_dtype):
             raise UnsupportedError(f"kvcodec: --kv-cache-dtype {kv_cache_dtype} says otherwise; leave it out.")
-        _check_engine(self.config)
+        check_engine(self.config)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -295,6 +331,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
         self.packed: PackedLayer | None = None
         self.slots: Slots | None = None
+        self.staging: Staging | None = None
         self.leads = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -302,6 +339,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         layers = self.config.compilation_config.static_forward_context
         name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
         if self.kv_sharing_target_layer_name is not None:
+            if isinstance(layers[self.kv_sharing_target_layer_name].impl.packed, GroupedLayer):
+                raise UnsupportedError(
+                    f"kvcodec: {name} reads another layer's cache, but not the tokens of its unfinished groups; serve "
+                    f"the model with a preset that encodes each token alone, such as saw-int4."
+                )
             return  # reads the pages of a layer before it, with that one's constants
         if not layers[name].attn_backend.__module__.startswith("kvcodec."):
             # a class that vLLM derives, to hand over other tables than those of the requests
@@ -310,15 +352,16 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
                 f"serve the model without kvcodec in --additional-config."
             )
-        self.packed = bind(self, name, layers[name], act_dtype)
+        self.packed = bind(self.config, self.options, self.num_kv_heads, self.head_size, name, layers[name], act_dtype)
         page_tokens = self.config.cache_config.block_size
-        if self.config.cache_config.user_specified_block_size and page_tokens % PAGE_STEP:
-            raise UnsupportedError(
-                f"kvcodec: --block-size {page_tokens}; pages are multiples of {PAGE_STEP} tokens, give one of these."
-            )
+        if self.config.cache_config.user_specified_block_size and (
+            why := page_refusal(self.packed.scheme, page_tokens)
+        ):
+            raise UnsupportedError(f"kvcodec: {why}")
         if self.packed.device.type != "cpu":
-            self.packed.engine(BLOCK)  # refuses what has no kernels before memory is taken
-        layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes)
+            self.packed.engine(-(-BLOCK // self.packed.step) * self.packed.step)  # refuses before memory is taken
+        unit = group_tokens(self.packed.scheme)
+        layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
 
     def _packed(self) -> PackedLayer:
         if self.packed is None:
@@ -364,12 +407,32 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return output.fill_(0)
         packed, m, out = self._packed(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
+        if isinstance(packed, GroupedLayer):
+            self._forward_groups(packed, query, key, value, kv_cache, m, out)
+            return output
         if m.decodes:
             out[: m.decodes] = self._decode(packed, query[: m.decodes], kv_cache, m)
         attend = packed.attend if kv_cache.device.type == "cpu" else packed.prefill
         for row, first, last, length in m.chunks:
             out[first:last] = attend(query[first:last], kv_cache, m.table[row], length, self.rules)
         return output
+
+    def _forward_groups(
+        self, packed: GroupedLayer, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: PackedMetadata, out: Tensor
+    ) -> None:
+        """Store new tokens and attend with them, into ``out``: a token needs those of its group that are not stored."""
+        staging, n = self.staging, m.decodes
+        assert staging is not None
+        if n:
+            space = self._workspace(packed, q, cache, m)
+            given = (cache, m.table[:n], m.seq_lens[:n], staging, self.rules, space)
+            out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
+        kernels = cache.device.type != "cpu"
+        attend = packed.prefill_own if kernels else packed.attend_own
+        for row, first, last, length in m.chunks:
+            slot = staging.slot[row : row + 1]
+            own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
+            out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
 
     def _decode(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots, n = self.slots, m.decodes
@@ -379,81 +442,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             if self.leads:
                 slots.see(seq_lens, self.rules.window)
             start = slots.start[:n]
+        space = self._workspace(packed, q, kv_cache, m)
+        return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, space)
+
+    def _workspace(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+        slots = self.slots
+        assert slots is not None
         if slots.workspace is None:  # the first call is a trial run, outside of any graph
-            most = self.config.scheduler_config.max_num_seqs
-            size = packed.workspace_bytes(max(most, n), self.num_heads, kv_cache, m.table.shape[1], self.rules)
+            most = max(self.config.scheduler_config.max_num_seqs, m.decodes)
+            size = packed.workspace_bytes(most, self.num_heads, kv_cache, m.table.shape[1], self.rules)
             slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
-        return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, slots.workspace)
-
-
-def _check_engine(config: VllmConfig) -> None:
-    """Refuse what a server can be asked for and the backend cannot do."""
-    parallel = config.parallel_config
-    asked = {
-        "speculative decoding": config.speculative_config is not None,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "dual-batch overlap": parallel.enable_dbo,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
-
-
-def bind(impl: PackedImpl, name: str, layer: Any, dtype: torch.dtype) -> PackedLayer:
-    """Return what a layer needs: its scheme by its number in the model, its constants by its heads' numbers.
-
-    Raises
-    ------
-    UnsupportedError
-        The layer cannot be served; one sentence.
-    """
-    config, options = impl.config, impl.options
-    hf_config = config.model_config.hf_config
-    index = extract_layer_index(name)
-    layers = [own.index for own in plan_for(hf_config, "decoded").kv_layers]
-    scheme = options.scheme.for_layer(layers.index(index), len(layers))
-    if why := refusal(scheme, impl.head_size, fitted=options.params is not None):
-        raise UnsupportedError(f"kvcodec, layer {index}: {why}")
-    if getattr(layer, "head_size_v", impl.head_size) != impl.head_size:
-        raise UnsupportedError(f"kvcodec, layer {index}: keys and values have different head sizes; not served.")
-    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    total = config.model_config.get_total_num_kv_heads()
-    # heads that are fewer than the processes are held by several of them
-    first_head = rank // max(1, size // total) * impl.num_kv_heads
-    params = None
-    if options.params is not None:
-        options.params.check(hf_config, options.params.scheme, seed=options.seed)
-        params = {
-            role: _own_heads(p, first_head, impl.num_kv_heads, total) for role, p in options.params[index].items()
-        }
-    device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
-    with _plain_torch():
-        return PackedLayer(
-            scheme,
-            layer=index,
-            heads=impl.num_kv_heads,
-            head_dim=impl.head_size,
-            dtype=dtype,
-            device=device,
-            first_head=first_head,
-            seed=options.seed,
-            params=params,
-        )
-
-
-@contextmanager
-def _plain_torch() -> Iterator[None]:
-    """Constants are float32 numbers drawn on the CPU; while vLLM loads a model the default dtype is the model's."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _own_heads(params: Params, first: int, heads: int, total: int) -> Params:
-    """Constants of some heads: those that have an axis of heads, the second of three or more, are cut."""
-    cut = slice(first, first + heads)
-    return {name: x[:, cut] if x.dim() > 2 and x.shape[1] == total else x for name, x in params.items()}
+        return slots.workspace

@@ -16,7 +16,7 @@ LATENT = (
 
 
 class Attention(CPUAttentionBackend):  # type: ignore[misc]
-    """``CPU_ATTN``; a layer that is served packed gets a backend of its own (``backend.bind``)."""
+    """``CPU_ATTN``; a layer that is served packed gets a backend of its own (``backend.backend_for``)."""
 
     @staticmethod
     def get_impl_cls() -> Any:

@@ -27,6 +27,7 @@ from kvcodec.cache import LayerCache
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.layout import PageLayout
 from kvcodec.pages import PageStore, write_blocks
 from kvcodec.scheme import KVScheme
@@ -54,7 +55,7 @@ class Rules(NamedTuple):
 
 
 class PackedLayer:
-    """Constants and pages of one layer.
+    """Constants and pages of one layer whose codecs encode each token alone; ``groups.GroupedLayer`` has the others.
 
     Parameters
     ----------
@@ -73,6 +74,9 @@ class PackedLayer:
     params : mapping of role to Params, optional
         Fitted constants.
     """
+
+    holds_dense = False
+    """Whether decode steps attend to dense tokens beside the pages."""
 
     def __init__(
         self,
@@ -96,9 +100,14 @@ class PackedLayer:
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
+    def step(self) -> int:
+        """Tokens of which a page is a multiple."""
+        return page_step(self.scheme)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of a token of one KV head, keys and values."""
-        page = self.scheme.page_layout(self.head_dim, 16)
+        page = self.scheme.page_layout(self.head_dim, self.step)
         return page.page_bytes // page.page_tokens
 
     def layout(self, page_tokens: int) -> PageLayout:
@@ -136,20 +145,23 @@ class PackedLayer:
         slots : Tensor int64 ``[T]``
             Slot s is place ``s % N`` of block ``s // N``; below 0: the token is not stored.
         """
-        layout, pages = self.pages(cache)
         kept = slots >= 0
-        slots = slots[kept][None]
         for role, x in zip(ROLES, (keys, values), strict=True):
-            state = self.cache.roles[role]
-            assert state.params is not None
-            rows = x[kept].transpose(0, 1)[None].to(state.dense("window").dtype).float()
-            good = (rows.abs() <= FP16_MAX).all(-1)
-            rows = rows.masked_fill(~good[..., None], 0.0)
-            payload = state.codec.encode(state.codec.to_code(rows, state.params), state.params)
-            if not bool(good.all()):
-                bad = ~good
-                payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
-            write_blocks(layout, pages, role, slots, payload)
+            self._put(role, x[kept].transpose(0, 1)[None], cache, slots[kept][None])
+
+    def _put(self, role: Role, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``."""
+        layout, pages = self.pages(cache)
+        state = self.cache.roles[role]
+        assert state.params is not None
+        rows = rows.to(state.dense("window").dtype).float()
+        good = (rows.abs() <= FP16_MAX).all(-1)
+        rows = rows.masked_fill(~good[..., None], 0.0)
+        payload = state.codec.encode(state.codec.to_code(rows, state.params), state.params)
+        if not bool(good.all()):
+            bad = ~good.unflatten(2, (-1, state.codec.block_tokens)).all(-1)
+            payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
+        write_blocks(layout, pages, role, slots, payload)
 
     def attend(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """Attention of one request's newest queries by the reference.
@@ -273,7 +285,7 @@ class PackedLayer:
         q = torch.empty(1, query_heads, 1, self.head_dim, dtype=self.dtype, device=self.device)
         table = torch.empty(1, columns, dtype=torch.int32, device=self.device)
         return max(
-            engine.workspace_bytes(q.expand(n, -1, -1, -1), self._store(cache, table.expand(n, -1)), False)
+            engine.workspace_bytes(q.expand(n, -1, -1, -1), self._store(cache, table.expand(n, -1)), self.holds_dense)
             for n in range(1, requests + 1)
         )
 

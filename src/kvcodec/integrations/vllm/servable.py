@@ -1,11 +1,12 @@
 """What an engine with shared pages can serve, as data: rules, each with the sentence that refuses.
 
 A page there belongs to whoever has the same tokens before it: requests find it by the hash of its tokens, share it,
-lose it and compute it again. So its bytes must be a pure function of the tokens' own keys and values, readable after
-every token. Tokens kept dense beside the pages, and statistics of a sequence, are not: a request that found its prompt
-in the prefix cache would read other numbers than the one that computed it.
+lose it and compute it again. So its bytes must be a pure function of the tokens' own keys and values. Tokens kept dense
+beside the pages, and statistics of a sequence, are not: a request that found its prompt in the prefix cache would read
+other numbers than the one that computed it. Groups of tokens are: requests share whole blocks, of whole groups.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,26 @@ from kvcodec.scheme import KVScheme
 
 PAGE_STEP = 16
 """Page sizes are multiples of it: planes then need no padding (a token costs whole bytes), and kernels take them."""
+
+
+def group_tokens(scheme: KVScheme) -> int:
+    """Tokens that the scheme of a layer, or a mixture's, encodes together; 1: each alone."""
+    layers = getattr(scheme, "layers", None) or (scheme,)
+    return math.lcm(*(own.codec(role).block_tokens for own in layers for role in ROLES))
+
+
+def page_step(scheme: KVScheme) -> int:
+    """Tokens of which a page must be a multiple."""
+    return math.lcm(PAGE_STEP, group_tokens(scheme))
+
+
+def page_refusal(scheme: KVScheme, page_tokens: int) -> str:
+    """Return why a page, which is an engine's block, cannot have so many tokens, or ``""`` if it can."""
+    step, unit = page_step(scheme), group_tokens(scheme)
+    if page_tokens % step == 0:
+        return ""
+    why = f"{scheme} encodes {unit} tokens together and " if unit > 1 else ""
+    return f"--block-size {page_tokens}; {why}pages are multiples of {step} tokens, give one of these."
 
 
 class Rule(NamedTuple):
@@ -41,12 +62,6 @@ def _roles(scheme: KVScheme, attribute: str) -> bool:
 
 
 RULES = (
-    Rule(
-        "token groups",
-        lambda s, fitted: any(s.codec(role).block_tokens > 1 for role in ROLES),
-        "it encodes {unit} tokens together, and pages must be readable after every token",
-        "use a preset that encodes each token alone, such as saw-int4",
-    ),
     Rule(
         "statistics",
         lambda s, fitted: not fitted and (_roles(s, "needs_sample") or _roles(s, "needs_queries")),
@@ -86,7 +101,6 @@ def refusal(
     'octopus-3: it keeps the newest 32 tokens dense, which is not in the pages that requests share; give "window": 0 to serve it without.'
     """  # noqa: E501
     words = {
-        "unit": max(scheme.codec(role).block_tokens for role in ROLES),
         "dense": " and ".join(
             f"the {which} {count} tokens"
             for which, count in (("first", scheme.sink), ("newest", scheme.window))
@@ -103,9 +117,8 @@ def refusal(
                 scheme.codec(role).layout(head_dim)
             except (ShapeError, UnsupportedError) as error:
                 return f"{scheme}: {error}"
-    if page_tokens is not None and page_tokens % PAGE_STEP:
-        return f"{scheme}: a page of {page_tokens} tokens; give a block size that is a multiple of {PAGE_STEP}."
-    return ""
+    why = "" if page_tokens is None else page_refusal(scheme, page_tokens)
+    return why and f"{scheme}: {why}"
 
 
 def verdicts(presets: list[str], num_layers: int = 36) -> dict[str, str]:

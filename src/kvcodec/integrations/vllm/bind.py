@@ -1,0 +1,113 @@
+"""A layer of vLLM's model becomes one of ours: its scheme, its constants, and what an engine cannot be asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvcodec.codec import Params
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.layer import PackedLayer
+from kvcodec.integrations.vllm.options import Options
+from kvcodec.integrations.vllm.servable import group_tokens, refusal
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse what a server can be asked for and the backend cannot do."""
+    parallel = config.parallel_config
+    asked = {
+        "speculative decoding": config.speculative_config is not None,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "dual-batch overlap": parallel.enable_dbo,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
+
+
+def bind(
+    config: VllmConfig, options: Options, heads: int, head_dim: int, name: str, layer: Any, dtype: torch.dtype
+) -> PackedLayer:
+    """Return what a layer needs: its scheme by its number in the model, its constants by its heads' numbers.
+
+    Parameters
+    ----------
+    config, options
+        Of the engine, and what it says of kvcodec.
+    heads, head_dim : int
+        KV heads of this process.
+    name : str
+        The layer's.
+    layer
+        vLLM's ``Attention``.
+    dtype : torch.dtype
+        Of the model's keys and values.
+
+    Raises
+    ------
+    UnsupportedError
+        The layer cannot be served; one sentence.
+    """
+    parallel = config.parallel_config
+    hf_config = config.model_config.hf_config
+    index = extract_layer_index(name)
+    layers = [own.index for own in plan_for(hf_config, "decoded").kv_layers]
+    scheme = options.scheme.for_layer(layers.index(index), len(layers))
+    if why := refusal(scheme, head_dim, fitted=options.params is not None):
+        raise UnsupportedError(f"kvcodec, layer {index}: {why}")
+    if getattr(layer, "head_size_v", head_dim) != head_dim:
+        raise UnsupportedError(f"kvcodec, layer {index}: keys and values have different head sizes; not served.")
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    total = config.model_config.get_total_num_kv_heads()
+    # heads that are fewer than the processes are held by several of them
+    first_head = rank // max(1, size // total) * heads
+    params = None
+    if options.params is not None:
+        options.params.check(hf_config, options.params.scheme, seed=options.seed)
+        params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params[index].items()}
+    device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
+    grouped = group_tokens(scheme) > 1
+    if grouped and config.kv_transfer_config is not None:
+        raise UnsupportedError(
+            f"kvcodec, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together and holds unfinished "
+            f"groups outside of blocks, where KV connectors do not find them; switch the connector off."
+        )
+    # stages of a pipeline take turns: between two of its own, a request's slot must outlast the others'
+    slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
+    with _plain_torch():
+        return (partial(GroupedLayer, slots=slots) if grouped else PackedLayer)(
+            scheme,
+            layer=index,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            first_head=first_head,
+            seed=options.seed,
+            params=params,
+        )
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Constants are float32 numbers drawn on the CPU; while vLLM loads a model the default dtype is the model's."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _own_heads(params: Params, first: int, heads: int, total: int) -> Params:
+    """Constants of some heads: those that have an axis of heads, the second of three or more, are cut."""
+    cut = slice(first, first + heads)
+    return {name: x[:, cut] if x.dim() > 2 and x.shape[1] == total else x for name, x in params.items()}

@@ -1,0 +1,256 @@
+"""A layer whose codecs encode G tokens together, over an engine's pages: whole groups there, the rest in 16 bit beside.
+
+A group that is complete lies in the pages as ``PackedLayer``'s tokens do: the library's bytes, keys and values. Until
+then its tokens wait in a slot (``staging.py``), where a step finds them again. A step that completes it encodes it.
+
+**What a token reads**: its own group, up to itself, in 16 bit; every group before it, decoded. The rule names places in
+the sequence and nothing else, so the cut of a prompt into chunks, a hit in the prefix cache and a preemption do not
+show. The library's own cache reads a group decoded once it is complete, by those of its tokens as well that came in the
+same call; here a token's own group is always dense, the one token included that completes it.
+
+=========  ====================================  ====================================================================
+where      a group in                            attention
+=========  ====================================  ====================================================================
+CPU        the codec itself                      the reference, ``attention.attend``, over decoded groups and the
+                                                 chunk's tokens beside each other, with a mask
+CUDA GPU   ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``, the slot's tokens as dense ones;
+           of all slots, those that are not      chunks: ``cuda.prefill_groups``
+           complete to nowhere
+=========  ====================================  ====================================================================
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.attention import attend
+from kvcodec.codec import ROLES, Role, storage_dtype
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.servable import group_tokens
+from kvcodec.integrations.vllm.staging import Staging
+from kvcodec.scheme import KVScheme
+
+
+class GroupedLayer(PackedLayer):
+    """Constants, pages and slots of one layer.
+
+    Parameters
+    ----------
+    scheme, **options
+        As ``PackedLayer``.
+    slots : int
+        Requests that run at once.
+    """
+
+    holds_dense = True
+
+    def __init__(self, scheme: KVScheme, *, slots: int, **options: Any) -> None:
+        super().__init__(scheme, **options)
+        self.unit, self.slots = group_tokens(self.scheme), slots
+        shape = (slots + 1, self.heads, self.unit, self.head_dim)
+        held = storage_dtype(self.dtype)
+        self.staged: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the slots."""
+        return sum(x.nbytes for x in self.staged.values())
+
+    # -- several tokens of one request ---------------------------------------------------------------------------------
+
+    def take_chunk(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache: Tensor,
+        row: Tensor,
+        length: int,
+        slot: Tensor,
+        *,
+        kernels: bool = False,
+    ) -> dict[Role, Tensor]:
+        """Encode the groups that a request's newest tokens complete, keep the rest in its slot.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[n, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        row : Tensor int32 ``[M]``
+            Block ids of the request.
+        length : int
+            Tokens of the request, these n included.
+        slot : Tensor int64 ``[1]``
+            The request's.
+        kernels : bool
+            Encode with kernels instead of the codec itself; nothing synchronises then.
+
+        Returns
+        -------
+        dict of role to Tensor ``[1, H, t, D]``
+            16 bit: the tokens from the beginning of the first one's group on.
+        """
+        n = keys.shape[0]
+        begin = (length - n) // self.unit * self.unit
+        whole, rest = (length - begin) // self.unit * self.unit, length % self.unit
+        own: dict[Role, Tensor] = {}
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            staged = self.staged[role]
+            old = staged.index_select(0, slot)[:, :, : length - n - begin]
+            own[role] = torch.cat([old, x.transpose(0, 1)[None].to(staged.dtype)], 2)
+            if rest:
+                kept = staged.new_zeros(1, *staged.shape[1:])
+                kept[:, :, :rest] = own[role][:, :, whole:]
+                staged.index_copy_(0, slot, kept)
+        if whole:
+            groups: dict[Role, Tensor] = {role: x[:, :, :whole] for role, x in own.items()}
+            if kernels:
+                first = torch.full((1,), begin, dtype=torch.int32, device=cache.device)
+                store = self._store(cache, row[None])
+                self.engine(cache.shape[2]).encode(groups, self.cache.roles, store, first, self.bad)
+            else:
+                self._write_groups(groups, cache, row, begin)
+        return own
+
+    def _write_groups(self, groups: dict[Role, Tensor], cache: Tensor, row: Tensor, begin: int) -> None:
+        """Encode whole groups ``[1, H, n, D]`` into a request's blocks from token ``begin`` on, with the codec."""
+        page_tokens = cache.shape[2]
+        for role, x in groups.items():
+            step = self.scheme.codec(role).block_tokens
+            at = torch.arange(begin, begin + x.shape[2], step, device=row.device)
+            self._put(role, x, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None])
+
+    def attend_own(
+        self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
+    ) -> Tensor:
+        """Attention of one request's newest queries by the reference; arguments as ``attend``.
+
+        Parameters
+        ----------
+        own : dict of role to Tensor ``[1, H, t, D]``
+            As ``take_chunk`` returned it.
+        """
+        layout, pages = self.pages(cache)
+        n, unit = q.shape[0], self.unit
+        begin, packed = length - own["key"].shape[2], (length - 1) // unit * unit
+        first = min(max(0, length - n - rules.window + 1), packed) if rules.window else 0
+        at = torch.arange(length - n, length, device=q.device)[:, None]
+        decoded, dense = (torch.arange(a, b, device=q.device)[None] for a, b in ((first, packed), (begin, length)))
+        group = at // unit * unit
+        mask = torch.cat([decoded < group, (dense >= group) & (dense <= at)], 1)
+        if rules.window:
+            mask &= torch.cat([decoded, dense], 1) > at - rules.window
+        self.cache.look_at(layout, pages, row[None], first, packed)
+        states = self.cache.roles
+        empty = {role: state.dense("window") for role, state in states.items()}
+        try:
+            for role, x in own.items():
+                states[role].window = x
+            self.cache.length += length - begin
+            out = attend(
+                q.transpose(0, 1)[None],
+                self.cache,
+                scale=rules.scale,
+                mask=mask,
+                sinks=rules.sinks,
+                softcap=rules.softcap,
+            )
+        finally:
+            for role, x in empty.items():
+                states[role].window = x
+        return out[0].transpose(0, 1)
+
+    def prefill_own(
+        self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
+    ) -> Tensor:
+        """As ``attend_own``, by flash attention over unpacked pages where the kernels can.
+
+        Soft caps, sliding windows and keys with a sketch take the reference.
+        """
+        from kvcodec.cuda.prefill_groups import attend_groups
+
+        try:
+            engine: Any = self.engine(cache.shape[2], "cuda")
+        except UnsupportedError:
+            engine = None
+        if rules.softcap or rules.window or engine is None or engine.many_refusal():
+            return self.attend_own(q, cache, row, length, rules, own)
+        out = attend_groups(
+            q.transpose(0, 1)[None],
+            own["key"],
+            own["value"],
+            self.pages(cache)[1],
+            row[None],
+            length,
+            self.unit,
+            pair=engine.pair,
+            key=engine.reading["key"],
+            value=engine.reading["value"],
+            scale=rules.scale,
+            sinks=rules.sinks,
+        )
+        return out[0].transpose(0, 1)
+
+    # -- one token of each request -------------------------------------------------------------------------------------
+
+    def step_groups(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        staging: Staging,
+        rules: Rules,
+        workspace: Tensor | None = None,
+    ) -> Tensor:
+        """Store one new token per request and attend with it, by kernels; shapes are fixed, nothing synchronises.
+
+        Parameters
+        ----------
+        q : Tensor ``[B, HQ, D]``
+        keys, values : Tensor ``[B, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        table : Tensor int32 ``[B, M]``
+        seq_lens : Tensor int32 ``[B]``
+            Tokens, the new one included.
+        staging : Staging
+            With this step's numbers; its first B rows are these.
+        rules : Rules
+        workspace : Tensor float32, optional
+            Of ``workspace_bytes``.
+
+        Returns
+        -------
+        Tensor ``[B, HQ, D]`` of q's dtype.
+        """
+        n = q.shape[0]
+        slot, place, packed = staging.slot[:n], staging.place[:n], staging.packed[:n]
+        dense: dict[Role, Tensor] = {}
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            self.staged[role][slot, :, place] = x.to(self.staged[role].dtype)
+            dense[role] = self.staged[role].index_select(0, slot)
+        # a slot that is not complete goes behind its page, where nothing is stored
+        store = self._store(cache, staging.page[:n, None])
+        self.engine(cache.shape[2]).encode(dense, self.cache.roles, store, staging.first[:n], self.bad)
+        start = dense_start = None
+        if rules.window:
+            oldest = (seq_lens - rules.window).clamp_(min=0)
+            start, dense_start = torch.minimum(oldest, packed), (oldest - packed).clamp_(min=0)
+        out = self.engine(cache.shape[2], "cuda" if rules.softcap else "").attend(
+            q[:, :, None],
+            self._store(cache, table),
+            packed,
+            scale=rules.scale,
+            softcap=rules.softcap,
+            sinks=rules.sinks,
+            start=start,
+            dense_k=dense["key"],
+            dense_v=dense["value"],
+            dense_lens=staging.held[:n],
+            dense_start=dense_start,
+            workspace=workspace,
+        )
+        return out[:, :, 0]

@@ -1,0 +1,168 @@
+"""Where tokens of unfinished groups wait: a slot per running request, found anew in every step. No engine is imported.
+
+A codec that encodes G tokens together leaves up to G - 1 tokens of each request unencoded between two steps. They lie
+in 16 bit in a pool of slots beside the pages, G tokens each. What is worked out here is which slot is whose, and the
+numbers of a step that follow from it::
+
+    tokens of a request     0 ........ packed | ........ length        packed = (length - 1) // G * G
+                            groups in pages   | 1..G in the slot
+
+A request attends to its newest token's own group as the slot holds it, and to the groups before as the pages do: see
+``groups.py``. The step that completes a group encodes it, and the next token begins another.
+
+An unfinished group belongs to one request: what requests share are whole blocks, and a block is whole groups. Two ways
+to find its slot:
+
+- the runner says which row of its table of requests each one has (vLLM's second model runner): that row, the
+  request's until it ends or is preempted;
+- otherwise by the block that holds the group, which no other request has while this one lives. Nobody tells when a
+  request has ended, so its slot stays taken until it is the one that was not used for longest. That one is never a
+  waiting request's: a scheduler that leaves out a running request for want of budget admits no other in that step,
+  so since it was last seen only requests of that time took slots, at most one each, and there is a slot for each;
+  requests whose group was completed gave theirs back. (Stages of a pipeline take turns: there are slots for each.)
+
+Should a request go on in a group whose beginning is not in its slot, ``put`` raises: never wrong tokens. On a GPU it
+does so a step or two later, because nothing here synchronises. Shapes are fixed and the tensors that graphs read stay
+where they are.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import UnsupportedError
+
+FREE = -1
+
+
+class Staging:
+    """Slots of unfinished groups, and a step's numbers by row of the batch.
+
+    Parameters
+    ----------
+    slots : int
+        As many as requests run at once; slot number ``slots`` is one more, for rows that are no request's.
+    unit : int
+        G, tokens of a group.
+    page_tokens : int
+        Of a block; a multiple of G.
+    rows : int
+        Most rows of a batch.
+    device : torch.device
+
+    Attributes
+    ----------
+    slot, place : Tensor int64 ``[rows]``
+        Slot of the row's newest token, and its place there.
+    packed, held : Tensor int32 ``[rows]``
+        Tokens that are read from pages, and from the slot.
+    page, first : Tensor int32 ``[rows]``
+        Block and place to which a group that this step completes is encoded; place ``page_tokens``: none is completed.
+    """
+
+    def __init__(self, slots: int, unit: int, page_tokens: int, rows: int, device: torch.device) -> None:
+        self.slots, self.unit, self.page_tokens, self.device = slots, unit, page_tokens, device
+        self.slot, self.place = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self.packed, self.held, self.page, self.first = (
+            torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(4)
+        )
+        self.block = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)  # holds the slot's group
+        self.end = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)  # tokens of the slot's request
+        self.seen = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)  # step of its last use
+        self.lost = torch.zeros(1, dtype=torch.bool, device=device)
+        self.told = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.step = 0
+
+    def blank(self, rows: int) -> None:
+        """Numbers of a batch without requests, as captured graphs are tried with; nothing is remembered of it."""
+        for numbers, none in (
+            *((self.slot, self.slots), (self.place, 0), (self.packed, 0), (self.held, 0), (self.page, 0)),
+            (self.first, self.page_tokens),
+        ):
+            numbers[:rows] = none
+
+    def put(self, table: Tensor, lengths: Tensor, starts: Tensor, where: Tensor, requests: Any = None) -> None:
+        """Take over a step's batch.
+
+        Parameters
+        ----------
+        table : Tensor int32 ``[B, M]``
+            Block ids.
+        lengths : Tensor int32 ``[B]``
+            Tokens, those of this step included; 0: the row is no request's.
+        starts : Tensor int32 ``[B + 1]``
+            First query of each row.
+        where : Tensor int64 ``[T]``
+            Slot of the pages for each query; below 0: it is not stored, and its row is no request's. Nor is one whose
+            newest token is in block 0, which engines give to nobody.
+        requests : array of int ``[R]``, optional
+            Row of each request in the runner's table; R <= B.
+
+        Raises
+        ------
+        UnsupportedError
+            A request goes on in a group whose beginning is not in its slot.
+        """
+        self.step += 1
+        rows, unit = lengths.shape[0], self.unit
+        length = lengths.long()
+        before = length - (starts[1 : rows + 1] - starts[:rows]).long()
+        column = ((length - 1).clamp(min=0) // self.page_tokens)[:, None]
+        newest = table[:rows].gather(1, column)[:, 0].long()
+        stored = where[(starts[1 : rows + 1].long() - 1).clamp(min=0)] >= 0
+        real = stored & (length > 0) & (newest > 0)
+        begun, left = real & (before % unit != 0), real & (length % unit != 0)
+        if requests is None:
+            column = ((before - 1).clamp(min=0) // self.page_tokens)[:, None]
+            slot = self._find(table[:rows].gather(1, column)[:, 0].long(), begun, left)
+        else:
+            slot = self._rows(requests, rows, begun | left)
+        self.lost |= (begun & (self.end[slot] != before)).any()
+        self._remember(slot, begun, left, newest, length)
+
+        ends = real & (length % unit == 0)
+        base = (length - 1).clamp(min=0) // unit * unit
+        self.slot[:rows] = slot
+        self.place[:rows] = (length - 1).clamp(min=0) % unit
+        self.packed[:rows] = base
+        self.held[:rows] = length - base
+        self.page[:rows] = torch.where(real, newest, 0)
+        self.first[:rows] = torch.where(ends, base % self.page_tokens, self.page_tokens)
+        self._check()
+
+    def _rows(self, requests: Any, rows: int, wanted: Tensor) -> Tensor:
+        found = torch.full((rows,), self.slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        found[: len(requests)] = torch.as_tensor(requests, dtype=torch.int64)
+        return torch.where(wanted, found.to(self.device, non_blocking=True), self.slots)
+
+    def _find(self, block: Tensor, begun: Tensor, left: Tensor) -> Tensor:
+        """Slot of each row: its own by the block of its group, or one that was not used for longest."""
+        own = begun[:, None] & (self.block[None, : self.slots] == block[:, None])
+        known, used = own.any(1), own.any(0)
+        oldest = torch.where(used, self.step, self.seen[: self.slots]).argsort(stable=True)
+        fresh = left & ~known
+        nth = (fresh.cumsum(0) - 1).clamp(0, self.slots - 1)
+        return torch.where(known, own.int().argmax(1), torch.where(fresh, oldest[nth], self.slots))
+
+    def _remember(self, slot: Tensor, begun: Tensor, left: Tensor, block: Tensor, length: Tensor) -> None:
+        """Give back the slots of groups that are complete, keep the others; the slot of nobody stays free."""
+        # blocks change hands: who had one of these before is gone
+        over = (left[:, None] & (self.block[None] == block[:, None])).any(0)
+        gone = torch.where(begun & ~left, slot, self.slots)
+        kept = torch.where(left, slot, self.slots)
+        for numbers, new in ((self.block, block), (self.end, length), (self.seen, torch.full_like(length, self.step))):
+            numbers.masked_fill_(over, FREE)
+            numbers[gone] = FREE
+            numbers[kept] = new
+            numbers[self.slots :] = FREE
+
+    def _check(self) -> None:
+        # on a GPU the copy ends later: the next step sees it
+        self.told.copy_(self.lost, non_blocking=True)
+        if bool(self.told):
+            raise UnsupportedError(
+                f"kvcodec: a request goes on in a group of {self.unit} tokens whose beginning is not here, because the "
+                f"engine paused or moved it; serve such requests with a preset that encodes each token alone, such as "
+                f"saw-int4."
+            )

@@ -1,0 +1,171 @@
+"""Slots of unfinished groups against a dict of what every request would have; no engine."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.staging import FREE, Staging
+
+CPU = torch.device("cpu")
+UNIT, PAGE, COLUMNS = 8, 16, 6
+
+
+class Request:
+    """Blocks, and how many tokens are computed."""
+
+    def __init__(self, number: int, row: int, tokens: int, total: int) -> None:
+        self.number, self.row, self.tokens, self.total = number, row, tokens, total
+        self.blocks: list[int] = []
+
+
+class Engine:
+    """A scheduler as vLLM's: those that run come first, others are admitted only while there is budget left."""
+
+    def __init__(self, seed: int, most: int, budget: int) -> None:
+        self.random, self.most, self.budget = random.Random(seed), most, budget
+        self.free = list(range(1, 200))
+        self.rows = list(range(most))
+        self.running: list[Request] = []
+        self.count = 0
+
+    def end(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free += request.blocks
+        self.rows.append(request.row)
+        self.random.shuffle(self.free)  # blocks come back in any order, also at once
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        """Requests of this step, and how many of their tokens."""
+        for request in list(self.running):
+            if request.tokens >= request.total or self.random.random() < 0.04:  # complete; cancelled or preempted
+                self.end(request)
+        left, batch = self.budget, []
+        for request in self.running:
+            if left:
+                count = min(left, request.total - request.tokens, self.random.choice([1, 1, 1, 40]))
+                batch.append((request, count))
+                left -= count
+        while left and len(self.running) < self.most and self.random.random() < 0.7:
+            # whole blocks of its prompt may be in the prefix cache
+            hit = PAGE * self.random.randrange(3)
+            request = Request(self.count, self.rows.pop(), hit, hit + self.random.randrange(1, 45))
+            request.blocks = [self.free.pop() for _ in range(hit // PAGE)]
+            self.count += 1
+            self.running.append(request)
+            count = min(left, self.random.randrange(1, request.total - hit + 1))
+            batch.append((request, count))
+            left -= count
+        for request, count in batch:
+            request.tokens += count
+            while len(request.blocks) * PAGE < request.tokens:
+                request.blocks.append(self.free.pop())
+        self.random.shuffle(batch)
+        return batch
+
+
+def tensors(batch: list[tuple[Request, int]], padding: int = 0) -> tuple[torch.Tensor, ...]:
+    table = torch.full((len(batch) + padding, COLUMNS), 7777, dtype=torch.int32)  # what is behind is never read
+    for i, (request, _) in enumerate(batch):
+        table[i, : len(request.blocks)] = torch.tensor(request.blocks)
+    table[len(batch) :] = 0
+    lengths = torch.tensor([r.tokens for r, _ in batch] + [0] * padding, dtype=torch.int32)
+    starts = torch.tensor([0, *(n for _, n in batch), *[0] * padding], dtype=torch.int32).cumsum(0).int()
+    return table, lengths, starts, torch.full((int(starts[-1]),), 5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("most", "budget"), [(1, 9), (4, 12), (4, 300), (9, 20)])
+def test_every_request_finds_its_group_again(most: int, budget: int, named: bool) -> None:
+    """Arrivals, ends, prefix hits, steps that leave requests out for want of budget, blocks that change hands."""
+    engine, staging = Engine(most + budget, most, budget), Staging(most, UNIT, PAGE, most + 3, CPU)
+    held: dict[int, list[tuple[int, int]]] = {}  # slot -> (request, place in it) of each token
+    skipped = reused = 0
+    for _ in range(400):
+        batch = engine.schedule()
+        if not batch:
+            continue
+        skipped += len(engine.running) > len(batch)
+        padding = engine.random.randrange(4)
+        rows = [request.row for request, _ in batch] if named else None
+        staging.put(*tensors(batch, padding), rows)
+        used = set()
+        for i, (request, count) in enumerate(batch):
+            length, before = request.tokens, request.tokens - count
+            slot, rest = int(staging.slot[i]), before % UNIT
+            if rest or length % UNIT:
+                assert slot < most
+                assert slot not in used
+                used.add(slot)
+            if rest:
+                assert held[slot][-rest:] == [(request.number, t) for t in range(before - rest, before)]
+            if length % UNIT:
+                begin = length // UNIT * UNIT
+                reused += slot in held
+                held[slot] = [(request.number, t) for t in range(begin, length)]
+            base = (length - 1) // UNIT * UNIT
+            assert (int(staging.packed[i]), int(staging.held[i])) == (base, length - base)
+            assert int(staging.place[i]) == (length - 1) % UNIT
+            assert int(staging.page[i]) == request.blocks[-1]
+            assert int(staging.first[i]) == (PAGE if length % UNIT else base % PAGE)
+        for i in range(len(batch), len(batch) + padding):
+            assert (int(staging.slot[i]), int(staging.held[i]), int(staging.first[i])) == (most, 0, PAGE)
+    assert engine.count > 40
+    assert reused > 20
+    assert skipped > 20 or most == 1 or budget > 40 * most
+
+
+def one(blocks: list[int], length: int, new: int) -> tuple[torch.Tensor, ...]:
+    request = Request(0, 0, length, length)
+    request.blocks = blocks
+    return tensors([(request, new)])
+
+
+def test_a_group_that_is_not_there_is_an_error() -> None:
+    staging = Staging(2, UNIT, PAGE, 4, CPU)
+    staging.put(*one([3], 5, 5))
+    with pytest.raises(UnsupportedError, match=r"goes on in a group of 8 tokens whose beginning is not here.*; serve"):
+        staging.put(*one([4], 6, 1))
+    for rows in (None, [1]):
+        again = Staging(2, UNIT, PAGE, 4, CPU)
+        again.put(*one([3], 5, 5), rows)
+        with pytest.raises(UnsupportedError, match="beginning is not here"):  # tokens between them are missing
+            again.put(*one([3], 7, 1), rows)
+
+
+def test_batches_without_requests_leave_no_trace() -> None:
+    """Captures of graphs, and the steps of an idle replica."""
+    staging = Staging(2, UNIT, PAGE, 4, CPU)
+    staging.put(*one([3], 5, 5), [1])
+    before = [x.clone() for x in (staging.block, staging.end)]
+    staging.blank(4)
+    lengths, starts = torch.full((3,), 5).int(), torch.arange(4).int() * 5
+    for rows in (None, [0, 1, 2]):
+        for block, where in ((0, 5), (3, -1)):  # the null block; blocks of the step before, and nothing to store
+            staging.put(torch.full((3, COLUMNS), block).int(), lengths, starts, torch.full((15,), where), rows)
+            assert staging.slot[:3].tolist() == [2, 2, 2]
+            assert staging.first[:3].tolist() == [PAGE] * 3
+    assert all(torch.equal(a, b) for a, b in zip(before, (staging.block, staging.end), strict=True))
+    staging.put(*one([3], 6, 1), [1])
+    assert int(staging.slot[0]) == 1
+
+
+def test_slots_of_complete_groups_are_given_back() -> None:
+    staging = Staging(2, UNIT, PAGE, 4, CPU)
+    staging.put(*one([3], 5, 5))
+    slot = int(staging.slot[0])
+    staging.put(*one([3], 8, 3))
+    assert int(staging.slot[0]) == slot  # read once more in this step
+    assert bool((staging.block == FREE).all())
+
+
+def test_numbers_stay_where_graphs_read_them() -> None:
+    staging = Staging(2, UNIT, PAGE, 4, CPU)
+    names = ("slot", "place", "packed", "held", "page", "first")
+    at = [getattr(staging, name).data_ptr() for name in names]
+    given: Any = one([3], 5, 5)
+    staging.put(*given)
+    staging.blank(2)
+    assert [getattr(staging, name).data_ptr() for name in names] == at

@@ -1,0 +1,209 @@
+"""Presets that encode tokens in groups, in the real engine on the CPU: no request gets other numbers than alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache import LayerCache
+from kvcodec.codec import ROLES, roundtrip
+from kvcodec.errors import KVError
+from kvcodec.pages import PageStore
+from tests.serve.engines import engine, generate, layers, metric, prompts
+
+BARE = {"window": 0, "sink": 0}
+PRESETS = {"kivi-2": BARE, "innerq-hybrid:norm=false": BARE}
+IDS = prompts(70, 7, 33, 50)
+UNIT, LAYER = 32, 3
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Each request's part of each step in one layer: last position, query, key, value, output, blocks."""
+    from kvcodec.integrations.vllm.backend import PackedImpl
+
+    seen: list[Any] = []
+    forward = PackedImpl.forward
+
+    def watch(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, meta: Any, out: Any, **more: Any) -> Any:
+        found = forward(self, layer, q, k, v, cache, meta, out, **more)
+        if meta is not None and layer.layer_name.split(".")[2] == str(LAYER):
+            for row, a, b, length in meta.chunks:
+                parts = (x[a:b].reshape(b - a, -1, 64).clone() for x in (q, k, v, out))
+                seen.append((length, *parts, meta.table[row].clone()))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedImpl, "forward", watch)
+        yield seen
+
+
+def outputs(seen: list[Any]) -> dict[int, list[torch.Tensor]]:
+    """Of every position, what requests got there."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for length, _, _, _, out, _ in seen:
+        for i, x in enumerate(out):
+            found.setdefault(length - out.shape[0] + i, []).append(x)
+    return found
+
+
+def same(seen: list[Any], alone: list[Any]) -> None:
+    """Every token got what one of the requests that ran alone got at its place."""
+    want = outputs(alone)
+    for at, rows in outputs(seen).items():
+        wanted = torch.stack(want[at])
+        for x in rows:
+            assert float((wanted - x).abs().amax((1, 2)).min()) < 1e-4, at
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Any) -> Any:
+    """Tokens and outputs of requests that run alone, each prompt in one call."""
+    made: dict[str, Any] = {}
+
+    def run(preset: str) -> Any:
+        if preset not in made:
+            with pytest.MonkeyPatch.context() as patch, watched(patch) as seen:
+                given = {"preset": preset, **PRESETS[preset]}
+                with engine(llama.folder, given, block_size=64, enable_prefix_caching=False) as llm:
+                    made[preset] = [generate(llm, [ids], 40)[0] for ids in IDS], seen
+        return made[preset]
+
+    return run
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_chunks_batches_and_cached_prefixes_do_not_show(
+    preset: str, alone: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budgets that leave running requests out of a step, parts of groups in every chunk, blocks that change hands."""
+    want, solo = alone(preset)
+    given = {"preset": preset, **PRESETS[preset]}
+    with (
+        watched(monkeypatch) as seen,
+        engine(llama.folder, given, max_num_batched_tokens=13, max_num_seqs=3, block_size=32) as llm,
+    ):
+        assert generate(llm, IDS, 40) == want
+        assert metric(llm, "prefix_cache_hits") == 0
+        assert generate(llm, IDS[::-1], 40) == want[::-1]
+        assert metric(llm, "prefix_cache_hits") == 64 + 32 + 32  # whole blocks
+        cache = layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
+        assert cache[0].numel() == 2 * kvcodec.get(preset).page_layout(64, 32).page_bytes
+    same(seen, solo)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_attention_is_its_definition_and_bytes_are_the_librarys(preset: str, alone: Any, llama: Any) -> None:
+    """Each token over its own group in 16 bit and the groups before it decoded, of the tensors that the engine had."""
+    _, solo = alone(preset)
+    count = len(IDS[0]) + 40 - 1
+    parts, length = [], 0
+    for step in solo:  # the first request's steps
+        length += step[1].shape[0]
+        assert step[0] == length
+        parts.append(step[1:5])
+        if length == count:
+            break
+    q, k, v, out = (torch.cat(x) for x in zip(*parts, strict=True))
+    scheme = kvcodec.get(preset).for_layer(LAYER, 6)
+    own = LayerCache(kvcodec.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
+    whole = count // UNIT * UNIT
+    own.append(*(x[:whole].transpose(0, 1)[None].half() for x in (k, v)))
+    decoded = []
+    for role, x in zip(ROLES, (k, v), strict=True):
+        state = own.roles[role]
+        assert state.params is not None
+        decoded.append(roundtrip(state.codec, x[:whole].transpose(0, 1)[None].half(), state.params)[0].transpose(0, 1))
+    for t in range(count):
+        begin = t // UNIT * UNIT
+        kt, vt = (torch.cat([d[:begin], x[begin : t + 1].half().float()]) for d, x in zip(decoded, (k, v), strict=True))
+        kt, vt = (x.repeat_interleave(2, 1) for x in (kt, vt))
+        weights = (torch.einsum("hd,jhd->hj", q[t], kt) / 8).softmax(-1)
+        torch.testing.assert_close(out[t], torch.einsum("hj,jhd->hd", weights, vt), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_hold_the_librarys_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        watched(monkeypatch) as seen,
+        engine(llama.folder, {"preset": "kivi-4", **BARE}, max_num_batched_tokens=16, block_size=64) as llm,
+    ):
+        generate(llm, IDS[:1], 30)
+        k, v = (torch.cat([step[i] for step in seen]).transpose(0, 1)[None] for i in (2, 3))
+        whole = k.shape[2] // UNIT * UNIT
+        assert whole == 96
+        scheme = kvcodec.get("kivi-4")
+        own = LayerCache(kvcodec.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
+        own.append(k[:, :, :whole].half(), v[:, :, :whole].half())
+        store, cache = own.store, layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
+        assert store is not None
+        held = PageStore(store.layout, 1, 2, cache.device)
+        held.pages, held.table = cache.flatten(2), seen[-1][-1][None, :2]
+        for role in ROLES:
+            for name, field in store.read(role, 0, whole).items():
+                assert torch.equal(held.read(role, 0, whole)[name], field), (role, name)
+
+
+def test_preemption_loses_nothing(alone: Any, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool for fewer tokens than the requests grow to."""
+    want, solo = alone("kivi-2")
+    with (
+        watched(monkeypatch) as seen,
+        engine(
+            llama.folder,
+            {"preset": "kivi-2", **BARE},
+            block_size=32,
+            num_gpu_blocks_override=9,
+            max_model_len=128,
+            max_num_batched_tokens=24,
+        ) as llm,
+    ):
+        assert generate(llm, IDS, 40) == want
+        assert metric(llm, "num_preemptions") > 0
+    same(seen, solo)
+
+
+def test_cancelled_requests_leave_their_slots(alone: Any, llama: Any) -> None:
+    from vllm import SamplingParams
+
+    want, _ = alone("kivi-2")
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    with engine(llama.folder, {"preset": "kivi-2", **BARE}, block_size=32, max_num_seqs=2) as llm:
+        for turn in range(6):
+            llm.llm_engine.add_request(f"gone {turn}", {"prompt_token_ids": IDS[turn % 4]}, greedy)
+            llm.llm_engine.add_request(f"kept {turn}", {"prompt_token_ids": IDS[(turn + 1) % 4]}, greedy)
+            ended = []
+            for step in range(60):
+                ended += [out for out in llm.llm_engine.step() if out.finished]
+                if step == 3 + turn:
+                    llm.llm_engine.abort_request([f"gone {turn}"])
+                if not llm.llm_engine.has_unfinished_requests():
+                    break
+            (kept,) = [out for out in ended if out.request_id.startswith("kept")]
+            assert list(kept.outputs[0].token_ids) == want[(turn + 1) % 4]
+
+
+REFUSED = {
+    "dense window": ({"preset": "kivi-2"}, {}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
+    "statistics": ({"preset": "innerq-base", **BARE}, {}, r"each sequence's own tokens.*run kvcodec fit"),
+    "block size": (
+        {"preset": "kivi-2", "window": 0},
+        {"block_size": 48},
+        r"--block-size 48; kivi-2.* encodes 32 tokens together and pages are multiples of 32 tokens, give one of these",
+    ),
+    "connector": (
+        {"preset": "kivi-2", "window": 0},
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        r"holds unfinished groups outside of blocks.*; switch the connector off",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_engine_does_not_start(case: str, llama: Any) -> None:
+    given, options, sentence = REFUSED[case]
+    with pytest.raises(KVError, match=sentence) as error, engine(llama.folder, given, **options):
+        pass
+    assert "\n" not in str(error.value)
