@@ -11,6 +11,7 @@ import kvcodec
 from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES, roundtrip
 from kvcodec.errors import KVError
+from kvcodec.mix import LayerChoice, write_recipe
 from kvcodec.pages import PageStore
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
@@ -166,6 +167,21 @@ def test_preemption_loses_nothing(alone: Any, llama: Any, monkeypatch: pytest.Mo
         assert generate(llm, IDS, 40) == want
         assert metric(llm, "num_preemptions") > 0
     same(seen, solo)
+
+
+@pytest.mark.nightly
+def test_layers_of_both_kinds_share_blocks(llama: Any, tmp_path: Any) -> None:
+    """A recipe: layers with slots beside layers whose pages hold every token."""
+    kinds = ("saw-int4", "kivi-2:window=0", "innerq-base:norm=false,window=0,sink=0")
+    recipe = tmp_path / "both.json"
+    write_recipe(recipe, [LayerChoice(kinds[i % 3], kinds[i % 3]) for i in range(6)])
+    given = {"preset": str(recipe)}
+    with engine(llama.folder, given, block_size=64, enable_prefix_caching=False) as llm:
+        want = [generate(llm, [ids], 40)[0] for ids in IDS]
+    with engine(llama.folder, given, max_num_batched_tokens=13, max_num_seqs=3, block_size=32) as llm:
+        for _ in range(2):
+            assert generate(llm, IDS, 40) == want
+        assert metric(llm, "prefix_cache_hits") > 0
 
 
 def test_cancelled_requests_leave_their_slots(alone: Any, llama: Any) -> None:
