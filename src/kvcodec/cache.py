@@ -30,6 +30,7 @@ class RoleState:
         self.sink: Tensor | None = None
         self.window: Tensor | None = None
         self.runs: list[tuple[int, int]] = []
+        self.remembered: Tensor | None = None
 
     @property
     def encoded(self) -> int:
@@ -86,6 +87,9 @@ class LayerCache:
         Tokens to allocate pages for at once; 0 grows on demand.
     first_head : int
         The model's number of KV head 0 here, ``Site.first_head``.
+    remember : bool
+        Keep what was decoded, so that every slot is decoded once: for evaluations, where time counts and memory does
+        not. What is remembered is not among ``tensors()``; a cache that saves memory never sets it.
 
     Examples
     --------
@@ -107,6 +111,7 @@ class LayerCache:
         page_tokens: int | None = None,
         capacity: int = 0,
         first_head: int = 0,
+        remember: bool = False,
     ) -> None:
         if not isinstance(scheme, KVScheme):
             raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass kvcodec.get({str(scheme)!r}).")
@@ -115,6 +120,7 @@ class LayerCache:
         self.scheme, self.layer, self.seed = scheme, layer, seed
         self.fitted = params or {}
         self.page_tokens, self.reserve, self.first_head = page_tokens, capacity, first_head
+        self.remember = remember
         self.reset()
 
     def reset(self) -> None:
@@ -242,6 +248,7 @@ class LayerCache:
         if self.store is None:
             raise UnsupportedError("look_at: the shapes are unknown; append keys and values of no tokens first.")
         self.store.layout, self.store.pages, self.store.table = layout, pages, table
+        self._forget_decoded()
         for state in self.roles.values():
             state.runs = [(first, last)] if first < last else []
         self.length = last - first
@@ -289,13 +296,29 @@ class LayerCache:
         for a, b in state.runs:
             lo, hi = max(first - at, 0), min(last - at, b - a)
             if lo < hi:
-                parts.append(self._decode_slots(state, a + lo, a + hi))
+                decode = self._recall if self.remember else self._decode_slots
+                parts.append(decode(state, a + lo, a + hi))
             at += b - a
         if last > at:
             parts.append(window[:, :, max(first - at, 0) : last - at].to(self._dtype))
         if not parts:
             return window[:, :, :0].to(self._dtype)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def _recall(self, state: RoleState, first: int, last: int) -> Tensor:
+        """``_decode_slots`` of slots that were not decoded before, joined to those that were."""
+        known = state.remembered
+        held = 0 if known is None else known.shape[2]
+        if last > held:
+            new = self._decode_slots(state, held, last)
+            state.remembered = known = new if known is None else torch.cat([known, new], 2)
+        assert known is not None
+        return known[:, :, first:last]
+
+    def _forget_decoded(self) -> None:
+        """Slots mean other tokens from now on."""
+        for state in self.roles.values():
+            state.remembered = None
 
     def _decode_slots(self, state: RoleState, first: int, last: int) -> Tensor:
         assert self.store is not None
@@ -346,6 +369,7 @@ class LayerCache:
     def _remove(self, first: int, last: int) -> None:
         if first == last or self.store is None:
             return
+        self._forget_decoded()
         for state in self.roles.values():
             sink, window = state.dense("sink"), state.dense("window")
             s, e = sink.shape[2], state.encoded
@@ -386,6 +410,7 @@ class LayerCache:
                 f"select: {index.tolist()} does not fit a batch of {self.batch}; pass 0..{self.batch - 1}."
             )
         batch = self.batch
+        self._forget_decoded()
         for state in self.roles.values():
             state.sink = state.dense("sink").index_select(0, index)
             state.window = state.dense("window").index_select(0, index)

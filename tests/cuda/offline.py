@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -151,6 +152,16 @@ def _compiled(source: str, arch: int, fma: bool) -> dict[str, Kernel]:
         name: Kernel(name, *_usage(usage, name), *_code(body))
         for name, body in re.findall(r"^\s*\.section\s+\.text\.(\w+),(.*?)(?=^\s*\.section\s|\Z)", text, re.M | re.S)
     }
+
+
+def architectures_in_turn(items: Iterable[Any]) -> list[Any]:
+    """Parameters with an architecture behind them: all with 90, every other with 80 or 100; the rest is ``wide``."""
+    made = []
+    for i, item in enumerate(items):
+        for arch in ARCHITECTURES:
+            marks = [] if arch == 90 or i % 4 == {80: 0, 100: 2}[arch] else [pytest.mark.wide]
+            made.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), arch, marks=marks))
+    return made
 
 
 def _tool(name: str) -> str:

@@ -1,21 +1,29 @@
 """The decode kernel with saw-int4: every option of the call, every place where a sequence may begin or end."""
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check
+from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+# what CASES has only together
+APART = (
+    Case((130, 7, 64), heads=2, group=8),
+    Case((33, 96, 31), start=(3, 95, 0), group=12, splits=2),
+    Case((128, 40), softcap=20.0, sinks=True, scale=0.3, group=5),
+    Case((128, 40), softcap=20.0, splits=2),
+    Case((250, 17, 0), splits=13, dense=(3, 0, 1)),
+    Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=7),
+)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options(dim: int, options: dict[str, Any]) -> None:
-    check(SAW, SAW, dim, Case(**options))
+def test_options(dim: int) -> None:
+    check_all(SAW, SAW, dim, (*CASES, *(APART if dim in (96, 128) else ())))
 
 
 @pytest.mark.parametrize(
@@ -41,13 +49,9 @@ def test_a_wrong_basis_shows(role: str) -> None:
 
 @pytest.mark.parametrize("group", [4, 7])
 def test_dtypes(group: int) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        case = Case(
-            lens=(33, 70),
-            group=group,
-            dense=(3, 4),
-            q_dtype=dtype,
-            out_dtype=dtype,
-            dense_dtype=dtype if dtype != torch.float32 else torch.float16,
-        )
-        check(SAW, SAW, 64, case, tolerance=2)
+    case = Case(lens=(33, 70), group=group, dense=(3, 4))
+    cases = [
+        replace(case, q_dtype=dtype, out_dtype=dtype, dense_dtype=torch.float16 if dtype == torch.float32 else dtype)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    ]
+    check_all(SAW, SAW, 64, cases, tolerance=2)

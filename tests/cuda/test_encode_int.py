@@ -20,9 +20,9 @@ from kvcodec.layout import Field, Layout, PageLayout
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.pages import PageStore
 from tests.cuda import harness
+from tests.cuda.decode_cases import two_dims_in_turn
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (64, 96, 128, pytest.param(192, marks=pytest.mark.wide), 256)
 
 
 class Side(ctypes.Structure):
@@ -116,7 +116,7 @@ def _tokens_innerq(bits: int, reading: Any, hybrid: bool = False, factor: str = 
 
 
 ROWS: dict[str, Sequence[Callable[[int], Case]]] = {
-    "int": [_group_int(b, g) for b in (2, 3, 4, 8) for g in (0, 32)],
+    "int": [_group_int(b, 0) for b in (2, 3, 4, 8)],
     "int-groups": [_group_int(4, g) for g in (4, 8, 16, 64, 96)] + [_group_int(2, g) for g in (1, 6, 20, 48)],
     "int-symmetric": [_group_int(b, g, True) for b, g in ((2, 32), (3, 32), (3, 0), (4, 32), (4, 0), (8, 0), (3, 40))],
     "saw": [_saw(False), _saw(), _saw(block=2), _saw(block=8), _saw(block=16), _saw(zero="float")],
@@ -130,6 +130,8 @@ ROWS: dict[str, Sequence[Callable[[int], Case]]] = {
         *(_innerq(2, "full"), _innerq(3, "literal", "FACTOR_INVERSE"), _innerq(3, "literal", "FACTOR_OVER")),
     ],
 }
+# values of kivi and the like, with codes woven or not: by their width, and by whether 128 divides head_dim
+OFTEN = [_group_int(b, 32) for b in (2, 3, 4, 8)]
 BLOCKS: dict[str, Sequence[Callable[[int], Case]]] = {
     "kivi": [_tokens_int(2), _tokens_int(3), _tokens_int(4), _tokens_int(8), _tokens_int(4, symmetric=True)],
     "kivi-groups": [_tokens_int(2, 16), _tokens_int(3, 64), _tokens_int(2, 4), _tokens_int(2, 20)],
@@ -310,10 +312,11 @@ def _token_rows(dim: int, dtype: torch.dtype, groups: int, group: int) -> Tensor
     return pool.view(2, groups, dim, group).transpose(2, 3).reshape(2, groups * group, dim).contiguous()
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("family", ROWS)
+@pytest.mark.parametrize(
+    ("family", "dim"), [("often", 96), ("often", 128), ("often", 256), *two_dims_in_turn(ROWS, (64, 96, 192))]
+)
 def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
-    cases = [make(dim) for make in ROWS[family]]
+    cases = [make(dim) for make in ROWS.get(family, OFTEN)]
     library = _library(cases)
     for i, case in enumerate(cases):
         for kind, dtype in enumerate(KINDS):
@@ -325,8 +328,7 @@ def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
             _check(library, i, case, call, _params(case, x, 1))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize(("family", "dim"), two_dims_in_turn(BLOCKS, (64, 96, 192)))
 def test_blocks_of_tokens_have_the_reference_bytes(family: str, dim: int) -> None:
     cases = [make(dim) for make in BLOCKS[family]]
     library = _library(cases)
@@ -340,10 +342,11 @@ def test_blocks_of_tokens_have_the_reference_bytes(family: str, dim: int) -> Non
             _check(library, i, case, call, _params(case, x, 1))
 
 
-@pytest.mark.parametrize("family", [*ROWS, *BLOCKS])
-def test_bad_rows_become_zeros_and_raise_the_flag(family: str) -> None:
-    makers = {**ROWS, **BLOCKS}[family]
-    cases = [makers[0](128), makers[-1](128)]
+EACH = (OFTEN, *ROWS.values(), *BLOCKS.values())
+
+
+def test_bad_rows_become_zeros_and_raise_the_flag() -> None:
+    cases = [make(128) for makers in EACH for make in (makers[0], makers[-1])]
     library = _library(cases)
     for i, case in enumerate(cases):
         unit = case.codec.block_tokens
@@ -357,15 +360,14 @@ def test_bad_rows_become_zeros_and_raise_the_flag(family: str) -> None:
             assert _check(library, i, case, call, _params(case, x, 2)) == 1
 
 
-@pytest.mark.parametrize("family", [*ROWS, *BLOCKS])
-def test_tokens_past_the_capacity_are_not_written(family: str) -> None:
-    makers = {**ROWS, **BLOCKS}[family]
-    case = makers[0](64)
-    library = _library([case])
-    unit = case.codec.block_tokens
-    x = torch.randn(3, 1, 3 * unit, 64, generator=torch.Generator().manual_seed(2)).half()
-    call = Call(x, [(32 - unit) // unit * unit, 0, 32], 32, 1)
-    assert _check(library, 0, case, call, _params(case, x, 3)) == 2
+def test_tokens_past_the_capacity_are_not_written() -> None:
+    cases = [makers[0](64) for makers in EACH]
+    library = _library(cases)
+    for i, case in enumerate(cases):
+        unit = case.codec.block_tokens
+        x = torch.randn(3, 1, 3 * unit, 64, generator=torch.Generator().manual_seed(2)).half()
+        call = Call(x, [(32 - unit) // unit * unit, 0, 32], 32, 1)
+        assert _check(library, i, case, call, _params(case, x, 3)) == 2
 
 
 def test_appending_one_token_to_many_sequences_and_strides() -> None:
@@ -467,7 +469,7 @@ template <int D> struct Rounded {
 """
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [96, 128, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 192, 256))])
 def test_rows_shared_by_a_whole_warp(dim: int) -> None:
     order = power_of_two_divisor(dim)
     case = Case(Rounded(), f"Role<Rounded<{dim}>, {order}, FACTOR_TIMES>", factor="FACTOR_TIMES")

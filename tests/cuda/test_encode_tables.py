@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from kvcodec.cuda.hqmq_tables import MOST_PAIRS, PAIRS, SIDE, cell_rivals
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from tests.cuda.harness import Out, build, same_for_any_order
-from tests.cuda.offline import ARCHITECTURES, Loop, compile_kernels, opcode
+from tests.cuda.offline import Loop, architectures_in_turn, compile_kernels, opcode
 
 HEADS, PAGE = 2, 16
 
@@ -167,7 +167,13 @@ def random_rows(tokens: int, dim: int, seed: int = 0, heads: int = HEADS) -> Ten
 DIMS = (64, 96, 128, 192, 256)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+def dims(other: int) -> Any:
+    """128 and another; the rest is for wide runs."""
+    wide = [pytest.mark.wide]
+    return pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d in (128, other) else wide) for d in DIMS])
+
+
+@dims(96)
 def test_turboquant(dim: int) -> None:
     codecs = [TurboQuant(bits, norm) for bits in range(1, 7) for norm in ("fp16", "fp32")]
     encoders = Encoders(codecs, dim)
@@ -178,7 +184,7 @@ def test_turboquant(dim: int) -> None:
     encoders.check(TurboQuant(3), tiny, seed=1)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@dims(64)
 def test_ultra_tq(dim: int) -> None:
     codecs = [UltraTQ(norm, table) for norm in ("token", "block") for table in ("gaussian", "sphere")]
     encoders = Encoders(codecs, dim)
@@ -187,7 +193,7 @@ def test_ultra_tq(dim: int) -> None:
         encoders.check(codec, random_rows(48, dim) * torch.logspace(-30, 0, 48)[:, None])
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@dims(192)
 def test_octopus(dim: int) -> None:
     codecs = [Octopus(*bits) for bits in ((1, 1), (3, 1), (4, 2), (5, 3), (3, 2), (5, 4), (2, 6))]
     codecs.append(Octopus(4, 3, norm="fp32"))
@@ -205,7 +211,7 @@ def test_octopus_with_other_candidates(rounding: Literal["scalar", "local_2x2", 
         encoders.check(codec, random_rows(13, 128).half())
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@dims(96)
 def test_hqmq(dim: int) -> None:
     pairs: tuple[tuple[int, int], ...] = ((24, 3), (96, 4), (24, 4), (96, 6))
     if dim in (64, 128):
@@ -217,7 +223,7 @@ def test_hqmq(dim: int) -> None:
     encoders.check(codecs[1], random_rows(48, dim) * torch.logspace(-44, 0, 48)[:, None], seed=1)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@dims(256)
 def test_qjl(dim: int) -> None:
     codecs = [TurboQuantQJL(3), TurboQuantQJL(2, "fp32"), OctopusQJL(5, 3), OctopusQJL(4, 2), OctopusQJL(1, 1)]
     encoders = Encoders(codecs, dim)
@@ -226,7 +232,7 @@ def test_qjl(dim: int) -> None:
     encoders.check(codecs[2], random_rows(24, dim) * torch.logspace(-44, 0, 24)[:, None], seed=1)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@dims(64)
 def test_hqmq_with_outliers(dim: int) -> None:
     codecs = [Med(Hqmq(96, 4), 3, 2), Med(Hqmq(24, 3), 1, 5)]
     encoders = Encoders(codecs, dim)
@@ -384,8 +390,7 @@ TIMES = {Octopus(5, 3): 6, Hqmq(96, 4): 6}
 """Turns of inner loops: six runs of eight triplets; twelve products, the longest list of 32 random chunks."""
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("codec", BUDGETS, ids=lambda codec: type(codec).__name__)
+@pytest.mark.parametrize(("codec", "arch"), architectures_in_turn(BUDGETS))
 def test_machine_code(codec: Codec, arch: int) -> None:
     encoder = row_encoder(codec, 128)
     assert encoder is not None

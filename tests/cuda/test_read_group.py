@@ -12,8 +12,8 @@ from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
 from tests.cuda import decode_cases
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check, each_in_turn
-from tests.cuda.offline import ARCHITECTURES, compile_kernels, mix
+from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
+from tests.cuda.offline import architectures_in_turn, compile_kernels, mix
 
 
 def _int(bits: int, symmetric: bool = False) -> Side:
@@ -70,8 +70,7 @@ DIMS = (128, 64, 96, 256)
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))
 def test_reader(name: str, dim: int) -> None:
     key, value = PAIRS[name]
-    for options in OPTIONS:
-        check(key, value, dim, Case(**options), tolerance=2)
+    check_all(key, value, dim, CASES, tolerance=2)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +78,7 @@ def test_reader(name: str, dim: int) -> None:
 )
 def test_woven_order(name: str, dim: int) -> None:
     """Where the head dimension is a multiple of 128."""
-    for options in OPTIONS[::2] if dim == 256 else OPTIONS:
-        check(*PAIRS[name], dim, Case(**options), tolerance=2)
+    check_all(*PAIRS[name], dim, CASES[::2] if dim == 256 else CASES, tolerance=2)
 
 
 @pytest.mark.parametrize("values", [2.0**-16, 1e-3, 1e4])
@@ -101,7 +99,7 @@ def test_geometries(name: str, geometry: Geometry) -> None:
 
 
 def test_dense_tokens_among_the_codes_of_seven_heads() -> None:
-    check(_tokens(2), _group(2), 128, Case(**{**OPTIONS[4], "group": 7}))
+    check(_tokens(2), _group(2), 128, replace(CASES[4], group=7, softcap=0.0))
 
 
 def test_hybrid_values_with_offsets() -> None:
@@ -176,8 +174,7 @@ KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
 BUDGETS = {2: 2.07, 4: 2.4}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("bits", BUDGETS)
+@pytest.mark.parametrize(("bits", "arch"), architectures_in_turn(BUDGETS))
 def test_machine_code_of_kivi(bits: int, arch: int) -> None:
     kernel = compile_kernels(_PROGRAM.format(bits=bits), arch)["decode"]
     assert kernel.spills() == []

@@ -1,22 +1,24 @@
 """Readers of turboquant, ultra-tq's keys and ultraquant: every code as the codec decodes it, and the whole kernel."""
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Role, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.cuda.tables import level_table, turboquant_table, ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check, each_in_turn
+from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn, two_dims_in_turn
 from tests.cuda.harness import Out, build
-from tests.cuda.offline import ARCHITECTURES, compile_kernels, mix
+from tests.cuda.offline import architectures_in_turn, compile_kernels, mix
 
 DIMS = (64, 96, 128, 256)
 TOKENS = 256
@@ -124,10 +126,8 @@ def close(got: Tensor, want: Tensor, relative: float) -> None:
     assert bool((off <= 0).all()), f"{int((off > 0).sum())} numbers, worst {float((got - want).abs().max()):.3g}"
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("role", ["key", "value"])
-def test_turboquant_codes(dim: int, bits: int, role: Role) -> None:
+@pytest.mark.parametrize(("bits", "dim"), two_dims_in_turn((1, 2, 3, 4, 5, 6)))
+def test_turboquant_codes(dim: int, bits: int) -> None:
     codec = TurboQuant(bits, "fp32" if bits == 3 else "fp16")
     params = fitted(codec, dim)
     payload = {
@@ -135,12 +135,12 @@ def test_turboquant_codes(dim: int, bits: int, role: Role) -> None:
         "norm": norms(1, torch.float32 if bits == 3 else torch.float16),
     }
     reader = f"ReadTurboQuant<{dim}, {bits}, {str(bits == 3).lower()}>"
-    got = unpacked(reader, "read_levels.cuh", dim, role, codec, payload, turboquant_table(params, dim))
-    close(got, codec.decode(payload, params)[0, 0], 2.0**-11 + 2.0**-20)
+    for role in ROLES:
+        got = unpacked(reader, "read_levels.cuh", dim, role, codec, payload, turboquant_table(params, dim))
+        close(got, codec.decode(payload, params)[0, 0], 2.0**-11 + 2.0**-20)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("norm", ["token", "block"])
+@pytest.mark.parametrize(("norm", "dim"), two_dims_in_turn(("token", "block")))
 def test_ultra_tq_codes(dim: int, norm: Any) -> None:
     codec = UltraTQ(norm, "calibrated")
     params = fitted(codec, dim)
@@ -161,8 +161,7 @@ def exponents(dim: int, low: int, high: int, spread: int = 300) -> Tensor:
     return torch.where(torch.rand(scale.shape, generator=rng) < 0.05, 0, scale).to(torch.uint8)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("way", ["OWN", "NONE", "value"])
+@pytest.mark.parametrize(("way", "dim"), two_dims_in_turn(("OWN", "NONE", "value")))
 def test_ultraquant_codes(dim: int, way: str) -> None:
     """Bits are exact: by table between 2^-17 and 2^13, in registers within 2^23 of a token's largest scale."""
     codec = UltraQuant()
@@ -175,8 +174,7 @@ def test_ultraquant_codes(dim: int, way: str) -> None:
     assert torch.equal(got, codec.decode(payload, {})[0, 0])
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize(("role", "dim"), two_dims_in_turn(ROLES))
 def test_ultraquant_real_scales(dim: int, role: Role) -> None:
     codec = UltraQuant(role == "key", scale="real")
     payload = {"codes": all_bytes(dim, dim // 2), "scale": norms(dim // 32)}
@@ -247,7 +245,7 @@ PAIRS = {
     "ultra-tq": (ultra_tq("token"), INTS),
     "ultraquant": (ultraquant("key", "NONE"), ultraquant("value", "OWN")),
 }
-# other widths, scales and ways to look up: fewer shapes
+# other widths, scales and ways to look up: fewer cases
 OTHERS = {
     **{f"turboquant-{b}": (turboquant(b), turboquant(b, borrows=True)) for b in (1, 5, 6)},
     "turboquant-3 fp32": (turboquant(3, norm="fp32"), turboquant(3, norm="fp32")),
@@ -259,29 +257,24 @@ OTHERS = {
 }
 
 
-def agree(pair: tuple[Side, Side], dim: int, options: dict[str, Any]) -> None:
+def agree(pair: tuple[Side, Side], dim: int, cases: Sequence[Case]) -> None:
     """Within twice the error of attention in bf16.
 
     Rows that differ by 2^12 would have logits of 150, of which queries rounded to fp16 lose 0.03 wherever they are
     rotated, while bf16 may be exact on E2M1 keys: the scale brings them down to 5.
     """
-    if options.get("spread"):
-        options = {**options, "scale": dim**-0.5 / 32}
-    check(*pair, dim, Case(**options), tolerance=2)
+    cases = [replace(case, scale=dim**-0.5 / 32) if case.spread else case for case in cases]
+    check_all(*pair, dim, cases, tolerance=2)
 
 
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))
 def test_decode(name: str, dim: int) -> None:
-    for options in OPTIONS:
-        agree(PAIRS[name], dim, options)
+    agree(PAIRS[name], dim, CASES)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_decode_other_options(name: str) -> None:
-    for options in OPTIONS[1], OPTIONS[6]:
-        agree(OTHERS[name], 96, options)
-    for options in OPTIONS[2], OPTIONS[4]:
-        agree(OTHERS[name], 128, options)
+@pytest.mark.parametrize(("name", "dim"), each_in_turn(OTHERS, (96, 128)))
+def test_decode_other_options(name: str, dim: int) -> None:
+    agree(OTHERS[name], dim, (CASES[1], CASES[2], CASES[4], CASES[6]))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -309,8 +302,7 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(("name", "arch"), architectures_in_turn(BUDGETS))
 def test_machine_code(name: str, arch: int) -> None:
     key, value = {**PAIRS, **OTHERS}[name]
     source = _PROGRAM.format(key=key, value=value, k=key.reader.format(D=128), v=value.reader.format(D=128))

@@ -17,8 +17,8 @@ from kvcodec.cuda.outliers import SHARED_BLOCK, WARPS
 from kvcodec.cuda.pairs import H200, Config, config_for, pair_for
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda import decode_cases
-from tests.cuda.decode_cases import OPTIONS, Case, Geometry, Side, check, each_in_turn
-from tests.cuda.offline import ARCHITECTURES, Kernel, compile_kernels, opcode
+from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
+from tests.cuda.offline import Kernel, architectures_in_turn, compile_kernels, opcode
 from tests.cuda.test_operators import fill
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
@@ -50,15 +50,14 @@ def med(codec: Codec, dim: int, role: Role | None) -> Side:
     )
 
 
-def check_both(codec: Codec, dim: int, case: Case, **options: Any) -> None:
+def check_both(codec: Codec, dim: int, *cases: Case, geometry: Geometry | None = None) -> None:
     # two keys may nearly tie, and chance says whose rounding tells them apart better
-    check(med(codec, dim, "key"), med(codec, dim, "value"), dim, case, tolerance=2.0, **options)
+    check_all(med(codec, dim, "key"), med(codec, dim, "value"), dim, cases, geometry, tolerance=2.0)
 
 
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96)))
 def test_decode(name: str, dim: int) -> None:
-    for options in OPTIONS:
-        check_both(CODECS[name], dim, Case(**options))
+    check_both(CODECS[name], dim, *CASES)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +78,7 @@ def test_geometries_and_orders(name: str, dim: int, geometry: Geometry) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_beside_another_codec(role: Role) -> None:
     side = med(CODECS["hqmq"], 64, None)
-    for options in OPTIONS[:5]:
-        check(*((side, SAW) if role == "key" else (SAW, side)), 64, Case(**options), tolerance=2.0)
+    check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES[:5], tolerance=2.0)
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -105,8 +103,7 @@ def test_tokens_of_nothing_but_outliers(name: str, monkeypatch: pytest.MonkeyPat
     patched(monkeypatch, change)
     codec = replace(CODECS[name], c=0.1, slots=1)
     for lens in ((40, 33), (64, 130)):
-        check_both(codec, 64, Case(lens=lens))
-        check_both(codec, 64, Case(lens=lens, dense=(3, 0), splits=2))
+        check_both(codec, 64, Case(lens=lens), Case(lens=lens, dense=(3, 0), splits=2))
 
 
 @pytest.mark.parametrize("name", ["hqmq", "hqmq-s96_r4", "int-8"])
@@ -207,10 +204,9 @@ def compiled(codec: Codec, config: Config, arch: int) -> Kernel:
     return compile_kernels(attention.program(pair, config).source, arch)["kv_decode"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("codec", "products", "most"),
-    [(Med(Hqmq(24, 3)), 24, (3.5, 4.1, 4.8)), (Med(GroupInt(4, 0)), 24, (1.9, 2.7, 3.7))],
+    ("codec", "products", "most", "arch"),
+    architectures_in_turn([(Med(Hqmq(24, 3)), 24, (3.5, 4.1, 4.8)), (Med(GroupInt(4, 0)), 24, (1.9, 2.7, 3.7))]),
     ids=str,
 )
 def test_machine_code(codec: Codec, products: int, most: tuple[float, float, float], arch: int) -> None:

@@ -1,12 +1,13 @@
 """Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Role, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
@@ -21,8 +22,8 @@ from kvcodec.cuda.tables_vector import (
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.parts import pack_parts
 from tests.cuda import harness
-from tests.cuda.decode_cases import OPTIONS, Case, Side, check, each_in_turn
-from tests.cuda.offline import ARCHITECTURES, compile_kernels
+from tests.cuda.decode_cases import CASES, Side, check_all, each_in_turn, two_dims_in_turn
+from tests.cuda.offline import architectures_in_turn, compile_kernels
 
 DIMS = [64, 96, 128, 192, 256]
 
@@ -124,8 +125,8 @@ KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Cha
 }}
 using K = {key};
 using V = {value};
-KV_KERNEL void unpack(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
-                      float* values) {{
+template <bool DEAD>
+KV_DEV void both(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys, float* values) {{
   KV_DYNAMIC_SHARED(shared);
   const kv::Planes<K, {tokens}> planes{{tile}};
   const int lane = kv::thread() % 32, warp = kv::thread() / 32;
@@ -136,20 +137,29 @@ KV_KERNEL void unpack(const uint8_t* tile, const uint8_t* k_source, const uint8_
     int at = token + lane / 4;
     uint32_t k[K::K_REGS], v[V::V_REGS];
     float unit[1];
-    kv::Unpacks<K, {dead}>::Reader::keys(planes, shared, at, lane % 4, lane, k);
+    kv::Unpacks<K, DEAD>::Reader::keys(planes, shared, at, lane % 4, lane, k);
     K::k_scales(planes, at, unit);
     store(keys + at * {D}, lane % 4, k, unit[0] * K::K_SCALE_UNIT, K::k_channel, K::k_weight);
     for (int odd = 0; odd < 2; ++odd) {{
       at = token + lane % 4 * 2 + odd;
-      kv::Unpacks<V, {dead}>::Reader::values(planes, shared + K::TABLE, at, lane / 4, lane, v);
+      kv::Unpacks<V, DEAD>::Reader::values(planes, shared + K::TABLE, at, lane / 4, lane, v);
       store(values + at * {D}, lane / 4, v, V::v_scale(planes, at), V::v_channel, V::v_weight);
     }}
   }}
 }}
-extern "C" void run(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+KV_KERNEL void alive(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                     float* values) {{
+  both<false>(tile, k_source, v_source, keys, values);
+}}
+KV_KERNEL void dead(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
                     float* values) {{
-  constexpr int TABLES = K::TABLE + V::TABLE, BYTES = {dead} ? TABLES : kv::with_reach<K, V>(TABLES);
-  kv::launch(1, 1, 1, 64, BYTES, unpack, tile, k_source, v_source, keys, values);
+  both<true>(tile, k_source, v_source, keys, values);
+}}
+extern "C" void run(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                    float* values, int64_t slots) {{
+  constexpr int TABLES = K::TABLE + V::TABLE;
+  if (slots) kv::launch(1, 1, 1, 64, TABLES, dead, tile, k_source, v_source, keys, values);
+  else kv::launch(1, 1, 1, 64, kv::with_reach<K, V>(TABLES), alive, tile, k_source, v_source, keys, values);
 }}
 """
 
@@ -162,10 +172,10 @@ def unpacked_pair(
     ``dead``: as tiles with dead slots are read, and no shared memory but the tables.
     """
     readers = {role: hqmq_reader(codec, dim, role) for role in ("key", "value")}
-    lib = harness.build(PAIR.format(tokens=tokens, D=dim, dead=str(dead).lower(), **readers))
+    lib = harness.build(PAIR.format(tokens=tokens, D=dim, **readers))
     keys, values = torch.full((2, tokens, dim), -1.0)
     sources = [hqmq_tables(constants)[:1] for constants in params]
-    lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values))
+    lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values), int(dead))
     return torch.stack([keys, values])
 
 
@@ -194,8 +204,7 @@ OCTOPUS = [
 ]
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("codec", OCTOPUS, ids=lambda c: f"{c.direction_bits}-{c.norm_bits}")
+@pytest.mark.parametrize(("codec", "dim"), two_dims_in_turn(OCTOPUS, (64, 96, 192)), ids=str)
 def test_octopus_codes(codec: Octopus, dim: int) -> None:
     params = codec.fit(Site(1, "key", 1, dim))
     codes, tokens = codes_everywhere(2**codec.code_bits, -(-dim // 3))
@@ -210,6 +219,7 @@ def test_octopus_codes(codec: Octopus, dim: int) -> None:
     steps = 1 if codec.code_bits <= JOINT_BITS else 3  # a direction, a length and their product are rounded
     scale = norm[0, 0].float()
     torch.testing.assert_close(got / scale, want / scale, rtol=steps * 2.0**-11 * 1.001, atol=1e-6)
+    unpacked(codec, dim, None, params, tokens, "key")  # dead slots hold any bits: reads outside of shared memory fault
 
 
 HQMQ = [Hqmq(s, r, codebook="int8" if (s, r) == (48, 3) else "fp16") for s in SIZES for r in RADII]
@@ -229,12 +239,13 @@ def assert_decoded(codec: Hqmq, payload: Payload, params: Params, got: Tensor) -
     torch.testing.assert_close(got / scale, want, rtol=2.0**-11 * (rounded + 0.001), atol=2.0**-14)
 
 
-@pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS), ids=str)
-def test_hqmq_codes(codec: Hqmq, dim: int, role: Role) -> None:
-    params = codec.fit(Site(1, role, 1, dim))
-    payload, tokens = hqmq_payload(codec, dim)
-    assert_decoded(codec, payload, params, unpacked(codec, dim, payload, params, tokens, role))
+def test_hqmq_codes(codec: Hqmq, dim: int) -> None:
+    for role in ROLES:
+        params = codec.fit(Site(1, role, 1, dim))
+        payload, tokens = hqmq_payload(codec, dim)
+        assert_decoded(codec, payload, params, unpacked(codec, dim, payload, params, tokens, role))
+        unpacked(codec, dim, None, params, tokens, role)  # any bits
 
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS[::-1]), ids=str)
@@ -242,23 +253,12 @@ def test_hqmq_codes_of_both_roles(codec: Hqmq, dim: int) -> None:
     """Tables of keys and values beside each other; other ones, so that none stands in for the other."""
     params = codec.fit(Site(1, "key", 1, dim)), codec.fit(Site(1, "value", 1, dim))
     payload, tokens = hqmq_payload(codec, dim)
-    for constants, got in zip(params, unpacked_pair(codec, dim, payload, params, tokens), strict=True):
-        assert_decoded(codec, payload, constants, got)
-    if codec.s == 24:  # the tables that are woven, read as where slots are dead
-        bounded = unpacked_pair(codec, dim, payload, params, tokens, dead=True)
-        for constants, got in zip(params, bounded, strict=True):
-            assert_decoded(codec, payload, constants, got)
-
-
-@pytest.mark.parametrize("codec", [*OCTOPUS[:3], *HQMQ[:3], Hqmq(48, 4), Hqmq(96, 4), Hqmq(192, 6)], ids=str)
-def test_any_bits_stay_inside(codec: Codec) -> None:
-    """Dead slots: the emulator faults on reads outside of shared memory."""
-    params = codec.fit(Site(1, "key", 1, 96))
-    unpacked(codec, 96, None, params, 64, "key")
-    if isinstance(codec, Hqmq):
-        unpacked(codec, 96, None, params, 64, "value")
-        unpacked_pair(codec, 96, None, (params, params), 64)
-        unpacked_pair(codec, 96, None, (params, params), 64, dead=True)
+    for dead in (False, True):
+        if codec.s == 24 or not dead:  # the tables that are woven, read as where slots are dead
+            both = unpacked_pair(codec, dim, payload, params, tokens, dead)
+            for constants, got in zip(params, both, strict=True):
+                assert_decoded(codec, payload, constants, got)
+        unpacked_pair(codec, dim, None, params, tokens, dead)
 
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
@@ -282,25 +282,22 @@ def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 256]), ids=str)
 def test_octopus_decode(codec: Octopus, dim: int) -> None:
-    for options in OPTIONS:
-        check(octopus_side(codec), SAW, dim, Case(**options))
+    check_all(octopus_side(codec), SAW, dim, CASES)
 
 
 @pytest.mark.parametrize(
     ("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192, 24), (3, 4, 4, 6, 4)), (64, 96, 128, 256))
 )
 def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
-    for options in OPTIONS:
-        # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
-        tolerance = 2.0 if "spread" in options else 1.0
-        check(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, Case(**options), tolerance=tolerance)
+    # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
+    cases = [replace(case, slack=2.0) if case.spread else case for case in CASES]
+    check_all(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, cases)
 
 
 @pytest.mark.parametrize("role", ["key", "value"])
 def test_hqmq_beside_another_codec(role: Role) -> None:
     side = hqmq_side(Hqmq(24, 3), None)
-    for options in OPTIONS:
-        check(*((side, SAW) if role == "key" else (SAW, side)), 64, Case(**options))
+    check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES)
 
 
 DECODER = """
@@ -313,19 +310,20 @@ KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
 """
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("codec", "heads", "products", "most"),
-    [
-        (Octopus(3, 1), 8, 50, 2.2),
-        (Octopus(4, 2), 8, 50, 2.25),
-        (Octopus(5, 3), 8, 50, 2.6),
-        (Hqmq(24, 3), 8, 48, 2.55),
-        (Octopus(3, 1), 4, 40, 1.75),
-        (Octopus(4, 2), 4, 40, 1.8),
-        (Octopus(5, 3), 4, 36, 2.4),
-        (Hqmq(24, 3), 4, 32, 2.35),
-    ],
+    ("codec", "heads", "products", "most", "arch"),
+    architectures_in_turn(
+        [
+            (Octopus(3, 1), 8, 50, 2.2),
+            (Octopus(4, 2), 8, 50, 2.25),
+            (Octopus(5, 3), 8, 50, 2.6),
+            (Hqmq(24, 3), 8, 48, 2.55),
+            (Octopus(3, 1), 4, 40, 1.75),
+            (Octopus(4, 2), 4, 40, 1.8),
+            (Octopus(5, 3), 4, 36, 2.4),
+            (Hqmq(24, 3), 4, 32, 2.35),
+        ]
+    ),
     ids=str,
 )
 def test_machine_code(codec: Codec, heads: int, products: int, most: float, arch: int) -> None:

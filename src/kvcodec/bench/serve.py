@@ -24,7 +24,7 @@ from kvcodec.bench.publish import page
 from kvcodec.bench.record import Deadline, Recorder, Row, stamp
 from kvcodec.bench.serve_client import Target
 from kvcodec.bench.serve_http import Endpoint
-from kvcodec.bench.serve_loads import Load, Point, Prompts, Run, Sessions, send_load
+from kvcodec.bench.serve_loads import Asked, Load, Point, Prompts, Run, Sessions, send_load
 from kvcodec.bench.serve_metrics import Figure, capacity, counted, errors_of, flat, latencies, residency, throughput
 from kvcodec.bench.serve_server import About, RefusedToStartError, Start, about, default_endpoint, start_of, started
 from kvcodec.errors import KVError, SpecError
@@ -266,11 +266,11 @@ class Bench:
             if self.deadline.passed:
                 self.progress.say(f"{server.label}: out of time; {len(loads) - i} loads are left for the same command")
                 return
-            if not await self._load(server, target, load, prompts, found, more, size.block):
+            if not await self.load(server, target, load, prompts, found, more, size.block):
                 return
 
-    async def _load(
-        self, server: Server, target: Target, load: Load, prompts: Prompts, found: About, more: Row, block: int | None
+    async def load(
+        self, server: Server, target: Asked, load: Load, prompts: Prompts, found: About, more: Row, block: int | None
     ) -> bool:
         """Send one load and write its rows; whether the server is still there."""
         more = more | {"load": "sweep" if isinstance(load, Point) else "sessions", "sizes": load.sizes()}

@@ -35,7 +35,7 @@ from kvcodec.bench.serve_loads import Run
 PERCENTS = (20, 50, 80, 99)
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_LOGGED = re.compile(r"GPU KV cache size:\s*([\d,]+) tokens")
+_LOGGED = re.compile(r"\bKV cache size:\s*([\d,]+) tokens")
 
 
 class Figure(NamedTuple):

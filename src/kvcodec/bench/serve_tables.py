@@ -103,7 +103,7 @@ def number(x: float) -> str:
 def tables(rows: Sequence[Row]) -> list[Grid]:
     """Return the tables that there are rows for."""
     found = Found(rows)
-    grids = [_servers(found)]
+    grids = [_servers(found), *(_steps(found, tokens) for tokens in steps_of(found))]
     sizes = dict.fromkeys((s["input_len"], s["output_len"]) for s in found.loads("sweep").values())
     grids += [_sweep(found, *one) for one in sizes]
     for shape, about in found.loads("sessions").items():
@@ -125,6 +125,42 @@ def _servers(found: Found) -> Grid:
         reasons.append("; ".join(whys))
     note = f"Tokens that the cache holds, as the server says; ratios are to {found.baseline}."
     return Grid("Servers", note, ["label", "model", "version", "KV tokens", "ratio", "start s"], lines, reasons)
+
+
+def steps_of(found: Found) -> dict[int, dict[int, str]]:
+    """Shapes of decode steps by tokens of a sequence, then by sequences, fewest first."""
+    by_tokens: dict[int, dict[int, str]] = {}
+    for row in found.rows:
+        if row.get("load") == "steps":
+            by_tokens.setdefault(row["sizes"]["tokens"], {})[row["sizes"]["sequences"]] = row["shape"]
+    return {tokens: dict(sorted(shapes.items())) for tokens, shapes in by_tokens.items()}
+
+
+def _steps(found: Found, tokens: int) -> Grid:
+    shapes = steps_of(found)[tokens]
+    most, last = list(shapes.items())[-1]
+    lines, whys = [], []
+    for label in found.labels:
+        rows = [row for shape in shapes.values() if (row := found.row(label, "step_ms", shape)) is not None]
+        if not rows:
+            continue
+        step = found.value(label, "step_ms", last)
+        low, high = (found.cell(label, "step_ms", last, of, ".2f") for of in ("p20", "p80"))
+        lines.append([label, found.cell(label, "kv_cache_tokens", "start", form=",.0f"),
+                      found.ratio(label, "kv_cache_tokens", "start"),
+                      *(found.cell(label, "step_ms", shape, form=".2f") for shape in shapes.values()),
+                      NONE if step is None else f"{low} to {high}", found.ratio(label, "step_ms", last),
+                      NONE if step is None else f"{1e3 * most / step:,.0f}",
+                      found.cell(label, "prefill_s", last, form=".1f")])  # fmt: skip
+        whys.append("; ".join(str(row["status"]) for row in rows if row.get("values") is None))
+    headings = ["label", "KV tokens", "ratio", *(f"{n} seq. ms" for n in shapes), "p20 to p80",
+                f"of {found.baseline}", "tokens/s", "prompts s"]  # fmt: skip
+    note = (
+        f"Median time from one step of pure decode to the next, sequences of {tokens:,} tokens found in the prefix "
+        f"cache. Spread, ratio and tokens per second are those of {most} sequences; prompts: seconds until the first "
+        f"token of all {most}, nothing cached."
+    )
+    return Grid(f"Decode steps at {tokens:,} tokens", note, headings, lines, whys)
 
 
 def _sweep(found: Found, tokens: int, output: int) -> Grid:
@@ -233,6 +269,10 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     """Return the drawings that there are rows for."""
     found = Found(rows)
     drawn = []
+    for tokens, by_count in steps_of(found).items():
+        curves = _curves(found, "step_ms", "p50", {shape: float(n) for n, shape in by_count.items()})
+        title = f"decode steps at {tokens:,} tokens"
+        drawn.append(Chart(f"steps-i{tokens}", title, "sequences", "ms per step, p50", True, curves))
     sweep = found.loads("sweep")
     for tokens, output, key in dict.fromkeys((s["input_len"], s["output_len"], _axis(s)) for s in sweep.values()):
         shapes = {name: float(s[key]) for name, s in sweep.items()

@@ -107,6 +107,8 @@ class CacheMaker:
     spec : str or KVScheme
     prefill, seed, params
         As ``cache_for`` takes them.
+    remember : bool
+        ``LayerCache(remember=True)``: each token is decoded once. For scores; never where speed is what is measured.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class CacheMaker:
         prefill: Prefill = "decoded",
         seed: int = 0,
         params: LayerParams | None = None,
+        remember: bool = False,
     ) -> None:
         self.model, self.scheme, self.prefill, self.seed = model, get(spec), prefill, seed
-        self.params = params
+        self.params, self.remember = params, remember
         self._first: Any = None
         self._drawn = False
 
@@ -143,6 +146,8 @@ class CacheMaker:
                 params=self.params,
                 probe=self._first is None and not self._drawn,
             )
+            for layer in cache.layer_caches:
+                layer.remember = self.remember
             if not self._drawn:
                 self._first = cache
             return cache

@@ -67,7 +67,7 @@ class Reader:
         if (rival := rival_of(spec)) is not None:
             self.maker = RivalMaker(model, rival, prefill=prefill)
         elif spec is not None:
-            self.maker = CacheMaker(model, spec, prefill=prefill, seed=seed, params=params)  # type: ignore[arg-type]
+            self.maker = CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, remember=True)  # type: ignore[arg-type]
         self.name = UNCOMPRESSED if self.maker is None else str(self.maker.scheme)
         self.notes: list[str] = []
         self.positions = positions_of(model.config)

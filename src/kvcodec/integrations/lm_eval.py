@@ -183,7 +183,7 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
         # a plain mapping: FittedParams would be compared with the model's weights again for every cache
         self.params = dict(params) if params else None
         self._makers = {
-            way: CacheMaker(self.model, self.scheme, prefill=way, seed=seed, params=self.params)
+            way: CacheMaker(self.model, self.scheme, prefill=way, seed=seed, params=self.params, remember=True)
             for way in get_args(Prefill)
         }
         with packed_cache(self.model, self.scheme, seed=seed, params=self.params):

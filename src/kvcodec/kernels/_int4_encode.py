@@ -162,10 +162,12 @@ def _encode_kernel(
     D: tl.constexpr, DQ: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, KBLOCK: tl.constexpr,
     VBLOCK: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, PAIRED: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, sequence x head, 0 for K or 1 for V) encodes BT rows."""
-    i = tl.program_id(0) * BT + tl.arange(0, BT)
-    b = tl.program_id(1) // heads
-    h = tl.program_id(1) % heads
+    """Program (sequence x head x row block, 0 for K or 1 for V) encodes BT rows; other axes of a grid end at 65535."""
+    blocks = tl.cdiv(n, BT)
+    which = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * BT + tl.arange(0, BT)
+    b = which // heads
+    h = which % heads
     ok = i < n
     t = tl.load(start + b) + i
     # a captured step cannot be stopped by the host: what does not fit is dropped, and the flag says so
@@ -183,7 +185,7 @@ def _encode_kernel(
         words = pages16 + unit * (P * (D + 8) // 2) + slot + P * D // 4
     i = i.to(tl.int64)
     b64 = b.to(tl.int64)
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         _encode_rows(k_ptr, b64 * skb + h * skh, skn, i, ok, at16, words, bad, D, DQ, P, KBLOCK, KIND, ASM,
                      PAIRED, QUANTIZE)  # fmt: skip
     else:
@@ -206,7 +208,7 @@ def launch(
     kind = DTYPES.index(k.dtype)
     k, v = _granular(k, kind), _granular(v, kind)
     kp, vp = (k, v) if kind == _FP32 else (k.view(torch.int64), v.view(torch.int64))
-    _encode_kernel[(triton.cdiv(n, rows), batch * heads, 2)](
+    _encode_kernel[(triton.cdiv(n, rows) * batch * heads, 2)](
         kp, vp, pages.view(torch.int16), pages.view(torch.int32), table, start, bad, n, heads,
         *k.stride()[:3], *v.stride()[:3], table.stride(0), table.shape[1] * page_tokens,
         D=dim, DQ=next_pow2(dim // 4), P=page_tokens, BT=rows, KBLOCK=key_block,

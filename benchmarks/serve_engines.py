@@ -1,0 +1,480 @@
+"""One engine of ``serve_h200.py`` in a process of its own: starts it, does one part, appends rows.
+
+It imports vLLM, then waits for a line on standard input: its turn, of so many seconds at most.
+"""
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RIVALS = {"bf16": "auto", "fp8": "fp8", "int4_per_token_head": "int4_per_token_head",
+          "turboquant_4bit_nc": "turboquant_4bit_nc", "ultraquant_4bit": "ultraquant_4bit"}  # fmt: skip
+VARIANTS = (
+    "bf16", "saw-int4", "fp8", "ultraquant", "innerq-base", "hqmq-s24_r3", "octopus-3", "ultra-tq",
+    "int4_per_token_head", "ultraquant_4bit", "turboquant_4bit_nc", "int-4", "turboquant-4", "hqmq-s96_r4",
+    "kvcodec:fp8", "kivi-2", "int-8",
+)  # fmt: skip
+LOADED = ("bf16", "saw-int4", "fp8")
+"""Of throughput and sessions, which take minutes."""
+PARTS = ("smoke", "steps", "throughput", "sessions", "timeline")
+SECONDS = {"smoke": 200, "steps": 150, "throughput": 330, "sessions": 330, "timeline": 120}
+"""A process's turn may take so long."""
+SAID = 1500
+SEED = 20261122
+
+
+class Scale(NamedTuple):
+    """Sizes of everything; ``smoke`` is the small model's."""
+
+    model: dict[str, int]
+    smoke: dict[str, int]
+    tokens: int = 8192
+    sequences: tuple[int, ...] = (32, 8, 1)
+    new: int = 100
+    chunk: int = 8192
+    point: tuple[int, int, int, int] = (16384, 1024, 128, 256)
+    sessions: tuple[int, ...] = (32, 6, 1024, 8192, 2048, 128)
+    sessions_bytes: int = 25_500_000_000
+    smoke_bytes: int = 2_000_000_000
+    smoke_tokens: tuple[int, ...] = (5, 64, 700, 3000)
+    memory: float = 0.9
+
+    @property
+    def sessions_most(self) -> int:
+        """Tokens of a session's last request."""
+        _, rounds, shared, context, turn, answer = self.sessions
+        return shared + context + (rounds - 1) * (turn + answer) + answer
+
+
+QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}  # fmt: skip
+SMALL = {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+         "hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 32000}  # fmt: skip
+TINY = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
+SCALES = {
+    "full": Scale(QWEN3_8B, SMALL),
+    "tiny": Scale(TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), (3, 3, 32, 64, 48, 8), 3 << 19, 2 << 20, (5, 70)),
+}
+
+
+class Job(NamedTuple):
+    """One process: a part of a variant; ``eager``: without CUDA graphs (smoke)."""
+
+    part: str
+    variant: str
+    eager: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.part, self.variant.replace(":", "-")] + ["eager"] * self.eager
+        return "-".join(words)
+
+
+def folder_of(out: Path, sizes: dict[str, int]) -> Path:
+    """Where a model's config.json is."""
+    return out / f"model-{sizes['num_hidden_layers']}-{sizes['hidden_size']}"
+
+
+def rows_file(out: Path, part: str) -> Path:
+    """Where a part's rows go; what is no measurement is not published."""
+    return out / ("checks.jsonl" if part in ("smoke", "timeline") else "serve.jsonl")
+
+
+def config_of(sizes: dict[str, int]) -> dict[str, Any]:
+    """Qwen3's config.json."""
+    return sizes | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False,
+        "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def force(variant: str) -> None:
+    """Let vLLM's packed dtypes run where it would not: FlashAttention-3 for what they keep dense, UltraQuant on NVIDIA.
+
+    In this process only, before vLLM's backends are imported.
+    """
+    if variant in ("turboquant_4bit_nc", "ultraquant_4bit"):
+        import vllm.v1.attention.backends.fa_utils as versions
+
+        versions.get_flash_attn_version = lambda *args, **more: 3
+    if variant == "ultraquant_4bit":
+        import vllm.platforms.cuda as platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        offered = platform._get_backend_priorities
+        platform._get_backend_priorities = lambda *args, **more: [
+            *offered(*args, **more),
+            AttentionBackendEnum.ULTRAQUANT,
+        ]
+
+
+def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, Any]:
+    """Arguments of ``LLM`` for a job and a model; the same for every variant but for what names its cache."""
+    loaded = job.part in ("throughput", "sessions")
+    sizes = [1, 2, 4, 8, 16, 32, 64] + [128, 192, 256] * loaded
+    longest = {"throughput": sum(scale.point[:2]), "sessions": scale.sessions_most, "smoke": max(scale.smoke_tokens)}
+    given: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
+        "max_model_len": longest.get(job.part, scale.tokens) + 256, "max_num_seqs": sizes[-1],
+        "max_num_batched_tokens": scale.chunk, "enable_prefix_caching": True, "gpu_memory_utilization": scale.memory,
+        "kv_cache_dtype": RIVALS.get(job.variant, "auto"), "disable_log_stats": not loaded, "enforce_eager": job.eager,
+    }  # fmt: skip
+    if job.part == "smoke":
+        given |= {"kv_cache_memory_bytes": scale.smoke_bytes, "gpu_memory_utilization": 0.05, "max_num_seqs": 64,
+                  "max_num_batched_tokens": min(2048, scale.chunk)}  # fmt: skip
+    if job.part == "sessions":
+        given["kv_cache_memory_bytes"] = scale.sessions_bytes
+    if on_gpu and not job.eager:
+        given["compilation_config"] = {
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes
+        }  # fmt: skip
+    if not on_gpu:
+        given |= {"enforce_eager": True, "kv_cache_memory_bytes": given.get("kv_cache_memory_bytes", 1 << 24)}
+        given["block_size"] = 32
+        del given["gpu_memory_utilization"]
+    if job.variant not in RIVALS:
+        given["additional_config"] = {"kvcodec": kvcodec_of(job, folder)}
+        if on_gpu:
+            given["attention_backend"] = "CUSTOM"
+    return given
+
+
+def kvcodec_of(job: Job, folder: Path) -> dict[str, Any]:
+    """The plugin's options: the preset, without dense tokens beside its pages, with constants if it needs a file."""
+    from kvcodec.codec import ROLES
+    from kvcodec.registry import get
+
+    scheme = get(job.variant.removeprefix("kvcodec:"))
+    inner = scheme.for_layer(18, 36)
+    found: dict[str, Any] = {"preset": str(scheme)}
+    found |= {name: 0 for name in ("window", "sink") if getattr(scheme, name) or getattr(inner, name)}
+    if any(inner.codec(role).needs_sample or inner.codec(role).needs_queries for role in ROLES):
+        found["params"] = str(fitted(scheme, folder, folder.parent / f"params-{job.name}.safetensors"))
+    return found
+
+
+def fitted(scheme: Any, folder: Path, path: Path) -> Path:
+    """Write constants fitted to Gaussian keys, values and queries: the model's weights are random as well."""
+    import torch
+    from transformers import AutoConfig
+
+    from kvcodec.codec import ROLES, Site
+    from kvcodec.params import FittedParams, identify, sites_to_fit
+
+    model = identify(AutoConfig.from_pretrained(folder))
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(1, model.kv_heads, 256, model.head_dim, generator=generator)
+    made: dict[str, dict[int, Any]] = {role: {} for role in ROLES}
+    codecs = {}
+    for layer, role, codec in sites_to_fit(scheme, list(model.layers)):
+        codecs[role] = codec.for_dtype(torch.bfloat16)
+        site = Site(layer, role, model.kv_heads, model.head_dim, 0, torch.device("cpu"))
+        made[role][layer] = codecs[role].calibrate(site, x, x)
+    layers: dict[int, dict[Any, Any]] = {layer: {} for found in made.values() for layer in found}
+    for role, codec in codecs.items():
+        for layer, params in zip(made[role], codec.settle(list(made[role].values())), strict=True):
+            layers[layer][role] = params
+    FittedParams(scheme, model, layers, 0, False, 256, 1, 256, "Gaussian").save(path)
+    return path
+
+
+class Worker:
+    """A process with an engine.
+
+    Parameters
+    ----------
+    job : Job
+    args : argparse.Namespace
+    """
+
+    def __init__(self, job: Job, args: argparse.Namespace) -> None:
+        self.job, self.scale, self.out = job, SCALES[args.scale], args.out
+        self.begun = time.monotonic()
+        force(job.variant)
+        import vllm
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+
+        from kvcodec.bench import serve_engine  # noqa: F401  imported before the turn begins
+
+        self.on_gpu = not current_platform.is_cpu()
+        self.LLM, self.version = LLM, vllm.__version__
+        self.params = lambda new: SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        sizes = self.scale.smoke if job.part == "smoke" else self.scale.model
+        self.vocabulary, self.folder = sizes["vocab_size"], folder_of(args.out, sizes)
+        self.options = options_of(job, self.scale, self.on_gpu, self.folder)
+        print(f"== imported after {time.monotonic() - self.begun:.1f} s", flush=True)
+        if not (line := sys.stdin.readline()):
+            sys.exit(3)  # whoever started this is gone
+        self.limit = float(line)
+        import torch
+
+        from kvcodec.bench.record import Recorder, stamp
+
+        self.begun = time.monotonic()
+        common = stamp(torch.device("cuda" if self.on_gpu else "cpu"), SEED, args.commit or None) | {"run": args.run}
+        common["versions"]["vllm"] = vllm.__version__
+        self.recorder = Recorder(rows_file(args.out, job.part), common, lambda text: print(text, flush=True))
+
+    def row(self, metric: str, unit: str, shape: str, values: Any, **more: Any) -> None:
+        self.recorder.add(self.job.variant, None, metric, unit, shape, values, **more)
+
+    def run(self) -> int:
+        """Do the job; a failure is a row."""
+        metric, unit, shape = goal(self.job, self.scale)
+        try:
+            self.start()
+            getattr(self, self.job.part)()
+        except BaseException as error:
+            traceback.print_exc()
+            words = " ".join(str(error).split())
+            status = f"failed: {type(error).__name__}: {words[:400]}"
+            said = traceback.format_exc()[-SAID:]
+            self.row(metric, unit, shape, None, status=status, said=said, **kind_of(self.job, self.scale))
+            return 1
+        return 0
+
+    def start(self) -> None:
+        """Start the engine; rows of its capacity."""
+        from kvcodec.bench.serve_metrics import capacity, flat
+
+        self.llm = self.LLM(model=str(self.folder), **self.options)
+        self.engine = self.llm.llm_engine
+        seconds = time.monotonic() - self.begun
+        cache = self.engine.vllm_config.cache_config
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        printed = capacity((self.out / "logs" / f"{self.job.name}.log").read_text(errors="replace"), "").tokens
+        tokens = printed or getattr(cache, "kv_cache_size_tokens", 0) or cache.num_gpu_blocks * cache.block_size
+        self.about = {
+            "model": self.folder.name, "version": self.version, "kv_cache_tokens": tokens,
+            "block_tokens": cache.block_size, "blocks": cache.num_gpu_blocks, "path": paths(self.engine),
+        }  # fmt: skip
+        print(f"== {self.job.name}: up after {seconds:.1f} s, {self.about}", flush=True)
+        if self.job.part == "steps":
+            options = " ".join(f"{k}={json.dumps(v)}" for k, v in self.options.items())
+            self.row("kv_cache_tokens", "tokens", "start", flat(tokens), n=1, server=self.about, command=options)
+            self.row("start_s", "s", "start", flat(seconds), n=1, command=options)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self, prompts: list[list[int]], new: int, between: Any = lambda done: None
+    ) -> tuple[list[list[int]], list[float], list[int]]:
+        """Greedy tokens of prompts, all at once; seconds between steps of pure decode; tokens found in the cache."""
+        names = [f"ask-{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
+        found: dict[str, list[int]] = {name: [] for name in names}
+        cached = dict.fromkeys(names, 0)
+        for name, ids in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": ids}, self.params(new))
+        gaps, last, pure = [], 0.0, 0
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            came = 0
+            for output in outputs:
+                ids = list(output.outputs[0].token_ids)
+                came += len(ids)
+                found[output.request_id] += ids
+                cached[output.request_id] = max(cached[output.request_id], output.num_cached_tokens or 0)
+            begun = all(len(ids) > 1 for ids in found.values())
+            if begun and came == len(prompts):
+                pure += 1
+                if pure > 4:  # the first ones still wait for what prompts left behind
+                    gaps.append(now - last)
+                between(pure)
+            last = now
+        return list(found.values()), gaps, list(cached.values())
+
+    def prompts(self, name: str, lengths: list[int]) -> list[list[int]]:
+        from kvcodec.bench.serve_loads import Prompts
+
+        own = Prompts(SEED, self.vocabulary)
+        return [own.ids(name, i, n) for i, n in enumerate(lengths)]
+
+    def steps(self) -> None:
+        """Cold prompts, then decode steps of as many of them as are asked for, the most first, all of it twice."""
+        from kvcodec.bench.serve_metrics import flat, quantiles
+
+        s = self.scale
+        asked = self.prompts("steps", [s.tokens] * max(s.sequences))
+        begin = time.perf_counter()
+        self.ask(asked, 1)
+        seconds = time.perf_counter() - begin
+        self.row("prefill_s", "s", f"n{len(asked)}_i{s.tokens}", flat(seconds), n=1, load="prefill",
+                 sizes={"sequences": len(asked), "tokens": s.tokens})  # fmt: skip
+        for count in s.sequences:
+            runs = [self.ask(asked[:count], s.new) for _ in range(2)]
+            gaps = [gap for run in runs for gap in run[1]]
+            self.row("step_ms", "ms", f"n{count}_i{s.tokens}", quantiles(gaps, 1e3), n=len(gaps),
+                     repeats=[quantiles(run[1], 1e3)["p50"] for run in runs], cached_tokens=min(runs[0][2]),
+                     load="steps", sizes={"sequences": count, "tokens": s.tokens}, server=self.about)  # fmt: skip
+
+    def throughput(self) -> None:
+        """``bench serve``'s closed loop."""
+        self.load(load_of(self.job.part, self.scale))
+
+    def sessions(self) -> None:
+        """``bench serve``'s sessions."""
+        self.load(load_of(self.job.part, self.scale))
+
+    def load(self, load: Any) -> None:
+        """Send a load to the engine; rows as ``bench serve`` writes them."""
+        from prometheus_client import generate_latest
+
+        from kvcodec.bench.serve import Bench, Server
+        from kvcodec.bench.serve_engine import EngineTarget
+        from kvcodec.bench.serve_loads import Prompts
+        from kvcodec.bench.serve_metrics import flat
+        from kvcodec.bench.serve_server import About
+        from kvcodec.progress import Progress
+
+        args = argparse.Namespace(seed=SEED, deadline=None, warmups=1)
+        bench = Bench(args, self.recorder, Progress(), self.out)
+        left = self.limit - 10 - (time.monotonic() - self.begun)
+        target = EngineTarget(self.engine, self.params, lambda: generate_latest().decode(), left)
+        most, block = self.engine.vllm_config.model_config.max_model_len, self.about["block_tokens"]
+        begin = time.perf_counter()
+
+        async def send() -> None:
+            async with target.running():
+                await bench.load(Server(self.job.variant, None, None), target, load, Prompts(SEED, self.vocabulary),
+                                 About("in process", most), {"server": self.about}, block)  # fmt: skip
+
+        asyncio.run(send())
+        if target.broken is not None:  # what came until then says something as well
+            rate = target.tokens / (time.perf_counter() - begin)
+            self.row(
+                "output_tokens_per_s_cut", "tokens/s", load.name, flat(rate), n=target.tokens, cut=str(target.broken)
+            )
+
+    def timeline(self) -> None:
+        """Kernels of decode steps by their time."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        from kvcodec.bench.serve_metrics import quantiles
+
+        s = self.scale
+        asked = self.prompts("steps", [s.tokens] * max(s.sequences))
+        self.ask(asked, 1)
+        plain = self.ask(asked, s.new)[1]
+        kind = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
+        profiler, first, last = profile(activities=[kind]), 6, min(s.new - 2, 26)
+
+        def between(done: int) -> None:
+            if done == first:
+                profiler.start()
+            elif done == last:
+                if self.on_gpu:
+                    torch.cuda.synchronize()
+                profiler.stop()
+
+        self.ask(asked, s.new, between)
+        name = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+        events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, name))
+        steps = last - first
+        kernels = [{"kernel": e.key, "calls": e.count / steps, "us": getattr(e, name) / steps} for e in events]
+        kernels = [k for k in kernels if k["us"] > 0]
+        step, busy = quantiles(plain, 1e3), sum(k["us"] for k in kernels) / 1e3
+        text = {"variant": self.job.variant, "step_ms": step, "busy_ms": busy, "steps": steps, "server": self.about,
+                "sequences": len(asked), "tokens": s.tokens, "kernels": kernels[:40]}  # fmt: skip
+        (self.out / f"timeline-{self.job.variant.replace(':', '-')}.json").write_text(json.dumps(text, indent=1) + "\n")
+        print(f"== step {step['p50']:.3f} ms without the profiler; kernels {busy:.3f} ms a step")
+        for k in kernels[:15]:
+            print(f"== {k['us']:9.1f} us {k['calls']:7.1f} calls  {k['kernel'][:110]}")
+
+    def smoke(self) -> None:
+        """Tokens of short and long prompts, twice; weights are made such that tokens say something."""
+        import torch
+
+        @torch.no_grad()
+        def again(model: Any) -> None:
+            # vLLM's dummy weights make a model that repeats its last token
+            torch.manual_seed(SEED)
+            for p in model.parameters():
+                if p.dim() > 1:
+                    p.normal_(0, 0.02)
+
+        self.llm.apply_model(again)
+        s = self.scale
+        asked = self.prompts("smoke", [*s.smoke_tokens, *[40 + 7 * i for i in range(12)]])
+        first, _, _ = self.ask(asked, min(64, s.new))
+        second, _, cached = self.ask(asked, min(64, s.new))
+        found = {"variant": self.job.variant, "eager": self.job.eager, "tokens": first, "again": second,
+                 "cached_tokens": cached, "server": self.about, "seconds": time.monotonic() - self.begun}  # fmt: skip
+        (self.out / "smoke").mkdir(exist_ok=True)
+        (self.out / "smoke" / f"{self.job.name}.json").write_text(json.dumps(found))
+
+
+def paths(engine: Any) -> dict[str, int]:
+    """What computes attention, and in how many layers: backend, implementation, kvcodec's kernels."""
+    count: collections.Counter[str] = collections.Counter()
+    for layer in engine.vllm_config.compilation_config.static_forward_context.values():
+        impl = getattr(layer, "impl", None)
+        if impl is not None:
+            packed = getattr(impl, "packed", None)
+            kernels = sorted({e.name for e in packed.engines.values()}) if packed is not None else []
+            scheme = [str(packed.scheme)] if packed is not None else []
+            count[" ".join([layer.attn_backend.get_name(), type(impl).__name__, *scheme, *kernels])] += 1
+    return dict(count)
+
+
+def load_of(part: str, scale: Scale) -> Any:
+    """The load of a part."""
+    from kvcodec.bench.serve_loads import Point, Sessions
+
+    return Point(*scale.point) if part == "throughput" else Sessions(*scale.sessions, together=True)
+
+
+def goal(job: Job, scale: Scale) -> tuple[str, str, str]:
+    """Metric, unit and shape of the row that says that a job is done."""
+    if job.part == "smoke" or job.part == "timeline":
+        return job.part, "x", job.name
+    if job.part == "steps":
+        return "step_ms", "ms", f"n{scale.sequences[-1]}_i{scale.tokens}"
+    return "requests_done", "requests", load_of(job.part, scale).name
+
+
+def kind_of(job: Job, scale: Scale) -> dict[str, Any]:
+    """What tables ask of a row that failed."""
+    if job.part == "steps":
+        return {"load": "steps", "sizes": {"sequences": scale.sequences[-1], "tokens": scale.tokens}}
+    if job.part in ("throughput", "sessions"):
+        return {"load": {"throughput": "sweep"}.get(job.part, "sessions"), "sizes": load_of(job.part, scale).sizes()}
+    return {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--out", "--scale", "--commit", "--run", "--job"):
+        parser.add_argument(name, required=True)
+    args = parser.parse_args()
+    args.out = Path(args.out)
+    try:
+        status = Worker(Job(*json.loads(args.job)), args).run()
+    except Exception:
+        traceback.print_exc()
+        status = 2
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)  # an engine takes seconds to take itself apart, and the next one waits
+
+
+if __name__ == "__main__":
+    sys.exit(main())

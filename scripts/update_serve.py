@@ -1,0 +1,93 @@
+"""Write the measured tables and drawings of docs/serve.md from benchmarks/results/nvidia-h200/serve.json.
+
+``--check`` only compares: 1 if something would change. The block lies between ``<!-- serve:start -->`` and
+``<!-- serve:end -->``, drawings in docs/img.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvcodec.bench.serve_page import drawing
+from kvcodec.bench.serve_tables import Grid, charts, tables
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks/results/nvidia-h200/serve.json")
+PAGE = Path("docs/serve.md")
+DRAWN = {"steps-": "serve-steps.svg", "round-ttft-s": "serve-round-ttft.svg",
+         "round-residency-": "serve-round-residency.svg"}  # fmt: skip
+"""Beginnings of drawings' names, and the files that the page shows."""
+BLOCK = re.compile(r"(<!-- serve:start -->\n).*?(\n<!-- serve:end -->)", re.S)
+EMPTY = "Not measured yet: `benchmarks/serve_h200.py` makes the rows."
+CELL = 160
+"""Characters of a reason that a table shows; the rows have all of it."""
+
+
+def rows_of(root: Path) -> list[dict[str, Any]]:
+    """Committed rows; none before the first measurement."""
+    path = root / RESULTS
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+
+
+def markdown(grid: Grid) -> str:
+    """A table, what it is about, and why something is missing."""
+    lines = [grid.headings, ["---", *["---:"] * (len(grid.headings) - 1)]]
+    lines += [[f"`{line[0]}`", *line[1:]] for line in grid.lines]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    reasons = [(line[0], why) for line, why in zip(grid.lines, grid.whys, strict=True) if why]
+    missing = [f"- `{label}`: {_short(why)}" for label, why in reasons]
+    return "\n\n".join(
+        [f"**{grid.title}.** {grid.note}", table, *(["Missing:\n\n" + "\n".join(missing)] * bool(missing))]
+    )
+
+
+def _short(why: str) -> str:
+    text = why.replace("|", "/").replace("<", "&lt;")
+    return text if len(text) <= CELL else text[: CELL - 4].rsplit(" ", 1)[0] + " ..."
+
+
+def pictures(root: Path) -> dict[str, str]:
+    """Names of drawings in docs/img and their SVG, those of them that there are rows for."""
+    found: dict[str, str] = {}
+    for chart in charts(rows_of(root)):
+        name = next((file for begin, file in DRAWN.items() if chart.name.startswith(begin)), None)
+        if name is not None:
+            found.setdefault(name, drawing(chart) + "\n")
+    return found
+
+
+def block(root: Path) -> str:
+    """Tables and pictures as the page has them."""
+    rows = rows_of(root)
+    if not rows:
+        return EMPTY
+    gpus = sorted({str(row.get("gpu")) for row in rows})
+    versions = sorted({str((row.get("versions") or {}).get("vllm")) for row in rows})
+    head = f"On {', '.join(gpus)}, vLLM {', '.join(versions)}: `{RESULTS}`, made by `benchmarks/serve_h200.py`."
+    grids = [grid for grid in tables(rows) if grid.title != "Servers"]
+    shown = [f"![{name[6:-4].replace('-', ' ')}](img/{name})" for name in pictures(root)]
+    return "\n\n".join([head, *map(markdown, grids), *shown])
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    check = parser.parse_args().check
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    made = block(ROOT)
+    want = {PAGE: BLOCK.sub(lambda found: found[1] + made + found[2], text)}
+    want |= {Path("docs/img", name): svg for name, svg in pictures(ROOT).items()}
+    stale = [p for p, t in want.items() if not (ROOT / p).is_file() or (ROOT / p).read_text(encoding="utf-8") != t]
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}")
+        if not check:
+            (ROOT / path).write_text(want[path], encoding="utf-8")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
