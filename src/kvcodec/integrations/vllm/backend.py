@@ -423,6 +423,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         """Store new tokens and attend with them, into ``out``: a token needs those of its group that are not stored."""
         staging, n = self.staging, m.decodes
         assert staging is not None
+        assert staging.page_tokens == cache.shape[2]
         if n:
             space = self._workspace(packed, q, cache, m)
             given = (cache, m.table[:n], m.seq_lens[:n], staging, self.rules, space)
