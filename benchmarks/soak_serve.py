@@ -386,7 +386,7 @@ def engine_options(args, options):
     longest = args.prompt * 9 // 8 + 2 * args.answer + 2
     longest += -longest % args.block
     pool = args.pool or max(longest, int(0.45 * args.seqs * (0.6 * args.prompt + args.answer / 2)))
-    cuda = {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.5, "compilation_config": {
+    cuda = {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.15, "compilation_config": {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}  # fmt: skip
     cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
     return {

@@ -65,7 +65,7 @@ def block(root: Path) -> str:
     if not rows:
         return EMPTY
     gpus = sorted({str(row.get("gpu")) for row in rows})
-    versions = sorted({str((row.get("versions") or {}).get("vllm")) for row in rows})
+    versions = sorted({row["versions"]["vllm"] for row in rows if row.get("versions")})
     head = f"On {', '.join(gpus)}, vLLM {', '.join(versions)}: `{RESULTS}`, made by `benchmarks/serve_h200.py`."
     grids = [grid for grid in tables(rows) if grid.title != "Servers"]
     shown = [f"![{name[6:-4].replace('-', ' ')}](img/{name})" for name in pictures(root)]

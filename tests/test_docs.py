@@ -85,6 +85,25 @@ def test_what_the_docs_say_of_codec_speed_is_what_was_measured() -> None:
     assert 0.95 <= min(rivals) <= max(rivals) <= 1.45
 
 
+def test_what_the_docs_say_of_the_soak_is_what_was_measured() -> None:
+    found = json.loads((ROOT / "benchmarks/results/cpu/soak-saw-int4-cpu.json").read_text())
+    text = " ".join((ROOT / "docs/serve.md").read_text().split())
+    assert found["failures"] == []
+    assert found["checked"]["differing"] == []
+    assert not any(found["pool_used_when_idle"])
+    ended, grown = found["ended"], found["resident_growth"]
+    held = sum(found["resident_mb"]["rows"][-1][1:])
+    for told in (
+        f"{found['requests']:,} requests, {ended['queued'] + ended['prefill'] + ended['decode']} of them cancelled",
+        f"{found['preemptions']} preemptions, {found['prefix_hit_tokens']:,} prompt tokens from the prefix cache",
+        f"Each of the {found['checked']['equal']:,} answers",
+        f"in each of {len(found['pool_used_when_idle'])} idle moments",
+        f"({held / 1000:.1f} GB) grew by {grown['mb']:.1f} MB in the last {grown['seconds'] / 60:.0f} minutes",
+        f"commit {found['commit'][:7]}",
+    ):
+        assert told in text, told
+
+
 def test_the_api_page_has_every_public_name(make_docs: ModuleType) -> None:
     assert re.findall(r"^## (\w+)$", make_docs.api_page(), re.M) == kvcodec.__all__
 

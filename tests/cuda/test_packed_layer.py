@@ -46,6 +46,16 @@ def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict
     assert torch.equal(cache, filled(layer, 31))
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks_of_a_prompt_are_the_codecs_bytes(spec: str, emulated: dict[str, Any]) -> None:
+    """Cut anywhere, also into single tokens, across blocks that do not follow each other."""
+    layer = made(spec)
+    cache, (k, v) = pool(layer), rows()
+    for first, last in ((0, 1), (1, 20), (20, 21), (21, TOKENS)):
+        layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
+    assert torch.equal(cache, filled(layer))
+
+
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("spec", ["int-8", "ultraquant"])
 def test_decoding_is_the_references(spec: str, rules: str, emulated: dict[str, Any]) -> None:

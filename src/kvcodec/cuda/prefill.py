@@ -25,7 +25,7 @@ from kvcodec.cuda.attention import Pair, _at, _side, pair_of
 from kvcodec.cuda.build import Kernel, Program, load
 from kvcodec.cuda.sides import SideTensors, includes
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.ops.hadamard import block_hadamard
+from kvcodec.ops.hadamard import hadamard_signs
 
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
@@ -154,18 +154,30 @@ def unpack(
 
 def into_codes(q: Tensor, key: SideTensors) -> Tensor:
     """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
-    x = q.float()
+    x = q.to(torch.float32, copy=True)
     if key.factor is not None:
         x = x * key.factor.repeat_interleave(q.shape[1] // key.factor.shape[1], 1)[:, :, None]
-    return block_hadamard(x, key.order).clamp(-FP16_MAX, FP16_MAX).half()
+    return _rotated(x, key.order).clamp_(-FP16_MAX, FP16_MAX).half()
 
 
 def out_of_codes(x: Tensor, value: SideTensors) -> Tensor:
     """Outputs ``[B, HQ, n, D]`` back from the basis of the values' codes, float32."""
-    x = block_hadamard(x.float(), value.order)
+    x = _rotated(x.float(), value.order)
     if value.factor is not None:
         x = x * value.factor.repeat_interleave(x.shape[1] // value.factor.shape[1], 1)[:, :, None]
     return x
+
+
+def _rotated(x: Tensor, order: int) -> Tensor:
+    """``block_hadamard`` of float32 ``x`` by float32 sums: many times faster than its float64 ones, rounded soon."""
+    if order == 1:
+        return x
+    return (x.unflatten(-1, (-1, order)) @ _matrix(order, str(x.device))).flatten(-2)
+
+
+@lru_cache(maxsize=16)
+def _matrix(order: int, device: str) -> Tensor:
+    return hadamard_signs(order, device).mul(order**-0.5).float()
 
 
 def score(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> Scored:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -284,6 +285,13 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         return PackedMetadata(decodes, chunks, c.block_table_tensor, c.seq_lens)
 
 
+def _metadata(layer: Any) -> PackedMetadata | None:
+    """What the builder made for a layer's group in this step; None in trial runs."""
+    found = get_forward_context().attn_metadata
+    own = found.get(layer.layer_name) if isinstance(found, dict) else None
+    return own if isinstance(own, PackedMetadata) else None
+
+
 # -- the implementation ------------------------------------------------------------------------------------------------
 
 
@@ -386,7 +394,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         assert slots is not None
         if self.leads:
             slots.put(slot_mapping, kv_cache.shape[2])
-        packed.encode(key, value, kv_cache, slots.page[:count], slots.place[:count])
+        m = _metadata(layer)
+        alone = count
+        if m is not None and m.chunks:  # of prompts: many tokens of one request share a block of threads and its tables
+            alone = m.decodes
+            for row, first, last, length in m.chunks:
+                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length)
+        if alone:
+            packed.encode(key[:alone], value[:alone], kv_cache, slots.page[:alone], slots.place[:alone])
 
     def forward(
         self,

@@ -7,9 +7,9 @@ the keys, then of the values. Nothing is converted, so what the library writes a
 where      tokens in                                 attention
 =========  ========================================  ================================================================
 CPU        the codec itself, ``pages.write_blocks``  the reference, ``attention.attend``, request by request
-CUDA GPU   ``Engine.encode``: a sequence per token   one token per request: ``Engine.attend`` for all requests at once;
-                                                     chunks of a prompt: unpacked, flash attention, one request at a
-                                                     time
+CUDA GPU   ``Engine.encode``: decode steps, a        one token per request: ``Engine.attend`` for all requests at once;
+           sequence per token; a chunk of a prompt,  chunks of a prompt: unpacked, flash attention, one request at a
+           one sequence                              time
 =========  ========================================  ================================================================
 
 Every token attends to what the pages hold, in a prompt as well: so neither the cut of a prompt into chunks nor a hit in
@@ -237,6 +237,22 @@ class PackedLayer:
         # each token is a sequence of one page, because an engine names slots, not sequences
         new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
         engine.encode(new, self.cache.roles, store, place, self.bad)
+
+    def encode_chunk(self, keys: Tensor, values: Tensor, cache: Tensor, row: Tensor, length: int) -> None:
+        """Encode a request's newest tokens with kernels; nothing synchronises.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[n, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        row : Tensor int32 ``[M]``
+            Block ids of the request.
+        length : int
+            Tokens of the request, these n included.
+        """
+        first = torch.full((1,), length - keys.shape[0], dtype=torch.int32, device=cache.device)
+        new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
+        self.engine(cache.shape[2]).encode(new, self.cache.roles, self._store(cache, row[None]), first, self.bad)
 
     def decode(
         self,
