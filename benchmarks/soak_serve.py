@@ -199,14 +199,20 @@ class Soak:
             await self.launch(Request(turn, self.args.answer, "whole", 0))
 
     async def load(self):
-        """Random arrivals until the time is over, in phases between idle and more than fit."""
+        """Random arrivals until the time is over, in phases between idle and more than fit.
+
+        Up to twice the time while something that the soak must show has not happened.
+        """
         rng, args = self.rng, self.args
         end, turns = time.monotonic() + args.seconds, set()
-        while (now := time.monotonic()) < end and len(self.errors) < 10:
+        while len(self.errors) < 10:
+            if (now := time.monotonic()) >= end and (self.shown() or now >= end + args.seconds):
+                break
             most = rng.choice((0, args.seqs // 2, 2 * args.seqs, 2 * args.seqs, 3 * args.seqs))
             gap = args.gap * rng.choice((0.05, 0.3, 1))
             self.phase = f"at most {most} clients, {gap:.3g} s apart"
-            until = min(end, now + min(60.0, args.seconds / 6) * rng.uniform(0.3, 1))
+            until = now + min(60.0, args.seconds / 6) * rng.uniform(0.3, 1)
+            until = min(end, until) if now < end else until
             while most and time.monotonic() < until:
                 if len(self.inflight) < most:
                     at, request = self.prompts.draw(2 * args.gap)
@@ -219,6 +225,10 @@ class Soak:
             if not most:
                 await self.drain(turns)
         await self.drain(turns)
+
+    def shown(self):
+        ended = self.counts()
+        return self.watch.preemptions and self.watch.hits and all(ended[kind] for kind in KINDS)
 
     async def drain(self, turns):
         """Wait for every request; all blocks must be free then."""

@@ -106,9 +106,8 @@ class GroupedLayer(PackedLayer):
         if whole:
             groups: dict[Role, Tensor] = {role: x[:, :, :whole] for role, x in own.items()}
             if kernels:
-                first = torch.full((1,), begin, dtype=torch.int32, device=cache.device)
-                store = self._store(cache, row[None])
-                self.engine(cache.shape[2]).encode(groups, self.cache.roles, store, first, self.bad)
+                key, value = (groups[role][0].transpose(0, 1) for role in ROLES)
+                self.encode_chunk(key, value, cache, row, begin + whole)
             else:
                 self._write_groups(groups, cache, row, begin)
         return own
