@@ -15,10 +15,8 @@ from tests.serve.engines import ENVIRONMENT
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize(
-    ("preset", "options"),
-    [("saw-int4", ()), pytest.param("octopus-3", ("--window", "0"), marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("preset", "options"), [("saw-int4", ()), ("octopus-3", ("--window", "0"))])
 def test_a_short_soak(preset: str, options: tuple[str, ...], llama: Any, tmp_path: Path) -> None:
     sizes = ("--seconds", "20", "--prompts", "12", "--prompt", "160", "--answer", "16", "--chunk", "32", "--gap", "0.2")
     command = [sys.executable, str(BENCHMARKS / "soak_serve.py"), "--model", str(llama.folder), "--preset", preset]
