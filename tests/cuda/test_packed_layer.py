@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvcodec.cuda import prefill
 from kvcodec.engine import CudaEngine
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
@@ -103,3 +105,24 @@ def test_what_flash_attention_cannot_do_takes_the_reference(
     q = torch.randn(5, 2 * HEADS, DIM).half()
     assert torch.equal(layer.prefill(q, cache, ROW, TOKENS, rules), layer.attend(q, cache, ROW, TOKENS, rules))
     assert "kv_unpack" not in emulated
+
+
+@pytest.mark.parametrize("spec", ["int-8", "turboquant-4"])
+@pytest.mark.parametrize("n", [1, 7, 41])
+def test_an_engines_own_flash_attention(spec: str, n: int, emulated: dict[str, Any], monkeypatch: Any) -> None:
+    """One call for history and chunk; rows by rows where they are many."""
+    layer, calls = made(spec), []
+    cache = filled(layer)
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append(q.shape[2])
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        return sdpa(q.float(), k.float(), v.float(), attn_mask=seen, scale=scale, enable_gqa=True).to(q.dtype)
+
+    q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(n)).half()
+    monkeypatch.setattr(prefill, "rows_at_once", lambda q: 16)
+    layer.flash = flash
+    found = layer.prefill(q, cache, ROW, TOKENS, Rules(0.125))
+    assert sum(calls) == n
+    torch.testing.assert_close(found, layer.attend(q, cache, ROW, TOKENS, Rules(0.125)), rtol=0, atol=4e-3)
+    assert layer.prefill_bytes(n, TOKENS, 2 * HEADS) > 0

@@ -13,6 +13,7 @@ over decoded keys and values.
 
 import ctypes
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ WARPS = 4
 
 ARGS = struct.Struct("<6Q3q4i")
 """``kv::UnpackArgs``, field by field."""
+
+
+Flash = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q ``[1, HQ, n, D]``, k, v ``[1, H, t, D]``, scale) to ``[1, HQ, n, D]``: causal attention of the newest n of t."""
 
 
 class Scored(NamedTuple):
@@ -338,7 +343,7 @@ def attend_newest(
 
 def attend_chunk(
     q: Tensor, pages: Tensor, table: Tensor, length: int, *, pair: str, key: SideTensors, value: SideTensors,
-    scale: float, window: int = 0, sinks: Tensor | None = None,
+    scale: float, window: int = 0, sinks: Tensor | None = None, flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a sequence's newest n tokens over its first ``length`` slots, where they lie already.
 
@@ -354,12 +359,23 @@ def attend_chunk(
         Tokens that a query sees, itself included; 0: all before it.
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
+    flash : function, optional
+        Attends in one call where neither ``window`` nor ``sinks`` is given and the history is unpacked at once.
 
     Returns
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
     n, constants = q.shape[2], {"pair": pair, "key": key, "value": value}
+    fits = length * _token_bytes(q.shape[0], pages.shape[1], q.shape[3]) <= STAGING_BYTES
+    if flash is not None and fits and not window and sinks is None:
+        k, v = unpack(pages, table, 0, length, **constants)  # type: ignore[arg-type]
+        rows, outs = rows_at_once(q), []
+        for row in range(0, n, rows):
+            part = into_codes(q[:, :, row : row + rows], key)
+            end = length - n + row + part.shape[2]
+            outs.append(out_of_codes(flash(part, k[:, :, :end], v[:, :, :end], scale), value).to(q.dtype))
+        return torch.cat(outs, 2)
     out, step = torch.empty_like(q), min(rows_at_once(q), window or n)
     for row in range(0, n, step):
         part = q[:, :, row : row + step]

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from kvcodec.cuda.build import LEAST
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.bind import bind, check_engine
+from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
@@ -367,6 +368,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         ):
             raise UnsupportedError(f"kvcodec: {why}")
         if self.packed.device.type != "cpu":
+            self.packed.flash = flash_for(self.head_size)
             self.packed.engine(-(-BLOCK // self.packed.step) * self.packed.step)  # refuses before memory is taken
         unit = group_tokens(self.packed.scheme)
         layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
@@ -418,7 +420,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         """Attend with ``query [T, HQ, D]``, into ``output``."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("kvcodec: fused quantization of the output is not computed; switch that pass off.")
-        if attn_metadata is None:  # memory is being profiled
+        if attn_metadata is None:  # a trial run; before there is a cache, of the memory that is needed beside it
+            if kv_cache.numel() == 0 and query.is_cuda:
+                most = self.config.model_config.max_model_len
+                size = self._packed().prefill_bytes(query.shape[0], most, self.num_heads)
+                torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         packed, m, out = self._packed(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)

@@ -25,6 +25,7 @@ from torch import Tensor
 from kvcodec.attention import attend
 from kvcodec.cache import LayerCache
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
+from kvcodec.cuda.prefill import Flash, workspace_bytes
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
@@ -294,6 +295,11 @@ class PackedLayer:
         )
         return out[:, :, 0]
 
+    def prefill_bytes(self, tokens: int, length: int, query_heads: int) -> int:
+        """Bound of what ``prefill`` takes for a chunk of so many tokens of a request of ``length``."""
+        q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
+        return workspace_bytes(q, self.heads, length, 0)
+
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Most bytes that ``decode`` needs for up to so many requests with tables of so many columns."""
         engine = self.engine(cache.shape[2], "cuda" if rules.softcap else "")
@@ -304,6 +310,9 @@ class PackedLayer:
             engine.workspace_bytes(q.expand(n, -1, -1, -1), self._store(cache, table.expand(n, -1)), self.holds_dense)
             for n in range(1, requests + 1)
         )
+
+    flash: Flash | None = None
+    """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """As ``attend``, from unpacked pages with flash attention where the kernels can.
@@ -330,5 +339,6 @@ class PackedLayer:
             scale=rules.scale,
             window=rules.window,
             sinks=rules.sinks,
+            flash=self.flash,
         )
         return out[0].transpose(0, 1)

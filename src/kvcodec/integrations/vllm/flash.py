@@ -1,0 +1,47 @@
+"""Attention of a chunk of a prompt over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
+
+PyTorch's operator is version 2, and its causal mask begins at the first key: what stands before the chunk and the chunk
+itself are two calls, joined. Here the mask ends at the last key, as in vLLM's own backend: one call.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.cuda.prefill import Flash
+
+
+@lru_cache
+def flash_for(head_dim: int) -> Flash | None:
+    """Return the function for ``attend_chunk(flash=...)``; None where vLLM brings no version 3 for this GPU."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        version = get_flash_attn_version(head_size=head_dim)
+    except (ImportError, AssertionError):
+        return None
+    if version != 3:
+        return None
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        n, t = q.shape[2], k.shape[2]
+        rows, keys = (torch.arange(0, 2 * end, end, dtype=torch.int32, device=q.device) for end in (n, t))
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out: Any = flash_attn_varlen_func(
+            q=q,
+            k=k,
+            v=v,
+            max_seqlen_q=n,
+            cu_seqlens_q=rows,
+            max_seqlen_k=t,
+            cu_seqlens_k=keys,
+            softmax_scale=scale,
+            causal=True,
+            fa_version=version,
+        )
+        found: Tensor = out.transpose(0, 1)[None]
+        return found
+
+    return flash
