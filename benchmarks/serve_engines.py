@@ -364,40 +364,60 @@ class Worker:
             )
 
     def timeline(self) -> None:
-        """Kernels of decode steps by their time."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
+        """Kernels of decode steps and of prompts by their time."""
         from kvcodec.bench.serve_metrics import quantiles
 
         s = self.scale
         asked = self.prompts("steps", [s.tokens] * max(s.sequences))
         self.ask(asked, 1)
         plain = self.ask(asked, s.new)[1]
-        kind = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
-        profiler, first, last = profile(activities=[kind]), 6, min(s.new - 2, 26)
+        profiler, first, last = self.profiler(), 6, min(s.new - 2, 26)
 
         def between(done: int) -> None:
             if done == first:
                 profiler.start()
             elif done == last:
-                if self.on_gpu:
-                    torch.cuda.synchronize()
+                self.synchronize()
                 profiler.stop()
 
         self.ask(asked, s.new, between)
+        decode = self.kernels(profiler, last - first)
+        fresh = [self.prompts(name, [s.tokens] * 4) for name in ("warm", "timed", "profiled")]
+        self.ask(fresh[0], 1)
+        begin = time.perf_counter()
+        self.ask(fresh[1], 1)
+        prompt_ms = (time.perf_counter() - begin) * 1e3 / len(fresh[1])
+        with self.profiler() as profiler:
+            self.ask(fresh[2], 1)
+            self.synchronize()
+        prompts = self.kernels(profiler, len(fresh[2]))
+        step = quantiles(plain, 1e3)
+        text = {"variant": self.job.variant, "step_ms": step, "prompt_ms": prompt_ms, "sequences": len(asked),
+                "tokens": s.tokens, "server": self.about, "decode": decode[:40], "prompts": prompts[:40]}  # fmt: skip
+        (self.out / f"timeline-{self.job.variant.replace(':', '-')}.json").write_text(json.dumps(text, indent=1) + "\n")
+        for what, ms, kernels in (("step", step["p50"], decode), ("prompt", prompt_ms, prompts)):
+            busy = sum(k["us"] for k in kernels) / 1e3
+            print(f"== a {what}: {ms:.3f} ms without the profiler; kernels {busy:.3f} ms")
+            for k in kernels[:15]:
+                print(f"== {k['us']:9.1f} us {k['calls']:7.1f} calls  {k['kernel'][:110]}")
+
+    def profiler(self) -> Any:
+        from torch.profiler import ProfilerActivity, profile
+
+        return profile(activities=[ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU])
+
+    def synchronize(self) -> None:
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def kernels(self, profiler: Any, per: int) -> list[dict[str, Any]]:
+        """Kernels of a profile, the dearest first; calls and microseconds of one of ``per``."""
         name = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
         events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, name))
-        steps = last - first
-        kernels = [{"kernel": e.key, "calls": e.count / steps, "us": getattr(e, name) / steps} for e in events]
-        kernels = [k for k in kernels if k["us"] > 0]
-        step, busy = quantiles(plain, 1e3), sum(k["us"] for k in kernels) / 1e3
-        text = {"variant": self.job.variant, "step_ms": step, "busy_ms": busy, "steps": steps, "server": self.about,
-                "sequences": len(asked), "tokens": s.tokens, "kernels": kernels[:40]}  # fmt: skip
-        (self.out / f"timeline-{self.job.variant.replace(':', '-')}.json").write_text(json.dumps(text, indent=1) + "\n")
-        print(f"== step {step['p50']:.3f} ms without the profiler; kernels {busy:.3f} ms a step")
-        for k in kernels[:15]:
-            print(f"== {k['us']:9.1f} us {k['calls']:7.1f} calls  {k['kernel'][:110]}")
+        found = [{"kernel": e.key, "calls": e.count / per, "us": getattr(e, name) / per} for e in events]
+        return [k for k in found if k["us"] > 0]
 
     def smoke(self) -> None:
         """Tokens of short and long prompts, twice; weights are made such that tokens say something."""

@@ -15,7 +15,7 @@ GPUs work through one list. Parts, in this order whatever the order given:
   sequences, their prompts found in the prefix cache;
 - ``throughput``: 128 prompts of 16,384 tokens at once, 1,024 tokens of output each (``bench serve``'s sweep);
 - ``sessions``: 32 sessions of six rounds, KV memory limited to what saw-int4 needs (``bench serve``'s sessions);
-- ``timeline``: kernels of one decode step by time, DIR/timeline-VARIANT.json.
+- ``timeline``: kernels of one decode step and of one prompt by time, DIR/timeline-VARIANT.json.
 
 Rows go to DIR/serve.jsonl as they are measured (what failed of smoke and timeline: DIR/checks.jsonl), logs to DIR/logs.
 The same command again goes on with what has no rows. Afterwards, anywhere:
@@ -226,8 +226,9 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     for part in PARTS:
         if part in args.parts:
             few = LOADED if part in ("throughput", "sessions") else VARIANTS[:2] if part == "timeline" else VARIANTS
-            for variant in args.variants or few:
-                found += [Job(part, variant)] + [Job(part, variant, True)] * (part == "smoke")
+            variants = args.variants or few
+            found += [Job(part, variant) for variant in variants]
+            found += [Job(part, variant, True) for variant in variants if part == "smoke"]
     return found
 
 
