@@ -1,5 +1,7 @@
 """An engine's layer of token groups on a GPU, decode steps as a captured graph, against the reference on the CPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.integrations.test_groups import BLOCK, HEADS, RULES, SINKS, SPECS, UN
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 ROWS, COLUMNS, STARTS, STEPS = 4, 3, (61, 33, 1), 40
 
@@ -68,6 +71,16 @@ class Served:
         return self.layer.step_groups(self.q, self.k, self.v, *given)
 
 
+@contextmanager
+def unsynchronised() -> Iterator[None]:
+    """What waits for the device is an error."""
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:
     there, here = (Served(spec, d, rules, kernels=d is device) for d in (device, torch.device("cpu")))
     lengths = list(STARTS)
@@ -93,12 +106,9 @@ def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:
         there.announce(which, now, 1)
         there.load([(r, lengths[r] - 1) for r in which])
         if graph:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with unsynchronised():
                 there.put(which if step % 2 else torch.tensor(which).numpy())
                 replay()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         else:
             there.put(which)
             out = there.step(space)
@@ -124,10 +134,7 @@ def test_slots_by_their_block_need_no_synchronisation() -> None:
     torch.cuda.synchronize()
     for length in range(1, 70):
         served.announce([1], [length], 1)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with unsynchronised():
             served.put(None)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert int(served.staged.held[0]) == (length - 1) % UNIT + 1
         assert int(served.staged.slot[0]) < served.layer.slots

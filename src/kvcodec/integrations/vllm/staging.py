@@ -153,7 +153,7 @@ class Staging:
         kept = torch.where(left, slot, self.slots)
         for numbers, new in ((self.block, block), (self.end, length), (self.seen, torch.full_like(length, self.step))):
             numbers.masked_fill_(over, FREE)
-            numbers[gone] = FREE
+            numbers.index_fill_(0, gone, FREE)  # an assignment would wait for the device
             numbers[kept] = new
             numbers[self.slots :] = FREE
 
