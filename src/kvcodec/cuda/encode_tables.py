@@ -185,6 +185,6 @@ def level_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
     wall[inside > 1] = torch.nan  # never sure
     if n == 0:
         wall[:] = torch.finfo(torch.float32).max
-    head = torch.tensor([scale, 2.0**23 + first, error, 0.0])
+    head = torch.tensor([scale, 2.0**23 + first, error, 0.0], dtype=torch.float32)
     entries = torch.stack([wall.view(torch.int32), near.int()], 1)
     return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (head, entries, padded)])

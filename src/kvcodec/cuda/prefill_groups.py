@@ -37,7 +37,7 @@ def staircase(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float) -> Score
     """
     tokens, half = q.shape[2], unit
     out = torch.zeros(*q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     while half < tokens:
         spans = tokens // (2 * half)
         if spans:

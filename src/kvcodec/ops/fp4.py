@@ -36,7 +36,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """Values of integer ``codes`` in 0..15; float32 of the same shape."""
-    levels = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
+    levels = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=codes.device)
     return torch.cat([levels, -levels])[codes.int()]
 
 

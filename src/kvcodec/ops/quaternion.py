@@ -278,7 +278,7 @@ def _rivals(table: Tensor, g: int) -> Tensor:
     multiples of 2^-1, so all is exact, in float32 too, and what beats does so by 2^-12 or more: enough for a vector
     that rounding put 2^-52 outside its cell.
     """
-    walls = torch.linspace(-1, 1, g + 1).to(table)
+    walls = torch.linspace(-1, 1, g + 1, dtype=torch.float32).to(table)
     one = walls[-1:]
     middle = (walls[1:] + walls[:-1]) / 2
     score = (torch.cartesian_prod(one, walls, walls, walls) @ table.T).float().view(g + 1, g + 1, g + 1, -1)
