@@ -19,6 +19,7 @@ from kvcodec.errors import FormatError, ModelError, SpecError, UnsupportedError
 from kvcodec.eval.attention import packed_cache
 from kvcodec.eval.perplexity import compressed_logits
 from kvcodec.models import LoadedModel, load
+from tests.conftest import own_threads
 from tests.eval.corrupt import corrupt
 from tests.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 
@@ -101,8 +102,7 @@ def smollm2():
     except ModelError as error:
         pytest.skip(f"the model cannot be had here: {error}")
     threads = torch.get_num_threads()
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max((os.cpu_count() or 1) // workers, 1))
+    torch.set_num_threads(own_threads())
     yield found
     torch.set_num_threads(threads)
 
