@@ -1,6 +1,7 @@
 """What every test shares: seeds, NaN-filled memory, tiny random models, and the reason a gpu test is skipped."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,12 @@ import torch
 
 # tiny tensors: more threads only wait for each other, and on a shared machine they wait long
 torch.set_num_threads(1)
+
+
+def own_threads() -> int:
+    """This process's share of the machine's cores, for a real model: the other workers have theirs."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max((os.cpu_count() or 1) // workers, 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

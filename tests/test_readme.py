@@ -179,6 +179,8 @@ inputs = {"input_ids": torch.arange(10)[None], "max_new_tokens": 3, "do_sample":
 def test_gpu_snippet_runs_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = re.findall(r"```python\n(.*?)```", README, re.S)[1]
+    assert "max_len=33_000" in code
+    code = code.replace("max_len=33_000", "max_len=256")  # a call launches 512 programs for a table of that length
     run = "import os; os.environ['TRITON_INTERPRET'] = '1'" + TINY_MODEL + code + "print(cache.report()['paths'])"
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

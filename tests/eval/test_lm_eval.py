@@ -19,6 +19,7 @@ from kvcodec.errors import FormatError, ModelError, SpecError, UnsupportedError
 from kvcodec.eval.attention import packed_cache
 from kvcodec.eval.perplexity import compressed_logits
 from kvcodec.models import LoadedModel, load
+from tests.conftest import own_threads
 from tests.eval.corrupt import corrupt
 from tests.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 
@@ -87,6 +88,92 @@ def answers(lm):
         lm.loglikelihood_rolling(DOCUMENTS, disable_tqdm=True),
         lm.generate_until(PROMPTS, disable_tqdm=True),
     ]
+
+
+# -- the real model on real items: first, because they take longest ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if not DATA.is_dir():
+        pytest.skip(f"the evaluation data ({DATA}) are not here")
+    try:
+        found = load("smollm2-135m", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(own_threads())
+    yield found
+    torch.set_num_threads(threads)
+
+
+def arc_easy(folder, count):
+    """The first questions with four answers, out of the data's instruction layout."""
+    rows = []
+    for item in json.loads((DATA / "commonsense_llm_adapters/ARC-Easy.test.json").read_text()):
+        question = re.search(r"question: (.*?)\n\nAnswer1", item["instruction"], re.S)
+        found = re.findall(r"Answer\d: (.*?)(?= Answer\d: |\n\n)", item["instruction"], re.S)
+        if question and len(found) == 4:
+            label = int(item["answer"].removeprefix("answer")) - 1
+            rows.append({"ctx": f"Question: {question[1]}\nAnswer:", "endings": found, "label": label})
+    return write_lines(folder / "arc_easy.jsonl", rows[:count])
+
+
+def piqa(folder, count):
+    labels = (DATA / "piqa/valid-labels.lst").read_text().split()
+    items = map(json.loads, (DATA / "piqa/valid.jsonl").read_text().splitlines())
+    rows = [
+        {"ctx": f"Question: {item['goal']}\nAnswer:", "endings": [item["sol1"], item["sol2"]], "label": int(label)}
+        for item, label in zip(items, labels, strict=True)
+    ]
+    return write_lines(folder / "piqa.jsonl", rows[:count])
+
+
+REAL = {"hellaswag": (24, 3), "piqa": (24, 3), "gsm8k": (2, 2)}
+"""Items of each task, and how many of them in float32 as well."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", REAL)
+def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm2, tmp_path):
+    """Float32 weights: ``dense`` holds fp16, so log-likelihoods move in the third decimal; in float32 not a bit."""
+    tasks = {
+        "hellaswag": local_choices("hellaswag", DATA / "hellaswag/hellaswag_val_first500.jsonl"),
+        "piqa": local_choices("piqa", piqa(tmp_path, 24)),
+        "gsm8k": local_task(
+            "gsm8k", DATA / "gsm8k/test.jsonl", "generate_until", doc_to_text="Question: {{question}}\nAnswer:",
+            doc_to_target="{{answer}}", generation_kwargs={"until": ["Question:"], "max_gen_toks": 12},
+            metric_list=[{"metric": "exact_match"}],
+        ),
+    }  # fmt: skip
+    many, few = REAL[name]
+    own = evaluate(HFLM(smollm2.model, tokenizer=smollm2.tokenizer), tasks[name], limit=many)
+    if name != "gsm8k":
+        dense = evaluate(KVCodecLM(smollm2, "dense"), tasks[name], limit=many)
+        assert dense["results"] == own["results"]
+        for ours, theirs in zip(dense["samples"][name], own["samples"][name], strict=True):
+            assert (ours["acc"], ours["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
+            values = [[float(value) for ((value, _),) in sample["resps"]] for sample in (ours, theirs)]
+            assert values[0] == pytest.approx(values[1], abs=0.05)
+    same = evaluate(KVCodecLM(smollm2, "dense:dtype=float32"), tasks[name], limit=few)
+    found = [sample["resps"] for sample in same["samples"][name]]
+    assert len(found) == few
+    assert found == [sample["resps"] for sample in own["samples"][name][:few]]
+    assert same["config"]["kvcodec"]["sha256"] == smollm2.sha256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
+    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
+    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
+    right, wrong = (
+        evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
+        for spec in ("saw-int4", corrupt())
+    )
+    assert abs(wrong - 0.25) < 3 * 0.0625
+    assert right > 0.45, "where nothing is corrupted the same items are answered"
 
 
 # -- it is lm-eval's hf model ------------------------------------------------------------------------------------------
@@ -464,93 +551,3 @@ def test_the_page_names_every_option_and_figure():
     named = set(re.findall(r"^\| `(\w+)`", PAGE, re.M))
     assert set(inspect.signature(KVCodecLM.__init__).parameters) - {"self", "options"} <= named
     assert set(KVCodecLM(tiny_loaded(), "dense").get_model_info()["kvcodec"]) <= named | {"origin", "sha256"}
-
-
-# -- the real model on real items --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    if not DATA.is_dir():
-        pytest.skip(f"the evaluation data ({DATA}) are not here")
-    try:
-        found = load("smollm2-135m", progress=False)
-    except ModelError as error:
-        pytest.skip(f"the model cannot be had here: {error}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield found
-    torch.set_num_threads(threads)
-
-
-def arc_easy(folder, count):
-    """The first questions with four answers, out of the data's instruction layout."""
-    rows = []
-    for item in json.loads((DATA / "commonsense_llm_adapters/ARC-Easy.test.json").read_text()):
-        question = re.search(r"question: (.*?)\n\nAnswer1", item["instruction"], re.S)
-        found = re.findall(r"Answer\d: (.*?)(?= Answer\d: |\n\n)", item["instruction"], re.S)
-        if question and len(found) == 4:
-            label = int(item["answer"].removeprefix("answer")) - 1
-            rows.append({"ctx": f"Question: {question[1]}\nAnswer:", "endings": found, "label": label})
-    return write_lines(folder / "arc_easy.jsonl", rows[:count])
-
-
-def piqa(folder, count):
-    labels = (DATA / "piqa/valid-labels.lst").read_text().split()
-    items = map(json.loads, (DATA / "piqa/valid.jsonl").read_text().splitlines())
-    rows = [
-        {"ctx": f"Question: {item['goal']}\nAnswer:", "endings": [item["sol1"], item["sol2"]], "label": int(label)}
-        for item, label in zip(items, labels, strict=True)
-    ]
-    return write_lines(folder / "piqa.jsonl", rows[:count])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(smollm2, tmp_path):
-    """Float32 weights: ``dense`` holds fp16, so log-likelihoods move in the third decimal; in float32 not a bit."""
-    tasks = [
-        local_choices("hellaswag", DATA / "hellaswag/hellaswag_val_first500.jsonl"),
-        local_choices("piqa", piqa(tmp_path, 24)),
-        local_task(
-            "gsm8k", DATA / "gsm8k/test.jsonl", "generate_until", doc_to_text="Question: {{question}}\nAnswer:",
-            doc_to_target="{{answer}}", generation_kwargs={"until": ["Question:"], "max_gen_toks": 12},
-            metric_list=[{"metric": "exact_match"}],
-        ),
-    ]  # fmt: skip
-
-    def run(lm, wanted):
-        found = {}
-        for task, limit in wanted:
-            found[task["task"]] = evaluate(lm, task, limit=limit)
-        return found
-
-    wanted = list(zip(tasks, (24, 24, 2), strict=True))
-    own = run(HFLM(smollm2.model, tokenizer=smollm2.tokenizer), wanted)
-    dense = run(KVCodecLM(smollm2, "dense"), wanted)
-    for name in ("hellaswag", "piqa"):
-        assert dense[name]["results"] == own[name]["results"]
-        for ours, theirs in zip(dense[name]["samples"][name], own[name]["samples"][name], strict=True):
-            assert (ours["acc"], ours["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
-            values = [[float(value) for ((value, _),) in sample["resps"]] for sample in (ours, theirs)]
-            assert values[0] == pytest.approx(values[1], abs=0.05)
-    few = list(zip(tasks, (3, 3, 2), strict=True))
-    same = run(KVCodecLM(smollm2, "dense:dtype=float32"), few)
-    for task, limit in few:
-        name = task["task"]
-        found = [sample["resps"] for sample in same[name]["samples"][name]]
-        assert found == [sample["resps"] for sample in own[name]["samples"][name][:limit]]
-    assert same["gsm8k"]["config"]["kvcodec"]["sha256"] == smollm2.sha256
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
-    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
-    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
-    right, wrong = (
-        evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
-        for spec in ("saw-int4", corrupt())
-    )
-    assert abs(wrong - 0.25) < 3 * 0.0625
-    assert right > 0.45, "where nothing is corrupted the same items are answered"
