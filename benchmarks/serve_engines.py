@@ -422,6 +422,7 @@ class Worker:
     def smoke(self) -> None:
         """Tokens of short and long prompts, twice; weights are made such that tokens say something."""
         import torch
+        from serve_check import Recorder, compare
 
         @torch.no_grad()
         def again(model: Any) -> None:
@@ -434,9 +435,12 @@ class Worker:
         self.llm.apply_model(again)
         s = self.scale
         asked = self.prompts("smoke", [*s.smoke_tokens, *[40 + 7 * i for i in range(12)]])
-        first, _, _ = self.ask(asked, min(64, s.new))
+        with Recorder(self.engine) as recorder:
+            first, _, _ = self.ask(asked, min(64, s.new))
         second, _, cached = self.ask(asked, min(64, s.new))
-        found = {"variant": self.job.variant, "eager": self.job.eager, "tokens": first, "again": second,
+        served = compare(recorder)
+        print(f"== against the library: {served}", flush=True)
+        found = {"variant": self.job.variant, "eager": self.job.eager, "tokens": first, "again": second, **served,
                  "cached_tokens": cached, "server": self.about, "seconds": time.monotonic() - self.begun}  # fmt: skip
         (self.out / "smoke").mkdir(exist_ok=True)
         (self.out / "smoke" / f"{self.job.name}.json").write_text(json.dumps(found))

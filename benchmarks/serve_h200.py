@@ -10,7 +10,8 @@ Processes of one GPU import side by side and then take turns, so nothing else ru
 GPUs work through one list. Parts, in this order whatever the order given:
 
 - ``smoke``: a small model, several engines at once on a GPU, each variant eager and with CUDA graphs; DIR/smoke.json
-  says how many tokens agree, and what failed;
+  says how many tokens agree, whether a layer's blocks have the library's bytes and how far its attention is from the
+  reference (``serve_check.py``), and what failed;
 - ``steps``: tokens that the cache holds; seconds of 32 cold prompts of 8,192 tokens; time per decode step of 1, 8, 32
   sequences, their prompts found in the prefix cache;
 - ``throughput``: 128 prompts of 16,384 tokens at once, 1,024 tokens of output each (``bench serve``'s sweep);
@@ -60,6 +61,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("serve_engines.py")
 SHOWN = ("kv_cache_tokens", "prefill_s", "step_ms", "output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms",
          "preemptions", "prefix_residency", "prefix_hit_share", "requests_done", "output_tokens_per_s_cut")  # fmt: skip
+CHECKED = ("requests", "bytes", "bytes_equal", "prompt_error", "step_error")
 LEAST = 15
 """Seconds without which no turn begins."""
 
@@ -258,6 +260,7 @@ def compare(out: Path) -> list[dict[str, Any]]:
             "cold_and_cached": same(own["tokens"], own["again"]), "first_as_bf16": same(own["tokens"], plain, True),
             "cached_tokens": own["cached_tokens"][:4], "kv_cache_tokens": own["server"]["kv_cache_tokens"],
             "path": own["server"]["path"], "seconds": round(own["seconds"], 1),
+            "library": {n: (eager or own)[n] for n in CHECKED if n in (eager or own)},
         })  # fmt: skip
     return rows
 

@@ -1,0 +1,134 @@
+"""What an engine served against the library, in one of its layers: the bytes in its blocks, and what it attended to.
+
+``Recorder`` writes down what comes to a layer and what leaves it; ``compare`` encodes the same keys and values with the
+codecs themselves on the CPU, under the constants that the library draws or that the params file has, and attends over
+these bytes with the reference.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import ROLES, storage_dtype
+from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.layer import PackedLayer
+from kvcodec.pages import read_blocks
+
+
+class Recorder:
+    """Keeps what one layer's attention is called with, on the CPU, as long as it is entered.
+
+    Parameters
+    ----------
+    engine
+        vLLM's.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        layers = engine.vllm_config.compilation_config.static_forward_context
+        served = [layer for layer in layers.values() if getattr(getattr(layer, "impl", None), "packed", None)]
+        self.layer = served[len(served) // 2] if served else None
+        self.calls: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "Recorder":
+        if self.layer is not None:
+            impl = self.layer.impl
+            self.forward, impl.forward = impl.forward, self.record
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.layer is not None:
+            del self.layer.impl.forward
+
+    def record(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: Any, output: Tensor, **more: Any
+    ) -> Any:
+        """Take the place of the layer's ``forward``."""
+        kept = [x.detach().cpu() for x in (q, k, v)]
+        found = self.forward(layer, q, k, v, cache, m, output, **more)
+        if m is not None:
+            out = output.detach().view(q.shape[0], -1, q.shape[-1]).cpu()
+            rows = [(i, i, i + 1, n) for i, n in enumerate(m.seq_lens[: m.decodes].tolist())] + m.chunks
+            self.calls.append({"rows": rows, "table": m.table.cpu(), "qkv": kept, "out": out})
+        return found
+
+
+def compare(recorder: Recorder) -> dict[str, float]:
+    """Of every request whose tokens were all recorded: shares of bytes that are the codecs', errors of attention.
+
+    Returns
+    -------
+    dict
+        ``bytes``: how many were compared; ``bytes_equal``: the share; ``prompt_error``, ``step_error``: the largest
+        ``|served - reference| / |reference|`` of a request's queries. Empty if no layer is served from packed pages.
+    """
+    layer = recorder.layer
+    if layer is None:
+        return {}
+    packed, rules = layer.impl.packed, layer.impl.rules
+    rules = rules._replace(sinks=None if rules.sinks is None else rules.sinks.cpu())
+    requests: dict[int, list[tuple[int, int, Tensor, tuple[Tensor, ...]]]] = {}
+    for call in recorder.calls:
+        for row, first, last, length in call["rows"]:
+            table = call["table"][row]
+            own = tuple(x[first:last] for x in (*call["qkv"], call["out"]))
+            requests.setdefault(int(table[0]), []).append((length - (last - first), length, table, own))
+    found = {"requests": 0, "bytes": 0, "bytes_equal": 0.0, "prompt_error": 0.0, "step_error": 0.0}
+    for calls in requests.values():
+        if [begin for begin, *_ in calls] != [0] + [end for _, end, *_ in calls[:-1]]:
+            continue  # it began in the prefix cache, or a graph took some of its steps
+        found["requests"] += 1
+        one = _one(packed, rules, calls, layer.kv_cache)
+        for name in ("prompt_error", "step_error"):
+            found[name] = max(found[name], one[name])
+        found["bytes"] += int(one["bytes"])
+        found["bytes_equal"] += one["equal"]
+    found["bytes_equal"] /= max(1, found["bytes"])
+    return found
+
+
+def _one(packed: PackedLayer, rules: Any, calls: Any, cache: Tensor) -> dict[str, float]:
+    """The same of one request."""
+    length, table = calls[-1][1], calls[-1][2]
+    _, k, v, out = (torch.cat(parts) for parts in zip(*(own for *_, own in calls), strict=True))
+    blocks = -(-length // cache.shape[2])
+    there = cache[table[:blocks].long().to(cache.device)].cpu()
+    own, here, row = _twin(packed), torch.zeros_like(there), torch.arange(blocks, dtype=torch.int32)
+    unit = own.unit if isinstance(own, GroupedLayer) else 1
+    whole = length // unit * unit
+    found = {"bytes": 0.0, "equal": 0.0, "prompt_error": 0.0, "step_error": 0.0}
+    for role, x in zip(ROLES, (k, v), strict=True):
+        step = own.scheme.codec(role).block_tokens
+        slots = torch.arange(0, whole, step)[None]
+        own._put(role, x[:whole].transpose(0, 1)[None], here, slots)
+        layout, pages = own.pages(here)
+        for name, field in read_blocks(layout, pages, role, slots).items():
+            same = read_blocks(layout, own.pages(there)[1], role, slots)[name].contiguous().view(torch.uint8)
+            found["bytes"] += same.numel()
+            found["equal"] += int((same == field.contiguous().view(torch.uint8)).sum())
+    for begin, end, _, (part, *_) in [calls[0], calls[-1]]:
+        if isinstance(own, GroupedLayer):
+            first = begin // unit * unit
+            held = storage_dtype(own.dtype)
+            dense = {role: x[first:end].transpose(0, 1)[None].to(held) for role, x in zip(ROLES, (k, v), strict=True)}
+            want = own.attend_own(part.float(), here, row, end, rules, dense)
+        else:
+            want = own.attend(part.float(), here, row, end, rules)
+        error = float((out[begin:end].float() - want).norm() / want.norm())
+        name = "prompt_error" if begin == 0 else "step_error"
+        found[name] = max(found[name], error)
+    return found
+
+
+def _twin(packed: PackedLayer) -> PackedLayer:
+    """A layer on the CPU that the library makes from the same words."""
+    cache = packed.cache
+    params = {role: {n: x.cpu() for n, x in own.items()} for role, own in cache.fitted.items()}
+    given = {
+        "layer": cache.layer, "heads": packed.heads, "head_dim": packed.head_dim, "dtype": packed.dtype,
+        "device": torch.device("cpu"), "first_head": cache.first_head, "seed": cache.seed, "params": params or None,
+    }  # fmt: skip
+    if isinstance(packed, GroupedLayer):
+        return GroupedLayer(packed.scheme, slots=1, **given)
+    return PackedLayer(packed.scheme, **given)
