@@ -178,13 +178,9 @@ class Checks:
         await self.empty()
         return found
 
-    # -- planted faults ------------------------------------------------------------------------------------------------
-
     async def plant(self):
-        """The fault of ``--plant``, from the middle of the load on; ``launch`` has that of memory."""
+        """Exchange two pages now and then from the middle of the load on, for ``--plant pages``."""
         await asyncio.sleep(self.args.seconds / 2)
-        if self.args.plant == "block":
-            await self.engine.collective_rpc("soak_hold_block")
         while self.args.plant == "pages":
             pair = self.rng.sample(range(1, self.blocks + 1), 2)
             await self.engine.collective_rpc("soak_exchange_pages", args=(pair,))

@@ -94,15 +94,6 @@ class Probe:
                 else:
                     cache[list(pair)] = cache[list(pair)[::-1]]
 
-    def soak_hold_block(self):
-        """Take a block that nobody gives back; the engine's bookkeeping is in the only worker's process."""
-        import gc
-
-        from vllm.v1.core.block_pool import BlockPool
-
-        (pool,) = (x for x in gc.get_objects() if isinstance(x, BlockPool))
-        pool.get_new_blocks(1)
-
 
 class Watch(StatLoggerBase):
     """The engine's own figures, step by step."""
@@ -361,12 +352,13 @@ def engine_options(args, options):
     cuda = {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.15, "compilation_config": {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}  # fmt: skip
     cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
+    planted = {"scheduler_cls": "soak_plant.Forgetful", "async_scheduling": False} if args.plant == "block" else {}
     return {
         "dtype": args.dtype, "load_format": args.load_format, "max_model_len": longest, "block_size": args.block,
         "num_gpu_blocks_override": -(-pool // args.block) + 1, "max_num_seqs": args.seqs,
         "max_num_batched_tokens": max(args.chunk, args.seqs), "enable_prefix_caching": True,
         "enable_chunked_prefill": True, "skip_tokenizer_init": True, "seed": args.seed,
-        "additional_config": {"kvcodec": options}, **(cuda if args.device == "cuda" else cpu), **args.engine,
+        "additional_config": {"kvcodec": options}, **(cuda if args.device == "cuda" else cpu), **planted, **args.engine,
     }  # fmt: skip
 
 
