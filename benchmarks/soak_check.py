@@ -72,7 +72,10 @@ class Checks:
         # from the end: what stands in the places of cached tokens, and whether they have places, is not defined
         for back in range(known, 0, -1):
             at = whole.prompt_logprobs[len(whole.prompt_logprobs) - back]
-            gaps.append(max(x.logprob for x in at.values()) - at[ids[-back]].logprob)
+            told = at.get(ids[-back])
+            gaps.append(None if told is None else max(x.logprob for x in at.values()) - told.logprob)
+        if not cached and None in gaps:
+            raise RuntimeError(f"the engine gave no probability of token {gaps.index(None)} of an answer")
         return gaps
 
     def at_once(self, prompt, tokens):

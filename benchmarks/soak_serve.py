@@ -142,9 +142,8 @@ class Soak(Checks):
         print(f"[{time.monotonic() - self.begun:6.0f} s] {text}", flush=True)
 
     async def generate(self, prompt, request=None, **sampling):
-        """The last output for one prompt, greedy; with a request each output has new tokens alone, which it gets."""
-        if request is not None:
-            sampling["output_kind"] = RequestOutputKind.DELTA
+        """The output for one prompt, greedy; a request gets its tokens as they come."""
+        sampling["output_kind"] = RequestOutputKind.FINAL_ONLY if request is None else RequestOutputKind.DELTA
         params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
         self.watch.beat = time.monotonic()
         self.busy += 1
