@@ -1,22 +1,42 @@
-"""Requests of ``soak_serve``."""
+"""Requests of ``soak_serve``.
+
+Token ids are held as bytes, four each: a tuple of numbers takes ten times as much, and a soak that keeps every prompt
+and every answer would seem to leak.
+"""
 
 import json
+from array import array
 
 KINDS = ("whole", "queued", "prefill", "decode")
 """How requests end: answered, or cancelled while they wait, within their prompt, within their answer."""
 
 
+WIDTH = array("i").itemsize
+
+
+def pack(ids):
+    """Bytes of token ids; they join, compare and can be looked up as the ids would."""
+    return array("i", ids).tobytes()
+
+
+def unpack(ids):
+    return array("i", ids).tolist()
+
+
 class Request:
-    """One request and what became of it."""
+    """One request and what became of it; ``prompt`` and ``tokens`` packed."""
+
+    __slots__ = ("at", "cut", "ended", "kind", "length", "new", "prompt", "step", "tokens")
 
     def __init__(self, prompt, new, kind, cut):
         self.prompt, self.new, self.kind, self.cut = prompt, new, kind, cut
-        self.tokens, self.ended = (), "running"
+        self.length = len(prompt) // WIDTH  # stays when the prompt is dropped
+        self.tokens, self.ended = b"", "running"
         self.at = self.step = 0  # its place among the requests, and the engine's steps when it came
 
 
 class Prompts:
-    """Token ids that share prefixes: systems, documents of a system, questions of a document; a few on their own."""
+    """Packed ids that share prefixes: systems, documents of a system, questions of a document; a few on their own."""
 
     def __init__(self, args, words, rng):
         self.args, self.words, self.rng = args, words, rng
@@ -31,9 +51,9 @@ class Prompts:
     def text(self, least, most):
         count = self.rng.randint(max(1, least), max(1, most))
         if isinstance(self.words, int):
-            return tuple(self.rng.randrange(3, self.words) for _ in range(count))
+            return pack(self.rng.randrange(3, self.words) for _ in range(count))
         start = self.rng.randrange(len(self.words) - count)
-        return tuple(self.words[start : start + count])
+        return pack(self.words[start : start + count])
 
     def draw(self, seconds):
         """A request: any prompt, an answer of any length; ``seconds``: about what a queued one waits."""

@@ -52,11 +52,17 @@ def growth(series, warm):
 
 
 def failures_of(soak, args, loaded, checked, control, grown):
-    """What went wrong, one sentence each."""
+    """What went wrong, one sentence each; ``checked``: a ``Found``."""
     ended, found = loaded["ended"], list(dict.fromkeys(soak.errors))
-    wrong = [d for d in checked["differing"] if d["most_behind"] > args.tie]
+    wrong = [d for d in checked.differing if d["most_behind"] > args.tie]
     if wrong:
         found.append(f"{len(wrong)} answers are not those of their prompts alone")
+    if checked.prompts_alone < checked.prompts or not checked.prompts:
+        answers = checked.equal + sum(d["requests"] for d in checked.differing)
+        found.append(
+            f"{checked.prompts_alone} of {checked.prompts} prompts were run alone in {checked.seconds:.0f} s, "
+            f"{answers} of {checked.answers} answers checked"
+        )
     if any(soak.idle):
         found.append(f"blocks were held while nothing ran: {max(soak.idle):.2%} of the pool")
     if grown is None:
@@ -67,7 +73,7 @@ def failures_of(soak, args, loaded, checked, control, grown):
         "answers": ended["whole"], "cancellations while waiting": ended["queued"],
         "cancellations within a prompt": ended["prefill"], "cancellations within an answer": ended["decode"],
         "preemptions": loaded["preemptions"], "prefix hits": loaded["prefix_hit_tokens"], "idle phases": len(soak.idle),
-        "prompts in chunks": sum(len(r.prompt) > args.chunk for r in soak.requests if r.ended == "whole"),
+        "prompts in chunks": sum(r.length > args.chunk for r in soak.requests if r.ended == "whole"),
     }  # fmt: skip
     found += [f"nothing is shown: no {what}" for what, count in happened.items() if not count]
     if not any(c["changed"] and c["hit_tokens"] and c["most_behind"] > args.tie for c in control):

@@ -8,13 +8,17 @@ a second turn, and some requests are cancelled: while they wait, in the middle o
 holds fewer tokens than the running requests, so that some are thrown out and computed again. Afterwards
 
 - *wrong pages*: every prompt is run alone with an empty prefix cache; each answer of the load (those that were cut as
-  well) must have its tokens. One that differs is read again in one piece: how much less likely than the best token its
-  tokens are. Up to ``--tie`` it is rounding (other batches sum in other orders), above it is a wrong page;
+  well) must have its tokens. One that differs is read again in one piece, over the pages of that run: how much less
+  likely than the best token its tokens are. Up to ``--tie`` it is rounding (other batches sum in other orders), above
+  it is a wrong page. If ``--check-seconds`` end this early, the report says how far it came, and the soak fails;
 - *leaks*: when idle all blocks are free, the prefix cache can be dropped (vLLM refuses while a block is held), and the
   line fitted to resident memory of all processes, warm-up left out, grows by at most ``--leak``;
 - *hangs*: for ``--hang`` seconds no step of the engine while requests run: stacks of all processes, exit status 3;
 - *proof*: preemptions, prefix hits, prompts in chunks and cancellations of each kind happened; and when the pages of a
   cached prompt are exchanged for others', its answer changes. Else the soak has shown nothing, and fails.
+
+On a GPU the model computes in float32 by default, for which fewer answers differ and the tie is closer, and the load
+draws from so few prompts and second turns that all can be run alone. ``--plant`` makes a fault that must be found.
 
 OUT/soak-PRESET-DEVICE.json has everything; exit status 0 if nothing failed.
 """
@@ -43,9 +47,11 @@ for name, value in {"VLLM_PLUGINS": "kvcodec", "VLLM_NO_USAGE_STATS": "1", "HF_H
                     "PYTHONFAULTHANDLER": "1"}.items():  # fmt: skip
     os.environ.setdefault(name, value)
 
-from soak_load import KINDS, Prompts, Request, words_of  # noqa: E402
+from soak_check import Checks, Found  # noqa: E402
+from soak_load import KINDS, WIDTH, Prompts, Request, pack, unpack, words_of  # noqa: E402
 from soak_report import MB, descendants, failures_of, growth, resident, result_of, write  # noqa: E402
 from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
 
@@ -74,8 +80,8 @@ class Probe:
 
         return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
-    def soak_exchange_pages(self):
-        """Move every block's bytes by half of the pool: valid pages, most of them of other prompts."""
+    def soak_exchange_pages(self, pair=None):
+        """Move every block's bytes by half of the pool, or exchange two: valid pages, most of them of other prompts."""
         import torch
 
         seen = set()
@@ -83,7 +89,10 @@ class Probe:
             cache = getattr(layer, "kv_cache", None)
             if isinstance(cache, torch.Tensor) and cache.numel() and cache.data_ptr() not in seen:
                 seen.add(cache.data_ptr())
-                cache.copy_(cache.roll(cache.shape[0] // 2, 0))
+                if pair is None:
+                    cache.copy_(cache.roll(cache.shape[0] // 2, 0))
+                else:
+                    cache[list(pair)] = cache[list(pair)[::-1]]
 
 
 class Watch(StatLoggerBase):
@@ -116,13 +125,15 @@ class Watch(StatLoggerBase):
 # -- the load ----------------------------------------------------------------------------------------------------------
 
 
-class Soak:
-    """Sends the load and checks what came."""
+class Soak(Checks):
+    """Sends the load; what came is checked by ``Checks``."""
 
     def __init__(self, engine, watch, prompts, args):
         self.engine, self.watch, self.prompts, self.args = engine, watch, prompts, args
         self.rng, self.ids = random.Random(args.seed + 1), itertools.count()
         self.inflight, self.requests, self.errors = {}, [], []
+        self.kept, self.seen, self.turned = {}, set(), set()  # equal bytes, once; hashes of prompts; second turns
+        self.found, self.planted, self.blocks = Found(), [], 0
         self.idle, self.series, self.device_series = [], [], []
         self.begun = time.monotonic()
         self.phase, self.busy = "start", 0
@@ -131,17 +142,19 @@ class Soak:
         print(f"[{time.monotonic() - self.begun:6.0f} s] {text}", flush=True)
 
     async def generate(self, prompt, request=None, **sampling):
-        """Greedy tokens of one prompt; ``request.tokens`` as they come."""
+        """The output for one prompt, greedy; a request gets its tokens as they come."""
+        sampling["output_kind"] = RequestOutputKind.FINAL_ONLY if request is None else RequestOutputKind.DELTA
         params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
         self.watch.beat = time.monotonic()
         self.busy += 1
         try:
-            stream = self.engine.generate({"prompt_token_ids": list(prompt)}, params, f"soak-{next(self.ids)}")
+            stream = self.engine.generate({"prompt_token_ids": unpack(prompt)}, params, f"soak-{next(self.ids)}")
             async with contextlib.aclosing(stream):
                 async for out in stream:
                     if request is not None:
-                        request.tokens = tuple(out.outputs[0].token_ids)
-                        if request.kind == "decode" and len(request.tokens) >= request.cut and not out.finished:
+                        request.tokens += pack(out.outputs[0].token_ids)
+                        held = len(request.tokens) // WIDTH
+                        if request.kind == "decode" and held >= request.cut and not out.finished:
                             raise asyncio.CancelledError  # leaving the stream is what a client that hangs up does
             return out
         finally:
@@ -150,6 +163,9 @@ class Soak:
     def launch(self, request):
         request.at, request.step = len(self.requests), self.watch.steps
         self.requests.append(request)
+        self.seen.add(hash(request.prompt))
+        if self.args.plant == "memory":
+            self.planted.append(b"x" * MB)
         task = asyncio.create_task(self._run(request))
         self.inflight[task] = request
         task.add_done_callback(self.inflight.pop)
@@ -169,6 +185,9 @@ class Soak:
             self.errors.append(f"{type(error).__name__}: {error}")
         finally:
             asked.cancel()
+            # what the checks need is kept, and what many requests have in common once
+            request.tokens = self.kept.setdefault(request.tokens, request.tokens)
+            request.prompt = self.kept.setdefault(request.prompt, request.prompt) if request.tokens else b""
 
     async def _canceller(self, request, work):
         """Cancel a request that waits, or one that runs and has no token yet."""
@@ -192,10 +211,17 @@ class Soak:
         return request.step <= seen and self.watch.waiting <= sum(1 for _ in behind)
 
     async def follow(self, at, task, request):
-        """The second turn of a whole answer: its prompt has pages that were written while decoding."""
+        """The second turn of a whole answer: its prompt has pages that were written while decoding.
+
+        Each other answer gives another prompt to run alone: of ``--turns``, some come at any time.
+        """
         await task
-        if request.ended == "whole":
-            turn = request.prompt + request.tokens + self.prompts.turns[at]
+        if request.ended != "whole":
+            return
+        turn = request.prompt + request.tokens + self.prompts.turns[at]
+        part = min(1.0, (time.monotonic() - self.begun) / self.args.seconds)
+        if turn in self.turned or len(self.turned) < self.args.turns * part:
+            self.turned.add(turn)
             await self.launch(Request(turn, self.args.answer, "whole", 0))
 
     async def load(self):
@@ -236,7 +262,7 @@ class Soak:
         while self.inflight or turns:
             await asyncio.wait([*self.inflight, *turns])
         # figures come with steps: one more, of a prompt that no one has
-        await self.generate((1, 2, 1), max_tokens=1)
+        await self.generate(pack((1, 2, 1)), max_tokens=1)
         for _ in range(20):
             if not self.watch.usage:
                 break
@@ -272,86 +298,12 @@ class Soak:
         watch = self.watch
         return {
             "requests": len(self.requests), "ended": self.counts(),
-            "distinct_prompts": len({r.prompt for r in self.requests}),
-            "prompt_tokens": sum(len(r.prompt) for r in self.requests),
-            "answer_tokens": sum(len(r.tokens) for r in self.requests),
+            "distinct_prompts": len(self.seen), "distinct_second_turns": len(self.turned),
+            "prompt_tokens": sum(r.length for r in self.requests),
+            "answer_tokens": sum(len(r.tokens) // WIDTH for r in self.requests),
             "prefix_hit_tokens": watch.hits, "prefix_query_tokens": watch.queries, "preemptions": watch.preemptions,
             "steps": watch.steps, "most_running": watch.most_running, "most_pool_used": round(watch.most_usage, 4),
         }  # fmt: skip
-
-    # -- checks --------------------------------------------------------------------------------------------------------
-
-    async def empty(self):
-        """Drop the prefix cache; False while a block is held."""
-        for _ in range(40):
-            if await self.engine.reset_prefix_cache():
-                return True
-            await asyncio.sleep(0.05)  # a request that just ended may have a step under way
-        return False
-
-    async def solo(self, prompt, new):
-        """Tokens of a prompt that is alone in the engine, and how far each was ahead of the next best."""
-        if not await self.empty():
-            self.errors.append("the prefix cache could not be dropped: blocks are held by nobody")
-        answer = (await self.generate(prompt, max_tokens=new, logprobs=2)).outputs[0]
-        ahead = []
-        for token, found in zip(answer.token_ids, answer.logprobs, strict=True):
-            ahead.append(found[token].logprob - max(x.logprob for t, x in found.items() if t != token))
-        return tuple(answer.token_ids), ahead
-
-    async def behind(self, prompt, tokens):
-        """How much less likely than the best one each token of an answer is, read in one piece."""
-        await self.empty()
-        whole = await self.generate((*prompt, *tokens), max_tokens=1, prompt_logprobs=1)
-        found = whole.prompt_logprobs[len(prompt) :]
-        return [max(x.logprob for x in at.values()) - at[t].logprob for t, at in zip(tokens, found, strict=True)]
-
-    async def check(self):
-        """Every answer against the run of its prompt alone."""
-        given = {}
-        for request in self.requests:
-            if request.tokens:
-                given.setdefault(request.prompt, {}).setdefault(request.tokens, []).append(request)
-        solos, differing = {}, []
-        equal, nearest, said = 0, [], time.monotonic()
-        for prompt, answers in given.items():
-            new = max(map(len, answers))
-            want, ahead = solos[prompt] = await self.solo(prompt, new)
-            nearest.append(min(ahead))
-            for tokens, requests in answers.items():
-                if tokens == want[: len(tokens)]:
-                    equal += len(requests)
-                    continue
-                first = next(i for i, t in enumerate(tokens) if t != want[i])
-                behind = await self.behind(prompt, tokens)
-                differing.append({"requests": len(requests), "ended": [r.ended for r in requests],
-                                  "prompt_tokens": len(prompt), "tokens": len(tokens), "first": first,
-                                  "solo_ahead": round(ahead[first], 5), "most_behind": round(max(behind), 5),
-                                  "token_behind": round(behind[first], 5)})  # fmt: skip
-                self.say(f"differs: {differing[-1]}")
-            if time.monotonic() - said > self.args.every:
-                said = time.monotonic()
-                self.say(f"{len(solos)} of {len(given)} prompts alone; {equal} answers equal, {len(differing)} differ")
-        return given, {
-            "prompts_alone": len(solos), "equal": equal, "differing": differing,
-            "closest_choice_of_a_solo": round(min(nearest, default=0.0), 5),
-        }  # fmt: skip
-
-    async def control(self, prompts):
-        """With another's pages in the place of a cached prompt's: whether its answer changes, and by how much."""
-        found = []
-        for prompt in sorted(prompts, key=len, reverse=True)[:4]:
-            want, _ = await self.solo(prompt, self.args.answer)
-            other = max((p for p in prompts if p != prompt), key=len)
-            await self.generate(other, max_tokens=1)  # so that the blocks around are not empty
-            before = self.watch.hits
-            await self.engine.collective_rpc("soak_exchange_pages")
-            got = tuple((await self.generate(prompt, max_tokens=self.args.answer)).outputs[0].token_ids)
-            hits = self.watch.hits - before
-            behind = max(await self.behind(prompt, got))
-            found.append({"changed": got != want, "hit_tokens": hits, "most_behind": round(behind, 5)})
-        await self.empty()
-        return found
 
 
 class Watchdog(threading.Thread):
@@ -399,12 +351,13 @@ def engine_options(args, options):
     cuda = {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.15, "compilation_config": {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}  # fmt: skip
     cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
+    planted = {"scheduler_cls": "soak_plant.Forgetful", "async_scheduling": False} if args.plant == "block" else {}
     return {
         "dtype": args.dtype, "load_format": args.load_format, "max_model_len": longest, "block_size": args.block,
         "num_gpu_blocks_override": -(-pool // args.block) + 1, "max_num_seqs": args.seqs,
         "max_num_batched_tokens": max(args.chunk, args.seqs), "enable_prefix_caching": True,
         "enable_chunked_prefill": True, "skip_tokenizer_init": True, "seed": args.seed,
-        "additional_config": {"kvcodec": options}, **(cuda if args.device == "cuda" else cpu), **args.engine,
+        "additional_config": {"kvcodec": options}, **(cuda if args.device == "cuda" else cpu), **planted, **args.engine,
     }  # fmt: skip
 
 
@@ -417,21 +370,24 @@ async def soak_of(args):
     engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: watch])
     prompts = Prompts(args, words_of(args), random.Random(args.seed))
     soak = Soak(engine, watch, prompts, args)
-    soak.options, soak.engine_options = options, given
+    soak.options, soak.engine_options, soak.blocks = options, given, given["num_gpu_blocks_override"] - 1
     Watchdog(soak, args.hang, lambda why: write(args, result_of(soak, args, why, soak.figures()))).start()
-    checked, control, series = {"differing": [], "equal": 0}, [], []
+    control, series, background = [], [], []
     try:
         if args.load_format == "dummy":
             await engine.collective_rpc("soak_weights", args=(args.seed,))
         soak.say(f"{args.preset} on {args.device}: pool of {given['num_gpu_blocks_override']} blocks of {args.block}")
         await soak.generate(prompts.all[0], max_tokens=4)  # kernels are compiled, weights touched
-        soak.begun, sampler = time.monotonic(), asyncio.create_task(soak.sample())
+        soak.begun = time.monotonic()
+        background = [asyncio.create_task(work()) for work in (soak.sample, soak.plant)]
         await soak.load()
-        sampler.cancel()
+        for task in background:
+            task.cancel()
         series, soak.phase = list(soak.series), "checks"
         loaded = {"load_s": round(time.monotonic() - soak.begun, 1), **soak.figures()}
-        given_back, checked = await soak.check()
-        control = await soak.control(list(given_back))
+        # what there is if the process is ended from outside
+        write(args, result_of(soak, args, ["the answers were not checked"], loaded))
+        control = await soak.control(await soak.check())
     except Exception as error:  # such as an engine that is gone: what is known until here is written
         traceback.print_exc()
         soak.errors.append(f"{type(error).__name__}: {error}")
@@ -439,14 +395,15 @@ async def soak_of(args):
     finally:
         engine.shutdown()
     grown = growth(series, args.warm * args.seconds)
-    failures = failures_of(soak, args, loaded, checked, control, grown)
+    failures = failures_of(soak, args, loaded, soak.found, control, grown)
+    checked = soak.found.figures()
     growth_found = dict(zip(("mb", "mb_per_minute", "seconds"), (round(x, 3) for x in grown or ()), strict=False))
     more = {"tie": args.tie, "leak_limit_mb": args.leak, "resident_growth": growth_found, "checked": checked}
     path = write(args, result_of(soak, args, failures, loaded, **more, control=control))
     soak.say(f"resident growth {growth_found}, control {control}")
-    near = len(checked["differing"])
     soak.say(
-        f"{soak.counts()}, {watch.preemptions} preemptions, {checked['equal']} answers equal, {near} differ: {path}"
+        f"{soak.counts()}, {watch.preemptions} preemptions, {checked['equal']} answers equal, {checked['differ']} "
+        f"differ; checked in {checked['seconds']} s: {path}"
     )
     for failure in failures:
         soak.say(f"FAILED: {failure}")
@@ -460,12 +417,13 @@ def main(argv=None):
     p.add_argument("--preset", default="saw-int4")
     p.add_argument("--window", type=int, help="0: of presets that keep the newest tokens dense")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    p.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU")
+    p.add_argument("--dtype", default="float32", help="of the model (%(default)s)")
     p.add_argument("--seconds", type=float, default=1800.0, help="of load; checks come after it")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--commit", help="stamped on the result where there is no checkout")
-    p.add_argument("--prompts", type=int, default=64, help="distinct first prompts")
+    p.add_argument("--prompts", type=int, help="distinct first prompts (64; GPU 96)")
+    p.add_argument("--turns", type=int, help="distinct second turns (any number; GPU 64)")
     p.add_argument("--prompt", type=int, help="tokens of the longest first prompt (256; GPU 2048)")
     p.add_argument("--answer", type=int, help="tokens of the longest answer (32; GPU 128)")
     p.add_argument("--seqs", type=int, help="requests that run at once (8; GPU 32)")
@@ -478,12 +436,13 @@ def main(argv=None):
     p.add_argument("--warm", type=float, default=0.25, help="part of the time that is warm-up (%(default)s)")
     p.add_argument("--hang", type=float, default=180.0, help="seconds without a step (%(default)s)")
     p.add_argument("--every", type=float, default=15.0, help="seconds between lines (%(default)s)")
+    p.add_argument("--check-seconds", type=float, default=float("inf"), help="that prompts may be run alone (no limit)")
+    p.add_argument("--plant", choices=("pages", "block", "memory"), help="a fault: pages exchanged, one kept, a leak")
     p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="other arguments of the engine")
     args = p.parse_args(argv)
     cuda = args.device == "cuda"
-    args.dtype = args.dtype or ("bfloat16" if cuda else "float32")
-    usual = {"prompt": (256, 2048), "answer": (32, 128), "seqs": (8, 32), "chunk": (48, 512), "block": (16, 64),
-             "gap": (1.0, 0.2)}  # fmt: skip
+    usual = {"prompts": (64, 96), "turns": (10**9, 64), "prompt": (256, 2048), "answer": (32, 128), "seqs": (8, 32),
+             "chunk": (48, 512), "block": (16, 64), "gap": (1.0, 0.2)}  # fmt: skip
     for key, values in usual.items():
         if getattr(args, key) is None:
             setattr(args, key, values[cuda])
