@@ -444,6 +444,27 @@ def test_a_drawing_has_its_points_in_their_places():
     assert "nan" not in drawing(Chart("n", "t", "round", "y", False, [Curve("a", [(1, 0.0)])]))
 
 
+@pytest.mark.parametrize("count", [3, 16, 40])
+def test_every_name_is_on_the_drawing(count):
+    """Curves that end beside each other near zero push each other's names up, not off."""
+    svg = drawing(
+        Chart(
+            "n",
+            "t",
+            "sequences",
+            "y",
+            True,
+            [Curve(f"n{i}", [(1, 1.0), (8, 90.0 if not i else 2.0)]) for i in range(count)],
+        )
+    )
+    height = float(re.search(r'viewBox="0 0 \d+ (\d+)"', svg)[1])
+    found = sorted(float(y) for y in re.findall(r'y="([\d.]+)" fill="[^"]+">n\d+<', svg))
+    assert len(found) == count
+    assert found[0] > 0
+    assert found[-1] < height - 20
+    assert all(b - a >= 13.9 for a, b in itertools.pairwise(found))
+
+
 def test_labels_keep_their_methods_colour_and_do_not_look_alike():
     labels = ["bf16", "fp8", "saw-int4", "hqmq-s24_r3", "hqmq-s96_r4", "turboquant_4bit_nc", "int4_per_token_head"]
     found = colors_of(labels)

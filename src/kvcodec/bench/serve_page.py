@@ -84,9 +84,21 @@ def _steps(most: float) -> list[float]:
     return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
 
 
+def _column(ends: Sequence[float], lowest: float) -> list[float]:
+    """Places of names below each other, as near to their curves' ends as that allows, none below ``lowest``."""
+    places: list[float] = []
+    for end in ends:
+        places.append(max(end, places[-1] + LINE if places else TOP))
+    for i in range(len(places) - 1, -1, -1):
+        places[i] = min(places[i], lowest)
+        lowest = places[i] - LINE
+    return places
+
+
 def drawing(chart: Chart) -> str:
     """Return curves as SVG: y from 0, a marker for each point, names in a column at the curves' ends."""
     points = [point for curve in chart.curves for point in curve.points]
+    height = max(HEIGHT, math.ceil(TOP + BOTTOM + LINE * len(chart.curves)))
     steps = _steps(max(*(y for _, y in points), 1e-9))
     ticks = sorted({x for x, _ in points})
 
@@ -100,26 +112,27 @@ def drawing(chart: Chart) -> str:
         return LEFT + 12 + (WIDTH - LEFT - NAMES - 24) * share
 
     def up(y: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * y / steps[-1]
+        return height - BOTTOM - (height - BOTTOM - TOP) * y / steps[-1]
 
     title = f"{_text(chart.title)}: {_text(chart.y)}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT} role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {FONT} role="img" '
         f'aria-label="{title}; the numbers are in the table">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         f'<text x="8" y="15" font-weight="600">{title}</text>',
     ]
     for y in steps:
         parts.append(f'<path d="M{LEFT} {up(y):.1f}H{WIDTH - NAMES}" stroke="#000" opacity=".12"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{y:,g}</text>')
     for x in ticks:
-        parts.append(f'<text x="{at(x):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{at(x):.1f}" y="{height - BOTTOM + 15}" text-anchor="middle">{x:g}</text>')
     parts.append(
-        f'<text x="{(LEFT + WIDTH - NAMES) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{_text(chart.x)}</text>'
+        f'<text x="{(LEFT + WIDTH - NAMES) / 2}" y="{height - 6}" text-anchor="middle">{_text(chart.x)}</text>'
     )
     colors = colors_of([curve.label for curve in chart.curves])
-    label_at = float(TOP)
-    for i, curve in enumerate(sorted(chart.curves, key=lambda c: -c.points[-1][1])):
+    ordered = sorted(chart.curves, key=lambda c: -c.points[-1][1])
+    names = _column([up(curve.points[-1][1]) for curve in ordered], height - BOTTOM)
+    for i, (curve, label_at) in enumerate(zip(ordered, names, strict=True)):
         color, dashes = colors[curve.label]
         path = " ".join(f"{'L' if k else 'M'}{at(x):.1f} {up(y):.1f}" for k, (x, y) in enumerate(curve.points))
         parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"/>')
@@ -128,7 +141,6 @@ def drawing(chart: Chart) -> str:
                 _mark(CURVE_MARKERS[i % len(CURVE_MARKERS)], at(x), up(y), color, f"{curve.label}: {y:,g} at {x:g}")
             )
         end = up(curve.points[-1][1])
-        label_at = max(end, label_at + LINE) if i else max(end, label_at)
         name_x = WIDTH - NAMES + 12
         parts.append(
             f'<line x1="{at(curve.points[-1][0]):.1f}" y1="{end:.1f}" x2="{name_x - 3}" y2="{label_at:.1f}" '
