@@ -40,7 +40,8 @@ def varlen(
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()) == ([0, n], [0, t])
     hidden = torch.full((n, t), -torch.inf).triu(t - n + 1)
-    part = partial(*(x.transpose(0, 1)[None] for x in (q, k, v)), softmax_scale, hidden)
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    part = partial(heads[0], heads[1], heads[2], softmax_scale, hidden)
     out = part.acc / part.l[..., None]
     return out[0].transpose(0, 1).to(q.dtype), (part.m + part.l.log())[0]
 
