@@ -283,7 +283,7 @@ def _from_hub(hub_id: str, name: str, device: str, dtype: ModelDtype, progress: 
 def _from_pretrained(
     where: str, gguf: str | None, name: str, device: str, dtype: ModelDtype, progress: Progress
 ) -> tuple[Any, Any]:
-    _require("transformers", *(["gguf"] if gguf else []))
+    _require("transformers", *(["gguf", "accelerate"] if gguf else []))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     extra = {"gguf_file": gguf} if gguf else {}

@@ -82,6 +82,10 @@ def test_the_result_says_what_was_chosen_where_and_what_was_not_measured(advised
     told = " ".join(found["not_measured"])
     for word in ("speed", "tasks", "windows of 128 tokens, not of 4096"):
         assert word in told
+    speed = found["speed"]
+    assert speed["tokens_per_s"] > 0
+    assert speed["uncompressed_tokens_per_s"] > 0
+    assert (speed["prompt_tokens"], speed["new_tokens"]) == (112, 16)
     assert repr(str(folder / "recipe.json")) in found["use"]["python"]
     assert json.loads(json.dumps(found))["keys"][0]["worst_head_ratio"] > 1
     assert len((folder / "sensitivity.jsonl").read_text().splitlines()) == 1 + len(found["sensitivity"])
@@ -270,7 +274,13 @@ def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
     ]
     assert cli.main([*arguments, "--json", str(tmp_path / "advice.json")]) == 0
     told = capsys.readouterr().out
-    for part in (f"advised: {out / 'recipe.json'}", "use it", f"--specs {out / 'recipe.json'},dense", "not measured"):
+    for part in (
+        "speed here: ",
+        f"advised: {out / 'recipe.json'}",
+        "use it",
+        f"--specs {out / 'recipe.json'},dense",
+        "not measured",
+    ):
         assert part in told
     for name in ("recipe.json", "advice.json", "sensitivity.png", "keys.png"):
         assert (out / name).is_file()

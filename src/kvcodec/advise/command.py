@@ -136,6 +136,12 @@ def show(result: Mapping[str, Any]) -> str:
     if not result["met"]:
         lines.append(f"  NOT MET: no candidate measured a KL of at most {result['max_kl']:g}")
     lines += _layers(result["layers"])
+    timed = result["speed"]
+    lines += [
+        "",
+        f"speed here: {timed['tokens_per_s']:.1f} tokens/s, uncompressed {timed['uncompressed_tokens_per_s']:.1f} "
+        f"(one sequence on {timed['device']}, {timed['prompt_tokens']} tokens before, through the line below)",
+    ]
     lines += ["", "use it", f"  {result['use']['python']}", f"  {result['use']['command']}", "", "not measured"]
     return "\n".join([*lines, *(f"  {line}" for line in result["not_measured"]), ""])
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from kvcodec.advise.candidates import DENSE, Candidate, assess, check_specs, choose, default_specs
 from kvcodec.advise.expected import cache_bytes, dtype_of, layer_bytes, sizes_of
 from kvcodec.advise.search import Option, best_within, least_for
+from kvcodec.advise.speed import speed
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import KVCodecWarning, KVError, SpecError
 from kvcodec.eval import perplexity
@@ -134,7 +135,7 @@ def advise(
         Plain JSON values: ``advised`` (a finalist's row: ``spec, bytes, grown_bytes, bits, ratio_to_16bit, kl, kl_se,
         perplexity, top1_agreement, predicted_kl`` and ``kl_as_served``, with its sinks and windows), ``met`` (whether
         what was asked is kept), ``finalists``, ``layers`` (of an advised mixture), ``sensitivity``, ``candidates``,
-        ``keys`` (K_max / K_median), ``use``, ``not_measured``, ...
+        ``keys`` (K_max / K_median), ``speed``, ``use``, ``not_measured``, ...
 
     Raises
     ------
@@ -201,6 +202,7 @@ def advise(
         "candidates": [vars(c) for role in ROLES for c in found[role]],
         "sensitivity": rows,
         "keys": key_outliers(model.model, first),
+        "speed": speed(model.model, best.scheme, others[0], request.seed),
         "use": _use(best, model.name),
         "seconds": time.monotonic() - begun,
         "versions": versions(),
@@ -442,7 +444,8 @@ def _use(best: Finalist, name: str) -> dict[str, str]:
 def _not_measured(result: Mapping[str, Any], unserved: Sequence[str]) -> list[str]:
     tokens, context = result["window_tokens"], result["context"]
     told = [
-        f"speed: nothing was timed; `kvcodec bench decode --specs ... --device cuda` times presets on this GPU. "
+        f"speed at {context} tokens, in batches, and of fused attention; `kvcodec bench decode --specs ... "
+        f"--device cuda` times that on a GPU. "
         f"{'No GPU kernel decodes ' + ', '.join(unserved) if unserved else 'GPU kernels decode every layer of it'}",
         "tasks: retrieval, questions and choices; `kvcodec eval --specs ... --tasks ...` measures those",
     ]

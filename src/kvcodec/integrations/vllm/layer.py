@@ -13,7 +13,7 @@ CUDA GPU   ``Engine.encode``: decode steps, a        one token per request: ``En
 =========  ========================================  ================================================================
 
 Every token attends to what the pages hold, in a prompt as well: so neither the cut of a prompt into chunks nor a hit in
-the prefix cache shows in the output.
+the prefix cache decides what a token reads.
 """
 
 from collections.abc import Mapping
