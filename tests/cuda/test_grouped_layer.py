@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.attention import partial
-from kvcodec.cuda.prefill_groups import staircase
+from kvcodec.cuda import prefill_groups
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import Rules
 from kvcodec.integrations.vllm.staging import Staging
-from tests.cuda.test_packed_layer import emulated  # noqa: F401
+from tests.cuda.test_packed_layer import EngineFlash, emulated  # noqa: F401
 from tests.integrations.test_groups import (
     BLOCK,
     CPU,
@@ -29,9 +28,11 @@ from tests.integrations.test_groups import (
 pytestmark = pytest.mark.usefixtures("emulated")
 
 
+@pytest.mark.parametrize("own_flash", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_chunks_of_a_prompt_are_the_references(spec: str, machine: dict[str, Any]) -> None:
+def test_chunks_of_a_prompt_are_the_references(spec: str, own_flash: bool, machine: dict[str, Any]) -> None:
     layer = made(spec)
+    layer.flash = EngineFlash() if own_flash else None
     wanted, written = pool(layer), pool(layer)
     rules = Rules(0.125, sinks=SINKS)
     want = fed(layer, wanted, CUTS["across"], rules)
@@ -41,6 +42,20 @@ def test_chunks_of_a_prompt_are_the_references(spec: str, machine: dict[str, Any
         torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
         assert torch.equal(written, wanted)
     assert machine["kv_unpack"].launches
+    assert isinstance(layer.flash, EngineFlash) == own_flash
+    assert not own_flash or layer.flash.queries  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [UNIT, 2 * UNIT])
+def test_queries_that_come_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_groups, "rows_at_once", lambda q: rows)
+    layer = made(SPECS[0])
+    wanted, written = pool(layer), pool(layer)
+    want = fed(layer, wanted, CUTS["across"], RULES["plain"])
+    for flash in (None, EngineFlash()):
+        layer.flash = flash
+        found = fed(layer, written, CUTS["across"], RULES["plain"], kernels=True)
+        torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
 
 
 def test_what_flash_attention_cannot_do_takes_the_reference(machine: dict[str, Any]) -> None:
@@ -120,20 +135,3 @@ def test_a_captured_batch_without_requests_writes_nothing() -> None:
     layer.step_groups(q, k, v, cache, table, lengths, batch.staged, batch.rules, batch.space)
     after = [cache, *(layer.staged[r][: layer.slots] for r in ("key", "value"))]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 8, 11])
-def test_a_staircase_is_its_mask(groups: int) -> None:
-    unit = 4
-    generator = torch.Generator().manual_seed(groups)
-    q = torch.randn(1, 4, groups * unit, 8, generator=generator)
-    k, v = torch.randn(2, 1, 2, (groups - 1) * unit, 8, generator=generator)
-    found = staircase(q, k, v, unit, 0.3)
-    assert bool((found.lse[:, :, :unit] == -torch.inf).all())
-    assert bool((found.out[:, :, :unit] == 0).all())
-    if groups > 1:
-        at = torch.arange(unit, groups * unit)[:, None] // unit
-        hidden = torch.arange((groups - 1) * unit)[None] // unit >= at
-        want = partial(q[:, :, unit:], k, v, 0.3, torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf))
-        torch.testing.assert_close(found.out[:, :, unit:], want.acc / want.l[..., None], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.lse[:, :, unit:], want.m + want.l.log(), rtol=1e-5, atol=1e-5)

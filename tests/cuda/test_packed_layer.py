@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvcodec.attention import partial
 from kvcodec.cuda import prefill
 from kvcodec.engine import CudaEngine
 from kvcodec.integrations.vllm import layer as served
@@ -107,22 +107,31 @@ def test_what_flash_attention_cannot_do_takes_the_reference(
     assert "kv_unpack" not in emulated
 
 
+class EngineFlash:
+    """Stands for vLLM's: causal attention of the newest tokens, with its log-sum-exp."""
+
+    queries = 0
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> prefill.Scored:
+        assert 0 < q.shape[2] <= k.shape[2]
+        self.queries += q.shape[2]
+        hidden = torch.full((q.shape[2], k.shape[2]), -torch.inf).triu(k.shape[2] - q.shape[2] + 1)
+        part = partial(q, k, v, scale, hidden)
+        return prefill.Scored((part.acc / part.l[..., None]).to(q.dtype), part.m + part.l.log())
+
+
 @pytest.mark.parametrize("spec", ["int-8", "turboquant-4"])
 @pytest.mark.parametrize("n", [1, 7, 41])
 def test_an_engines_own_flash_attention(spec: str, n: int, emulated: dict[str, Any], monkeypatch: Any) -> None:
     """One call for history and chunk; rows by rows where they are many."""
-    layer, calls = made(spec), []
+    layer, flash = made(spec), EngineFlash()
     cache = filled(layer)
-
-    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        calls.append(q.shape[2])
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        return sdpa(q.float(), k.float(), v.float(), attn_mask=seen, scale=scale, enable_gqa=True).to(q.dtype)
-
     q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(n)).half()
     monkeypatch.setattr(prefill, "rows_at_once", lambda q: 16)
     layer.flash = flash
-    found = layer.prefill(q, cache, ROW, TOKENS, Rules(0.125))
-    assert sum(calls) == n
-    torch.testing.assert_close(found, layer.attend(q, cache, ROW, TOKENS, Rules(0.125)), rtol=0, atol=4e-3)
+    for rules in (Rules(0.125), Rules(0.125, sinks=torch.linspace(-1, 1, 2 * HEADS))):
+        flash.queries = 0
+        found = layer.prefill(q, cache, ROW, TOKENS, rules)
+        assert flash.queries == n
+        torch.testing.assert_close(found, layer.attend(q, cache, ROW, TOKENS, rules), rtol=0, atol=4e-3)
     assert layer.prefill_bytes(n, TOKENS, 2 * HEADS) > 0

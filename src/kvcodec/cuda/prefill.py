@@ -42,15 +42,15 @@ ARGS = struct.Struct("<6Q3q4i")
 """``kv::UnpackArgs``, field by field."""
 
 
-Flash = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q ``[1, HQ, n, D]``, k, v ``[1, H, t, D]``, scale) to ``[1, HQ, n, D]``: causal attention of the newest n of t."""
-
-
 class Scored(NamedTuple):
     """Normalised attention over some tokens, ``[B, HQ, n, D]``, and its log-sum-exp ``[B, HQ, n]`` (fp32, natural)."""
 
     out: Tensor
     lse: Tensor
+
+
+Flash = Callable[[Tensor, Tensor, Tensor, float], Scored]
+"""(q ``[1, HQ, n, D]``, k, v ``[1, H, t, D]``, scale) to causal attention of the newest n of t tokens; n <= t."""
 
 
 def join(a: Scored, b: Scored) -> Scored:
@@ -59,6 +59,14 @@ def join(a: Scored, b: Scored) -> Scored:
     safe = lse.masked_fill(lse == -torch.inf, 0.0)
     wa, wb = ((x.lse - safe).exp()[..., None] for x in (a, b))
     return Scored(a.out.float() * wa + b.out.float() * wb, lse)
+
+
+def with_sinks(seen: Scored, sinks: Tensor | None) -> Scored:
+    """Join learned logits ``[HQ]``, which add to the softmax's denominator alone."""
+    if sinks is None:
+        return seen
+    logit = sinks.float().view(1, -1, 1).expand(seen.lse.shape)
+    return join(seen, Scored(torch.zeros((), device=logit.device), logit))
 
 
 def tile_tokens(pair: Pair) -> int:
@@ -344,10 +352,7 @@ def attend_newest(
                 part, pages, table, first, last, pair=pair, key=key, value=value, scale=scale, at=at + before
             )
             total = join(total, old)
-        if sinks is not None:
-            logit = sinks.float().view(1, -1, 1).expand(part.shape[:3])
-            total = join(total, Scored(torch.zeros((), device=q.device), logit))
-        out[:, :, row : row + step] = total.out
+        out[:, :, row : row + step] = with_sinks(total, sinks).out
     return out
 
 
@@ -370,21 +375,22 @@ def attend_chunk(
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
     flash : function, optional
-        Attends in one call where neither ``window`` nor ``sinks`` is given and the history is unpacked at once.
+        Attends in one call where no ``window`` is given and the history is unpacked at once.
 
     Returns
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
     n, constants = q.shape[2], {"pair": pair, "key": key, "value": value}
-    fits = length * _token_bytes(q.shape[0], pages.shape[1], q.shape[3]) <= STAGING_BYTES
-    if flash is not None and fits and not window and sinks is None:
+    if flash is not None and not window and staged_bytes(pages, q, length) <= STAGING_BYTES:
         k, v = unpack(pages, table, 0, length, **constants)  # type: ignore[arg-type]
         out, step = torch.empty_like(q), rows_at_once(q)
         for row in range(0, n, step):
             part = into_codes(q[:, :, row : row + step], key)
             end = length - n + row + part.shape[2]
-            out[:, :, row : row + step] = out_of_codes(flash(part, k[:, :, :end], v[:, :, :end], scale), value)
+            total = flash(part, k[:, :, :end], v[:, :, :end], scale)
+            total = Scored(out_of_codes(total.out, value), total.lse)
+            out[:, :, row : row + step] = with_sinks(total, sinks).out
         return out
     out, step = torch.empty_like(q), min(rows_at_once(q), window or n)
     for row in range(0, n, step):
@@ -394,10 +400,7 @@ def attend_chunk(
             total = _attend_window(part, pages, table, at, window, scale, constants)
         else:
             total = attend_pages(part, pages, table, 0, at + part.shape[2], scale=scale, at=-at, **constants)  # type: ignore[arg-type]
-        if sinks is not None:
-            logit = sinks.float().view(1, -1, 1).expand(part.shape[:3])
-            total = join(total, Scored(torch.zeros((), device=q.device), logit))
-        out[:, :, row : row + step] = total.out
+        out[:, :, row : row + step] = with_sinks(total, sinks).out
     return out
 
 
@@ -437,6 +440,11 @@ def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int) -> int:
     staged = min(max(STAGING_BYTES, 32 * token), (packed + 32) * token)
     scores = 4 * 4 * batch * num_q_heads * min(rows, REFERENCE_ROWS) * dense if q.dtype == torch.float32 else 0
     return q.nbytes + staged + 2 * dense * token + scores + 16 * 4 * batch * num_q_heads * rows * dim
+
+
+def staged_bytes(pages: Tensor, q: Tensor, tokens: int) -> int:
+    """Bytes of the first ``tokens`` tokens of every sequence of ``q [B, HQ, n, D]``, unpacked."""
+    return tokens * _token_bytes(q.shape[0], pages.shape[1], q.shape[3])
 
 
 def _token_bytes(batch: int, heads: int, head_dim: int) -> int:

@@ -1,75 +1,39 @@
 """Attention of a chunk of a prompt where each query reads its own group of tokens in 16 bit and those before it packed.
 
-Three parts, joined by their log-sum-exps, each of them flash attention with no mask but the causal one::
+A query at place r of a group of G tokens sees, in three parts that are joined by their log-sum-exps::
 
-    packed, before the chunk    every query sees all of it
-    packed, in the chunk        a query in group j sees groups 0 .. j - 1 (``staircase``)
-    16 bit                      a query sees its own group up to itself: groups are the batch
+    packed, at least G tokens before it     causal attention with the keys moved by G places
+    packed, the rest of the group before    places r + 1 .. G - 1 of it: causal with queries and keys turned round
+    16 bit, its own group                   places 0 .. r: causal
 
-The staircase is cut as binary numbers are: of any two groups, at one level of spans of 2, 4, 8 ... groups the earlier
-one lies in the first half of a span and the later one in its second half. At each level the second halves attend to the
-first halves, all of it, and all spans are one batch.
+so that flash attention needs no mask but the causal one. Of the last two, groups are the batch.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcodec.cuda.prefill import Scored, attend_pages, into_codes, join, out_of_codes, rows_at_once, score, unpack
+from kvcodec.cuda.prefill import (
+    STAGING_BYTES,
+    Flash,
+    Scored,
+    attend_pages,
+    into_codes,
+    join,
+    out_of_codes,
+    rows_at_once,
+    score,
+    staged_bytes,
+    unpack,
+    with_sinks,
+)
 from kvcodec.cuda.sides import SideTensors
-
-
-def staircase(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float) -> Scored:
-    """Attention of ``q [1, HQ, t, D]`` where a query sees the groups of ``unit`` tokens before its own.
-
-    Parameters
-    ----------
-    q : Tensor ``[1, HQ, t, D]``
-        t a multiple of ``unit``.
-    k, v : Tensor ``[1, H, t - unit, D]``
-        Of all groups but the last.
-    unit : int
-    scale : float
-
-    Returns
-    -------
-    Scored
-        Float32; lse = -inf for the first group, which sees nothing.
-    """
-    tokens, half = q.shape[2], unit
-    out = torch.zeros(*q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    while half < tokens:
-        spans = tokens // (2 * half)
-        if spans:
-            late = _spans(q, half, spans, 1)
-            part = score(late, _spans(k, half, spans, 0), _spans(v, half, spans, 0), scale)
-            end = spans * 2 * half
-            to, sums = (x[:, :, :end].unflatten(2, (spans, 2 * half))[:, :, :, half:] for x in (out, lse))
-            _add(to, sums, Scored(*(x.transpose(0, 1)[None] for x in part)))
-        last = spans * 2 * half
-        if last + half < tokens:  # a span whose second half is short
-            early = slice(last, last + half)
-            part = score(q[:, :, last + half :], k[:, :, early], v[:, :, early], scale)
-            _add(out[:, :, last + half :], lse[:, :, last + half :], part)
-        half *= 2
-    return Scored(out, lse)
-
-
-def _spans(x: Tensor, half: int, spans: int, which: int) -> Tensor:
-    """First (0) or second (1) halves of the first spans, ``[spans, H, half, D]``."""
-    halves = x[0, :, which * half :].unfold(1, half, 2 * half)[:, :spans]  # [H, spans, D, half], a view
-    return halves.permute(1, 0, 3, 2)
-
-
-def _add(out: Tensor, lse: Tensor, part: Scored) -> None:
-    new = join(Scored(out, lse), part)
-    out.copy_(new.out)
-    lse.copy_(new.lse)
 
 
 def attend_groups(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, table: Tensor, length: int, unit: int, *, pair: str,
-    key: SideTensors, value: SideTensors, scale: float, sinks: Tensor | None = None,
+    key: SideTensors, value: SideTensors, scale: float, sinks: Tensor | None = None, flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a sequence's newest n tokens, each over its own group in 16 bit and packed ones before it.
 
@@ -87,6 +51,8 @@ def attend_groups(
     scale : float
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
+    flash : function, optional
+        Attends to the packed tokens where they are unpacked at once.
 
     Returns
     -------
@@ -102,20 +68,52 @@ def attend_groups(
         part = q[:, :, row : row + last - at]
         own = slice(base - begin, last - begin)
         total = _dense(part, k[:, :, own], v[:, :, own], unit, scale, at - base)
-        inside = (last - 1) // unit * unit - base
-        if inside:
-            units = _padded(into_codes(part, key), at - base, inside + unit)
-            found = staircase(units, *unpack(pages, table, base, inside, **constants), unit, scale)  # type: ignore[arg-type]
-            rows = slice(at - base, last - base)
-            total = join(total, Scored(out_of_codes(found.out[:, :, rows], value), found.lse[:, :, rows]))
-        if base:
-            total = join(total, attend_pages(part, pages, table, 0, base, scale=scale, **constants))  # type: ignore[arg-type]
-        if sinks is not None:
-            logit = sinks.float().view(1, -1, 1).expand(part.shape[:3])
-            total = join(total, Scored(torch.zeros((), device=q.device), logit))
-        out[:, :, row : row + last - at] = total.out
+        blind = max(0, unit - at)  # queries of the first group
+        if at + blind < last:
+            seeing = part[:, :, blind:]
+            packed = _distant(seeing, pages, table, at + blind, unit, scale, flash, constants)
+            packed = join(packed, _near(seeing, pages, table, at + blind, unit, scale, constants))
+            own_group = Scored(total.out[:, :, blind:], total.lse[:, :, blind:])
+            seen = join(own_group, packed)
+            total = Scored(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
+        out[:, :, row : row + last - at] = with_sinks(total, sinks).out
         row += last - at
     return out
+
+
+def _distant(
+    q: Tensor, pages: Tensor, table: Tensor, at: int, unit: int, scale: float, flash: Flash | None,
+    constants: dict[str, Any],
+) -> Scored:  # fmt: skip
+    """Attention of queries in the slots ``at, at + 1, ...`` to the slots at least ``unit`` before them."""
+    count = at + q.shape[2] - unit
+    if flash is None or staged_bytes(pages, q, count) > STAGING_BYTES:
+        return attend_pages(q, pages, table, 0, count, scale=scale, at=unit - at, **constants)
+    found = flash(into_codes(q, constants["key"]), *unpack(pages, table, 0, count, **constants), scale)
+    return Scored(out_of_codes(found.out, constants["value"]), found.lse)
+
+
+def _near(
+    q: Tensor, pages: Tensor, table: Tensor, at: int, unit: int, scale: float, constants: dict[str, Any]
+) -> Scored:
+    """Attention of the same queries to those slots of the group before theirs that are fewer than ``unit`` away."""
+    base, last = at // unit * unit, at + q.shape[2]
+    groups = -(-(last - base) // unit)
+    k, v = unpack(pages, table, base - unit, groups * unit, **constants)
+    turned = _padded(into_codes(q, constants["key"]), at - base, groups * unit)
+    # places of a group from the last to the first: key c is seen by query c + 1 and the ones behind it
+    queries, keys, values = (_units(x, unit).flip(2) for x in (turned, k, v))
+    found = score(queries[:, :, 1:], keys[:, :, :-1], values[:, :, :-1], scale, causal=True)
+    out = torch.nn.functional.pad(found.out.flip(2), (0, 0, 0, 1))
+    lse = torch.nn.functional.pad(found.lse.flip(2), (0, 1), value=-torch.inf)
+    rows = slice(at - base, last - base)
+    out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in (out, lse))
+    return Scored(out_of_codes(out, constants["value"]), lse)
+
+
+def _units(x: Tensor, unit: int) -> Tensor:
+    """Groups of ``x [1, H, t, D]`` as the batch, ``[t / unit, H, unit, D]``."""
+    return x[0].unflatten(1, (-1, unit)).transpose(0, 1)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) -> Scored:
@@ -123,7 +121,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) 
     tokens = -(-k.shape[2] // unit) * unit
     padded = (_padded(x, at, tokens) for x, at in ((q, skip), (k, 0), (v, 0)))
     # what is padded stands behind all that a query sees
-    queries, keys, values = (x[0].unflatten(1, (-1, unit)).transpose(0, 1) for x in padded)
+    queries, keys, values = (_units(x, unit) for x in padded)
     found = score(queries, keys, values, scale, causal=True)
     rows = slice(skip, skip + q.shape[2])
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found)

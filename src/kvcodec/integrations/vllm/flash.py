@@ -5,12 +5,11 @@ itself are two calls, joined. Here the mask ends at the last key, as in vLLM's o
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcodec.cuda.prefill import Flash
+from kvcodec.cuda.prefill import Flash, Scored
 
 
 @lru_cache
@@ -25,11 +24,11 @@ def flash_for(head_dim: int) -> Flash | None:
     if version != 3:
         return None
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Scored:
         n, t = q.shape[2], k.shape[2]
         rows, keys = (torch.arange(0, 2 * end, end, dtype=torch.int32, device=q.device) for end in (n, t))
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        out: Any = flash_attn_varlen_func(
+        out, lse = flash_attn_varlen_func(
             q=q,
             k=k,
             v=v,
@@ -39,9 +38,9 @@ def flash_for(head_dim: int) -> Flash | None:
             cu_seqlens_k=keys,
             softmax_scale=scale,
             causal=True,
+            return_softmax_lse=True,
             fa_version=version,
         )
-        found: Tensor = out.transpose(0, 1)[None]
-        return found
+        return Scored(out.transpose(0, 1)[None], lse[None])
 
     return flash

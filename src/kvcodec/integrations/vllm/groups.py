@@ -188,6 +188,7 @@ class GroupedLayer(PackedLayer):
             value=engine.reading["value"],
             scale=rules.scale,
             sinks=rules.sinks,
+            flash=self.flash,
         )
         return out[0].transpose(0, 1)
 
