@@ -12,92 +12,22 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-RIVALS = {"bf16": "auto", "fp8": "fp8", "int4_per_token_head": "int4_per_token_head",
-          "turboquant_4bit_nc": "turboquant_4bit_nc", "ultraquant_4bit": "ultraquant_4bit"}  # fmt: skip
-VARIANTS = (
-    "bf16", "saw-int4", "fp8", "ultraquant", "innerq-base", "hqmq-s24_r3", "octopus-3", "ultra-tq",
-    "int4_per_token_head", "ultraquant_4bit", "turboquant_4bit_nc", "int-4", "turboquant-4", "hqmq-s96_r4",
-    "kvcodec:fp8", "kivi-2", "int-8",
-)  # fmt: skip
-LOADED = ("bf16", "saw-int4", "fp8")
-"""Of throughput and sessions, which take minutes."""
-PARTS = ("smoke", "steps", "throughput", "sessions", "timeline")
-SECONDS = {"smoke": 200, "steps": 150, "throughput": 330, "sessions": 330, "timeline": 120}
-"""A process's turn may take so long."""
-SAID = 1500
-SEED = 20261122
-
-
-class Scale(NamedTuple):
-    """Sizes of everything; ``smoke`` is the small model's."""
-
-    model: dict[str, int]
-    smoke: dict[str, int]
-    tokens: int = 8192
-    sequences: tuple[int, ...] = (32, 8, 1)
-    new: int = 100
-    chunk: int = 8192
-    point: tuple[int, int, int, int] = (16384, 1024, 128, 256)
-    sessions: tuple[int, ...] = (32, 6, 1024, 8192, 2048, 128)
-    sessions_bytes: int = 25_500_000_000
-    smoke_bytes: int = 2_000_000_000
-    smoke_tokens: tuple[int, ...] = (5, 64, 700, 3000)
-    memory: float = 0.9
-
-    @property
-    def sessions_most(self) -> int:
-        """Tokens of a session's last request."""
-        _, rounds, shared, context, turn, answer = self.sessions
-        return shared + context + (rounds - 1) * (turn + answer) + answer
-
-
-QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-            "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}  # fmt: skip
-SMALL = {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
-         "hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 32000}  # fmt: skip
-TINY = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
-SCALES = {
-    "full": Scale(QWEN3_8B, SMALL),
-    "tiny": Scale(TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), (3, 3, 32, 64, 48, 8), 3 << 19, 2 << 20, (5, 70)),
-}
-
-
-class Job(NamedTuple):
-    """One process: a part of a variant; ``eager``: without CUDA graphs (smoke)."""
-
-    part: str
-    variant: str
-    eager: bool = False
-
-    @property
-    def name(self) -> str:
-        words = [self.part, self.variant.replace(":", "-")] + ["eager"] * self.eager
-        return "-".join(words)
-
-
-def folder_of(out: Path, sizes: dict[str, int]) -> Path:
-    """Where a model's config.json is."""
-    return out / f"model-{sizes['num_hidden_layers']}-{sizes['hidden_size']}"
-
-
-def rows_file(out: Path, part: str) -> Path:
-    """Where a part's rows go; what is no measurement is not published."""
-    return out / ("checks.jsonl" if part in ("smoke", "timeline") else "serve.jsonl")
-
-
-def config_of(sizes: dict[str, int]) -> dict[str, Any]:
-    """Qwen3's config.json."""
-    return sizes | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False,
-        "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-
-
-# -- one process -------------------------------------------------------------------------------------------------------
+from serve_sizes import (
+    LOADS,
+    RIVALS,
+    SAID,
+    SCALES,
+    SEED,
+    Job,
+    Scale,
+    folder_of,
+    goal,
+    kind_of,
+    loads_of,
+    rows_file,
+)
 
 
 def force(variant: str) -> None:
@@ -122,9 +52,12 @@ def force(variant: str) -> None:
 
 def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, Any]:
     """Arguments of ``LLM`` for a job and a model; the same for every variant but for what names its cache."""
-    loaded = job.part in ("throughput", "sessions")
+    loaded = job.part in LOADS
     sizes = [1, 2, 4, 8, 16, 32, 64] + [128, 192, 256] * loaded
-    longest = {"throughput": sum(scale.point[:2]), "sessions": scale.sessions_most, "smoke": max(scale.smoke_tokens)}
+    longest = {
+        "throughput": sum(scale.point[:2]), "sessions": scale.sessions_most, "smoke": max(scale.smoke_tokens),
+        "sweep": max(sum(point[:2]) for point in scale.points),
+    }  # fmt: skip
     given: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
         "max_model_len": longest.get(job.part, scale.tokens) + 256, "max_num_seqs": sizes[-1],
@@ -239,7 +172,7 @@ class Worker:
         metric, unit, shape = goal(self.job, self.scale)
         try:
             self.start()
-            getattr(self, self.job.part)()
+            getattr(self, "load" if self.job.part in LOADS else self.job.part)()
         except BaseException as error:
             traceback.print_exc()
             words = " ".join(str(error).split())
@@ -325,16 +258,8 @@ class Worker:
                      repeats=[quantiles(run[1], 1e3)["p50"] for run in runs], cached_tokens=min(runs[0][2]),
                      load="steps", sizes={"sequences": count, "tokens": s.tokens}, server=self.about)  # fmt: skip
 
-    def throughput(self) -> None:
-        """``bench serve``'s closed loop."""
-        self.load(load_of(self.job.part, self.scale))
-
-    def sessions(self) -> None:
-        """``bench serve``'s sessions."""
-        self.load(load_of(self.job.part, self.scale))
-
-    def load(self, load: Any) -> None:
-        """Send a load to the engine; rows as ``bench serve`` writes them."""
+    def load(self) -> None:
+        """Send the part's loads to the engine, one after the other; rows as ``bench serve`` writes them."""
         from prometheus_client import generate_latest
 
         from kvcodec.bench.serve import Bench, Server
@@ -349,18 +274,23 @@ class Worker:
         left = self.limit - 10 - (time.monotonic() - self.begun)
         target = EngineTarget(self.engine, self.params, lambda: generate_latest().decode(), left)
         most, block = self.engine.vllm_config.model_config.max_model_len, self.about["block_tokens"]
-        begin = time.perf_counter()
+        begin, under_way = time.perf_counter(), ""
 
         async def send() -> None:
+            nonlocal begin, under_way
             async with target.running():
-                await bench.load(Server(self.job.variant, None, None), target, load, Prompts(SEED, self.vocabulary),
-                                 About("in process", most), {"server": self.about}, block)  # fmt: skip
+                for load in loads_of(self.job, self.scale):
+                    if target.broken is None:
+                        begin, under_way, target.tokens = time.perf_counter(), load.name, 0
+                        server = Server(self.job.variant, None, None)
+                        await bench.load(server, target, load, Prompts(SEED, self.vocabulary),
+                                         About("in process", most), {"server": self.about}, block)  # fmt: skip
 
         asyncio.run(send())
         if target.broken is not None:  # what came until then says something as well
             rate = target.tokens / (time.perf_counter() - begin)
             self.row(
-                "output_tokens_per_s_cut", "tokens/s", load.name, flat(rate), n=target.tokens, cut=str(target.broken)
+                "output_tokens_per_s_cut", "tokens/s", under_way, flat(rate), n=target.tokens, cut=str(target.broken)
             )
 
     def timeline(self) -> None:
@@ -437,8 +367,8 @@ class Worker:
         asked = self.prompts("smoke", [*s.smoke_tokens, *[40 + 7 * i for i in range(12)]])
         with Recorder(self.engine) as recorder:
             first, _, _ = self.ask(asked, min(64, s.new))
+        served = compare(recorder)  # before other requests get the blocks that these left
         second, _, cached = self.ask(asked, min(64, s.new))
-        served = compare(recorder)
         print(f"== against the library: {served}", flush=True)
         found = {"variant": self.job.variant, "eager": self.job.eager, "tokens": first, "again": second, **served,
                  "cached_tokens": cached, "server": self.about, "seconds": time.monotonic() - self.begun}  # fmt: skip
@@ -457,31 +387,6 @@ def paths(engine: Any) -> dict[str, int]:
             scheme = [str(packed.scheme)] if packed is not None else []
             count[" ".join([layer.attn_backend.get_name(), type(impl).__name__, *scheme, *kernels])] += 1
     return dict(count)
-
-
-def load_of(part: str, scale: Scale) -> Any:
-    """The load of a part."""
-    from kvcodec.bench.serve_loads import Point, Sessions
-
-    return Point(*scale.point) if part == "throughput" else Sessions(*scale.sessions, together=True)
-
-
-def goal(job: Job, scale: Scale) -> tuple[str, str, str]:
-    """Metric, unit and shape of the row that says that a job is done."""
-    if job.part == "smoke" or job.part == "timeline":
-        return job.part, "x", job.name
-    if job.part == "steps":
-        return "step_ms", "ms", f"n{scale.sequences[-1]}_i{scale.tokens}"
-    return "requests_done", "requests", load_of(job.part, scale).name
-
-
-def kind_of(job: Job, scale: Scale) -> dict[str, Any]:
-    """What tables ask of a row that failed."""
-    if job.part == "steps":
-        return {"load": "steps", "sizes": {"sequences": scale.sequences[-1], "tokens": scale.tokens}}
-    if job.part in ("throughput", "sessions"):
-        return {"load": {"throughput": "sweep"}.get(job.part, "sessions"), "sizes": load_of(job.part, scale).sizes()}
-    return {}
 
 
 def main() -> int:

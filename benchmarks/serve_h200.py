@@ -4,7 +4,7 @@
     PYTHONPATH=src:$PYTHONPATH python benchmarks/serve_h200.py --out DIR --deadline 540 [--variants A,B] [--gpus 0,1]
     PYTHONPATH=src:$PYTHONPATH python benchmarks/serve_h200.py --out DIR --parts timeline --variants saw-int4
 
-A variant is one of vLLM's KV-cache dtypes (``serve_engines.RIVALS``) or a preset of kvcodec, which the plugin serves
+A variant is one of vLLM's KV-cache dtypes (``serve_sizes.RIVALS``) or a preset of kvcodec, which the plugin serves
 without being installed; ``kvcodec:fp8`` is the preset. Each part of each variant is a process with the engine inside.
 Processes of one GPU import side by side and then take turns, so nothing else runs on a GPU while one is timed; several
 GPUs work through one list. Parts, in this order whatever the order given:
@@ -15,6 +15,7 @@ GPUs work through one list. Parts, in this order whatever the order given:
 - ``steps``: tokens that the cache holds; seconds of 32 cold prompts of 8,192 tokens; time per decode step of 1, 8, 32
   sequences, their prompts found in the prefix cache;
 - ``throughput``: 128 prompts of 16,384 tokens at once, 1,024 tokens of output each (``bench serve``'s sweep);
+- ``sweep``: 1 to 256 clients with 1,024 tokens in, 16 to 256 with 4,096; 1,024 out (more of the same);
 - ``sessions``: 32 sessions of six rounds, KV memory limited to what saw-int4 needs (``bench serve``'s sessions);
 - ``timeline``: kernels of one decode step and of one prompt by time, DIR/timeline-VARIANT.json.
 
@@ -42,12 +43,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from serve_engines import (
+from serve_sizes import (
     LOADED,
+    LOADS,
     PARTS,
     SAID,
     SCALES,
     SECONDS,
+    SLOW,
     VARIANTS,
     Job,
     config_of,
@@ -227,8 +230,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     found = []
     for part in PARTS:
         if part in args.parts:
-            few = LOADED if part in ("throughput", "sessions") else VARIANTS[:2] if part == "timeline" else VARIANTS
-            variants = args.variants or few
+            few = {"sweep": LOADED + SLOW, "timeline": VARIANTS[:2], **dict.fromkeys(LOADS[:2], LOADED)}
+            variants = args.variants or few.get(part, VARIANTS)
             found += [Job(part, variant) for variant in variants]
             found += [Job(part, variant, True) for variant in variants if part == "smoke"]
     return found

@@ -1,6 +1,7 @@
 """benchmarks/serve_h200.py: turns, rows of what fails, resuming; what docs/serve.md says of its rows."""
 
 import argparse
+import importlib
 import importlib.util
 import itertools
 import json
@@ -115,10 +116,10 @@ def test_the_plugin_is_found_without_being_installed(visit, monkeypatch, tmp_pat
 
 
 def test_options_differ_between_variants_only_in_what_names_the_cache(tmp_path):
-    engines = sys.modules["serve_engines"]
+    engines, sizes = importlib.import_module("serve_engines"), importlib.import_module("serve_sizes")
     scale = engines.SCALES["full"]
     (tmp_path / "m").mkdir()
-    (tmp_path / "m/config.json").write_text(json.dumps(engines.config_of(engines.TINY)))
+    (tmp_path / "m/config.json").write_text(json.dumps(sizes.config_of(sizes.TINY)))
 
     def options(variant):
         return engines.options_of(engines.Job("steps", variant), scale, True, tmp_path / "m")

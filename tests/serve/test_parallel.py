@@ -29,7 +29,8 @@ def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path:
     ids = prompts(40, 7)
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": os.getcwd()}
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": path}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
         [sys.executable, str(script), json.dumps([str(llama.folder), {"preset": preset}, ids])],
