@@ -45,12 +45,12 @@ class Recorder:
         self, layer: Any, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: Any, output: Tensor, **more: Any
     ) -> Any:
         """Take the place of the layer's ``forward``."""
-        kept = [x.detach().cpu() for x in (q, k, v)]
+        kept = [x.detach().to("cpu", copy=True) for x in (q, k, v)]  # the engine uses its memory again
         found = self.forward(layer, q, k, v, cache, m, output, **more)
         if m is not None:
-            out = output.detach().view(q.shape[0], -1, q.shape[-1]).cpu()
+            out = output.detach().view(q.shape[0], -1, q.shape[-1]).to("cpu", copy=True)
             rows = [(i, i, i + 1, n) for i, n in enumerate(m.seq_lens[: m.decodes].tolist())] + m.chunks
-            self.calls.append({"rows": rows, "table": m.table.cpu(), "qkv": kept, "out": out})
+            self.calls.append({"rows": rows, "table": m.table.to("cpu", copy=True), "qkv": kept, "out": out})
         return found
 
 

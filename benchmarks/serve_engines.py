@@ -368,6 +368,8 @@ class Worker:
         with Recorder(self.engine) as recorder:
             first, _, _ = self.ask(asked, min(64, s.new))
         served = compare(recorder)  # before other requests get the blocks that these left
+        if served and not served["requests"]:
+            raise RuntimeError("no request was recorded whole: nothing was compared with the library")
         second, _, cached = self.ask(asked, min(64, s.new))
         print(f"== against the library: {served}", flush=True)
         found = {"variant": self.job.variant, "eager": self.job.eager, "tokens": first, "again": second, **served,
