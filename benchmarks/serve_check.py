@@ -60,7 +60,8 @@ def compare(recorder: Recorder) -> dict[str, float]:
     Returns
     -------
     dict
-        ``bytes``: how many were compared; ``bytes_equal``: the share; ``prompt_error``, ``step_error``: the largest
+        ``bytes``: how many were compared; ``bytes_equal``: the share; ``blocks_given_away``: left out, because the
+        engine gave them to another request when theirs had ended; ``prompt_error``, ``step_error``: the largest
         ``|served - reference| / |reference|`` of a request's queries. Empty if no layer is served from packed pages.
     """
     layer = recorder.layer
@@ -69,27 +70,35 @@ def compare(recorder: Recorder) -> dict[str, float]:
     packed, rules = layer.impl.packed, layer.impl.rules
     rules = rules._replace(sinks=None if rules.sinks is None else rules.sinks.cpu())
     requests: dict[int, list[tuple[int, int, Tensor, tuple[Tensor, ...]]]] = {}
+    owner: dict[int, int] = {}
+    block = layer.kv_cache.shape[2]
     for call in recorder.calls:
         for row, first, last, length in call["rows"]:
             table = call["table"][row]
+            owner.update(dict.fromkeys(table[: -(-length // block)].tolist(), int(table[0])))
             own = tuple(x[first:last] for x in (*call["qkv"], call["out"]))
             requests.setdefault(int(table[0]), []).append((length - (last - first), length, table, own))
-    found = {"requests": 0, "bytes": 0, "bytes_equal": 0.0, "prompt_error": 0.0, "step_error": 0.0}
-    for calls in requests.values():
+    found = {
+        "requests": 0, "bytes": 0, "bytes_equal": 0.0, "blocks_given_away": 0, "prompt_error": 0.0, "step_error": 0.0
+    }  # fmt: skip
+    for name, calls in requests.items():
         if [begin for begin, *_ in calls] != [0] + [end for _, end, *_ in calls[:-1]]:
             continue  # it began in the prefix cache, or a graph took some of its steps
         found["requests"] += 1
-        one = _one(packed, rules, calls, layer.kv_cache)
-        for name in ("prompt_error", "step_error"):
-            found[name] = max(found[name], one[name])
+        table = calls[-1][2][: -(-calls[-1][1] // block)]
+        kept = torch.tensor([owner[number] == name for number in table.tolist()])
+        one = _one(packed, rules, calls, layer.kv_cache, kept)
+        for error in ("prompt_error", "step_error"):
+            found[error] = max(found[error], one[error])
         found["bytes"] += int(one["bytes"])
+        found["blocks_given_away"] += int((~kept).sum())
         found["bytes_equal"] += one["equal"]
     found["bytes_equal"] /= max(1, found["bytes"])
     return found
 
 
-def _one(packed: PackedLayer, rules: Any, calls: Any, cache: Tensor) -> dict[str, float]:
-    """The same of one request."""
+def _one(packed: PackedLayer, rules: Any, calls: Any, cache: Tensor, kept: Tensor) -> dict[str, float]:
+    """The same of one request, the bytes of the blocks that it has kept."""
     length, table = calls[-1][1], calls[-1][2]
     _, k, v, out = (torch.cat(parts) for parts in zip(*(own for *_, own in calls), strict=True))
     blocks = -(-length // cache.shape[2])
@@ -103,6 +112,7 @@ def _one(packed: PackedLayer, rules: Any, calls: Any, cache: Tensor) -> dict[str
         slots = torch.arange(0, whole, step)[None]
         own._put(role, x[:whole].transpose(0, 1)[None], here, slots)
         layout, pages = own.pages(here)
+        slots = slots[:, kept[slots[0] // cache.shape[2]]]
         for name, field in read_blocks(layout, pages, role, slots).items():
             same = read_blocks(layout, own.pages(there)[1], role, slots)[name].contiguous().view(torch.uint8)
             found["bytes"] += same.numel()

@@ -64,7 +64,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("serve_engines.py")
 SHOWN = ("kv_cache_tokens", "prefill_s", "step_ms", "output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms",
          "preemptions", "prefix_residency", "prefix_hit_share", "requests_done", "output_tokens_per_s_cut")  # fmt: skip
-CHECKED = ("requests", "bytes", "bytes_equal", "prompt_error", "step_error")
+CHECKED = ("requests", "bytes", "bytes_equal", "blocks_given_away", "prompt_error", "step_error")
 LEAST = 15
 """Seconds without which no turn begins."""
 

@@ -27,9 +27,6 @@ ENVIRONMENT = {
 }
 WORDS = 128
 NEW = 12
-ON_GPU = torch.cuda.is_available()
-"""Then vLLM's build is the one for GPUs, and its memory is asked for in bytes."""
-GPU = {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.05} if ON_GPU else {}
 
 
 def save_model(folder: Path, name: str, **changed: Any) -> Any:
@@ -64,7 +61,6 @@ def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) 
         "kv_cache_memory_bytes": 1 << 24,
         "disable_log_stats": False,
         "additional_config": {} if kvcodec is None else {"kvcodec": kvcodec},
-        **({} if kvcodec is None else GPU),
         **options,
     }
     llm = None
