@@ -17,7 +17,9 @@ from kvcodec.bench.serve_tables import Grid, charts, tables
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/nvidia-h200/serve.json")
 PAGE = Path("docs/serve.md")
-DRAWN = {"steps-": "serve-steps.svg", "round-ttft-s": "serve-round-ttft.svg",
+DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
+         "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
+         "round-ttft-s": "serve-round-ttft.svg",
          "round-residency-": "serve-round-residency.svg"}  # fmt: skip
 """Beginnings of drawings' names, and the files that the page shows."""
 BLOCK = re.compile(r"(<!-- serve:start -->\n).*?(\n<!-- serve:end -->)", re.S)
