@@ -58,13 +58,15 @@ def divergence(p, q):
 
 def apart(first, second, dense):
     """Figures of two readings of one piece."""
-    (ahead, after), best = (x.unbind(-1) for x in first.topk(2, -1))[0], first.argmax(-1)
-    changed = second.argmax(-1) != best
-    margins = (ahead - after)[changed]
+    top = first.topk(2, -1)
+    changed = second.argmax(-1) != top.indices[:, 0]
+    margins = (top.values[:, 0] - top.values[:, 1])[changed]
     return {
-        "changed": float(changed.float().mean()), "largest_margin_overturned": float(margins.max()) if len(margins) else 0.0,
-        "kl": divergence(first, second), "kl_to_16_bit": divergence(dense, second),
-    }  # fmt: skip
+        "changed": float(changed.float().mean()),
+        "largest_margin_overturned": float(margins.max()) if len(margins) else 0.0,
+        "kl": divergence(first, second),
+        "kl_to_16_bit": divergence(dense, second),
+    }
 
 
 def main():
