@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
