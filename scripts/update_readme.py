@@ -9,6 +9,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     generate  the same through generate, from GENERATE_FILE and STEPS there
     best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
     board     three sentences of the runs BOARD on tasks
+    engine    vLLM's throughput and the tokens that fit, from SERVE_FILE
     presets   the registry, as `kvcodec list` prints it
 """
 
@@ -53,6 +54,12 @@ STEPS = "generate.json"
 BOARD = Path("benchmarks/results/eval")
 BOARD_RUNS = ("smollm2-135m", "smollm2-135m-stressed")
 """The plain and the stressed run that the README quotes."""
+
+
+SERVE_FILE = "serve.json"
+SERVE_LOAD = {"input_len": 16384, "output_len": 1024, "concurrency": 256}
+SERVED = ("saw-int4", "fp8", "bf16")
+"""Of `benchmarks/serve_h200.py`: the load that is quoted, and whose; the last is what the others are compared with."""
 
 
 class MissingResultError(Exception):
@@ -262,6 +269,31 @@ def presets_block(root: Path) -> str:
     return "\n".join(lines)
 
 
+def engine_block(root: Path) -> str:
+    """One sentence: output tokens per second of the whole system, and tokens that fit, each of the latest run."""
+    path = root / SPEED / SERVE_FILE
+    rows = rows_of(path) if path.is_file() else []
+    rows = sorted((row for row in rows if row["values"]), key=lambda row: row["run"])
+    rates = [row for row in rows if SERVE_LOAD.items() <= row.get("sizes", {}).items()]
+    rate = {row["spec"]: row for row in rates if row["metric"] == "output_tokens_per_s"}
+    fits = {row["spec"]: row for row in rows if row["metric"] == "kv_cache_tokens"}
+    if any(name not in rate or name not in fits for name in SERVED):
+        raise MissingResultError(f"{SPEED / SERVE_FILE} lacks rows of {', '.join(SERVED)}; see docs/results.md.")
+    base, one = SERVED[-1], rate[SERVED[0]]
+    of = {name: (rate[name]["values"]["p50"], fits[name]["values"]["p50"]) for name in SERVED}
+    said = [
+        f"`{name}` {speed:,.0f} output tokens/s ({speed / of[base][0]:.2f}x) from a cache of {tokens:,.0f} tokens "
+        f"({tokens / of[base][1]:.2f}x)"
+        for name, (speed, tokens) in of.items()
+        if name != base
+    ]
+    return (
+        f"On one {one['gpu']} (vLLM {one['versions']['vllm']}, a model of Qwen3-8B's shape with random weights, "
+        f"{one['sizes']['requests']} prompts of {SERVE_LOAD['input_len']:,} tokens, {SERVE_LOAD['output_len']:,} out) "
+        f"16 bit gives {of[base][0]:,.0f} output tokens/s from a cache of {of[base][1]:,.0f} tokens; {'; '.join(said)}."
+    )
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "results": results_block,
     "columns": columns_block,
@@ -270,6 +302,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "generate": generate_block,
     "best": best_block,
     "board": board_block,
+    "engine": engine_block,
     "presets": presets_block,
 }
 

@@ -114,7 +114,7 @@ def test_table_of_kernels_has_speedups_what_falls_short_and_the_break_even(tmp_p
     assert (tmp_path / script.SPEED_FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("block", ["results", "columns", "speed", "generate", "best"])
+@pytest.mark.parametrize("block", ["results", "columns", "speed", "generate", "best", "engine"])
 def test_missing_result_files_are_errors(tmp_path: Path, block: str) -> None:
     with pytest.raises(script.MissingResultError):
         script.BLOCKS[block](tmp_path)

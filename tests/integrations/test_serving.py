@@ -11,7 +11,7 @@ from kvcodec.cache import LayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
-from kvcodec.integrations.vllm.options import read_options
+from kvcodec.integrations.vllm.options import check_command, read_options
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
 from kvcodec.mix import mix_of
 
@@ -216,3 +216,38 @@ def test_blocks_in_another_order_are_refused() -> None:
 def test_kernels_are_refused_where_there_are_none() -> None:
     with pytest.raises(UnsupportedError, match="saw-int4: device cpu is not"):
         made("saw-int4").engine(64)
+
+
+GIVEN = ["--additional-config", '{"kvcodec": {"preset": "saw-int4"}}']
+SERVER = "/x/site-packages/vllm/entrypoints/openai/api_server.py"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["/x/bin/vllm", "serve", "M", *GIVEN],
+        [SERVER, "--model", "M", "--additional_config=" + GIVEN[1]],
+        ["vllm", "serve", "M", "--additional-config.kvcodec.preset", "saw-int4", "--kv-cache-dtype", "auto"],
+    ],
+)
+def test_a_command_that_would_serve_16_bit_is_refused(argv: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match="serve 16 bit; add --attention-backend CUSTOM"):
+        check_command(argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["vllm", "serve", "M"],
+        ["vllm", "serve", "M", "--additional-config", '{"other": 1}', "--served-model-name", "kvcodec"],
+        ["vllm", "serve", "M", *GIVEN, "--attention-backend", "CUSTOM"],
+        ["vllm", "serve", "M", *GIVEN, "--attention_backend=CUSTOM"],
+        ["vllm", "serve", "M", *GIVEN, "-ac.backend", "CUSTOM"],
+        ["vllm", "serve", "M", *GIVEN, "--config", "server.yaml"],
+        ["vllm", "serve", "M", *GIVEN, "--kv-cache-dtype", "kvcodec"],
+        ["/home/me/vllm/tool.py", *GIVEN],  # not vLLM's: what it makes of its options is not known
+    ],
+)
+def test_a_command_that_serves_what_it_says_is_left_alone(argv: list[str]) -> None:
+    check_command(argv)

@@ -11,11 +11,12 @@ key        meaning
 ========== ===========================================================================================================
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from kvcodec.errors import SpecError, nearest
+from kvcodec.errors import SpecError, UnsupportedError, nearest
 from kvcodec.mix import Mix
 from kvcodec.params import FittedParams, read_params
 from kvcodec.registry import get
@@ -93,3 +94,34 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
     if isinstance(scheme, Mix):
         scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))
     return bare(scheme)
+
+
+def check_command(argv: Sequence[str]) -> None:
+    """Refuse a command line of vLLM that names a preset but leaves the attention backend to vLLM, on a GPU.
+
+    vLLM would take a backend of its own, which knows nothing of the options, and serve 16 bit without a word. Only
+    commands of vLLM itself are judged, and none that may name the backend elsewhere (``--config FILE``).
+
+    Parameters
+    ----------
+    argv : sequence of str
+        ``sys.argv``.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in argv[1:]]
+
+    def names(option: str, text: str) -> bool:
+        return any(word.startswith(option) and text in " ".join(words[i : i + 2]) for i, word in enumerate(words))
+
+    elsewhere = any(names(option, "") for option in ("--attention-", "-ac", "--config"))
+    if not names("--additional-config", KEY) or names("--kv-cache-dtype", DTYPE) or elsewhere:
+        return
+    program = Path(argv[0])
+    if program.name == "vllm" or "vllm/entrypoints/" in program.as_posix():
+        raise UnsupportedError(
+            f"kvcodec: --additional-config names {KEY!r}, but vLLM would choose an attention backend of its own and "
+            "serve 16 bit; add --attention-backend CUSTOM."
+        )

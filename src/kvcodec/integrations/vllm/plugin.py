@@ -1,17 +1,24 @@
 """What the plugin registers with vLLM, by dotted path: nothing else of vLLM is imported before a layer asks for it."""
 
+import sys
 from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvcodec.integrations.vllm.options import DTYPE
+from kvcodec.integrations.vllm.options import DTYPE, check_command
 
 HERE = "kvcodec.integrations.vllm"
 
 
 def register_backends() -> None:
-    """Register the backends of this platform, and the KV-cache dtypes where vLLM takes new ones."""
+    """Register the backends of this platform, and the KV-cache dtypes where vLLM takes new ones.
+
+    Raises
+    ------
+    UnsupportedError
+        vLLM's own command was given a preset and would not use it.
+    """
     register_dtypes()
     if current_platform.is_cpu():
         # that platform has its backends built in; those here are them, until the options name a preset
@@ -20,6 +27,7 @@ def register_backends() -> None:
         register_backend(AttentionBackendEnum.AMX_MLA, f"{HERE}.cpu.TiledLatent")
     else:
         register_backend(AttentionBackendEnum.CUSTOM, f"{HERE}.backend.PackedBackend")
+        check_command(sys.argv)
 
 
 def register_dtypes() -> None:
