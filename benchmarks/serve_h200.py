@@ -45,7 +45,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from serve_sizes import (
     LOADED,
-    LOADS,
     PARTS,
     SAID,
     SCALES,
@@ -230,7 +229,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     found = []
     for part in PARTS:
         if part in args.parts:
-            few = {"sweep": LOADED + SLOW, "timeline": VARIANTS[:2], **dict.fromkeys(LOADS[:2], LOADED)}
+            few = {"throughput": LOADED, "sessions": LOADED, "sweep": LOADED + SLOW, "timeline": VARIANTS[:2]}
             variants = args.variants or few.get(part, VARIANTS)
             found += [Job(part, variant) for variant in variants]
             found += [Job(part, variant, True) for variant in variants if part == "smoke"]
