@@ -16,7 +16,7 @@ class Forgetful(Scheduler):
         """vLLM's own."""
         pool = self.kv_cache_manager.block_pool
         self.soak_steps += 1
-        if self.soak_steps >= AT > 0 and pool.get_num_free_blocks():
+        if self.soak_steps >= AT and pool.get_num_free_blocks():
             pool.get_new_blocks(1)
             self.soak_steps = -(1 << 62)
         return super().schedule(*args, **kwargs)
