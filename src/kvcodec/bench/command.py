@@ -1,4 +1,4 @@
-"""``kvcodec bench decode | encode | prefill | generate | serve | page``: arguments, files and the order of things.
+"""``kvcodec bench decode | encode | prefill | generate | first | serve | page``: arguments, files, order of things.
 
 Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
 everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
@@ -108,6 +108,10 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
 
         found = prefill_shapes(args.shapes or "all")
         return prefill_rows(specs, recorder, timer=Timer(device), shapes=found, **common)
+    if args.what == "first":
+        from kvcodec.bench.first import first_rows, served
+
+        return first_rows(args.specs or served(), recorder, **common)
     from kvcodec.bench.generate import BATCHES, WAYS, batches_of, generate_rows
     from kvcodec.bench.turns import Turns
 

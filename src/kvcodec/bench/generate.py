@@ -12,8 +12,13 @@ model's own, with attention, projections and the cache's update. Three ways of s
 Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
 ``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights). Besides DynamicCache,
 ``generate`` has transformers' QuantizedCache as a rival, on hqq and on optimum-quanto where they are installed.
+
+DynamicCache is timed in two forms. As torch chooses, attention of one token is cuDNN's on recent GPUs, and cuDNN plans
+anew for every length that it has not seen: in a cache that grows, in every step. ``cuDNN off`` is the same call under
+``torch.backends.cuda.enable_cudnn_sdp(False)``. Whatever is compared with DynamicCache is compared with the faster one.
 """
 
+import contextlib
 import gc
 import importlib
 import re
@@ -38,10 +43,24 @@ BATCHES = (8, 1)
 PROMPT = 32768
 RIVALS = {"generate": "DynamicCache", "graph": "StaticCache", "compiled": "StaticCache"}
 """16-bit caches of transformers that each way is compared with."""
+CUDNN_OFF = "cuDNN off"
+DYNAMIC_FORMS = ("as torch chooses", CUDNN_OFF)
+"""How the attention over a DynamicCache is timed: rows of it have one of these as ``form``."""
 QUANTIZED_BITS = 4
 """Of transformers' QuantizedCache."""
 UNCOUNTED = 3
 """Steps of a call that are not counted: the first ones of a compiled call record its graphs."""
+
+
+@contextlib.contextmanager
+def attention_backends(form: str) -> Iterator[None]:
+    """Let torch choose among the backends of its attention that ``form`` leaves it."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and form != CUDNN_OFF)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def shape_name(batch: int, prompt: int) -> str:

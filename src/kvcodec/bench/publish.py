@@ -7,7 +7,7 @@ from pathlib import Path
 from kvcodec.bench.record import Row, read_rows
 from kvcodec.errors import KVError, SpecError
 
-PARTS = ("decode", "encode", "prefill", "generate")
+PARTS = ("decode", "encode", "prefill", "generate", "first")
 
 
 def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) -> list[Row]:
