@@ -91,11 +91,10 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
     with_libraries = common | libraries | {"engine": args.engine or ""}
     if args.what == "decode":
         from kvcodec.bench.decode import decode_rows
-        from kvcodec.bench.packed import Pools
 
         jobs = [(specs, shapes_named(args.shapes or DECODE_SHAPES))] if args.shapes or not args.also else []
         jobs += [_also(text) for text in args.also]
-        shared = with_libraries | {"timer": Timer(device), "pools": Pools(device, args.seed)}
+        shared = with_libraries | {"timer": Timer(device)}
         return itertools.chain.from_iterable(decode_rows(*job, recorder, **shared) for job in jobs)
     if args.what == "encode":
         from kvcodec.bench.encode import encode_rows, encode_shapes
