@@ -258,3 +258,14 @@ def test_the_newest_measured_row_counts():
     refused = {**base, "values": None, "status": "failed", "run": "2026-01-03"}
     assert newest([new, old, refused]) == newest([refused, old, new]) == [new]
     assert newest([refused]) == [refused]
+
+
+def test_a_ratio_is_one_whatever_it_is_over_and_each_rival_is_one():
+    base = {"spec": "int-4", "metric": "speedup_vs_bf16_cold", "shape": "s"}
+    rows = [
+        {**base, "values": {"p50": gain}, "backend": "cudnn", "form": form, "run": f"2026-01-0{day}"}
+        for day, gain, form in ((2, 2.9, "enable_gqa"), (1, 2.1, "group as query rows"))
+    ]
+    assert newest(rows) == newest(rows[::-1]) == rows[:1]
+    rivals = [{**row, "spec": "dense", "metric": "decode_us_cold"} for row in rows]
+    assert newest(rivals) == rivals

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcodec.bench.cache_bench import spread
-from kvcodec.bench.generate import DYNAMIC_FORMS, attention_backends
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.targets import most_ms
 from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.eval.generation import FORMS, attention_backends
 from kvcodec.registry import describe, presets
 
 PROMPTS = (512, 1024, 4096, 16384)
@@ -213,7 +213,7 @@ def first_rows(
         return
     runner = Runner(model or make_model(device), held)
     dynamic: dict[str, float] = {}
-    subjects = [Subject("dense", "DynamicCache", form, runner.dense) for form in DYNAMIC_FORMS]
+    subjects = [Subject("dense", "DynamicCache", form, runner.dense) for form in FORMS]
     subjects += [Subject(spec, "kvcodec fused", "", partial(runner.packed, spec)) for spec in wanted]
     for before, subject in enumerate(subjects):
         if deadline.passed:
@@ -224,7 +224,7 @@ def first_rows(
             warnings.simplefilter("ignore")  # the probe's of random weights
             plan = [("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
             plan += [("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
-            common = {"before": max(before - len(DYNAMIC_FORMS), 0), "first_prompt": first_prompt, "repeats": repeats}
+            common = {"before": max(before - len(FORMS), 0), "first_prompt": first_prompt, "repeats": repeats}
             yield from _subject_rows(subject, plan, recorder, runner, dynamic, **common)
 
 
