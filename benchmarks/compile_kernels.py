@@ -108,7 +108,7 @@ def start_rivals() -> list[subprocess.Popen[bytes]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--specs", default=",".join(PRESETS), help="default: what the benches time")
-    parser.add_argument("--shapes", default="spine,octopus,saw,per-head,sweep", help="(%(default)s)")
+    parser.add_argument("--shapes", default="spine,corners,octopus,saw,per-head,sweep", help="(%(default)s)")
     parser.add_argument("--arch", help="e.g. sm_90, which is then taken for an H200; default: the GPU here")
     parser.add_argument("--rivals", action="store_true", help="those of other libraries as well")
     parser.add_argument("--rival", help=argparse.SUPPRESS)

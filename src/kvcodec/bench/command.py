@@ -20,7 +20,7 @@ from kvcodec.registry import get, split_specs
 
 DEVICE_LOST = 3
 """Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
-DECODE_SHAPES = "spine,octopus,saw,per-head,sweep"
+DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
