@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from kvcodec.bench import first
 from kvcodec.bench.bf16 import Dense, library_rivals, missing
 from kvcodec.bench.generate import BATCHES, PROMPT
 from kvcodec.bench.packed import scheme_of
@@ -62,6 +63,7 @@ def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> l
     """Return the programs of all specs at all shapes and in the steps of a whole model, each once."""
     found: dict[Program, None] = {}
     whole = [Shape("generate", batch, 32, 8, 128, PROMPT + 64) for batch in BATCHES]
+    whole.append(Shape("first", 1, 32, 8, 64, max(first.PROMPTS)))
     for spec in specs:
         layers = dict.fromkeys(get(spec).for_layer(i, LAYERS) for i in range(LAYERS))
         cases = [(scheme_of(spec), s) for s in shapes] + [(scheme, s) for scheme in layers for s in whole]
@@ -106,7 +108,7 @@ def start_rivals() -> list[subprocess.Popen[bytes]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--specs", default=",".join(PRESETS), help="default: what the benches time")
-    parser.add_argument("--shapes", default="spine,octopus,saw,per-head,sweep", help="(%(default)s)")
+    parser.add_argument("--shapes", default="spine,corners,octopus,saw,per-head,sweep", help="(%(default)s)")
     parser.add_argument("--arch", help="e.g. sm_90, which is then taken for an H200; default: the GPU here")
     parser.add_argument("--rivals", action="store_true", help="those of other libraries as well")
     parser.add_argument("--rival", help=argparse.SUPPRESS)

@@ -15,7 +15,7 @@ Parts, in this order whatever the order given:
 - ``tests``: ``pytest -m gpu`` on the kernel tests (correctness first); the benches go on after a failure, since every
   preset has a gate of its own before it is timed;
 - ``cases``: random cases of the CUDA kernels (``tests/cuda/gpu_cases.py``), to ``DIR/cases.json``;
-- ``decode``, ``encode``, ``prefill``, ``generate``: ``kvcodec bench <part>``.
+- ``decode``, ``encode``, ``prefill``, ``generate``, ``first``: ``kvcodec bench <part>``.
 
 A plan is a list of steps, the most important first, each with the seconds that it may take at most: ``studies`` (the
 sweeps for the break-even context, the papers' own studies, generate) and ``rivals`` (other libraries in the same run
@@ -41,7 +41,7 @@ from kvcodec.bench.shapes import KMEANS, PRESETS  # noqa: E402
 from kvcodec.bench.targets import DECODE  # noqa: E402
 from kvcodec.registry import split_specs  # noqa: E402
 
-PARTS = ("compile", "tests", "cases", "decode", "encode", "prefill", "generate")
+PARTS = ("compile", "tests", "cases", "decode", "encode", "prefill", "generate", "first")
 DEVICE_LOST = 3
 TESTS = ["tests/kernels", "tests/cuda"]
 
@@ -146,7 +146,7 @@ def steps_of(args: argparse.Namespace) -> list[Step]:
     specs = tuple(split_specs(args.presets or ""))
     found = []
     for part in (p for p in PARTS if p in parts):
-        options = ["--no-libraries"] if args.no_libraries and part not in ("compile", "prefill") else []
+        options = ["--no-libraries"] if args.no_libraries and part not in ("compile", "prefill", "first") else []
         options += ["--shapes", args.shapes] if args.shapes and part in ("compile", "decode") else []
         found.append(Step(part, part, " ".join(options), specs, 10**6))
     return found

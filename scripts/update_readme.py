@@ -6,7 +6,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
     columns   what its columns mean
     speed     the speed sentence, from the rows in benchmarks/results/nvidia-h200/
     kernels   speed-up of every preset with a kernel, break-even context, and the figure SPEED_FIGURE, from DECODE there
-    generate  the same through generate, from GENERATE_FILE and STEPS there
+    generate  the same through generate, from GENERATE_FILE there
     best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
     board     three sentences of the runs BOARD on tasks
     engine    vLLM's throughput and the tokens that fit, from SERVE_FILE
@@ -27,6 +27,7 @@ from kvcodec.bench.shapes import SWEEP_BATCHES
 from kvcodec.bench.studies import number
 from kvcodec.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec.errors import FormatError
+from kvcodec.eval.generation import CUDNN_OFF
 from kvcodec.eval_report.board import read_runs, sentences
 from kvcodec.plot import SPEED_TITLES, speed_figure
 from kvcodec.report import cell, columns_of, with_reference
@@ -47,10 +48,9 @@ SPEED_SPEC = "saw-int4"
 DECODE = "decode*.json"
 """Files of `kvcodec bench decode`; of rows with the same name those of the latest run count."""
 SPEED_FIGURE = Path("docs/img/speed.png")
-GENERATE_FILE = "generate_qwen3-8b.json"
+GENERATE_FILE = "generate.json"
 GENERATE = "qwen3_8b_b1_32k"
-STEPS = "generate.json"
-"""Of `kvcodec bench generate`."""
+"""File of `kvcodec bench generate`, and the shape that the sentence quotes."""
 BOARD = Path("benchmarks/results/eval")
 BOARD_RUNS = ("smollm2-135m", "smollm2-135m-stressed")
 """The plain and the stressed run that the README quotes."""
@@ -172,40 +172,47 @@ def write_figure(root: Path) -> bool:
 
 
 def generate_block(root: Path) -> str:
-    """One sentence: milliseconds per token and peak memory of a whole model's step, beside transformers' caches."""
+    """Sentences and a table: milliseconds per token of a whole model's step, beside transformers' caches."""
     path = root / SPEED / GENERATE_FILE
-    rows = rows_of(path) if path.is_file() else []
+    rows = newest(rows_of(path)) if path.is_file() else []
+    rows = [row for row in rows if row.get("shape") == GENERATE and row.get("values")]
 
-    def one(metric: str, cache: str) -> tuple[str, str]:
-        found = [r for r in rows if (r.get("shape"), r.get("metric"), r.get("cache")) == (GENERATE, metric, cache)]
-        if len(found) != 1:
-            raise MissingResultError(f"{SPEED}: {len(found)} rows are {GENERATE}, {metric}, {cache}; exactly one must.")
-        return f"{found[0]['values']['p50']:.1f} ms", f"{found[0]['peak_bytes'] / 1e9:.1f} GB"
+    def one(way: str, cache: str) -> dict[str, Any]:
+        metric = f"ms_per_token_{way}"
+        found = [r for r in rows if (r["metric"], r.get("cache")) == (metric, cache)]
+        found = [r for r in found if r["spec"] in ("dense", SPEED_SPEC)]
+        if not found:
+            raise MissingResultError(f"{SPEED / GENERATE_FILE}: no row is {GENERATE}, {metric}, {cache}.")
+        return min(found, key=lambda r: float(r["values"]["p50"]))  # of DynamicCache's forms the faster one
 
-    ours, ours_peak = one("ms_per_token_compiled", "kvcodec fused")
-    static, static_peak = one("ms_per_token_compiled", "StaticCache")
-    dynamic, dynamic_peak = one("ms_per_token_generate", "DynamicCache")
-    eager, _ = one("ms_per_token_generate", "kvcodec fused")
-    return (
-        f"Through `generate` on the same GPU, a Qwen3-8B-shaped random model at 32k context, one sequence: {ours} per "
-        f"token and {ours_peak} of peak memory beside the weights, against {dynamic} and {dynamic_peak} with "
-        f"DynamicCache (eager) and {static} and {static_peak} with StaticCache (compiled, as ours is). With generate's "
-        f"compilation switched off the host is the limit and ours takes {eager}." + steps_table(root)
+    def said(row: dict[str, Any], of: str = "p50") -> str:
+        return f"{row['values'][of]:.1f} ms"
+
+    ours, static = (one("compiled", cache) for cache in ("kvcodec fused", "StaticCache"))
+    eager, dynamic = (one("generate", cache) for cache in ("kvcodec fused", "DynamicCache"))
+    text = (
+        f"Through `generate` on the same GPU, a Qwen3-8B-shaped random model at 32k context, one sequence, compiled as "
+        f"`generate` does by itself with a cache of fixed capacity: `{SPEED_SPEC}` {said(ours)} per token and a cache "
+        f"of {ours['held_bytes'] / 1e9:.1f} GB, StaticCache {said(static)} and {static['held_bytes'] / 1e9:.1f} GB. "
+        f"Without compilation the host is the limit: `{SPEED_SPEC}` {said(eager)}, DynamicCache "
     )
-
-
-def steps_table(root: Path) -> str:
-    """Every preset's milliseconds per token, where they were measured."""
-    path = root / SPEED / STEPS
-    found = steps_of_a_model(read_rows([path])) if path.is_file() else None
-    if found is None or not found.lines:
-        return ""
-    lines = [found.headings, ["---"] + ["---:"] * (len(found.headings) - 1)]
-    lines += [[f"`{line[0]}`" if "," not in line[0] else line[0], *line[1:]] for line in found.lines]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    if dynamic.get("form") == CUDNN_OFF:
+        chosen = [r for r in rows if r.get("cache") == "DynamicCache" and r.get("form") != CUDNN_OFF]
+        text += f"{said(dynamic)} with cuDNN's attention switched off"
+        text += f" ({said(chosen[0])} as torch chooses: cuDNN plans anew for every length)." if chosen else "."
+    else:
+        text += (
+            f"{said(dynamic)} as torch chooses its attention. That is cuDNN's there, which plans anew for every "
+            f"length: a fifth of the steps took {said(dynamic, 'p20')} or less, so do not read it as DynamicCache's "
+            f"own speed."
+        )
+    lines = steps_of_a_model(read_rows([path]))
+    table = [lines.headings, ["---"] + ["---:"] * (len(lines.headings) - 1)]
+    table += [[f"`{line[0]}`" if "," not in line[0] else line[0], *line[1:]] for line in lines.lines]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in table)
     return (
-        f"\n\nMilliseconds per token there, caches filled with 32k tokens before (so the peak memory, without the "
-        f"weights, is that of a decode step):\n\n{table}"
+        f"{text}\n\nMilliseconds per token there, caches filled with 32k tokens before (so the peak memory, without "
+        f"the weights, is that of a decode step):\n\n{body}"
     )
 
 

@@ -120,6 +120,33 @@ def test_missing_result_files_are_errors(tmp_path: Path, block: str) -> None:
         script.BLOCKS[block](tmp_path)
 
 
+def step_row(spec: str, way: str, cache: str, ms: float, **more: Any) -> dict[str, Any]:
+    values = {"p20": ms / 2, "p50": ms, "p80": ms}
+    return {"spec": spec, "metric": f"ms_per_token_{way}", "shape": script.GENERATE, "cache": cache, "values": values,
+            "held_bytes": 5e9, **more}  # fmt: skip
+
+
+def test_eager_generate_is_compared_with_the_faster_dynamic_cache(tmp_path: Path) -> None:
+    path = tmp_path / script.SPEED / script.GENERATE_FILE
+    path.parent.mkdir(parents=True)
+    rows = [
+        step_row("saw-int4", "compiled", "kvcodec fused", 9.0), step_row("dense", "compiled", "StaticCache", 19.0),
+        step_row("saw-int4", "generate", "kvcodec fused", 38.0), step_row("int-4", "generate", "kvcodec fused", 1.0),
+        step_row("dense", "generate", "DynamicCache", 76.0, form="as torch chooses"),
+    ]  # fmt: skip
+    path.write_text(json.dumps(rows))
+    told = script.generate_block(tmp_path)
+    assert "`saw-int4` 38.0 ms, DynamicCache 76.0 ms as torch chooses its attention" in told
+    assert "a fifth of the steps took 38.0 ms or less, so do not read it as DynamicCache's own speed" in told
+    path.write_text(json.dumps([*rows, step_row("dense", "generate", "DynamicCache", 34.0, form="cuDNN off")]))
+    told = script.generate_block(tmp_path)
+    assert "DynamicCache 34.0 ms with cuDNN's attention switched off (76.0 ms as torch chooses" in told
+    assert "| 16 bit, DynamicCache, cuDNN off | – | 34.0 |" in told
+    path.write_text(json.dumps(rows[1:]))
+    with pytest.raises(script.MissingResultError, match="no row is qwen3_8b_b1_32k, ms_per_token_compiled, kvcodec"):
+        script.generate_block(tmp_path)
+
+
 def test_the_best_of_a_budget_has_the_least_kl_of_those_that_fit(tmp_path: Path) -> None:
     path = tmp_path / script.ALL_RESULTS
     path.parent.mkdir(parents=True)

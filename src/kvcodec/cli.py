@@ -391,8 +391,9 @@ def _parser() -> argparse.ArgumentParser:
         default="cache",
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "
-        "encode, prefill, generate: the GPU's kernels beside 16-bit attention, with --device cuda; serve: load on a "
-        "running OpenAI-compatible server at URL, or on servers that --start names; page: the page of a run's folder",
+        "encode, prefill, generate, first: the GPU's kernels beside 16-bit attention, with --device cuda (first: time "
+        "to the first token of a new cache, and of later turns); serve: load on a running OpenAI-compatible "
+        "server at URL, or on servers that --start names; page: the page of a run's folder",
     )
     p.add_argument("url", nargs="?", metavar="URL", help="of serve: e.g. http://localhost:8000")
     p.add_argument("--specs", type=split_specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")

@@ -1,12 +1,12 @@
 """What is timed is what is advised: its tokens per second are those through its own cache."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import kvcodec
 from kvcodec.advise import speed as module
+from kvcodec.eval import generation
+from kvcodec.eval.generation import Generation
 from tests.eval.tiny import tiny_loaded
 
 
@@ -17,9 +17,10 @@ def test_each_figure_is_of_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     def timed(model, prompt, new_tokens, cache):
         greedy(model, prompt, new_tokens, cache)
         filled.append(cache)
-        return SimpleNamespace(tokens_per_s=float(len(filled)))
+        return Generation([], [1 / len(filled)], 0.0)
 
     monkeypatch.setattr(module, "greedy", timed)
+    monkeypatch.setattr(generation, "greedy", timed)
     found = module.speed(model, scheme, torch.arange(3, 60), 0)
     packed, plain = filled
     assert {layer.cache.scheme for layer in packed.layers} == {scheme}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcodec.bench.packed import Pools, packed_operator, scheme_of
+from kvcodec.bench.packed import packed_operator, scheme_of
 from kvcodec.bench.shapes import PRESETS, SHAPES, Shape
 from kvcodec.codec import ROLES
 from kvcodec.cuda import attention, encode, prefill
@@ -34,7 +34,7 @@ def launched(spec, shape, monkeypatch):
         monkeypatch.setattr(module, "load", load)
     for cached in (attention._plan, prefill._kernel):
         cached.cache_clear()
-    packed = packed_operator(spec, shape, Pools(CPU, pages=2))
+    packed = packed_operator(spec, shape, CPU)
     codecs = [packed.cache.roles[role].codec for role in ROLES]
     page = packed.cache.store.layout.page_tokens
     pair = attention.pair_for(*codecs, shape.head_dim, page)

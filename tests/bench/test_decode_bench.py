@@ -29,7 +29,6 @@ def _reference(monkeypatch):
 def run(specs, clock=None, path=None, shapes=(TINY,), **options):
     recorder = Recorder(path, stamp(CPU, 0, "abc"), lambda _: None)
     options = {"timer": clock or Clock(), "device": CPU, "libraries": False, **options}
-    options.setdefault("pools", packed.Pools(CPU, pages=2))
     return list(decode_rows(specs, shapes, recorder, **options))
 
 
@@ -82,10 +81,10 @@ def test_what_fails_its_gate_is_reported_and_not_timed(monkeypatch):
 def test_what_has_no_kernel_or_breaks_says_so_and_the_others_are_timed(monkeypatch, error, status):
     true = packed.packed_operator
 
-    def operator(spec, shape, pools, engine):
+    def operator(spec, *rest):
         if spec == "int-4":
             raise error
-        return true(spec, shape, pools, engine)
+        return true(spec, *rest)
 
     monkeypatch.setattr(decode, "packed_operator", operator)
     rows = run(["int-4", "int-8"])
@@ -259,3 +258,14 @@ def test_the_newest_measured_row_counts():
     refused = {**base, "values": None, "status": "failed", "run": "2026-01-03"}
     assert newest([new, old, refused]) == newest([refused, old, new]) == [new]
     assert newest([refused]) == [refused]
+
+
+def test_a_ratio_is_one_whatever_it_is_over_and_each_rival_is_one():
+    base = {"spec": "int-4", "metric": "speedup_vs_bf16_cold", "shape": "s"}
+    rows = [
+        {**base, "values": {"p50": gain}, "backend": "cudnn", "form": form, "run": f"2026-01-0{day}"}
+        for day, gain, form in ((2, 2.9, "enable_gqa"), (1, 2.1, "group as query rows"))
+    ]
+    assert newest(rows) == newest(rows[::-1]) == rows[:1]
+    rivals = [{**row, "spec": "dense", "metric": "decode_us_cold"} for row in rows]
+    assert newest(rivals) == rivals

@@ -1,14 +1,17 @@
 """Rows of ``kvcodec bench prefill`` and ``generate`` on small shapes."""
 
+import json
+
 import pytest
 import torch
 
 from kvcodec.bench import generate, prefill
-from kvcodec.bench.packed import Pools, packed_operator
+from kvcodec.bench.packed import packed_operator
 from kvcodec.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
-from kvcodec.bench.record import Deadline, Recorder, stamp
+from kvcodec.bench.record import Deadline, Recorder, newest, stamp
 from kvcodec.bench.shapes import Shape
 from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.eval.generation import FORMS
 from tests.bench.gpu_stubs import CPU, Clock, use_reference
 
 
@@ -34,7 +37,7 @@ def by_reference(packed, q, k, v):
 
 def prefills(specs, queries=(3, 16)):
     shapes = [prefill_shape(1, 130, n) for n in queries]
-    options = {"timer": Clock(), "device": CPU, "shapes": shapes, "pools": Pools(CPU, pages=2)}
+    options = {"timer": Clock(), "device": CPU, "shapes": shapes}
     return list(prefill_rows(specs, recorder(), **options))
 
 
@@ -62,19 +65,17 @@ def test_prefill_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(prefill, "prefill_operator", lambda packed, q, k, v: lambda: torch.zeros_like(q))
     rows = [r for r in prefills(["int-4"], (3,)) if r["spec"] == "int-4"]
     assert [r["values"] for r in rows] == [None]
-    assert rows[0]["status"].startswith("failed its gate: error 1.00e+00")
+    assert rows[0]["status"].startswith("failed its gate: attention error 1.00e+00")
 
 
 @pytest.mark.parametrize("spec", ["int-8", "innerq-base", "ultraquant"])
 def test_prefill_error_knows_which_tokens_a_query_sees(spec):
-    packed = packed_operator(spec, Shape("p", 2, 4, 2, 128, 150), Pools(CPU, pages=2))
+    packed = packed_operator(spec, Shape("p", 2, 4, 2, 128, 150), CPU)
     q, k, v = (torch.randn(2, h, 7, 128).bfloat16() for h in (4, 2, 2))
     right = by_reference(packed, q, k, v)()
-    error, limit = prefill_error(packed, q, k, v, right)
-    assert error <= 2 * limit
+    assert prefill_error(packed, q, k, v, right).passed
     for wrong in (right.roll(1, 2), by_reference(packed, q, k.flip(2), v.flip(2))()):
-        error, limit = prefill_error(packed, q, k, v, wrong)
-        assert error > 2 * limit
+        assert not prefill_error(packed, q, k, v, wrong).passed
 
 
 def test_dense_attention_is_causal_from_the_end():
@@ -131,10 +132,30 @@ def test_rows_of_the_16_bit_cache_and_of_what_no_kernel_takes(model):
     rows = generated(model, ["kivi-2:group=16"], libraries=False)
     assert [(r["spec"], r["cache"], r["shape"]) for r in rows] == [
         ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
+        ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
         ("kivi-2:group=16", "kvcodec fused", "qwen3_8b_b2_0k"),
     ]
     assert rows[0]["values"] is not None
-    assert rows[1]["status"].startswith("no kernel: UnsupportedError")
+    assert rows[2]["status"].startswith("no kernel: UnsupportedError")
+
+
+def test_dynamic_cache_is_timed_with_cudnn_and_without(model, monkeypatch, tmp_path):
+    seen = []
+
+    def timed(filler, make, new_tokens):
+        seen.append((type(make()).__name__, torch.backends.cuda.cudnn_sdp_enabled()))
+        return {"values": {"p20": 1.0, "p50": 1.0, "p80": 1.0}}
+
+    monkeypatch.setattr(generate, "timed_generate", timed)
+    path = tmp_path / "generate.jsonl"
+    options = {"device": CPU, "batches": (1,), "ways": ("generate",), "prompt": 40, "libraries": False, "model": model}
+    rows = list(generate.generate_rows([], Recorder(path, stamp(CPU, 0), lambda _: None), **options))
+    assert [(r["cache"], r["form"]) for r in rows] == [("DynamicCache", form) for form in FORMS]
+    assert seen == [("DynamicCache", True)] * 2 + [("DynamicCache", False)] * 2
+    assert len(newest(rows)) == 2
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows[:1]))  # a visit that ended between them
+    again = list(generate.generate_rows([], Recorder(path, stamp(CPU, 0), lambda _: None), **options))
+    assert [r["form"] for r in again] == ["cuDNN off"]
 
 
 def test_quantized_caches_of_transformers_are_rivals(model, monkeypatch):
@@ -149,12 +170,12 @@ def test_quantized_caches_of_transformers_are_rivals(model, monkeypatch):
     monkeypatch.setattr(generate.Filler, "quantized", quantized)
     rows = generated(model, [])
     assert [(r["spec"], r["cache"], r.get("status")) for r in rows] == [
-        ("dense", "DynamicCache", None),
-        ("hqq-4", "QuantizedCache", "not installed"),
-        ("quanto-4", "QuantizedCache", None),
+        *[("dense", "DynamicCache", None)] * 2,
+        *[("hqq-4", "QuantizedCache", "not installed")] * 2,
+        *[("quanto-4", "QuantizedCache", None)] * 2,
     ]
-    assert made == ["hqq", "quanto", "quanto"]  # once to warm up
-    assert [r["spec"] for r in generated(model, [], libraries=False)] == ["dense"]
+    assert made == ["hqq"] * 2 + ["quanto"] * 4  # with and without cuDNN, once each to warm up
+    assert [r["spec"] for r in generated(model, [], libraries=False)] == ["dense"] * 2
     assert generated(model, [], dense=False) == []
 
 

@@ -235,7 +235,9 @@ def test_steps_of_a_model_by_cache_and_way():
     rows = [
         step("int-4", "kvcodec fused", "graph", 1, 9.0), step("int-4", "kvcodec fused", "generate", 8, 40.0),
         step("kivi-2", "kvcodec fused", "generate", 8, 38.0), step("hqq-4", "QuantizedCache", "generate", 1, 200.0),
-        step("dense", "DynamicCache", "generate", 8, 81.0), step("dense", "StaticCache", "graph", 1, 33.0),
+        step("dense", "DynamicCache", "generate", 8, 81.0, form="as torch chooses"),
+        step("dense", "DynamicCache", "generate", 8, 47.0, form="cuDNN off"),
+        step("dense", "StaticCache", "graph", 1, 33.0),
         step("fp8", "kvcodec fused", "graph", 1, None, status="no kernel"),
         step("int-4", "kvcodec fused", "graph", 1, 99.0, run="2025-01-01"),
         row("int-4", "ms_per_token_graph", "qwen3_8b_b1_0k", 1.0), row("int-4", "decode_us_cold", "llm64k", 1.0),
@@ -247,7 +249,8 @@ def test_steps_of_a_model_by_cache_and_way():
     ]  # fmt: skip
     assert found.lines == [
         ["16 bit, StaticCache", "33.0", "–", "–", "–"],
-        ["16 bit, DynamicCache", "–", "–", "81.0", "8.0"],
+        ["16 bit, DynamicCache, cuDNN off", "–", "–", "47.0", "8.0"],
+        ["16 bit, DynamicCache, as torch chooses", "–", "–", "81.0", "8.0"],
         ["hqq-4, QuantizedCache", "–", "200.0", "–", "–"],
         ["kivi-2", "–", "–", "38.0", "8.0"],
         ["int-4", "9.0", "–", "40.0", "8.0"],

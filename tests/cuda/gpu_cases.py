@@ -3,11 +3,13 @@
     python -m tests.cuda.gpu_cases --cases 10000 --out cases.json
 
 A *combination* is a preset, a head_dim and a page size: what programs are compiled for. Each case draws the rest:
-sequences and their lengths (0 and odd ones among them), heads, group, first live token, splits, dense tokens, sinks,
-soft cap, the numbers' law. Keys and values are encoded into pages of a pool of random bytes; bytes have to be those of
-the codec. Attention's error, against float64 over what the codec decodes, may be twice that of PyTorch's bf16 attention
-over the same decoded keys and values. Of 10,000 draws, bf16's roundings happen to cancel in a few: where the bound is
-missed, bf16's error is taken over several roundings of the same problem (``expected``), and the row says so.
+sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens, one of a million for each
+preset), heads, group, first live token, splits (few of them where sequences are long), dense tokens, sinks, soft cap,
+the numbers' law, diffuse and sharp attention. Every token is another one. Keys and values are encoded into pages of a
+pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what the codec
+decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws, bf16's
+roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of the same
+problem (``expected``), and the row says so.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Site
 from kvcodec.cuda import attention, build, encode, prefill, sides
 from kvcodec.layout import PageLayout
 from kvcodec.pages import PageStore
@@ -35,6 +37,11 @@ VARIANTS = ("hqmq-s96_r4:outliers=3",)
 """What is read beside the presets by readers of its own."""
 PAGES = (64, 128, 32)
 FEW = 16
+LENGTHS = (1, 40, 64, 200, 700, 700, 3000)
+LONG, LONGEST = (20_000, 50_000, 131_072), 1 << 20
+"""Tokens of one case in twenty, and of one case for each preset."""
+STEP = 16384
+"""Tokens that the reference encodes and decodes at a time; whole blocks of every codec."""
 SLACK = 2e-4
 """Where bf16 attention happens to be nearly exact (one token), fp16 queries and scores still round."""
 
@@ -111,10 +118,11 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
         x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
         params: Params = codec.fit(site, x.float() if codec.needs_sample else None)
         params = {name: value.to(device) for name, value in params.items()}
-        payload = codec.encode(codec.to_code(x.float(), params), params)
+        parts = range(0, tokens, STEP)
+        payloads = [codec.encode(codec.to_code(x[:, :, at : at + STEP].float(), params), params) for at in parts]
         side = target.side(role)
         if side is None:
-            store.write(role, 0, payload)
+            _write(store, role, payloads)
             note.append(role)
         else:
             before = store.pages.clone()
@@ -128,17 +136,22 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
             )  # fmt: skip
             written = store.pages
             store.pages = before
-            store.write(role, 0, payload)
+            _write(store, role, payloads)
             if int(bad) or not torch.equal(written, store.pages):
                 wrong = int((written != store.pages).sum())
                 raise AssertionError(f"encode: {role}: {wrong} bytes differ, bad={int(bad)}, {dtype}")
         found = sides.reader(codec, c.dim, role)
         assert isinstance(found, sides.Reader)
         tensors[role] = sides.tensors_for(found, params, heads, c.dim)
-        back = codec.decode(store.read(role, 0, tokens), params)
-        decoded[role] = codec.from_code(back, params)
+        back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), params) for at in parts)
+        decoded[role] = torch.cat([codec.from_code(part, params) for part in back], 2)
     return Layer(store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"],
                  ",".join(note))  # fmt: skip
+
+
+def _write(store: PageStore, role: str, payloads: list[Payload]) -> None:
+    for i, payload in enumerate(payloads):
+        store.write(role, i * STEP, payload)
 
 
 def truth(
@@ -146,9 +159,9 @@ def truth(
     rounds: bool = False,
 ):  # fmt: skip
     """Attention in float64 of one sequence: ``q [HQ, n, D]`` over ``k, v [H, t, D]``; ``rounds``: weights in bf16."""
-    group = q.shape[0] // k.shape[0]
-    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
-    s = q.double() @ k.mT * scale
+    (hq, n, dim), heads = q.shape, k.shape[0]
+    k, v = k.double(), v.double()
+    s = (q.double().reshape(heads, hq // heads * n, dim) @ k.mT).view(hq, n, k.shape[1]) * scale
     s = cap * torch.tanh(s / cap) if cap else s
     s = s if hidden is None else s.masked_fill(hidden, -math.inf)
     if sinks is not None:
@@ -157,7 +170,8 @@ def truth(
     if not s.shape[-1]:
         return torch.zeros_like(q, dtype=torch.float64)
     p = s.softmax(-1)
-    return (p.bfloat16().double() if rounds else p) @ v
+    p = p.bfloat16().double() if rounds else p
+    return (p.view(heads, hq // heads * n, p.shape[-1]) @ v).view(hq, n, dim)
 
 
 def rounded(
@@ -214,21 +228,26 @@ def of_programs(c: Combination) -> tuple[list[int], bool]:
     return [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)], rng.random() < 0.5
 
 
-def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
+def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
     """One random case of encode, decode attention and, sometimes, prefill; its errors."""
     rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
     batch, heads = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4))
     groups, capped = of_programs(c)
-    group = rng.choice(groups)
-    long = rng.choice((1, 40, 64, 200, 700, 700, 3000))
+    group, length = rng.choice(groups), rng.choice(LENGTHS)
+    few_splits = longest or rng.random() < 0.05
+    if longest:
+        batch, heads, group, length = 1, 1, groups[0], LONGEST
+    elif few_splits:
+        batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
     block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
-    tokens = -(-long // block) * block
+    tokens = -(-length // block) * block
     layer = fill(c, rng, gen, batch, heads, tokens)
-    lens = [rng.choice((0, 1, 15, tokens, tokens, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
+    some = (tokens, rng.randint(tokens // 2, tokens)) if few_splits else (0, 1, 15, tokens, tokens)
+    lens = [rng.choice((*some, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
     begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
     hq, cap, sinks = heads * group, rng.choice((0.0, 0.0, 0.0, 30.0)) if capped else 0.0, None
     dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
-    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * rng.choice((0.5, 1.0, 4.0))
+    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * rng.choice((0.1, 0.5, 1.0, 4.0))
     if rng.random() < 0.3:
         sinks = torch.randn(hq, generator=gen, device=device)
     dense: list[Tensor | None] = [None, None]
@@ -238,11 +257,11 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
         ] * 2
     scale = c.dim**-0.5 * rng.choice((1.0, 1.0, 0.3))
     config = None
-    if rng.random() < 0.4:
+    if rng.random() < (0.8 if few_splits else 0.4):
         pair = attention.pair_of(layer.pair)
         config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, attention.machine(q.device),
                                       dense[0] is not None)  # fmt: skip
-        config = config._replace(splits=rng.choice((1, 2, 5, 70)))
+        config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
     o, lse = attention.decode_attention(
         q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), pair=layer.pair,
         key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
@@ -267,7 +286,7 @@ def decode_case(c: Combination, seed: int, device: str) -> dict[str, Any]:
             worst = {"error": error, "bf16": base, "ratio": ratio, **drawn}
         if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
             worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
-    result = {**c._asdict(), "seed": seed, "decode": worst, "reference_encode": layer.note}
+    result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "reference_encode": layer.note}
     if rng.random() < 0.2 and tokens >= 2 and attention.pair_of(layer.pair).key.queries == 1:
         result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
     return result
@@ -298,7 +317,7 @@ def run_combination(job: tuple[Combination, int, int, str]) -> list[dict[str, An
     out: list[dict[str, Any]] = []
     for seed in range(first, first + count):
         try:
-            out.append(decode_case(c, seed, device))
+            out.append(decode_case(c, seed, device, longest=seed == first and c.dim == 128))
         except Exception as error:  # every failure is counted and shown
             out.append({**c._asdict(), "seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]})
             if "CUDA" in str(error) or "cuda" in str(error):

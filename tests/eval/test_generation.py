@@ -1,10 +1,13 @@
 """Greedy generation: the text is ``generate``'s, and speed is that of one-token steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kvcodec
-from kvcodec.eval.generation import Generation, greedy, uncompressed_cache
+from kvcodec.eval import generation
+from kvcodec.eval.generation import CUDNN_OFF, Generation, attention_backends, greedy, uncompressed, uncompressed_cache
 from tests.eval.tiny import tiny_llama
 
 
@@ -38,3 +41,31 @@ def test_agreement_counts_leading_tokens():
     a = Generation([1, 2, 3, 4], [1.0], 1.0)
     assert a.agreement(Generation([1, 2, 9, 4], [1.0], 1.0)) == 2
     assert a.agreement(a) == 4
+
+
+@pytest.mark.parametrize(("with_cudnn", "without", "counts"), [(0.06, 0.03, 0.03), (0.02, 0.03, 0.02)])
+def test_the_uncompressed_cache_is_timed_both_ways_on_a_gpu_and_the_faster_counts(
+    monkeypatch, with_cudnn, without, counts
+):
+    def timed(model, prompt, new_tokens, cache):
+        on = torch.backends.cuda.cudnn_sdp_enabled()
+        return Generation([1] if on else [2], [with_cudnn if on else without], 0.0)
+
+    monkeypatch.setattr(generation, "greedy", timed)
+    monkeypatch.setattr(generation, "uncompressed_cache", lambda model: None)
+    found = uncompressed(SimpleNamespace(device=torch.device("cuda")), torch.arange(3), 1)
+    assert found.step_seconds == [counts]
+    assert found.tokens == [1]  # what a user gets
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert uncompressed(SimpleNamespace(device=torch.device("cpu")), torch.arange(3), 1).step_seconds == [with_cudnn]
+
+
+def test_a_backend_that_is_off_stays_off():
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        for form in ("as torch chooses", CUDNN_OFF):
+            with attention_backends(form):
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

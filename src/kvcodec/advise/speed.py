@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvcodec.errors import KVCodecWarning
 from kvcodec.eval.attention import packed_cache
-from kvcodec.eval.generation import greedy, uncompressed_cache
+from kvcodec.eval.generation import greedy, uncompressed
 from kvcodec.scheme import KVScheme
 
 NEW_TOKENS = 16
@@ -15,7 +15,7 @@ PROMPT_TOKENS = 256
 
 
 def speed(model: Any, scheme: KVScheme, window: Tensor, seed: int) -> dict[str, Any]:
-    """Greedy tokens per second, one sequence, through the cache of the printed line and through transformers' own.
+    """Greedy tokens per second, one sequence, through the cache of the printed line and transformers' own.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def speed(model: Any, scheme: KVScheme, window: Tensor, seed: int) -> dict[str, 
         warnings.simplefilter("ignore", KVCodecWarning)
         with packed_cache(model, scheme, prefill="exact", seed=seed) as cache:
             made = greedy(model, prompt, NEW_TOKENS, cache)
-    plain = greedy(model, prompt, NEW_TOKENS, uncompressed_cache(model))
+    plain = uncompressed(model, prompt, NEW_TOKENS)
     return {
         "tokens_per_s": made.tokens_per_s,
         "uncompressed_tokens_per_s": plain.tokens_per_s,

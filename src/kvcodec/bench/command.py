@@ -1,4 +1,4 @@
-"""``kvcodec bench decode | encode | prefill | generate | serve | page``: arguments, files and the order of things.
+"""``kvcodec bench decode | encode | prefill | generate | first | serve | page``: arguments, files, order of things.
 
 Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
 everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
@@ -20,7 +20,7 @@ from kvcodec.registry import get, split_specs
 
 DEVICE_LOST = 3
 """Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
-DECODE_SHAPES = "spine,octopus,saw,per-head,sweep"
+DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -91,11 +91,10 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
     with_libraries = common | libraries | {"engine": args.engine or ""}
     if args.what == "decode":
         from kvcodec.bench.decode import decode_rows
-        from kvcodec.bench.packed import Pools
 
         jobs = [(specs, shapes_named(args.shapes or DECODE_SHAPES))] if args.shapes or not args.also else []
         jobs += [_also(text) for text in args.also]
-        shared = with_libraries | {"timer": Timer(device), "pools": Pools(device, args.seed)}
+        shared = with_libraries | {"timer": Timer(device)}
         return itertools.chain.from_iterable(decode_rows(*job, recorder, **shared) for job in jobs)
     if args.what == "encode":
         from kvcodec.bench.encode import encode_rows, encode_shapes
@@ -108,6 +107,10 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
 
         found = prefill_shapes(args.shapes or "all")
         return prefill_rows(specs, recorder, timer=Timer(device), shapes=found, **common)
+    if args.what == "first":
+        from kvcodec.bench.first import first_rows, served
+
+        return first_rows(args.specs or served(), recorder, **common)
     from kvcodec.bench.generate import BATCHES, WAYS, batches_of, generate_rows
     from kvcodec.bench.turns import Turns
 

@@ -10,7 +10,8 @@ metric                          unit  what
 ``speedup_vs_bf16_<state>``     x     fastest bf16 form of the run / preset, medians; p20 and p80 from the preset's
 ``roofline_us``                 us    bytes that the step must read / 4.3 TB/s
 ``roofline_share_cold``         x     that / ``decode_us_cold``
-``attention_error``             x     relative error against float64 attention over the decoded K and V, before timing
+``attention_error``             x     relative error against float64 attention over the decoded K and V, before timing:
+                                      the worst of some heads and of diffuse, plain and sharp queries
 ==============================  ====  ================================================================================
 
 A preset is timed as it is used: its sink and window are dense tokens among the shape's tokens, and a middle layer is
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvcodec.bench.bf16 import MOST_ERROR, QUANTIZED_ERROR, Dense, Rival, library_rivals, missing, torch_rivals
-from kvcodec.bench.packed import Packed, Pools, gate, packed_operator
+from kvcodec.bench.packed import Packed, gate, packed_operator
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
 from kvcodec.errors import KVError, UnsupportedError
@@ -81,7 +82,6 @@ def decode_rows(
     seed: int = 0,
     libraries: bool = True,
     deadline: Deadline | None = None,
-    pools: Pools | None = None,
     engine: str = "",
 ) -> Iterator[Row]:
     """Time presets and rivals at every shape; what the recorder's file already holds is left out.
@@ -98,8 +98,6 @@ def decode_rows(
         Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
         Nothing is begun behind it.
-    pools : Pools, optional
-        Of pages that were encoded before.
     engine : str
         As ``packed.Packed``; rows say which kernels they are of (``path``).
 
@@ -109,7 +107,6 @@ def decode_rows(
         Rows as they are measured.
     """
     deadline = deadline or Deadline()
-    pools = pools or Pools(device, seed)
     for shape in shapes:
         wanted = [spec for spec in specs if not recorder.has(spec, "speedup_vs_bf16_cold", shape.name)]
         if not wanted or deadline.passed:
@@ -128,7 +125,7 @@ def decode_rows(
             if deadline.passed:
                 recorder.say(f"{shape.name}: out of time before {spec}; run again to go on")
                 break
-            yield from _preset_rows(spec, shape, recorder, timer, pools, sixteen, engine)
+            yield from _preset_rows(spec, shape, recorder, timer, sixteen, device, seed, engine)
         best = min(sixteen, key=lambda bar: bar.times["cold"]["p50"])
         again = timer.cold(best.call, 20)
         more = {"backend": best.rival.backend, "form": best.rival.form, "sizes": shape.sizes()}
@@ -177,8 +174,9 @@ def _preset_rows(
     shape: Shape,
     recorder: Recorder,
     timer: Times,
-    pools: Pools,
     bars: Sequence[Bar],
+    device: torch.device,
+    seed: int,
     engine: str,
 ) -> Iterator[Row]:
     common: dict[str, Any] = {"sizes": shape.sizes()}
@@ -188,7 +186,7 @@ def _preset_rows(
 
     packed: Packed | None = None
     try:
-        packed = packed_operator(spec, shape, pools, engine)
+        packed = packed_operator(spec, shape, device, seed, engine)
         common["path"] = packed.path
         bits = packed.effective_bits
         checked = gate(packed)
@@ -201,7 +199,7 @@ def _preset_rows(
         yield refused(f"no kernel: {error}")
         return
     except (KVError, RuntimeError) as error:  # a kernel that breaks is a result too, and not the others' end
-        lost = device_lost(pools.device)
+        lost = device_lost(device)
         yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
         if lost:
             raise DeviceLostError(f"bench decode: {spec} at {shape.name} broke the CUDA context.") from error

@@ -12,6 +12,11 @@ model's own, with attention, projections and the cache's update. Three ways of s
 Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
 ``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights). Besides DynamicCache,
 ``generate`` has transformers' QuantizedCache as a rival, on hqq and on optimum-quanto where they are installed.
+
+Caches of transformers that grow are timed in two forms. As torch chooses, attention of one token is cuDNN's on recent
+GPUs, and cuDNN plans anew for every length that it has not seen: in a cache that grows, in every step. ``cuDNN off`` is
+the same call under ``torch.backends.cuda.enable_cudnn_sdp(False)``. What is compared with such a cache is compared with
+its faster form.
 """
 
 import gc
@@ -31,6 +36,7 @@ from kvcodec.bench.rivals import rivals
 from kvcodec.bench.targets import DECODE
 from kvcodec.bench.turns import Turns
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec.eval.generation import FORMS, attention_backends
 from kvcodec.registry import describe
 
 WAYS = ("generate", "graph", "compiled")
@@ -211,7 +217,7 @@ def generate_rows(
         for batch in batches:
             jobs = _jobs(way, ordered, dense, libraries)
             metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
-            jobs = [job for job in jobs if not recorder.has(job.spec, metric, name)]
+            jobs = [job for job in jobs if not recorder.has(job.spec, metric, name, job.form or None)]
             if not jobs:
                 continue
             if model is None and not deadline.passed:
@@ -227,21 +233,25 @@ def generate_rows(
 
 
 class Job(NamedTuple):
-    """One cache to time: what its row says, and how a filler makes it."""
+    """One cache to time: what its row says, and how a filler makes it; ``form`` of those that grow."""
 
     spec: str
     cache: str
     make: Callable[[Filler], Any]
+    form: str = ""
 
 
 def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[Job]:
-    found = [Job("dense", RIVALS[way], partial(Filler.dense, kind=RIVALS[way]))] if dense else []
+    kind = RIVALS[way]
+    forms = FORMS if way == "generate" else ("",)  # a StaticCache has one length
+    found = [Job("dense", kind, partial(Filler.dense, kind=kind), form) for form in forms if dense]
     found += [Job(s, "kvcodec fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
     if libraries and dense and way == "generate":
         for rival in rivals(128):
             backend, _, bits = rival.name.partition("-")
             if int(bits) == QUANTIZED_BITS:
-                found.append(Job(rival.name, "QuantizedCache", partial(Filler.quantized, backend=backend)))
+                make = partial(Filler.quantized, backend=backend)
+                found += [Job(rival.name, "QuantizedCache", make, form) for form in FORMS]
     return found
 
 
@@ -253,13 +263,15 @@ def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder
     bits = 16.0 if job.spec == "dense" else None
     common = {"cache": job.cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
               "model": f"Qwen3-8B-shaped, {model.config.num_hidden_layers} layers, random bf16 weights"}  # fmt: skip
+    common |= {"form": job.form} if job.form else {}
     timed, make = timed_graph if way == "graph" else timed_generate, partial(job.make, filler)
     try:
-        if way != "graph":
-            with turns.together():
-                timed(filler, make, UNCOUNTED + 2)  # compiles
-        with turns.alone():
-            found = timed(filler, make, new_tokens)
+        with attention_backends(job.form):
+            if way != "graph":
+                with turns.together():
+                    timed(filler, make, UNCOUNTED + 2)  # compiles
+            with turns.alone():
+                found = timed(filler, make, new_tokens)
     except Exception as error:  # one cache that fails must not lose the others' figures
         lost = device_lost(device)
         word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"

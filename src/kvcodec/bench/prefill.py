@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
 from kvcodec.bench.decode import ROOFLINE_BYTES_PER_US, ratio
-from kvcodec.bench.packed import Packed, Pools, packed_operator, use_cuda
+from kvcodec.bench.packed import SCALES, Gate, Packed, packed_operator, use_cuda, worst
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.shapes import Shape
 from kvcodec.codec import ROLES
@@ -96,14 +96,13 @@ def prefill_rows(
     seed: int = 0,
     deadline: Deadline | None = None,
     shapes: Sequence[Shape] | None = None,
-    pools: Pools | None = None,
 ) -> Iterator[Row]:
     """Time presets and flash attention; what the recorder's file already holds is left out.
 
     Parameters
     ----------
     specs : sequence of str
-    recorder, timer, device, seed, deadline, pools
+    recorder, timer, device, seed, deadline
         As ``decode.decode_rows``.
     shapes : sequence of Shape, optional
         Of ``prefill_shapes``; default ``all``.
@@ -114,7 +113,6 @@ def prefill_rows(
         Rows as they are measured.
     """
     deadline = deadline or Deadline()
-    pools = pools or Pools(device, seed)
     for shape in prefill_shapes("all") if shapes is None else shapes:
         n = shape.queries
         wanted = [spec for spec in specs if not recorder.has(spec, "prefill_us", shape.name)]
@@ -132,7 +130,7 @@ def prefill_rows(
             if deadline.passed:
                 recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
                 return
-            yield from _preset_rows(spec, shape, recorder, timer, pools, flash["p50"])
+            yield from _preset_rows(spec, shape, recorder, timer, flash["p50"], device, seed)
 
 
 def _draw(generator: torch.Generator, batch: int, heads: int, n: int) -> Tensor:
@@ -154,7 +152,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _preset_rows(
-    spec: str, shape: Shape, recorder: Recorder, timer: PrefillTimes, pools: Pools, flash: float
+    spec: str, shape: Shape, recorder: Recorder, timer: PrefillTimes, flash: float, device: torch.device, seed: int
 ) -> Iterator[Row]:
     n = shape.queries
     common: dict[str, Any] = {"sizes": shape.sizes() | {"queries": n}}
@@ -164,13 +162,14 @@ def _preset_rows(
         return recorder.add(spec, bits, "prefill_us", "us", shape.name, None, status=status, **common)
 
     try:
-        packed = packed_operator(spec, shape, pools)
-        draw = partial(_draw, torch.Generator(pools.device).manual_seed(pools.seed), shape.batch)
+        packed = packed_operator(spec, shape, device, seed)
+        draw = partial(_draw, torch.Generator(device).manual_seed(seed), shape.batch)
         q, k, v = draw(shape.query_heads, n), draw(shape.kv_heads, n), draw(shape.kv_heads, n)
         fused = prefill_operator(packed, q, k, v)
-        wrong = prefill_error(packed, q, k, v, fused())
-        if not wrong[0] <= 2 * wrong[1]:
-            yield refused(f"failed its gate: error {wrong[0]:.2e}, bf16 over the decoded K and V {wrong[1]:.2e}")
+        asked = [(q * scale).bfloat16() for scale in SCALES]
+        checked = worst(prefill_error(packed, x, k, v, prefill_operator(packed, x, k, v)()) for x in asked)
+        if not checked.passed:
+            yield refused(f"failed its gate: {checked}")
             return
         ours = timer.eager(fused, 12)
         apart = timer.eager(lambda: prefill_apart(packed, q, k, v), 3)
@@ -179,7 +178,7 @@ def _preset_rows(
         yield refused(f"no kernel: {error}")
         return
     except (KVError, RuntimeError) as error:  # as in decode: a kernel that breaks is not the others' end
-        lost = device_lost(pools.device)
+        lost = device_lost(device)
         yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
         if lost:
             raise DeviceLostError(f"bench prefill: {spec} at {shape.name} broke the CUDA context.") from error
@@ -224,7 +223,7 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     return partial(prefill.attend_newest, q, sink, fresh, store.pages, store.table, 0, encoded, **constants)
 
 
-def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> tuple[float, float]:
+def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> Gate:
     """Relative errors of some rows of one KV head against float64 over the decoded values: the kernel's and bf16's."""
     shape, n = packed.shape, q.shape[2]
     b, h = shape.batch - 1, shape.kv_heads - 1
@@ -243,4 +242,4 @@ def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor
     short = [x.bfloat16() for x in (part[None], keys[None, None], values[None, None])]
     low = scaled_dot_product_attention(short[0], short[1], short[2], attn_mask=bias, enable_gqa=True)[0]
     errors = [float((x.double() - exact).norm() / exact.norm()) for x in (found[b, heads][:, rows], low)]
-    return errors[0], errors[1]
+    return Gate(errors[0], errors[1])

@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvcodec.bench.record import Row, read_rows
+from kvcodec.bench.record import Row, newest, read_rows
 from kvcodec.errors import KVError, SpecError
 
-PARTS = ("decode", "encode", "prefill", "generate")
+PARTS = ("decode", "encode", "prefill", "generate", "first")
 
 
 def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) -> list[Row]:
@@ -34,14 +34,13 @@ def page(out: Path | None, say: Callable[[str], None], add: Path | None = None) 
 
 
 def _gather(part: str, folders: Sequence[Path], say: Callable[[str], None]) -> list[Row]:
-    """Return a part's rows of some folders; the first folder's JSON is written again from them."""
+    """Return the current rows of a part in some folders; the first folder's JSON is written again from them."""
     files = [folder / f"{part}{end}" for folder in folders for end in (".json", ".jsonl")]
-    # the same row in several files is one
-    texts = dict.fromkeys(json.dumps(row) for path in files if path.is_file() for row in read_rows([path]))
-    if texts and any(path.is_file() for path in files[1:]):
+    rows = newest([row for path in files if path.is_file() for row in read_rows([path])])
+    if rows and any(path.is_file() for path in files[1:]):
         # a row to a line: thousands of rows are committed
-        _write(folders[0] / f"{part}.json", "[\n" + ",\n".join(texts) + "\n]\n", say)
-    return list(map(json.loads, texts))
+        _write(folders[0] / f"{part}.json", "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", say)
+    return rows
 
 
 def _write(path: Path, text: str, say: Callable[[str], None]) -> None:

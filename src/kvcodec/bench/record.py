@@ -115,10 +115,11 @@ class Recorder:
         self.say(f"{shape:<18} {spec:<22} {metric:<28} {shown}")
         return row
 
-    def has(self, spec: str, metric: str, shape: str) -> bool:
+    def has(self, spec: str, metric: str, shape: str, form: str | None = None) -> bool:
         """Whether such a row was measured, here or by an earlier run, or broke the device; else it is tried again."""
         return any(
             (r["spec"], r["shape"]) == (spec, shape)
+            and (form is None or r.get("form") == form)
             and (r["metric"] == metric if r["values"] is not None else r["status"].startswith("device lost"))
             for r in self.rows
         )
@@ -162,11 +163,20 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     return rows
 
 
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is of: spec, metric, shape, and backend and form of what presets are compared with.
+
+    Ratios name backend and form of the fastest rival of their run, which is no part of what they are.
+    """
+    more = () if str(row.get("metric")).startswith("speedup_") else ("backend", "form")
+    return tuple(row.get(k) for k in ("spec", "metric", "shape", *more))
+
+
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """One row per spec, metric, shape, backend and form: that of the latest run, a measured one before a status."""
+    """One row per ``key_of``: that of the latest run, a measured one before a status."""
     kept: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = tuple(row.get(k) for k in ("spec", "metric", "shape", "backend", "form"))
+        key = key_of(row)
         old = kept.get(key)
         rank = (row.get("values") is not None, row.get("run") or "")
         if old is None or rank >= (old.get("values") is not None, old.get("run") or ""):

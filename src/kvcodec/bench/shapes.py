@@ -10,6 +10,7 @@ kernel studies, and a sweep of lengths from which the break-even context is read
 ``saw_b*_16k``    SAW-INT4, Table 7: Qwen3-32B over two GPUs, 16k tokens, 1 to 32 sequences
 ``llama8b_b*_*``  the sweep: lengths in powers of two for 1, 8 and 32 sequences
 ``llm64k_apart``  ``llm64k`` by a program per query head: its 7 query heads per KV head as 7 sequences that share pages
+``b128_1k`` ...   the corners: many short sequences, one short one, a single KV head, other head_dims
 ================  =====================================================================================================
 """
 
@@ -112,7 +113,16 @@ def sweep(batch: int) -> tuple[Shape, ...]:
 SWEEP = tuple(shape for batch in SWEEP_BATCHES for shape in sweep(batch))
 SAW = tuple(Shape(f"saw_b{batch}_16k", batch, 32, 4, 128, 16384) for batch in (1, 4, 8, 16, 32))
 PER_HEAD = (Shape("llm64k_apart", 7, 4, 4, 128, 65536, shared=True),)
-SHAPES = {shape.name: shape for shape in (*SPINE, *OCTOPUS, *SAW, *PER_HEAD, *SWEEP)}
+CORNERS = (
+    Shape("b128_1k", 128, 32, 8, 128, 1024),
+    Shape("b64_2k", 64, 32, 8, 128, 2048),
+    *(shape for shape in sweep(1) if shape.tokens == 4096),
+    Shape("one_kv_head_b2_8k", 2, 16, 1, 128, 8192),
+    Shape("d64_b4_32k", 4, 14, 2, 64, 32768),
+    Shape("d96_b4_8k", 4, 32, 32, 96, 8192),
+    Shape("d256_b16_16k", 16, 16, 8, 256, 16384),
+)
+SHAPES = {shape.name: shape for shape in (*SPINE, *OCTOPUS, *SAW, *PER_HEAD, *CORNERS, *SWEEP)}
 
 GROUPS = {
     "spine": SPINE,
@@ -121,6 +131,7 @@ GROUPS = {
     "hqmq": tuple(s for s in sweep(1) if s.tokens in HQMQ_TOKENS),
     "saw": SAW,
     "per-head": PER_HEAD,
+    "corners": CORNERS,
     "sweep": SWEEP,
 } | {f"sweep{batch}": sweep(batch) for batch in SWEEP_BATCHES}
 
@@ -151,7 +162,7 @@ def shapes_named(names: str) -> list[Shape]:
     found: dict[str, Shape] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name not in GROUPS and name not in SHAPES:
-            known = ", ".join([*GROUPS, *(s.name for s in (*SPINE, *OCTOPUS, *PER_HEAD))])
+            known = ", ".join([*GROUPS, *(s.name for s in (*SPINE, *OCTOPUS, *PER_HEAD, *CORNERS[:2]))])
             raise SpecError(f"bench: no shape {name!r}; use some of {known}, saw_b8_16k, llama8b_b1_4096, ...")
         found |= {shape.name: shape for shape in GROUPS.get(name) or (SHAPES[name],)}
     if not found:

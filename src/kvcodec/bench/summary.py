@@ -195,24 +195,26 @@ class Steps(NamedTuple):
 
 def steps_of_a_model(rows: Sequence[Row]) -> Steps:
     """Milliseconds per token by sequences and way, and the peak memory beside the weights; empty before any row."""
-    times: dict[tuple[str, str], dict[tuple[int, str], Row]] = {}
+    times: dict[tuple[str, str, str], dict[tuple[int, str], Row]] = {}
     for row in newest([dict(row) for row in rows]):
         match, metric = _GENERATE_SHAPE.match(str(row["shape"])), str(row["metric"])
         way = metric.removeprefix("ms_per_token_")
         if match and way in WAYS and way != metric and row.get("values") is not None:
-            times.setdefault((row["spec"], str(row.get("cache"))), {})[int(match[1]), way] = row
+            kind = row["spec"], str(row.get("cache")), str(row.get("form") or "")
+            times.setdefault(kind, {})[int(match[1]), way] = row
     columns = sorted({key for found in times.values() for key in found}, key=lambda k: (k[0], list(WAYS).index(k[1])))
     most = max((batch for batch, _ in columns), default=0)
     headings = ["cache", *(f"{batch} sequence{'s' * (batch > 1)}, {WAYS[way]}" for batch, way in columns)]
 
-    def order(item: tuple[tuple[str, str], dict[tuple[int, str], Row]]) -> tuple[bool, bool, float]:
-        (spec, cache), found = item
+    def order(item: tuple[tuple[str, str, str], dict[tuple[int, str], Row]]) -> tuple[bool, bool, float]:
+        (spec, cache, _), found = item
         last = [found[key]["values"]["p50"] for key in reversed(columns) if key in found]
         return spec != "dense", cache != "QuantizedCache", last[0]
 
     lines = []
-    for (spec, cache), found in sorted(times.items(), key=order):
+    for (spec, cache, form), found in sorted(times.items(), key=order):
         name = spec if cache == "kvcodec fused" else f"{'16 bit' if spec == 'dense' else spec}, {cache}"
+        name += f", {form}" if form else ""
         cells = [f"{found[key]['values']['p50']:.1f}" if key in found else "–" for key in columns]
         peaks = [row["peak_bytes"] for (batch, _), row in found.items() if batch == most and row.get("peak_bytes")]
         lines.append([name, *cells, f"{min(peaks) / 1e9:.1f}" if peaks else "–"])

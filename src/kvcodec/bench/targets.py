@@ -61,6 +61,25 @@ ENCODE_US = {
 }
 """Must and aim; those of integers and FP4 are four and two times the byte floor."""
 
+FIRST_TOKEN = ((4096, 1.5, 3.0), (1 << 30, 1.15, 0.0))
+"""Time to the first token of a new cache, for prompts up to so many tokens: a factor of DynamicCache's, and ms."""
+FIRST_CACHE_MORE_MS = 300.0
+"""What the first cache of a process may take beside that."""
+NEXT_TURN = 1.6
+"""New tokens over a filled cache, as a factor of DynamicCache's time."""
+
+
+def most_ms(metric: str, tokens: int, dynamic: float) -> float:
+    """Milliseconds that a row of ``bench first`` may have at most, where DynamicCache takes ``dynamic``.
+
+    >>> most_ms("first_token_ms", 1024, 12.0), most_ms("first_cache_ms", 1024, 12.0), most_ms("next_turn_ms", 128, 20.0)
+    (21.0, 321.0, 32.0)
+    """
+    if metric == "next_turn_ms":
+        return NEXT_TURN * dynamic
+    factor, more = next((factor, more) for most, factor, more in FIRST_TOKEN if tokens <= most)
+    return factor * dynamic + more + (FIRST_CACHE_MORE_MS if metric == "first_cache_ms" else 0.0)
+
 
 def verdict(spec: str, shape: str, metric: str, value: float) -> str | None:
     """``aim met``, ``must met`` or ``must missed``; None where nothing is asked.

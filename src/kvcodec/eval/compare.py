@@ -226,7 +226,7 @@ class _Comparison:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once, in the first window
             if run.scheme is None:
-                run.made = generation.greedy(model, self.prompt, s.new_tokens, generation.uncompressed_cache(model))
+                run.made = generation.uncompressed(model, self.prompt, s.new_tokens)
             else:
                 with packed_cache(model, run.scheme, prefill="exact", seed=s.seed, params=run.params) as cache:
                     run.made = generation.greedy(model, self.prompt, s.new_tokens, cache)

@@ -4,10 +4,16 @@ The prompt is one call; every new token is one call more, exactly as ``model.gen
 ``generate``'s. Tokens/s is one over the median time of a one-token step: the prompt is not in it, and a machine that is
 busy now and then does not distort it. On a CPU the reference path decodes in PyTorch; this figure says what a user of
 this machine gets, not what a fused kernel does.
+
+On recent GPUs torch computes the attention of one token over a growing cache with cuDNN, which plans anew for every
+length that it has not seen. The uncompressed cache is therefore timed with and without cuDNN's attention, and the
+faster one counts.
 """
 
+import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +22,9 @@ from torch import Tensor
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
+CUDNN_OFF = "cuDNN off"
+FORMS = ("as torch chooses", CUDNN_OFF)
+"""Ways to time transformers' own attention over a cache that grows."""
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,23 @@ def uncompressed_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
+
+
+@contextlib.contextmanager
+def attention_backends(form: str) -> Iterator[None]:
+    """Let torch choose among the backends of its attention that ``form`` of ``FORMS`` leaves it."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and form != CUDNN_OFF)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def uncompressed(model: Any, prompt: Tensor, new_tokens: int) -> Generation:
+    """``greedy`` through transformers' own cache; on a GPU the times are those of the faster of ``FORMS``."""
+    found = []
+    for form in FORMS if model.device.type == "cuda" else FORMS[:1]:
+        with attention_backends(form):
+            found.append(greedy(model, prompt, new_tokens, uncompressed_cache(model)))
+    return replace(found[0], step_seconds=max(found, key=lambda made: made.tokens_per_s).step_seconds)
