@@ -104,13 +104,15 @@ class Config(NamedTuple):
     tile : int
         Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
     warps : int
-        Warps of a CTA.
+        Warps of a CTA, or of a team.
     stages : int
         Tiles of a warp's ring.
     resident : int
         CTAs that shall share a multiprocessor: bounds the registers.
     splits : int
-        CTAs that share the tokens of a sequence.
+        CTAs, or teams, that share the tokens of a sequence.
+    teams : int
+        Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
     """
 
     tile: int
@@ -118,6 +120,7 @@ class Config(NamedTuple):
     stages: int
     resident: int
     splits: int
+    teams: int = 1
 
 
 class Machine(NamedTuple):
@@ -135,14 +138,21 @@ def _row_floats(channels: int) -> int:
     return channels + channels // 4 + 1  # kv::row_floats
 
 
-def shared_bytes(pair: Pair, config: Config, dense: bool = False) -> int:
-    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one."""
+def shared_bytes(pair: Pair, config: Config, dense: bool = False, heads: int = 8) -> int:
+    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one.
+
+    ``heads`` of a CTA count where there are teams.
+    """
     tables = align(align(pair.key.shared) + align(pair.value.shared), 128)
-    query = align(32 * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
+    rows = 4 * (heads if config.teams > 1 else 8)
+    query = align(rows * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
     scratch = max(pair.key.scratch, pair.value.scratch)
     ring = config.warps * (config.stages * align(pair.tile_bytes(config.tile), 128) + scratch)
-    merge = config.warps * 32 * (_row_floats(pair.head_dim) + 2)
-    need = max(tables + query + ring, merge)
+    merge = align(config.warps * rows * (_row_floats(pair.head_dim) + 2), 128)
+    if config.teams > 1:
+        need = tables + config.teams * max(query + ring, merge)
+    else:
+        need = max(tables + query + ring, merge)
     if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
         need = max(need, align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
     return max(need, pair.key.reach, pair.value.reach)
@@ -156,13 +166,15 @@ def candidates(pair: Pair) -> list[Config]:
     return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
 
 
-def _fits(pair: Pair, config: Config, machine: Machine, dense: bool = False) -> bool:
-    need = shared_bytes(pair, config, dense)
+def _fits(pair: Pair, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
+    need = shared_bytes(pair, config, dense, heads)
     return need <= machine.shared_block and config.resident * (need + 1024) <= machine.shared_sm
 
 
 @lru_cache(maxsize=256)
-def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False) -> Config:
+def config_for(
+    pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False, heads: int = 8
+) -> Config:
     """Choose launch constants; a pure function, nothing is tuned at run time.
 
     Parameters
@@ -174,7 +186,9 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
         Tokens that the page table can hold per sequence.
     machine : Machine
     dense : bool
-        Whether there are dense tokens: one CTA more for each unit.
+        Whether there are dense tokens apart: one CTA more for each unit.
+    heads : int
+        Query heads of a CTA, ``Pair.heads``.
 
     Raises
     ------

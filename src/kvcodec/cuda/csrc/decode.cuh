@@ -1,10 +1,14 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
-// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens; its warps
-// take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies,
+// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens, a piece; its
+// warps take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies,
 // and its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16
 // rows of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through
 // registers into the tensor core and nothing decoded is written anywhere.
+//
+// Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
+// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or merges
+// its warps while the others read codes, and the tables are filled once.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
@@ -35,6 +39,11 @@
 // fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
 // reference of their own, so that fp16 holds them.
 //
+// The tensor core truncates where it adds to fp32. Sums of codes of one sign, whose zero is added apart, would lose a
+// part that grows with the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. Every FLUSH tokens
+// twice such a sum moves to a register sum, which rounds to nearest, and the rest, its negative, is what the next
+// products start from: half of them then work on sums of the other sign, whose truncation undoes that of the first.
+//
 // Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
 #include "finish.cuh"
@@ -47,9 +56,9 @@ template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEA
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3). HEADS: 8, or 4 where no more
-// query heads share a KV head
+// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
-          int HEADS = 8>
+          int HEADS = 8, int TEAMS = 1>
 struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
@@ -57,19 +66,31 @@ struct Decoder {
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
+  KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // that there is room for
+  KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  KV_CONST int LOOP = TABLES + QUERY + WARPS * (STAGES * TILE + SCRATCH);
-  KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
+  KV_CONST int TEAM = QUERY + WARPS * (STAGES * TILE + SCRATCH);
+  // the warps' results, in the place of all else; of a team, in its own place
+  KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
+  KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
   KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::LOOP;
-  KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
+  KV_CONST int OWN = TEAMS == 1 ? (TABLES + TEAM > MERGE ? TABLES + TEAM : MERGE) : TABLES + TEAMS * SHARE;
   KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
+  KV_CONST bool PAIRED = is_paired<V>(0);
+  KV_CONST bool FLUSHES = TEAMS == 1 && (V::HAS_V_ZERO || PAIRED);  // pieces of teams are short
+  KV_CONST int FLUSH = 512;  // tokens of a warp
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
                 "a tile is part of a page and holds whole blocks");
   static_assert(HEADS == 8 || (HEADS == 4 && SCRATCH == 0), "outliers are added for 8 heads");
+  static_assert(TEAMS == 1 || !APART, "dense tokens apart are a CTA's piece");
+
+  KV_DEV static void sync() {
+    if constexpr (TEAMS == 1) sync_threads();
+    else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
+  }
 
   struct State {
     Softmax<N> softmax;
@@ -77,9 +98,26 @@ struct Decoder {
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][Sum::HALVES][4];
     float zero[4];   // paired values: sums of p times the zeros, a row for each group
+    float flushed[FLUSHES ? V::V_REGS / 2 : 1][Sum::HALVES][4], flushed_zero[2];  // what left `out` and `zero`
   };
-  KV_CONST bool PAIRED = is_paired<V>(0);
   KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
+
+  KV_DEV static void flush(State& st) {
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < Sum::COUNT; ++i) {
+        if (!Sum::used(i)) continue;
+        float& x = st.out[k][i / 4][i % 4];
+        st.flushed[k][i / 4][i % 4] += 2.0f * x;
+        x = -x;
+      }
+    }
+    if constexpr (PAIRED) {
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) st.flushed_zero[n] += 2.0f * st.zero[n], st.zero[n] = -st.zero[n];
+    }
+  }
 
   // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
   KV_DEV static void rescale(State& st, float (&top)[N], float largest) {
@@ -103,11 +141,17 @@ struct Decoder {
         st.reference = next;
       }
     }
-    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[N - 1];
+    if constexpr (PAIRED) {
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) st.zero[n] *= factor[n], st.flushed_zero[n] *= factor[n];
+    }
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
+      for (int i = 0; i < Sum::COUNT; ++i) {
+        st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
+        if constexpr (FLUSHES) st.flushed[k][i / 4][i % 4] *= factor[Sum::head(i)];
+      }
     }
   }
 
@@ -203,20 +247,23 @@ struct Decoder {
   KV_DEV static void start(State& st) {
     st.softmax.start();
     st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
-    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
+    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = st.flushed_zero[0] = st.flushed_zero[1] = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] = 0.0f;
+      for (int i = 0; i < Sum::COUNT; ++i) {
+        st.out[k][i / 4][i % 4] = 0.0f;
+        if constexpr (FLUSHES) st.flushed[k][i / 4][i % 4] = 0.0f;
+      }
     }
   }
 
-  // merge the warps and leave their sums in a slot; all of shared memory is free by now
+  // merge the warps and leave their sums in a slot; `shared`, which they read their codes from, is free by now
   KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head,
-                            int live_heads, int slot) {
-    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+                            int live_heads, int slot, int warp) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     copy_wait<0>();
-    sync_threads();
+    sync();
     st.softmax.finish();
     float bias[N];
     KV_UNROLL
@@ -228,52 +275,50 @@ struct Decoder {
       }
     }
     float* merge = (float*)shared;
-    float* merge_m = merge + WARPS * 8 * row_floats(D);
-    float* merge_l = merge_m + WARPS * 8;
+    float* merge_m = merge + WARPS * ROWS * row_floats(D);
+    float* merge_l = merge_m + WARPS * ROWS;
     const float reference = SCALED ? st.reference : 1.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       if constexpr (PAIRED) {  // group k is row k
         KV_UNROLL
-        for (int n = 0; n < N; ++n) bias[n] = shfl(st.zero[n], 4 * k + j) * reference;
+        for (int n = 0; n < N; ++n) bias[n] = shfl(st.zero[n] + st.flushed_zero[n], 4 * k + j) * reference;
       }
       KV_UNROLL
       for (int i = 0; i < Sum::COUNT; ++i) {
         const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
         if (c < 0 || !Sum::used(i)) continue;
-        merge[(warp * 8 + N * j + n) * row_floats(D) + skew(c)] =
-            st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
+        const float sum = st.out[k][i / 4][i % 4] + (FLUSHES ? st.flushed[FLUSHES ? k : 0][i / 4][i % 4] : 0.0f);
+        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(c)] = sum * (V::v_weight(e) * reference) + bias[n];
       }
     }
     if (g == 0) {
       KV_UNROLL
       for (int n = 0; n < N; ++n) {
-        merge_m[warp * 8 + N * j + n] = st.softmax.m[n];
-        merge_l[warp * 8 + N * j + n] = st.softmax.l[n];
+        merge_m[warp * ROWS + N * j + n] = st.softmax.m[n];
+        merge_l[warp * ROWS + N * j + n] = st.softmax.l[n];
       }
     }
-    sync_threads();
-    merge_warps<D, WARPS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot);
+    sync();
+    merge_warps<D, WARPS, ROWS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot, warp);
   }
 
-  KV_DEV static void run(const DecodeArgs& a) {
-    KV_DYNAMIC_SHARED(shared);
-    launch_dependents();
-    const int warp = thread() / 32, lane = opaque(thread() % 32);
-    const int split = (int)block_x() - APART, b = block_z();
-    const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * HEADS;
+  KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int h) {
+    if (K::TABLE) K::fill(shared, a.key.table + h * a.key.table_head, thread(), TEAMS * WARPS * 32);
+    if (V::TABLE) V::fill(shared + align16(K::TABLE), a.value.table + h * a.value.table_head, thread(),
+                          TEAMS * WARPS * 32);
+  }
+
+  // one split of a tile of heads of a sequence; `own`: the shared memory of the team, or of the CTA behind the tables
+  KV_DEV static void piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp) {
+    const int lane = opaque(thread() % 32);
+    const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
-    if constexpr (APART) {
-      if (split < 0) {  // first of all, so that it does not come last
-        DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::run(a, shared, b, h, first_head, live_heads);
-        return;
-      }
-    }
-    const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads);
+    const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
-    float* query = (float*)(shared + TABLES);
-    uint8_t* ring = shared + TABLES + QUERY + warp * (STAGES * TILE + SCRATCH);
+    float* query = (float*)own;
+    uint8_t* ring = own + QUERY + warp * (STAGES * TILE + SCRATCH);
     uint8_t* scratch = ring + STAGES * TILE;
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
@@ -301,22 +346,21 @@ struct Decoder {
       copy_commit();
     };
     // while the page ids are on their way
-    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads);
+    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
-    if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
+    if constexpr (TEAMS == 1) fill_tables(a, shared, h);
     Query<K, D, HEADS> q;
-    sync_threads();  // for the tables as well
+    sync();  // for the tables as well
     take_query<K, D>(q, query, a);
 
     State st;
     start(st);
     if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split);
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
-    int stage = 0;
+    int stage = 0, unflushed = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
       copy_wait<STAGES - 1>();
@@ -327,8 +371,40 @@ struct Decoder {
       sync_warp();  // everyone has read this stage before it is filled again
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
+      if constexpr (FLUSHES) {
+        if (++unflushed == FLUSH / T) flush(st), unflushed = 0;
+      }
     }
-    finish(st, a, shared, b, h, first_head, live_heads, split);
+    finish(st, a, TEAMS == 1 ? shared : own, b, h, first_head, live_heads, split, warp);
+  }
+
+  KV_DEV static void run(const DecodeArgs& a) {
+    KV_DYNAMIC_SHARED(shared);
+    launch_dependents();
+    if constexpr (TEAMS == 1) {
+      const int warp = thread() / 32, split = (int)block_x() - APART;
+      if constexpr (APART) {
+        if (split < 0) {  // first of all, so that it does not come last
+          const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * HEADS;
+          const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
+          DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::run(a, shared, block_z(), h, first_head, live_heads);
+          return;
+        }
+      }
+      piece(a, shared, shared + TABLES, split, block_y(), block_z(), warp);
+    } else {
+      const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
+      const int ys = (int)a.alike * a.tiles;
+      fill_tables(a, shared, block_y() * (int)a.alike);
+      sync_threads();
+      // neighbouring pieces go to different multiprocessors, so that each has as many as any other, or one less
+      KV_NO_UNROLL
+      for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
+        const int split = (int)(i % a.splits), rest = (int)(i / a.splits);
+        piece(a, shared, shared + TABLES + team * SHARE, split, block_y() * ys + rest % ys, rest / ys, warp);
+        sync();  // the sums have been read
+      }
+    }
   }
 };
 

@@ -51,6 +51,8 @@ KV_DEV int block_z() { return blockIdx.z; }
 KV_DEV int grid_x() { return gridDim.x; }
 
 KV_DEV void sync_threads() { __syncthreads(); }
+// of the `threads` threads, whole neighbouring warps from a multiple of so many on, that name barrier `id` (1 to 15)
+KV_DEV void sync_some(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 KV_DEV void sync_warp() { __syncwarp(); }
 KV_DEV bool any(bool p) { return __any_sync(0xffffffffu, p); }
 KV_DEV bool all(bool p) { return __all_sync(0xffffffffu, p); }
