@@ -298,6 +298,8 @@ template <int N> inline void load_transposed(uint32_t* r, const void* row) {
   memcpy(r, out, 4 * N);
 }
 
+inline void prefetch(const void* global) { (void)*(const volatile uint8_t*)global; }
+
 // -- copies from global to shared memory ------------------------------------------------------------------------------
 __attribute__((noinline)) inline void copy16(void* shared, const void* global) {
   emulated::Machine& m = emulated::machine;

@@ -39,6 +39,44 @@
 // fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
 // reference of their own, so that fp16 holds them.
 //
+// The tensor core truncates where it adds to fp32. A sum of codes, which have one sign, would lose a part that grows with
+// the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. So every FLUSH tokens the zeros, which
+// are summed apart, join the codes' sum: twice their sum does, and its negative stays, so that half of the products add
+// to sums of the other sign, and what is truncated there cancels the rest.
+//
+// Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
+// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or merges
+// its warps while the others read codes, and the tables are filled once.
+//
+// A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
+//   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
+//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
+//                 may have REACH and Bounded, see tile.cuh
+//  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
+//   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
+//   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
+//   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two
+//                 that goes into q
+//   keys(planes, table, token, part, lane, r)   raw numbers
+//   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
+//   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
+//                 once, without its factor K_SCALE_UNIT
+//   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT:
+//                 key = s K_UNIT k_weight raw + z; K_MIDDLE: the middle of K_UNIT k_weight raw, where q s is exact
+//  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
+//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
+//                 as above, any weight
+//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_med.cuh
+//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
+//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
+//                 v_surplus(planes, block, part, x) is to be added
+// Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
+// it exactly).
+//
+// Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
+// fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
+// reference of their own, so that fp16 holds them.
+//
 // The tensor core truncates where it adds to fp32. Sums of codes of one sign, whose zero is added apart, would lose a
 // part that grows with the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. Every FLUSH tokens
 // twice such a sum moves to a register sum, which rounds to nearest, and the rest, its negative, is what the next
@@ -80,7 +118,7 @@ struct Decoder {
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
   KV_CONST bool PAIRED = is_paired<V>(0);
-  KV_CONST bool FLUSHES = TEAMS == 1 && (V::HAS_V_ZERO || PAIRED);  // pieces of teams are short
+  KV_CONST bool FLUSHES = V::HAS_V_ZERO || PAIRED;
   KV_CONST int FLUSH = 512;  // tokens of a warp
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
                 "a tile is part of a page and holds whole blocks");
@@ -98,25 +136,34 @@ struct Decoder {
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][Sum::HALVES][4];
     float zero[4];   // paired values: sums of p times the zeros, a row for each group
-    float flushed[FLUSHES ? V::V_REGS / 2 : 1][Sum::HALVES][4], flushed_zero[2];  // what left `out` and `zero`
   };
   KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
 
+  // twice the zeros' sum moves to the codes' sum
   KV_DEV static void flush(State& st) {
+    if (SCALED && st.reference == 0.0f) return;
+    float zero[N];
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) zero[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) * (SCALED ? st.inverse : 1.0f) : 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
+      if constexpr (PAIRED) group_zeros(zero, st, k);
       KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) {
-        if (!Sum::used(i)) continue;
-        float& x = st.out[k][i / 4][i % 4];
-        st.flushed[k][i / 4][i % 4] += 2.0f * x;
-        x = -x;
-      }
+      for (int i = 0; i < Sum::COUNT; ++i)
+        if (Sum::used(i)) st.out[k][i / 4][i % 4] += zero[Sum::head(i)] * (2.0f / V::v_weight(Sum::element(k, i)));
     }
-    if constexpr (PAIRED) {
-      KV_UNROLL
-      for (int n = 0; n < N; ++n) st.flushed_zero[n] += 2.0f * st.zero[n], st.zero[n] = -st.zero[n];
-    }
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) st.bias[n] = -st.bias[n], st.zero[n] = -st.zero[n];
+  }
+  KV_DEV static float over_tokens(float x) {
+    KV_UNROLL
+    for (int bit = 4; bit < 32; bit *= 2) x += shfl_xor(x, bit);
+    return x;
+  }
+  // paired values: of group k, which is row k
+  KV_DEV static void group_zeros(float (&zero)[N], const State& st, int k) {
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
   }
 
   // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
@@ -141,17 +188,11 @@ struct Decoder {
         st.reference = next;
       }
     }
-    if constexpr (PAIRED) {
-      KV_UNROLL
-      for (int n = 0; n < N; ++n) st.zero[n] *= factor[n], st.flushed_zero[n] *= factor[n];
-    }
+    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[N - 1];
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) {
-        st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
-        if constexpr (FLUSHES) st.flushed[k][i / 4][i % 4] *= factor[Sum::head(i)];
-      }
+      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
     }
   }
 
@@ -247,14 +288,11 @@ struct Decoder {
   KV_DEV static void start(State& st) {
     st.softmax.start();
     st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
-    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = st.flushed_zero[0] = st.flushed_zero[1] = 0.0f;
+    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) {
-        st.out[k][i / 4][i % 4] = 0.0f;
-        if constexpr (FLUSHES) st.flushed[k][i / 4][i % 4] = 0.0f;
-      }
+      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] = 0.0f;
     }
   }
 
@@ -267,29 +305,24 @@ struct Decoder {
     st.softmax.finish();
     float bias[N];
     KV_UNROLL
-    for (int n = 0; n < N; ++n) {
-      bias[n] = V::HAS_V_ZERO ? st.bias[n] : 0.0f;
-      if constexpr (V::HAS_V_ZERO) {
-        KV_UNROLL
-        for (int bit = 4; bit < 32; bit *= 2) bias[n] += shfl_xor(bias[n], bit);
-      }
-    }
+    for (int n = 0; n < N; ++n) bias[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) : 0.0f;
     float* merge = (float*)shared;
     float* merge_m = merge + WARPS * ROWS * row_floats(D);
     float* merge_l = merge_m + WARPS * ROWS;
     const float reference = SCALED ? st.reference : 1.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
-      if constexpr (PAIRED) {  // group k is row k
+      if constexpr (PAIRED) {
+        group_zeros(bias, st, k);
         KV_UNROLL
-        for (int n = 0; n < N; ++n) bias[n] = shfl(st.zero[n] + st.flushed_zero[n], 4 * k + j) * reference;
+        for (int n = 0; n < N; ++n) bias[n] *= reference;
       }
       KV_UNROLL
       for (int i = 0; i < Sum::COUNT; ++i) {
         const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
         if (c < 0 || !Sum::used(i)) continue;
-        const float sum = st.out[k][i / 4][i % 4] + (FLUSHES ? st.flushed[FLUSHES ? k : 0][i / 4][i % 4] : 0.0f);
-        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(c)] = sum * (V::v_weight(e) * reference) + bias[n];
+        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(c)] =
+            st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
       }
     }
     if (g == 0) {
@@ -309,9 +342,25 @@ struct Decoder {
                           TEAMS * WARPS * 32);
   }
 
-  // one split of a tile of heads of a sequence; `own`: the shared memory of the team, or of the CTA behind the tables
-  KV_DEV static void piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp) {
-    const int lane = opaque(thread() % 32);
+  // a split of a tile of heads of a sequence; b = -1: none
+  struct Piece {
+    int split, y, b;
+  };
+  // tiles [from, to) of a piece, of those that hold tokens [begin, end)
+  struct Run {
+    int begin, end, from, to;
+    KV_DEV Run(const DecodeArgs& a, int split, int b) {
+      end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
+      begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
+      const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
+      from = first + (int)((int64_t)split * tiles / a.splits);
+      to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
+    }
+  };
+
+  // `own`: the shared memory of the team, or of the CTA behind the tables. What the next piece begins with is asked for.
+  KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, Piece it, Piece next, int warp) {
+    const int lane = opaque(thread() % 32), split = it.split, y = it.y, b = it.b;
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
@@ -323,11 +372,11 @@ struct Decoder {
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
 
-    const int end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
-    const int begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
-    const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
-    const int from = first + (int)((int64_t)split * tiles / a.splits);
-    const int to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
+    const Run own_run(a, split, b);
+    const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
+    if constexpr (DENSE >= 2) {
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
+    }
 
     // the page id of the next fetch is read one fetch ahead
     const int32_t* row = a.page_table + b * a.table_row;
@@ -360,6 +409,20 @@ struct Decoder {
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
+    int next_tile = 0, next_page = -1;
+    if constexpr (TEAMS > 1) {
+      if (next.b >= 0) {
+        const Run after(a, next.split, next.b);
+        next_tile = after.from + warp;
+        if (next_tile < after.to) next_page = a.page_table[next.b * a.table_row + next_tile * T / P];
+        constexpr int LINES = (2 * D + 127) / 128;
+        const int n = next.y % a.tiles * HEADS + lane / LINES;  // its query heads
+        const int64_t row = next.b * a.q_batch + (int64_t)(next.y / a.tiles * a.group + n) * a.q_head;
+        if (warp == 0 && lane < HEADS * LINES && n < a.group) {
+          prefetch((const uint8_t*)a.q + (row << (1 + (a.q_kind == 2))) + lane % LINES * 128);
+        }
+      }
+    }
     int stage = 0, unflushed = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
@@ -373,6 +436,12 @@ struct Decoder {
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       if constexpr (FLUSHES) {
         if (++unflushed == FLUSH / T) flush(st), unflushed = 0;
+      }
+    }
+    if constexpr (TEAMS > 1) {
+      if (next_page >= 0) {
+        const uint8_t* at = a.pages + ((int64_t)next_page * a.heads + next.y / a.tiles) * stride;
+        prefetch_tile<K, V, P, T>(at, next_tile * T % P, lane);
       }
     }
     finish(st, a, TEAMS == 1 ? shared : own, b, h, first_head, live_heads, split, warp);
@@ -391,18 +460,24 @@ struct Decoder {
           return;
         }
       }
-      piece(a, shared, shared + TABLES, split, block_y(), block_z(), warp);
+      run_piece(a, shared, shared + TABLES, {split, block_y(), block_z()}, {0, 0, -1}, warp);
     } else {
       const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
       const int ys = (int)a.alike * a.tiles;
       fill_tables(a, shared, block_y() * (int)a.alike);
       sync_threads();
       // neighbouring pieces go to different multiprocessors, so that each has as many as any other, or one less
+      auto at = [&](int64_t i) {
+        const int rest = (int)(i / a.splits);
+        return i < a.pieces ? Piece{(int)(i % a.splits), block_y() * ys + rest % ys, rest / ys} : Piece{0, 0, -1};
+      };
+      int64_t i = team * (int64_t)grid_x() + block_x();
       KV_NO_UNROLL
-      for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
-        const int split = (int)(i % a.splits), rest = (int)(i / a.splits);
-        piece(a, shared, shared + TABLES + team * SHARE, split, block_y() * ys + rest % ys, rest / ys, warp);
+      for (Piece it = at(i); it.b >= 0;) {
+        const Piece next = at(i += (int64_t)TEAMS * grid_x());
+        run_piece(a, shared, shared + TABLES + team * SHARE, it, next, warp);
         sync();  // the sums have been read
+        it = next;
       }
     }
   }

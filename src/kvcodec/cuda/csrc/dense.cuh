@@ -88,14 +88,38 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     }
   }
 
+  struct Live {
+    int begin, end, tiles;
+    KV_DEV explicit Live(const DecodeArgs& a, int b) {
+      begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
+      begin = begin > 0 ? begin : 0;
+      end = end < a.dense_width ? end : a.dense_width;
+      tiles = (end - begin + 15) / 16;
+    }
+  };
+
+  // a warp's first rows on their way to the L2, long before they are read
+  KV_DEV static void prefetch_rows(const DecodeArgs& a, int b, int h, int split, int warp, int lane) {
+    const Live live(a, b);
+    const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head);
+    const uint8_t* v = (const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head);
+    constexpr int LINES = (2 * D + 127) / 128, TILES = 3;
+    KV_NO_UNROLL
+    for (int i = lane; i < TILES * 16 * LINES; i += 32) {
+      const int t = split + (warp + i / (16 * LINES) * WARPS) * a.splits;
+      const int token = live.begin + 16 * t + i / LINES % 16;
+      if (token >= live.end) continue;
+      prefetch(k + 2 * token * a.dense_k_token + i % LINES * 128);
+      prefetch(v + 2 * token * a.dense_v_token + i % LINES * 128);
+    }
+  }
+
   template <class State>
   KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, const QueryRows<D, WARPS, HEADS>& query_rows,
                          int b, int h, int live_heads, int split, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    int begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
-    begin = begin > 0 ? begin : 0;
-    end = end < a.dense_width ? end : a.dense_width;
-    const int tiles = (end - begin + 15) / 16;
+    const Live live(a, b);
+    const int begin = live.begin, end = live.end, tiles = live.tiles;
     if (split >= tiles) return;
     Loop::sync();  // everyone has taken the codes' query
     Query<R, D, HEADS> q;

@@ -205,6 +205,9 @@ template <int N> KV_DEV void load_transposed(uint32_t* r, const void* row) {
   }
 }
 
+// 128 bytes, or as many as lie between multiples of 128, on their way to the L2
+KV_DEV void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------
 KV_DEV void copy16(void* shared, const void* global) {
   uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
