@@ -118,6 +118,7 @@ class _SideArgs(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("factor", ctypes.c_void_p),
         ("table_head", ctypes.c_int64),
+        ("table_bytes", ctypes.c_int64),
         ("factor_batch", ctypes.c_int64),
         ("block", ctypes.c_int64),
     )
@@ -395,7 +396,8 @@ def _check(
             to.block = side.order(dim)
             if side.table is not None:
                 table = side.table(params[role], dim)
-                to.table, to.table_head = put(table), table.shape[1] if table.shape[0] > 1 else 0
+                to.table, to.table_bytes = put(table), table.shape[1]
+                to.table_head = table.shape[1] if table.shape[0] > 1 else 0
             if side.factor is not None:
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0

@@ -89,12 +89,12 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, head
     return Program(source, folders=folders)
 
 
-ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "13q" + "10i2f")
+ARGS = struct.Struct("<15Q" + 2 * "2Q4q" + "13q" + "10i2f")
 """``kv::DecodeArgs``, field by field."""
 ARGS_FIELDS = (
     *("q", "pages", "page_table", "seq_lens", "start", "dense_k", "dense_v", "dense_lens", "dense_start", "sinks"),
     *("part_o", "part_m", "part_l", "out", "lse"),
-    *(f"{s}.{f}" for s in ("key", "value") for f in ("table", "factor", "table_head", "factor_batch", "block")),
+    *(f"{s}.{f}" for s in ("key", "value") for f in ("table", "factor", "table_head", "table_bytes", "factor_batch", "block")),
     *("q_batch", "q_head", "table_row", "dense_k_batch", "dense_k_head", "dense_k_token"),
     *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head", "alike", "pieces"),
     *("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles", "splits", "slots", "capacity", "dense_width"),
@@ -115,11 +115,12 @@ def _at(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, int, int, int, int]:
+def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, ...]:
     return (
         _at(tables),
         _at(factor),
         0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
+        0 if tables is None else tables.shape[1],
         0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
         order,
     )

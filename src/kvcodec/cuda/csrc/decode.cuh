@@ -136,6 +136,7 @@ struct Decoder {
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][Sum::HALVES][4];
     float zero[4];   // paired values: sums of p times the zeros, a row for each group
+    int unflushed;   // tiles
   };
   KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
 
@@ -166,9 +167,13 @@ struct Decoder {
     for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
   }
 
-  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
+  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale; and flush
   KV_DEV static void rescale(State& st, float (&top)[N], float largest) {
-    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference))) return;
+    const bool full = FLUSHES && st.unflushed >= FLUSH / T;
+    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference) || full)) return;
+    if constexpr (FLUSHES) {
+      if (full) flush(st), st.unflushed = 0;
+    }
     float factor[N];
     st.softmax.raise(top, factor);
     if constexpr (V::HAS_V_ZERO) {
@@ -240,6 +245,7 @@ struct Decoder {
     }
     if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
     rescale(st, top, largest);
+    if constexpr (FLUSHES) ++st.unflushed;
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -287,6 +293,7 @@ struct Decoder {
 
   KV_DEV static void start(State& st) {
     st.softmax.start();
+    st.unflushed = 0;
     st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
     st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
@@ -342,10 +349,6 @@ struct Decoder {
                           TEAMS * WARPS * 32);
   }
 
-  // a split of a tile of heads of a sequence; b = -1: none
-  struct Piece {
-    int split, y, b;
-  };
   // tiles [from, to) of a piece, of those that hold tokens [begin, end)
   struct Run {
     int begin, end, from, to;
@@ -358,12 +361,27 @@ struct Decoder {
     }
   };
 
-  // `own`: the shared memory of the team, or of the CTA behind the tables. What the next piece begins with is asked for.
-  KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, Piece it, Piece next, int warp) {
-    const int lane = opaque(thread() % 32), split = it.split, y = it.y, b = it.b;
+  // Cold, a page id, the tables and dense rows come from far away, one after the other: ask for all of them at once.
+  KV_DEV static void ask_early(const DecodeArgs& a, int split, int h, int b, int warp, int lane) {
+    const int at = warp * 32 + lane;
+    if (at * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + at * 32);
+    if constexpr (TEAMS == 1) {
+      if (K::TABLE && at * 128 < a.key.table_bytes) prefetch(a.key.table + h * a.key.table_head + at * 128);
+      if (V::TABLE && at * 128 < a.value.table_bytes) prefetch(a.value.table + h * a.value.table_head + at * 128);
+    }
+    if constexpr (DENSE >= 2) {
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
+    }
+  }
+
+  // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
+  // tables.
+  KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp) {
+    const int lane = opaque(thread() % 32);
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
+    ask_early(a, split, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)own;
@@ -374,10 +392,6 @@ struct Decoder {
 
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
-    if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
-    }
-
     // the page id of the next fetch is read one fetch ahead
     const int32_t* row = a.page_table + b * a.table_row;
     const int64_t stride = page_bytes<K, V>(P);
@@ -409,21 +423,7 @@ struct Decoder {
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
-    int next_tile = 0, next_page = -1;
-    if constexpr (TEAMS > 1) {
-      if (next.b >= 0) {
-        const Run after(a, next.split, next.b);
-        next_tile = after.from + warp;
-        if (next_tile < after.to) next_page = a.page_table[next.b * a.table_row + next_tile * T / P];
-        constexpr int LINES = (2 * D + 127) / 128;
-        const int n = next.y % a.tiles * HEADS + lane / LINES;  // its query heads
-        const int64_t row = next.b * a.q_batch + (int64_t)(next.y / a.tiles * a.group + n) * a.q_head;
-        if (warp == 0 && lane < HEADS * LINES && n < a.group) {
-          prefetch((const uint8_t*)a.q + (row << (1 + (a.q_kind == 2))) + lane % LINES * 128);
-        }
-      }
-    }
-    int stage = 0, unflushed = 0;
+    int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
       copy_wait<STAGES - 1>();
@@ -434,15 +434,6 @@ struct Decoder {
       sync_warp();  // everyone has read this stage before it is filled again
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      if constexpr (FLUSHES) {
-        if (++unflushed == FLUSH / T) flush(st), unflushed = 0;
-      }
-    }
-    if constexpr (TEAMS > 1) {
-      if (next_page >= 0) {
-        const uint8_t* at = a.pages + ((int64_t)next_page * a.heads + next.y / a.tiles) * stride;
-        prefetch_tile<K, V, P, T>(at, next_tile * T % P, lane);
-      }
     }
     finish(st, a, TEAMS == 1 ? shared : own, b, h, first_head, live_heads, split, warp);
   }
@@ -460,24 +451,18 @@ struct Decoder {
           return;
         }
       }
-      run_piece(a, shared, shared + TABLES, {split, block_y(), block_z()}, {0, 0, -1}, warp);
+      run_piece(a, shared, shared + TABLES, split, block_y(), block_z(), warp);
     } else {
       const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
       const int ys = (int)a.alike * a.tiles;
       fill_tables(a, shared, block_y() * (int)a.alike);
       sync_threads();
       // neighbouring pieces go to different multiprocessors, so that each has as many as any other, or one less
-      auto at = [&](int64_t i) {
-        const int rest = (int)(i / a.splits);
-        return i < a.pieces ? Piece{(int)(i % a.splits), block_y() * ys + rest % ys, rest / ys} : Piece{0, 0, -1};
-      };
-      int64_t i = team * (int64_t)grid_x() + block_x();
       KV_NO_UNROLL
-      for (Piece it = at(i); it.b >= 0;) {
-        const Piece next = at(i += (int64_t)TEAMS * grid_x());
-        run_piece(a, shared, shared + TABLES + team * SHARE, it, next, warp);
+      for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
+        const int split = (int)(i % a.splits), rest = (int)(i / a.splits);
+        run_piece(a, shared, shared + TABLES + team * SHARE, split, block_y() * ys + rest % ys, rest / ys, warp);
         sync();  // the sums have been read
-        it = next;
       }
     }
   }

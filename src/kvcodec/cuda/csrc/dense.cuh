@@ -37,7 +37,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     };
     start(begin + 16 * warp);
     Query<R, D, HEADS> q;
-    const Side model{nullptr, nullptr, 0, 0, 1};
+    const Side model{nullptr, nullptr, 0, 0, 0, 1};
     const QueryRows<D, WARPS, HEADS> rows(a, model, b, h, first_head, live_heads, warp);
     stage_query<R, D, WARPS>((float*)shared, rows, a, model, h, live_heads, warp);
     sync_threads();
@@ -123,7 +123,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     if (split >= tiles) return;
     Loop::sync();  // everyone has taken the codes' query
     Query<R, D, HEADS> q;
-    const Side model{nullptr, nullptr, 0, 0, 1};
+    const Side model{nullptr, nullptr, 0, 0, 0, 1};
     stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads, warp);
     Loop::sync();
     take_query<R, D>(q, shared, a);

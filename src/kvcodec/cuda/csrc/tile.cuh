@@ -90,20 +90,4 @@ KV_DEV void fetch_tile(uint8_t* tile, const uint8_t* page, int first, int lane) 
   }
 }
 
-// the same tokens on their way to the L2
-template <class R, int P, int T> KV_DEV void prefetch_role(const uint8_t* page, int first, int lane) {
-  KV_UNROLL
-  for (int p = 0; p < R::PLANES; ++p) {
-    const int bytes = plane_run<R>(p, T);
-    const uint8_t* from = page + plane_offset<R>(p, P) + plane_run<R>(p, first);
-    KV_UNROLL
-    for (int at = 0; at < bytes; at += 4096)
-      if (at + lane * 128 < bytes) prefetch(from + at + lane * 128);
-  }
-}
-template <class K, class V, int P, int T> KV_DEV void prefetch_tile(const uint8_t* page, int first, int lane) {
-  prefetch_role<K, P, T>(page, first, lane);
-  prefetch_role<V, P, T>(page + planes_bytes<K>(P), first, lane);
-}
-
 }  // namespace kv
