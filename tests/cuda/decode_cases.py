@@ -104,12 +104,13 @@ CASES = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """Template arguments of the kernel besides the readers: page, tile, warps, stages of a ring."""
+    """Template arguments of the kernel besides the readers: page, tile, warps, stages of a ring, teams of a CTA."""
 
     page: int = 64
     tile: int = 32
     warps: int = 2
     stages: int = 2
+    teams: int = 1
 
 
 class _SideArgs(ctypes.Structure):
@@ -117,6 +118,7 @@ class _SideArgs(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("factor", ctypes.c_void_p),
         ("table_head", ctypes.c_int64),
+        ("table_bytes", ctypes.c_int64),
         ("factor_batch", ctypes.c_int64),
         ("block", ctypes.c_int64),
     )
@@ -127,7 +129,7 @@ _POINTERS = (
 )
 _STRIDES = (
     "q_batch q_head table_row dense_k_batch dense_k_head dense_k_token dense_v_batch dense_v_head dense_v_token "
-    "out_batch out_head"
+    "out_batch out_head alike pieces"
 )
 _NUMBERS = "q_kind dense_kind out_kind heads group tiles splits slots capacity dense_width"
 
@@ -147,7 +149,7 @@ class _Args(ctypes.Structure):
 _SOURCE = """
 #include "decode.cuh"
 {includes}
-constexpr int WARPS = {warps}, MERGERS = 2;
+constexpr int WARPS = {warps}, TEAMS = {teams}, MERGERS = 2;
 constexpr bool OUTLIERS = kv::scratch_bytes<{key}>(0) + kv::scratch_bytes<{value}>(0) > 0;
 KV_KERNEL void combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{dim}, MERGERS>(a); }}
 extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
@@ -155,11 +157,15 @@ extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 """
 _VARIANT = """
 constexpr int HEADS_{name} = OUTLIERS || {group} > 4 ? 8 : 4;
-using Kernel_{name} = kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}, HEADS_{name}>;
+using Kernel_{name} =
+    kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}, HEADS_{name}, TEAMS>;
 KV_KERNEL void decode_{name}(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel_{name}::run(a); }}
 extern "C" int heads_{name}() {{ return HEADS_{name}; }}
 extern "C" void run_{name}(const kv::DecodeArgs* a, int batch) {{
-  kv::launch(a->slots, a->heads * a->tiles, batch, WARPS * 32, Kernel_{name}::SHARED, decode_{name}, *a);
+  // teams: two blocks for all pieces of as many heads as have the same tables
+  const int x = TEAMS > 1 ? 2 : a->slots, y = TEAMS > 1 ? a->heads / a->alike : a->heads * a->tiles;
+  const int z = TEAMS > 1 ? 1 : batch;
+  kv::launch(x, y, z, TEAMS * WARPS * 32, Kernel_{name}::SHARED, decode_{name}, *a);
   const int shared = kv::combine_shared({dim}, MERGERS);
   if (a->slots > 1) kv::launch(batch * a->heads * a->group, 1, 1, MERGERS * 32, shared, combine, *a);
 }}
@@ -390,7 +396,8 @@ def _check(
             to.block = side.order(dim)
             if side.table is not None:
                 table = side.table(params[role], dim)
-                to.table, to.table_head = put(table), table.shape[1] if table.shape[0] > 1 else 0
+                to.table, to.table_bytes = put(table), table.shape[1]
+                to.table_head = table.shape[1] if table.shape[0] > 1 else 0
             if side.factor is not None:
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
@@ -398,6 +405,8 @@ def _check(
         heads = lib.enter(f"heads_{variant.name}", result=ctypes.c_int)
         args.heads, args.group, args.tiles = h, case.group, -(-case.group // heads)
         args.splits, args.slots, args.capacity = case.splits, slots, columns * geometry.page
+        args.alike = 1 if max(args.key.table_head or 0, args.value.table_head or 0) else h
+        args.pieces = b * args.alike * args.tiles * case.splits
         args.scale2 = (dim**-0.5 if case.scale is None else case.scale) * math.log2(math.e)
         args.softcap = case.softcap
         lib.enter(f"run_{variant.name}", ctypes.byref(args), b, seed=case.order)

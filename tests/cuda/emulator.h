@@ -53,6 +53,25 @@ __attribute__((noinline)) inline void sync_threads() {
   emulated::release_if_complete();
   if (!(m.warp->ready & bit) || m.random) emulated::yield();
 }
+__attribute__((noinline)) inline void sync_some(int id, int threads) {
+  emulated::Machine& m = emulated::machine;
+  int warps = threads / 32, first = (int)(m.warp - m.warps) / warps * warps;
+  if (threads % 32 || id < 1 || id > 15) emulated::fail("sync_some(%d, %d)", id, threads);
+  uint32_t bit = 1u << emulated::lane();
+  m.warp->some |= bit;
+  m.warp->ready &= ~bit;
+  bool complete = true;
+  for (int w = first; w < first + warps; w++) {
+    if (m.warps[w].some && m.warps[w].some_id && m.warps[w].some_id != id) emulated::fail("two barriers in one team");
+    complete = complete && m.warps[w].some == emulated::ALL;
+  }
+  m.warp->some_id = id;
+  if (complete) {
+    for (int w = first; w < first + warps; w++) m.warps[w].ready = emulated::ALL, m.warps[w].some = 0;
+    for (int w = first; w < first + warps; w++) m.warps[w].some_id = 0;
+  }
+  if (!(m.warp->ready & bit) || m.random) emulated::yield();
+}
 __attribute__((noinline)) inline void sync_warp() {
   emulated::exchange("sync_warp", [](emulated::Warp&) {});
 }
@@ -213,6 +232,14 @@ inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
 inline int first_bit(uint32_t x) { return x ? __builtin_ctz(x) : 32; }
 
 // -- tensor cores and matrices of 16-bit numbers ----------------------------------------------------------------------
+namespace emulated {
+inline float truncated(double x) {
+  float y = (float)x;
+  if (__builtin_fabs((double)y) > __builtin_fabs(x)) y = __builtin_nextafterf(y, 0.0f);
+  return y;
+}
+}  // namespace emulated
+
 __attribute__((noinline)) inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                           uint32_t b0, uint32_t b1) {
   uint32_t* in = emulated::operands();
@@ -239,7 +266,7 @@ __attribute__((noinline)) inline void mma(float (&d)[4], uint32_t a0, uint32_t a
     for (int l = 0; l < 32; l++) {
       for (int i = 0; i < 4; i++) {
         double total = sum[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2] + (double)bits_float(w.in[l][6 + i]);
-        w.out[l][i] = float_bits((float)total);
+        w.out[l][i] = float_bits(emulated::truncated(total));
       }
     }
   });
@@ -270,6 +297,8 @@ template <int N> inline void load_transposed(uint32_t* r, const void* row) {
   });
   memcpy(r, out, 4 * N);
 }
+
+inline void prefetch(const void* global) { (void)*(const volatile uint8_t*)global; }
 
 // -- copies from global to shared memory ------------------------------------------------------------------------------
 __attribute__((noinline)) inline void copy16(void* shared, const void* global) {

@@ -75,8 +75,9 @@ struct Fiber {
 };
 
 struct Warp {
-  // bit per lane: may run; has not returned; waits in an exchange; waits in sync_threads
-  uint32_t ready, live, arrived, barrier;
+  // bit per lane: may run; has not returned; waits in an exchange; waits in sync_threads; waits in sync_some
+  uint32_t ready, live, arrived, barrier, some;
+  int some_id;                             // the barrier of sync_some
   const char* name;                        // of the exchange under way
   uint32_t in[LANES][12];                  // operands. Results lie apart: all lanes have read them before the next
   uint32_t out[LANES][4];                  // exchange is complete and overwrites them
@@ -150,8 +151,9 @@ inline uint32_t draw(uint32_t below) {
   int n = 0;
   for (int w = 0; w < m.threads / LANES && n < 500; w++) {
     Warp& a = m.warps[w];
-    n += snprintf(text + n, sizeof text - (size_t)n, " warp %d: lanes %08x in %s, %08x in sync_threads, %08x returned;",
-                  w, a.arrived, a.arrived ? a.name : "an exchange", a.barrier, ~a.live);
+    n += snprintf(text + n, sizeof text - (size_t)n,
+                  " warp %d: lanes %08x in %s, %08x in sync_threads, %08x in sync_some, %08x returned;", w, a.arrived,
+                  a.arrived ? a.name : "an exchange", a.barrier, a.some, ~a.live);
   }
   fail("deadlock:%s", text);
 }
@@ -330,7 +332,8 @@ inline void run_block() {
   for (int w = 0; w < m.threads / LANES; w++) {
     Warp& a = m.warps[w];
     a.ready = a.live = ALL;
-    a.arrived = a.barrier = 0;
+    a.arrived = a.barrier = a.some = 0;
+    a.some_id = 0;
   }
   size_t p = page();
   for (int t = 0; t < m.threads; t++) {

@@ -5,11 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.cuda.decode_cases import CASES, Case, Geometry, Side, check, check_all
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+DENSE_JOINS = Side(GroupInt(4, 0, "channels"), "kv::ReadInt<{D}, 4, false>", "read_int.cuh")
+INT8 = Side(GroupInt(8, 0, "channels"), "kv::ReadInt<{D}, 8, false>", "read_int.cuh")
+WOVEN = Side(GroupInt(2, 32, "channels"), "kv::ReadGroupInt<{D}, 2>", "read_group.cuh")
 # what CASES has only together
 APART = (
     Case((130, 7, 64), heads=2, group=8),
@@ -38,6 +42,30 @@ def test_options(dim: int) -> None:
 def test_geometries(geometry: Geometry) -> None:
     for lens in ((1, 15, 16, 17), (47, 48, 49, 300), (63, 64, 65, 257)):
         check(SAW, SAW, 64, Case(lens=lens, start=(0, 3, 5, 13), splits=2), geometry)
+
+
+def test_teams_of_warps() -> None:
+    """Every piece of every sequence, whatever the teams that take them: more pieces than teams, and fewer."""
+    for teams, warps in ((2, 2), (3, 1)):
+        geometry = Geometry(warps=warps, teams=teams)
+        cases = (
+            Case((130, 7, 64, 0, 200, 33, 1), heads=2, group=8),
+            Case((130, 7, 64, 300), heads=2, group=3, splits=2, dense=(3, 0, 17, 1), sinks=True, order=5),
+            Case((65,), heads=1),
+        )
+        check_all(SAW, SAW, 64, tuple(c for c in cases if c.dense is None), geometry)
+        check_all(DENSE_JOINS, DENSE_JOINS, 64, cases, geometry)
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("side", [INT8, WOVEN], ids=["int-8", "groups of 32"])
+def test_long_sums_do_not_drift(side: Side, group: int) -> None:
+    """The tensor core truncates: thousands of products of one sign may not lose what is left when the zero is off.
+
+    Without keys' influence the output is a mean of thousands of values, a hundredth of one.
+    """
+    case = Case((12288,), group=group, scale=1e-3)
+    check(side, side, 128, case, Geometry(tile=64, warps=1), tolerance=0.7)
 
 
 @pytest.mark.parametrize("role", ["key", "value"])

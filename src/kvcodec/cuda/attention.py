@@ -67,14 +67,15 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, head
         Query heads of a CTA, ``Pair.heads``.
     """
     dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
-    threads, tile = config.warps * 32, align(pair.tile_bytes(config.tile), 128)
+    threads, tile = config.teams * config.warps * 32, align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
             '#include "decode.cuh"',
             *includes(pair.key, pair.value),
             f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}>;",
-            f"static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0)}, "
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
+            f"{config.teams}>;",
+            f"static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0, heads)}, "
             '"shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
@@ -88,14 +89,14 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, head
     return Program(source, folders=folders)
 
 
-ARGS = struct.Struct("<15Q" + 2 * "2Q3q" + "11q" + "10i2f")
+ARGS = struct.Struct("<15Q" + 2 * "2Q4q" + "13q" + "10i2f")
 """``kv::DecodeArgs``, field by field."""
 ARGS_FIELDS = (
     *("q", "pages", "page_table", "seq_lens", "start", "dense_k", "dense_v", "dense_lens", "dense_start", "sinks"),
     *("part_o", "part_m", "part_l", "out", "lse"),
-    *(f"{s}.{f}" for s in ("key", "value") for f in ("table", "factor", "table_head", "factor_batch", "block")),
+    *(f"{s}.{f}" for s in ("key", "value") for f in ("table", "factor", "table_head", "table_bytes", "factor_batch", "block")),
     *("q_batch", "q_head", "table_row", "dense_k_batch", "dense_k_head", "dense_k_token"),
-    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head"),
+    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head", "alike", "pieces"),
     *("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles", "splits", "slots", "capacity", "dense_width"),
     *("scale2", "softcap"),
 )
@@ -114,11 +115,12 @@ def _at(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, int, int, int, int]:
+def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, ...]:
     return (
         _at(tables),
         _at(factor),
         0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
+        0 if tables is None else tables.shape[1],
         0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
         order,
     )
@@ -171,18 +173,20 @@ def _plan(
 ) -> Plan:  # fmt: skip
     pair = pair_of(text)
     apart = dense >= 0 and not pair.joins
-    config = Config(*given) if given else config_for(pair, units, capacity, machine(device), apart)
+    config = Config(*given) if given else config_for(pair, units, capacity, machine(device), apart, heads)
     # the number of splits is no part of the program
     decode, combine = load(program(pair, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, pair.name)
-    return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0))
+    return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0, heads))
 
 
 def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
     """Return the splits that ``decode_attention`` chooses for these sizes, with dense tokens or without."""
     pair = _PAIRS[pair_text]
-    units = q.shape[0] * num_kv_heads * pair.tiles(q.shape[1] // num_kv_heads)
+    group = q.shape[1] // num_kv_heads
+    units = q.shape[0] * num_kv_heads * pair.tiles(group)
     apart = dense and not pair.joins
-    return config_for(pair, units, table.shape[1] * pair.page_tokens, machine(q.device), apart).splits
+    capacity = table.shape[1] * pair.page_tokens
+    return config_for(pair, units, capacity, machine(q.device), apart, pair.heads(group)).splits
 
 
 def _attend(
@@ -224,6 +228,15 @@ def _attend(
             workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
         part = workspace.data_ptr()
     size = rows * slots * 4
+    # teams of warps share tables: of all heads, or of each on multiprocessors of its own
+    own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables))
+    alike = 1 if own else num_kv_heads
+    pieces = batch * alike * tiles * splits
+    if plan.config.teams > 1:
+        most = plan.config.resident * machine(q.device).sms * alike // num_kv_heads
+        grid = max(1, min(most, -(-pieces // plan.config.teams))), num_kv_heads // alike, 1
+    else:
+        grid = slots, num_kv_heads * tiles, batch
     args = ctypes.create_string_buffer(ARGS.size)
     ARGS.pack_into(
         args, 0,
@@ -231,11 +244,11 @@ def _attend(
         _at(dense_k), _at(dense_v), _at(dense_lens), _at(dense_start), _at(sinks),
         part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
         *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
-        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
+        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1), alike, pieces,
         KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, splits, slots, capacity, width,
         scale * LOG2E, softcap,
     )  # fmt: skip
-    plan.decode.launch((slots, num_kv_heads * tiles, batch), plan.config.warps * 32, plan.shared, args)
+    plan.decode.launch(grid, plan.config.teams * plan.config.warps * 32, plan.shared, args)
     if slots > 1:
         shared = (COMBINE_WARPS + 1) * (dim + 2) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel

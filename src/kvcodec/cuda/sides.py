@@ -77,6 +77,8 @@ class Reader:
         The longest tile where sequences are many; look-ups that meet in a bank want more warps instead.
     warps : int
         Warps of a CTA where two share a multiprocessor; of keys.
+    team_warps : int
+        Warps of all teams of a CTA, at most; of keys.
     """
 
     type: str
@@ -96,6 +98,7 @@ class Reader:
     reach: int = 0
     tile: int = 64
     warps: int = 4
+    team_warps: int = 8
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -229,7 +232,7 @@ def _saw(codec: Codec, dim: int, role: Role) -> Reader | str:
     assert isinstance(codec, SawInt4)
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         return f"the kernels read zero=rounded and pack=neighbours, not {codec}"
-    return Reader(f"kv::ReadSaw<{dim}>", "read_saw.cuh", order=codec.block_for(dim))
+    return Reader(f"kv::ReadSaw<{dim}>", "read_saw.cuh", order=codec.block_for(dim), tile=32, warps=6)
 
 
 def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
@@ -246,7 +249,8 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
         )
     if role == "value":
         return f"along tokens the kernels read keys, not {codec} as values"
-    return Reader(f"kv::ReadTokenInt<{dim}, {codec.bits}>", "read_group.cuh", block=32)
+    tile = 64 if dim < 256 else 32  # of 64 tokens the registers do not hold what 256 channels need
+    return Reader(f"kv::ReadTokenInt<{dim}, {codec.bits}>", "read_group.cuh", block=32, tile=tile)
 
 
 def _fp8(codec: Codec, dim: int, role: Role) -> Reader | str:
@@ -366,7 +370,9 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     shared, reach = vector.hqmq_shared(codec), vector.hqmq_reach(codec)
     both, tile = vector.hqmq_reader(codec, dim, role), 16 if codec.s >= 96 else 64  # eight copies or fewer
     tables = vector.hqmq_tables
-    return Reader(name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile)
+    return Reader(
+        name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile, team_warps=16
+    )
 
 
 def _med(codec: Codec, dim: int, role: Role) -> Reader | str:

@@ -11,6 +11,7 @@ struct Side {
   // [B or 1, H, D] keys: multiplies q before the rotation; values: the output after it; null: ones
   const float* factor;
   int64_t table_head;       // bytes; 0: one table for all heads
+  int64_t table_bytes;      // of a head
   int64_t factor_batch;     // elements; 0: one for all sequences
   int64_t block;            // order of the Hadamard rotation, 1 for none
 };
@@ -37,6 +38,8 @@ struct DecodeArgs {
   int64_t dense_k_batch, dense_k_head, dense_k_token;
   int64_t dense_v_batch, dense_v_head, dense_v_token;
   int64_t out_batch, out_head;
+  int64_t alike;            // teams of warps: KV heads of a CTA, which have the same tables, H or 1
+  int64_t pieces;           // and the pieces that CTAs of as many heads share out
   int32_t q_kind, dense_kind, out_kind;  // 0 fp16, 1 bf16, 2 fp32
   int32_t heads;            // KV heads H
   int32_t group;            // query heads per KV head

@@ -1,10 +1,14 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
-// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens; its warps
-// take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies,
+// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens, a piece; its
+// warps take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies,
 // and its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16
 // rows of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through
 // registers into the tensor core and nothing decoded is written anywhere.
+//
+// Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
+// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or merges
+// its warps while the others read codes, and the tables are filled once.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
@@ -35,6 +39,49 @@
 // fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
 // reference of their own, so that fp16 holds them.
 //
+// The tensor core truncates where it adds to fp32. A sum of codes, which have one sign, would lose a part that grows with
+// the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. So every FLUSH tokens the zeros, which
+// are summed apart, join the codes' sum: twice their sum does, and its negative stays, so that half of the products add
+// to sums of the other sign, and what is truncated there cancels the rest.
+//
+// Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
+// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or merges
+// its warps while the others read codes, and the tables are filled once.
+//
+// A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
+//   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
+//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
+//                 may have REACH and Bounded, see tile.cuh
+//  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
+//   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
+//   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
+//   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two
+//                 that goes into q
+//   keys(planes, table, token, part, lane, r)   raw numbers
+//   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
+//   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
+//                 once, without its factor K_SCALE_UNIT
+//   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT:
+//                 key = s K_UNIT k_weight raw + z; K_MIDDLE: the middle of K_UNIT k_weight raw, where q s is exact
+//  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
+//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
+//                 as above, any weight
+//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_med.cuh
+//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
+//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
+//                 v_surplus(planes, block, part, x) is to be added
+// Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
+// it exactly).
+//
+// Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
+// fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
+// reference of their own, so that fp16 holds them.
+//
+// The tensor core truncates where it adds to fp32. Sums of codes of one sign, whose zero is added apart, would lose a
+// part that grows with the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. Every FLUSH tokens
+// twice such a sum moves to a register sum, which rounds to nearest, and the rest, its negative, is what the next
+// products start from: half of them then work on sums of the other sign, whose truncation undoes that of the first.
+//
 // Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
 #include "finish.cuh"
@@ -47,9 +94,9 @@ template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEA
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3). HEADS: 8, or 4 where no more
-// query heads share a KV head
+// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
-          int HEADS = 8>
+          int HEADS = 8, int TEAMS = 1>
 struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
@@ -57,19 +104,31 @@ struct Decoder {
   // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int QUERY = (8 * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
+  KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // that there is room for
+  KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  KV_CONST int LOOP = TABLES + QUERY + WARPS * (STAGES * TILE + SCRATCH);
-  KV_CONST int MERGE = WARPS * 8 * (row_floats(D) + 2) * 4;  // the warps' results, in the place of all else
+  KV_CONST int TEAM = QUERY + WARPS * (STAGES * TILE + SCRATCH);
+  // the warps' results, in the place of all else; of a team, in its own place
+  KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
+  KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
   KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::LOOP;
-  KV_CONST int OWN = LOOP > MERGE ? LOOP : MERGE;
+  KV_CONST int OWN = TEAMS == 1 ? (TABLES + TEAM > MERGE ? TABLES + TEAM : MERGE) : TABLES + TEAMS * SHARE;
   KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
+  KV_CONST bool PAIRED = is_paired<V>(0);
+  KV_CONST bool FLUSHES = V::HAS_V_ZERO || PAIRED;
+  KV_CONST int FLUSH = 512;  // tokens of a warp
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
                 "a tile is part of a page and holds whole blocks");
   static_assert(HEADS == 8 || (HEADS == 4 && SCRATCH == 0), "outliers are added for 8 heads");
+  static_assert(TEAMS == 1 || !APART, "dense tokens apart are a CTA's piece");
+
+  KV_DEV static void sync() {
+    if constexpr (TEAMS == 1) sync_threads();
+    else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
+  }
 
   struct State {
     Softmax<N> softmax;
@@ -77,13 +136,44 @@ struct Decoder {
     float reference, inverse;  // of the values' scales, and one over it
     float out[V::V_REGS / 2][Sum::HALVES][4];
     float zero[4];   // paired values: sums of p times the zeros, a row for each group
+    int unflushed;   // tiles
   };
-  KV_CONST bool PAIRED = is_paired<V>(0);
   KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
 
-  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale
+  // twice the zeros' sum moves to the codes' sum
+  KV_DEV static void flush(State& st) {
+    if (SCALED && st.reference == 0.0f) return;
+    float zero[N];
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) zero[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) * (SCALED ? st.inverse : 1.0f) : 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      if constexpr (PAIRED) group_zeros(zero, st, k);
+      KV_UNROLL
+      for (int i = 0; i < Sum::COUNT; ++i)
+        if (Sum::used(i)) st.out[k][i / 4][i % 4] += zero[Sum::head(i)] * (2.0f / V::v_weight(Sum::element(k, i)));
+    }
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) st.bias[n] = -st.bias[n], st.zero[n] = -st.zero[n];
+  }
+  KV_DEV static float over_tokens(float x) {
+    KV_UNROLL
+    for (int bit = 4; bit < 32; bit *= 2) x += shfl_xor(x, bit);
+    return x;
+  }
+  // paired values: of group k, which is row k
+  KV_DEV static void group_zeros(float (&zero)[N], const State& st, int k) {
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
+  }
+
+  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale; and flush
   KV_DEV static void rescale(State& st, float (&top)[N], float largest) {
-    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference))) return;
+    const bool full = FLUSHES && st.unflushed >= FLUSH / T;
+    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference) || full)) return;
+    if constexpr (FLUSHES) {
+      if (full) flush(st), st.unflushed = 0;
+    }
     float factor[N];
     st.softmax.raise(top, factor);
     if constexpr (V::HAS_V_ZERO) {
@@ -155,6 +245,7 @@ struct Decoder {
     }
     if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
     rescale(st, top, largest);
+    if constexpr (FLUSHES) ++st.unflushed;
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -202,6 +293,7 @@ struct Decoder {
 
   KV_DEV static void start(State& st) {
     st.softmax.start();
+    st.unflushed = 0;
     st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
     st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
@@ -211,79 +303,95 @@ struct Decoder {
     }
   }
 
-  // merge the warps and leave their sums in a slot; all of shared memory is free by now
+  // merge the warps and leave their sums in a slot; `shared`, which they read their codes from, is free by now
   KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head,
-                            int live_heads, int slot) {
-    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
+                            int live_heads, int slot, int warp) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     copy_wait<0>();
-    sync_threads();
+    sync();
     st.softmax.finish();
     float bias[N];
     KV_UNROLL
-    for (int n = 0; n < N; ++n) {
-      bias[n] = V::HAS_V_ZERO ? st.bias[n] : 0.0f;
-      if constexpr (V::HAS_V_ZERO) {
-        KV_UNROLL
-        for (int bit = 4; bit < 32; bit *= 2) bias[n] += shfl_xor(bias[n], bit);
-      }
-    }
+    for (int n = 0; n < N; ++n) bias[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) : 0.0f;
     float* merge = (float*)shared;
-    float* merge_m = merge + WARPS * 8 * row_floats(D);
-    float* merge_l = merge_m + WARPS * 8;
+    float* merge_m = merge + WARPS * ROWS * row_floats(D);
+    float* merge_l = merge_m + WARPS * ROWS;
     const float reference = SCALED ? st.reference : 1.0f;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
-      if constexpr (PAIRED) {  // group k is row k
+      if constexpr (PAIRED) {
+        group_zeros(bias, st, k);
         KV_UNROLL
-        for (int n = 0; n < N; ++n) bias[n] = shfl(st.zero[n], 4 * k + j) * reference;
+        for (int n = 0; n < N; ++n) bias[n] *= reference;
       }
       KV_UNROLL
       for (int i = 0; i < Sum::COUNT; ++i) {
         const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
         if (c < 0 || !Sum::used(i)) continue;
-        merge[(warp * 8 + N * j + n) * row_floats(D) + skew(c)] =
+        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(c)] =
             st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
       }
     }
     if (g == 0) {
       KV_UNROLL
       for (int n = 0; n < N; ++n) {
-        merge_m[warp * 8 + N * j + n] = st.softmax.m[n];
-        merge_l[warp * 8 + N * j + n] = st.softmax.l[n];
+        merge_m[warp * ROWS + N * j + n] = st.softmax.m[n];
+        merge_l[warp * ROWS + N * j + n] = st.softmax.l[n];
       }
     }
-    sync_threads();
-    merge_warps<D, WARPS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot);
+    sync();
+    merge_warps<D, WARPS, ROWS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot, warp);
   }
 
-  KV_DEV static void run(const DecodeArgs& a) {
-    KV_DYNAMIC_SHARED(shared);
-    launch_dependents();
-    const int warp = thread() / 32, lane = opaque(thread() % 32);
-    const int split = (int)block_x() - APART, b = block_z();
-    const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * HEADS;
-    const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
-    if constexpr (APART) {
-      if (split < 0) {  // first of all, so that it does not come last
-        DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::run(a, shared, b, h, first_head, live_heads);
-        return;
-      }
+  KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int h) {
+    if (K::TABLE) K::fill(shared, a.key.table + h * a.key.table_head, thread(), TEAMS * WARPS * 32);
+    if (V::TABLE) V::fill(shared + align16(K::TABLE), a.value.table + h * a.value.table_head, thread(),
+                          TEAMS * WARPS * 32);
+  }
+
+  // tiles [from, to) of a piece, of those that hold tokens [begin, end)
+  struct Run {
+    int begin, end, from, to;
+    KV_DEV Run(const DecodeArgs& a, int split, int b) {
+      end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
+      begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
+      const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
+      from = first + (int)((int64_t)split * tiles / a.splits);
+      to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
     }
-    const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads);
+  };
+
+  // Cold, a page id, the tables and dense rows come from far away, one after the other: ask for all of them at once.
+  KV_DEV static void ask_early(const DecodeArgs& a, int split, int h, int b, int warp, int lane) {
+    const int at = warp * 32 + lane;
+    if (at * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + at * 32);
+    if constexpr (TEAMS == 1) {
+      if (K::TABLE && at * 128 < a.key.table_bytes) prefetch(a.key.table + h * a.key.table_head + at * 128);
+      if (V::TABLE && at * 128 < a.value.table_bytes) prefetch(a.value.table + h * a.value.table_head + at * 128);
+    }
+    if constexpr (DENSE >= 2) {
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
+    }
+  }
+
+  // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
+  // tables.
+  KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp) {
+    const int lane = opaque(thread() % 32);
+    const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
+    const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
+    const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
+    ask_early(a, split, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
-    float* query = (float*)(shared + TABLES);
-    uint8_t* ring = shared + TABLES + QUERY + warp * (STAGES * TILE + SCRATCH);
+    float* query = (float*)own;
+    uint8_t* ring = own + QUERY + warp * (STAGES * TILE + SCRATCH);
     uint8_t* scratch = ring + STAGES * TILE;
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
 
-    const int end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
-    const int begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
-    const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
-    const int from = first + (int)((int64_t)split * tiles / a.splits);
-    const int to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
-
+    const Run own_run(a, split, b);
+    const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
     // the page id of the next fetch is read one fetch ahead
     const int32_t* row = a.page_table + b * a.table_row;
     const int64_t stride = page_bytes<K, V>(P);
@@ -301,20 +409,19 @@ struct Decoder {
       copy_commit();
     };
     // while the page ids are on their way
-    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads);
+    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (K::TABLE) K::fill(k_table, a.key.table + h * a.key.table_head, thread(), WARPS * 32);
-    if (V::TABLE) V::fill(v_table, a.value.table + h * a.value.table_head, thread(), WARPS * 32);
+    if constexpr (TEAMS == 1) fill_tables(a, shared, h);
     Query<K, D, HEADS> q;
-    sync_threads();  // for the tables as well
+    sync();  // for the tables as well
     take_query<K, D>(q, query, a);
 
     State st;
     start(st);
     if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split);
+      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
     int stage = 0;
     KV_NO_UNROLL
@@ -328,7 +435,36 @@ struct Decoder {
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    finish(st, a, shared, b, h, first_head, live_heads, split);
+    finish(st, a, TEAMS == 1 ? shared : own, b, h, first_head, live_heads, split, warp);
+  }
+
+  KV_DEV static void run(const DecodeArgs& a) {
+    KV_DYNAMIC_SHARED(shared);
+    launch_dependents();
+    if constexpr (TEAMS == 1) {
+      const int warp = thread() / 32, split = (int)block_x() - APART;
+      if constexpr (APART) {
+        if (split < 0) {  // first of all, so that it does not come last
+          const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * HEADS;
+          const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
+          DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::run(a, shared, block_z(), h, first_head, live_heads);
+          return;
+        }
+      }
+      run_piece(a, shared, shared + TABLES, split, block_y(), block_z(), warp);
+    } else {
+      const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
+      const int ys = (int)a.alike * a.tiles;
+      fill_tables(a, shared, block_y() * (int)a.alike);
+      sync_threads();
+      // neighbouring pieces go to different multiprocessors, so that each has as many as any other, or one less
+      KV_NO_UNROLL
+      for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
+        const int split = (int)(i % a.splits), rest = (int)(i / a.splits);
+        run_piece(a, shared, shared + TABLES + team * SHARE, split, block_y() * ys + rest % ys, rest / ys, warp);
+        sync();  // the sums have been read
+      }
+    }
   }
 };
 

@@ -37,9 +37,9 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     };
     start(begin + 16 * warp);
     Query<R, D, HEADS> q;
-    const Side model{nullptr, nullptr, 0, 0, 1};
-    const QueryRows<D, WARPS, HEADS> rows(a, model, b, h, first_head, live_heads);
-    stage_query<R, D, WARPS>((float*)shared, rows, a, model, h, live_heads);
+    const Side model{nullptr, nullptr, 0, 0, 0, 1};
+    const QueryRows<D, WARPS, HEADS> rows(a, model, b, h, first_head, live_heads, warp);
+    stage_query<R, D, WARPS>((float*)shared, rows, a, model, h, live_heads, warp);
     sync_threads();
     take_query<R, D>(q, (const float*)shared, a);
     typename Loop::State st;
@@ -52,7 +52,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
       sync_warp();
       start(first + 16 * WARPS);
     }
-    Loop::finish(st, a, shared, b, h, first_head, live_heads, a.splits);
+    Loop::finish(st, a, shared, b, h, first_head, live_heads, a.splits, warp);
   }
 };
 
@@ -88,20 +88,44 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     }
   }
 
+  struct Live {
+    int begin, end, tiles;
+    KV_DEV explicit Live(const DecodeArgs& a, int b) {
+      begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
+      begin = begin > 0 ? begin : 0;
+      end = end < a.dense_width ? end : a.dense_width;
+      tiles = (end - begin + 15) / 16;
+    }
+  };
+
+  // a warp's first rows on their way to the L2, long before they are read
+  KV_DEV static void prefetch_rows(const DecodeArgs& a, int b, int h, int split, int warp, int lane) {
+    const Live live(a, b);
+    const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head);
+    const uint8_t* v = (const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head);
+    constexpr int LINES = (2 * D + 127) / 128, TILES = 3;
+    KV_NO_UNROLL
+    for (int i = lane; i < TILES * 16 * LINES; i += 32) {
+      const int t = split + (warp + i / (16 * LINES) * WARPS) * a.splits;
+      const int token = live.begin + 16 * t + i / LINES % 16;
+      if (token >= live.end) continue;
+      prefetch(k + 2 * token * a.dense_k_token + i % LINES * 128);
+      prefetch(v + 2 * token * a.dense_v_token + i % LINES * 128);
+    }
+  }
+
   template <class State>
   KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, const QueryRows<D, WARPS, HEADS>& query_rows,
-                         int b, int h, int live_heads, int split) {
-    const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4;
-    int begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
-    begin = begin > 0 ? begin : 0;
-    end = end < a.dense_width ? end : a.dense_width;
-    const int tiles = (end - begin + 15) / 16;
+                         int b, int h, int live_heads, int split, int warp) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+    const Live live(a, b);
+    const int begin = live.begin, end = live.end, tiles = live.tiles;
     if (split >= tiles) return;
-    sync_threads();  // everyone has taken the codes' query
+    Loop::sync();  // everyone has taken the codes' query
     Query<R, D, HEADS> q;
-    const Side model{nullptr, nullptr, 0, 0, 1};
-    stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads);
-    sync_threads();
+    const Side model{nullptr, nullptr, 0, 0, 0, 1};
+    stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads, warp);
+    Loop::sync();
     take_query<R, D>(q, shared, a);
     const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
                       end - 1};

@@ -35,22 +35,22 @@ KV_DEV void add_sink(const DecodeArgs& a, int head, float& m, float& l, float& f
   m = next;
 }
 
-// merge the warps of this CTA and either store the result or leave a partial for `combine`
-template <int D, int WARPS>
+// merge the warps of a team and either store the result or leave a partial for `combine`; ROWS: heads of a warp's sums
+template <int D, int WARPS, int ROWS>
 KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, const float* ls, int b, int h,
-                        int first_head, int live, int slot) {
-  const int warp = thread() / 32, lane = thread() % 32;
+                        int first_head, int live, int slot, int warp) {
+  const int lane = thread() % 32;
   KV_NO_UNROLL
   for (int n = warp; n < live; n += WARPS) {
     float m = minus_infinity(), l = 0.0f, x[D / 32];
-    for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w * 8 + n]);
+    for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w * ROWS + n]);
     KV_UNROLL
     for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
     for (int w = 0; w < WARPS; ++w) {
-      const float of_warp = ms[w * 8 + n], factor = of_warp == minus_infinity() ? 0.0f : exp2_fast(of_warp - m);
-      l += ls[w * 8 + n] * factor;
+      const float of_warp = ms[w * ROWS + n], factor = of_warp == minus_infinity() ? 0.0f : exp2_fast(of_warp - m);
+      l += ls[w * ROWS + n] * factor;
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * 8 + n) * row_floats(D) + skew(lane + 32 * i)] * factor;
+      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * ROWS + n) * row_floats(D) + skew(lane + 32 * i)] * factor;
     }
     const int head = first_head + n;
     if (a.slots == 1) {

@@ -51,6 +51,8 @@ KV_DEV int block_z() { return blockIdx.z; }
 KV_DEV int grid_x() { return gridDim.x; }
 
 KV_DEV void sync_threads() { __syncthreads(); }
+// of the `threads` threads, whole neighbouring warps from a multiple of so many on, that name barrier `id` (1 to 15)
+KV_DEV void sync_some(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 KV_DEV void sync_warp() { __syncwarp(); }
 KV_DEV bool any(bool p) { return __any_sync(0xffffffffu, p); }
 KV_DEV bool all(bool p) { return __all_sync(0xffffffffu, p); }
@@ -202,6 +204,9 @@ template <int N> KV_DEV void load_transposed(uint32_t* r, const void* row) {
         : "=r"(r[0]), "=r"(r[1]) : "r"(at) : "memory");
   }
 }
+
+// 128 bytes, or as many as lie between multiples of 128, on their way to the L2
+KV_DEV void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------
 KV_DEV void copy16(void* shared, const void* global) {

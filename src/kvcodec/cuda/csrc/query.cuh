@@ -47,8 +47,8 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
   uint32_t words[ROWS][N];  // that hold a number of 32 bits, or of 16 bits from bit `shift` on
   int shift[ROWS];
   float factor[N];
-  KV_DEV QueryRows(const DecodeArgs& a, const Side& side, int b, int h, int first, int live) {
-    const int warp = thread() / 32, lane = thread() % 32, wide = a.q_kind == 2;
+  KV_DEV QueryRows(const DecodeArgs& a, const Side& side, int b, int h, int first, int live, int warp) {
+    const int lane = thread() % 32, wide = a.q_kind == 2;
     KV_UNROLL
     for (int row = 0; row < ROWS; ++row) {
       const int n = warp + row * WARPS;  // heads that there are not read the first one
@@ -73,9 +73,9 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
 // the rows in the basis of the codes, and their largest numbers, to shared memory
 template <class K, int D, int WARPS, int HEADS>
 KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, const DecodeArgs& a, const Side& side,
-                        int h, int live) {
+                        int h, int live, int warp) {
   constexpr int N = D / 32, WIDTH = row_floats(query_channels<K, D>());
-  const int warp = thread() / 32, lane = thread() % 32;
+  const int lane = thread() % 32;
   KV_UNROLL
   for (int row = 0; row < rows.ROWS; ++row) {
     const int n = warp + row * WARPS;
@@ -103,7 +103,7 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
       }
     }
     top = warp_max(top);
-    if (lane == 0) shared[8 * WIDTH + n] = top;
+    if (lane == 0) shared[HEADS * WIDTH + n] = top;
   }
 }
 
@@ -114,7 +114,7 @@ KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const DecodeA
   const int lane = thread() % 32, g = lane / 4, j = lane % 4;
   const int head = g * HEADS / 8, odd = g % 2;
   const float* mine = shared + head * WIDTH;
-  const float top = shared[8 * WIDTH + head];
+  const float top = shared[HEADS * WIDTH + head];
   // 2^k with top 2^k in [1, 2), then up to where the smallest weights keep their bits; blocked scales need the room
   // themselves: below 1, so that a product with any of them is finite
   int exponent = (int)(float_bits(top) >> 23) - 127;
