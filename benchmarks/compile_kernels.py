@@ -51,8 +51,8 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     # the number of splits, for which the capacity counts, is no part of the program
-    config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins)
     heads = pair.heads(shape.group)
+    config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
     yield from encode.programs(encode.target_for(key, value, dim, page)).values()
     if pair.key.queries == 1:
