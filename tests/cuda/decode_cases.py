@@ -62,7 +62,7 @@ class Case:
     ``lens`` and ``start`` are the live slots of each sequence, ``dense`` the tokens of each that are held dense.
     ``spread``: powers of two over which rows differ in size. ``shift`` is added to every number, ``loud`` multiplies
     every 16th channel of keys, ``values`` all values. ``order``: of the emulated threads, 0 for one after another.
-    ``slack`` multiplies the error that is allowed.
+    ``alone``: dense tokens have the last split for themselves. ``slack`` multiplies the error that is allowed.
     """
 
     lens: tuple[int, ...] = (64,)
@@ -70,6 +70,7 @@ class Case:
     heads: int = 1
     group: int = 4
     splits: int = 1
+    alone: bool = False
     sinks: bool = False
     dense: tuple[int, ...] | None = None
     dense_start: tuple[int, ...] | None = None
@@ -129,7 +130,7 @@ _POINTERS = (
 )
 _STRIDES = (
     "q_batch q_head table_row dense_k_batch dense_k_head dense_k_token dense_v_batch dense_v_head dense_v_token "
-    "out_batch out_head alike pieces"
+    "out_batch out_head runs alike pieces"
 )
 _NUMBERS = "q_kind dense_kind out_kind heads group tiles splits slots capacity dense_width"
 
@@ -405,6 +406,7 @@ def _check(
         heads = lib.enter(f"heads_{variant.name}", result=ctypes.c_int)
         args.heads, args.group, args.tiles = h, case.group, -(-case.group // heads)
         args.splits, args.slots, args.capacity = case.splits, slots, columns * geometry.page
+        args.runs = case.splits - case.alone
         args.alike = 1 if max(args.key.table_head or 0, args.value.table_head or 0) else h
         args.pieces = b * args.alike * args.tiles * case.splits
         args.scale2 = (dim**-0.5 if case.scale is None else case.scale) * math.log2(math.e)

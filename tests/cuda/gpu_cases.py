@@ -262,7 +262,9 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         machine, apart = attention.machine(q.device), dense[0] is not None and not pair.joins
         config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
-        teams = config._replace(tile=min(32, config.tile), warps=rng.choice((1, 2)), resident=1, teams=rng.choice((2, 3)))
+        teams = config._replace(
+            tile=min(32, config.tile), warps=rng.choice((1, 2)), resident=1, teams=rng.choice((2, 3))
+        )
         if not apart and rng.random() < 0.3 and attention.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
     o, lse = attention.decode_attention(

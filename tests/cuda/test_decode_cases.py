@@ -57,6 +57,15 @@ def test_teams_of_warps() -> None:
         check_all(DENSE_JOINS, DENSE_JOINS, 64, cases, geometry)
 
 
+@pytest.mark.parametrize("teams", [1, 2])
+def test_dense_tokens_in_a_split_of_their_own(teams: int) -> None:
+    cases = (
+        Case((130, 7, 0, 33), heads=2, splits=3, alone=True, dense=(3, 0, 77, 1), sinks=True),
+        Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, alone=True, group=3, order=7),
+    )
+    check_all(DENSE_JOINS, DENSE_JOINS, 64, cases, Geometry(teams=teams))
+
+
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("side", [INT8, WOVEN], ids=["int-8", "groups of 32"])
 def test_long_sums_do_not_drift(side: Side, group: int) -> None:

@@ -89,14 +89,19 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, head
     return Program(source, folders=folders)
 
 
-ARGS = struct.Struct("<15Q" + 2 * "2Q4q" + "13q" + "10i2f")
+ARGS = struct.Struct("<15Q" + 2 * "2Q4q" + "14q" + "10i2f")
 """``kv::DecodeArgs``, field by field."""
 ARGS_FIELDS = (
     *("q", "pages", "page_table", "seq_lens", "start", "dense_k", "dense_v", "dense_lens", "dense_start", "sinks"),
     *("part_o", "part_m", "part_l", "out", "lse"),
-    *(f"{s}.{f}" for s in ("key", "value") for f in ("table", "factor", "table_head", "table_bytes", "factor_batch", "block")),
+    *(
+        f"{side}.{name}"
+        for side in ("key", "value")
+        for name in ("table", "factor", "table_head", "table_bytes", "factor_batch", "block")
+    ),
     *("q_batch", "q_head", "table_row", "dense_k_batch", "dense_k_head", "dense_k_token"),
-    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head", "alike", "pieces"),
+    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head"),
+    *("runs", "alike", "pieces"),
     *("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles", "splits", "slots", "capacity", "dense_width"),
     *("scale2", "softcap"),
 )
@@ -220,7 +225,9 @@ def _attend(
         return o, lse
     units = batch * num_kv_heads * tiles
     plan = _plan(pair_text, units, capacity, tuple(config), softcap > 0.0, dense_kind, pair.heads(group), q.device)
-    splits = plan.config.splits
+    runs = splits = plan.config.splits
+    if dense_k is not None and pair.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
+        splits += 1  # multiprocessors to spare: dense tokens in a CTA of their own
     slots = splits + (dense_k is not None and not pair.joins)
     part = 0
     if slots > 1:
@@ -244,7 +251,8 @@ def _attend(
         _at(dense_k), _at(dense_v), _at(dense_lens), _at(dense_start), _at(sinks),
         part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
         *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
-        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1), alike, pieces,
+        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
+        runs, alike, pieces,
         KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, splits, slots, capacity, width,
         scale * LOG2E, softcap,
     )  # fmt: skip

@@ -133,7 +133,7 @@ class Machine(NamedTuple):
 
 H200 = Machine(132, 232448, 233472)
 TEAM_TOKENS = 4096
-"""Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep a team busy alone."""
+"""Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
 
@@ -153,10 +153,8 @@ def shared_bytes(pair: Pair, config: Config, dense: bool = False, heads: int = 8
     scratch = max(pair.key.scratch, pair.value.scratch)
     ring = config.warps * (config.stages * align(pair.tile_bytes(config.tile), 128) + scratch)
     merge = align(config.warps * rows * (_row_floats(pair.head_dim) + 2), 128)
-    if config.teams > 1:
-        need = tables + config.teams * max(query + ring, merge)
-    else:
-        need = max(tables + query + ring, merge)
+    shared_out = tables + config.teams * max(query + ring, merge)
+    need = shared_out if config.teams > 1 else max(tables + query + ring, merge)
     if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
         need = max(need, align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
     return max(need, pair.key.reach, pair.value.reach)
@@ -176,9 +174,7 @@ def _fits(pair: Pair, config: Config, machine: Machine, dense: bool = False, hea
 
 
 @lru_cache(maxsize=256)
-def config_for(
-    pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False, heads: int = 8
-) -> Config:
+def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False, heads: int = 8) -> Config:
     """Choose launch constants; a pure function, nothing is tuned at run time.
 
     Parameters

@@ -370,9 +370,7 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     shared, reach = vector.hqmq_shared(codec), vector.hqmq_reach(codec)
     both, tile = vector.hqmq_reader(codec, dim, role), 16 if codec.s >= 96 else 64  # eight copies or fewer
     tables = vector.hqmq_tables
-    return Reader(
-        name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile, team_warps=16
-    )
+    return Reader(name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile, team_warps=16)
 
 
 def _med(codec: Codec, dim: int, role: Role) -> Reader | str:

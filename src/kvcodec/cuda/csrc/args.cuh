@@ -38,6 +38,7 @@ struct DecodeArgs {
   int64_t dense_k_batch, dense_k_head, dense_k_token;
   int64_t dense_v_batch, dense_v_head, dense_v_token;
   int64_t out_batch, out_head;
+  int64_t runs;             // of the splits, those that share the tokens of the pages; one more: for dense tokens alone
   int64_t alike;            // teams of warps: KV heads of a CTA, which have the same tables, H or 1
   int64_t pieces;           // and the pieces that CTAs of as many heads share out
   int32_t q_kind, dense_kind, out_kind;  // 0 fp16, 1 bf16, 2 fp32

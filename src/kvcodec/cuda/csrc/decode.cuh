@@ -356,8 +356,8 @@ struct Decoder {
       end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
       begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
       const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
-      from = first + (int)((int64_t)split * tiles / a.splits);
-      to = first + (int)((int64_t)(split + 1) * tiles / a.splits);
+      from = first + (int)((int64_t)split * tiles / a.runs);
+      to = split < a.runs ? first + (int)((int64_t)(split + 1) * tiles / a.runs) : from;
     }
   };
 
@@ -413,7 +413,7 @@ struct Decoder {
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if constexpr (TEAMS == 1) fill_tables(a, shared, h);
+    if (TEAMS == 1 && from < to) fill_tables(a, shared, h);
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
     take_query<K, D>(q, query, a);

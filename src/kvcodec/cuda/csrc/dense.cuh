@@ -57,7 +57,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
 };
 
 // The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
-// of a sequence. Rows come straight from global memory, values in the order in which the codes' accumulators hold
+// of a sequence; or, where there are multiprocessors to spare, in a CTA that has no codes. Rows come straight from global memory, values in the order in which the codes' accumulators hold
 // channels.
 template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin {
   using R = ReadDense<D, BF16>;
@@ -90,23 +90,31 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
 
   struct Live {
     int begin, end, tiles;
-    KV_DEV explicit Live(const DecodeArgs& a, int b) {
+    int from, step;  // the warp's tiles
+    KV_DEV Live(const DecodeArgs& a, int b, int split, int warp) {
       begin = a.dense_start ? a.dense_start[b] : 0, end = a.dense_lens ? a.dense_lens[b] : a.dense_width;
       begin = begin > 0 ? begin : 0;
       end = end < a.dense_width ? end : a.dense_width;
       tiles = (end - begin + 15) / 16;
+      const bool alone = a.runs < a.splits;
+      from = alone ? (split == a.runs ? warp : tiles) : split + warp * a.splits;
+      step = WARPS * (alone ? 1 : a.splits);
+    }
+    // whether a warp of the CTA has any, which all of them see alike
+    KV_DEV static bool any(const DecodeArgs& a, int tiles, int split) {
+      return a.runs < a.splits ? split == a.runs && tiles > 0 : split < tiles;
     }
   };
 
   // a warp's first rows on their way to the L2, long before they are read
   KV_DEV static void prefetch_rows(const DecodeArgs& a, int b, int h, int split, int warp, int lane) {
-    const Live live(a, b);
+    const Live live(a, b, split, warp);
     const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head);
     const uint8_t* v = (const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head);
     constexpr int LINES = (2 * D + 127) / 128, TILES = 3;
     KV_NO_UNROLL
     for (int i = lane; i < TILES * 16 * LINES; i += 32) {
-      const int t = split + (warp + i / (16 * LINES) * WARPS) * a.splits;
+      const int t = live.from + i / (16 * LINES) * live.step;
       const int token = live.begin + 16 * t + i / LINES % 16;
       if (token >= live.end) continue;
       prefetch(k + 2 * token * a.dense_k_token + i % LINES * 128);
@@ -118,9 +126,9 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
   KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, const QueryRows<D, WARPS, HEADS>& query_rows,
                          int b, int h, int live_heads, int split, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    const Live live(a, b);
+    const Live live(a, b, split, warp);
     const int begin = live.begin, end = live.end, tiles = live.tiles;
-    if (split >= tiles) return;
+    if (!Live::any(a, tiles, split)) return;
     Loop::sync();  // everyone has taken the codes' query
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 0, 1};
@@ -132,7 +140,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
                       end - 1};
     KV_NO_UNROLL
-    for (int t = split + warp * a.splits; t < tiles; t += WARPS * a.splits) {
+    for (int t = live.from; t < tiles; t += live.step) {
       const int first = begin + 16 * t;
       uint32_t x[R::K_REGS], y[R::K_REGS];
       keys(k_rows.row(first + g), j, x);
