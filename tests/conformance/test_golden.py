@@ -160,7 +160,7 @@ def test_golden_bytes_decode_to_the_same_values(golden):
 
 
 def test_golden_input_encodes_to_the_same_bytes(golden):
-    for role, codec, params, payload, tensors, config in roles(golden):
+    for role, codec, params, payload, tensors, _ in roles(golden):
         x = tensors[f"{role}.input"]
         again = codec.encode(codec.to_code(x.float(), params), params)
         for name, field in again.items():
