@@ -1,5 +1,5 @@
 # Each target is one script; CI calls the same. The first one installs into .venv.
-.PHONY: help demo test test-eval test-serve check docs bench dist clean
+.PHONY: help demo test test-cpus test-eval test-serve check docs bench dist clean
 ARGS ?=
 
 help:  ## what there is
@@ -10,6 +10,9 @@ demo:  ## compress a real model's cache with every method: table, picture, repor
 
 test:  ## the test suite (ARGS="-k octopus")
 	@scripts/test $(ARGS)
+
+test-cpus:  ## bytes and published numbers once more, without the processor's vector instructions
+	@scripts/test-cpus $(ARGS)
 
 test-eval:  ## install lm-evaluation-harness and run its tests
 	@scripts/test-eval $(ARGS)

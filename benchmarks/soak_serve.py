@@ -227,12 +227,12 @@ class Soak(Checks):
     async def load(self):
         """Random arrivals until the time is over, in phases between idle and more than fit.
 
-        Up to twice the time while something that the soak must show has not happened.
+        Up to twice the time, ten minutes at least, while something that the soak must show has not happened.
         """
         rng, args = self.rng, self.args
         end, turns = time.monotonic() + args.seconds, set()
         while len(self.errors) < 10:
-            if (now := time.monotonic()) >= end and (self.shown() or now >= end + args.seconds):
+            if (now := time.monotonic()) >= end and (self.shown() or now >= end + max(args.seconds, 600.0)):
                 break
             most = rng.choice((0, args.seqs // 2, 2 * args.seqs, 2 * args.seqs, 3 * args.seqs))
             gap = args.gap * rng.choice((0.05, 0.3, 1))

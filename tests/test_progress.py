@@ -1,8 +1,12 @@
 """Progress lines: a rewriting line on a terminal, sparse plain lines elsewhere, silence when asked for."""
 
 import io
+import itertools
+import re
 import time
+from types import SimpleNamespace
 
+from kvcodec import progress
 from kvcodec.progress import Progress
 
 
@@ -33,14 +37,19 @@ def test_on_a_terminal_the_line_is_wiped_before_the_next():
     assert (before, wiped.strip(), after) == ("passing", "", "staying\n")
 
 
-def test_a_long_job_shows_that_it_is_alive():
+def test_a_long_job_shows_that_it_is_alive(monkeypatch):
+    seconds = itertools.count()  # one more whenever somebody looks
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     stream = io.StringIO()
     with Progress(stream=stream, interval=0.5).busy("loading"):
-        time.sleep(1.3)
+        while stream.getvalue().count("\n") < 2:
+            time.sleep(0.01)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loading ..."
-    assert lines[1].startswith("loading ... ")
-    assert lines[-1].startswith("loading: 1.")
+    assert all(re.fullmatch(r"loading \.\.\. [1-9]\d* s", line) for line in lines[1:-1])
+    shown = [float(re.search(r"[\d.]+(?= s$)", line)[0]) for line in lines[1:]]
+    assert shown == sorted(set(shown)), "they count up"
+    assert re.fullmatch(r"loading: \d+\.0 s", lines[-1])
 
 
 def test_silence():

@@ -331,7 +331,7 @@ def test_the_command_refuses_before_it_loads(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_smollm2_fits_the_memory_and_the_recipe_is_no_worse_than_presets_of_its_bytes(tmp_path):
     try:
         model = load("smollm2-135m", progress=False)

@@ -178,12 +178,12 @@ def running(fake):
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
     try:
         yield f"http://127.0.0.1:{port[0]}"
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(300)
         assert not thread.is_alive()
 
 

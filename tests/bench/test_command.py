@@ -4,6 +4,8 @@ import importlib.util
 import itertools
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -170,11 +172,32 @@ def visit():
     return module
 
 
-def test_a_hanging_part_is_stopped(visit, tmp_path, capsys):
-    script = "import time; print('begun', flush=True); time.sleep(60)"
-    assert visit.run([sys.executable, "-c", script], 2.0, tmp_path / "log") == 124
+def test_a_hanging_part_is_stopped(visit, tmp_path, monkeypatch, capsys):
+    begun, asked = tmp_path / "begun", []
+
+    class Timer(threading.Thread):
+        """Its seconds are over when the part hangs, however long that takes."""
+
+        def __init__(self, seconds, function):
+            super().__init__(daemon=True)
+            self.function = function
+            asked.append(seconds)
+
+        def run(self):
+            while not begun.exists():
+                time.sleep(0.01)
+            self.function()
+
+        def cancel(self):
+            pass
+
+    script = f"import time; print('begun', flush=True); open({str(begun)!r}, 'w').close(); time.sleep(3600)"
+    with monkeypatch.context() as patch:
+        patch.setattr(visit.threading, "Timer", Timer)
+        assert visit.run([sys.executable, "-c", script], 2.0, tmp_path / "log") == 124
+    assert asked == [2.0]
     assert (tmp_path / "log").read_text() == "begun\n"
-    assert visit.run([sys.executable, "-c", "raise SystemExit(7)"], 30.0, tmp_path / "log") == 7
+    assert visit.run([sys.executable, "-c", "raise SystemExit(7)"], 600.0, tmp_path / "log") == 7
 
 
 def test_a_part_goes_on_when_the_device_was_lost(visit, tmp_path, monkeypatch, capsys):

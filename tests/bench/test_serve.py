@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +30,7 @@ from kvcodec.cli import main
 from kvcodec.errors import KVError, SpecError
 from tests.bench import fake_openai
 from tests.bench.fake_openai import Fake, running
+from tests.bench.fake_time import run_with
 
 SWEEP = ["--load", "sweep", "--concurrency", "1,2", "--input-len", "32", "--output-len", "4", "--requests", "4"]
 SESSIONS = ["--load", "sessions", "--sessions", "2", "--rounds", "3", "--shared", "16", "--context", "32",
@@ -62,12 +65,19 @@ def test_rows_of_a_running_server(tmp_path, capsys):
     assert row["sizes"] == {"input_len": 32, "output_len": 4, "requests": 4, "concurrency": 2}
     assert row["server"] == {"model": "tiny", "version": "fake-1", "kv_cache_tokens": 1600, "block_tokens": 16}
     assert set(by(rows, "ttft_ms")["c1_i32_o4"]["values"]) == {"p20", "p50", "p80", "p99", "mean"}
-    one, two = (by(rows, "output_tokens_per_s")[s]["values"]["p50"] for s in done)
-    assert 0 < one < two
+    assert all(by(rows, "output_tokens_per_s")[s]["values"]["p50"] > 0 for s in done)
     assert by(rows, "kv_cache_tokens")["start"]["values"]["p50"] == 1600
     page = (tmp_path / "serve.html").read_text()
     assert "Sweep: 32 tokens in, 4 out" in page
     assert "fp8" in (tmp_path / "serve-throughput-clients-i32-o4.svg").read_text()
+
+
+def test_two_clients_get_twice_the_tokens_per_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(asyncio, "run", functools.partial(run_with, Fake(0.01, 0.002).serve))
+    assert bench("http://fake:80", *SWEEP, "--out", tmp_path) == 0
+    rates = by(read(tmp_path), "output_tokens_per_s")
+    alone = 4 / (0.01 + 3 * 0.002)
+    assert [row["values"]["p50"] for row in rates.values()] == pytest.approx([alone, 2 * alone])
 
 
 def test_what_is_finished_is_not_sent_again(tmp_path, capsys):
@@ -214,6 +224,10 @@ def port():
         return s.getsockname()[1]
 
 
+def shown(log):
+    return log.read_text() if log.is_file() else ""
+
+
 def lives(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -260,10 +274,12 @@ def test_a_server_that_dies_is_a_row_and_the_next_one_runs(tmp_path, port):
     assert not done[3][2]
 
 
-def test_a_server_that_never_comes_up_is_ended(tmp_path):
+def test_a_server_that_never_comes_up_is_ended(tmp_path, monkeypatch):
     script = "import time; print('loading weights', flush=True); time.sleep(600)"
     start = Start("slow", f'{sys.executable} -c "{script}"')
     log = tmp_path / "log"
+    # time passes once it has said something, however long it takes to say it
+    monkeypatch.setattr(serve_server, "time", SimpleNamespace(monotonic=lambda: 2.0 * ("weights" in shown(log))))
 
     async def begin():
         async with started(start, endpoint_of("127.0.0.1:9"), log, timeout=1.5):
@@ -278,14 +294,13 @@ def test_one_that_ignores_the_request_to_end_is_killed(tmp_path, port):
              "import fake_openai; fake_openai.main()"  # fmt: skip
     folder = Path(fake_openai.__file__).parent
     start = Start("deaf", f'{sys.executable} -c "{script}" {folder} --port {port} --child')
-    log, begin = tmp_path / "log", time.monotonic()
+    log = tmp_path / "log"
 
     async def use():
         async with started(start, endpoint_of(f"127.0.0.1:{port}"), log, grace=0.5):
             pass
 
     asyncio.run(use())
-    assert time.monotonic() - begin < 30
     assert not lives(int(re.search(r"child (\d+)", log.read_text())[1]))
     with socket.socket() as s:
         assert s.connect_ex(("127.0.0.1", port))
@@ -321,14 +336,14 @@ def test_an_interrupt_stops_the_server_and_keeps_the_rows(tmp_path, port):
     with process, killed_at_the_end(process):
         reader = threading.Thread(target=process.stderr.read)
         log = tmp_path / "serve-a.log"
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while time.monotonic() < end and not (log.is_file() and "child" in log.read_text()
                                               and (tmp_path / "serve.jsonl").is_file()):  # fmt: skip
             time.sleep(0.1)
         reader.start()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        reader.join(10)
+        assert process.wait(300) == 130
+        reader.join(300)
     assert not lives(int(re.search(r"child (\d+)", log.read_text())[1]))
     assert {r["metric"] for r in read(tmp_path)} >= {"start_s"}
 
@@ -486,7 +501,7 @@ def test_page_of_a_folder_with_served_rows(tmp_path, capsys):
 
 def test_an_end_that_nobody_collected_is_an_end(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 600
     while lives(process.pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not serve_server._lives(process.pid)

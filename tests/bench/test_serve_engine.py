@@ -1,13 +1,12 @@
 """Loads on an engine in this process: what replies say, and what becomes of an engine that fails or is too slow."""
 
-import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from kvcodec.bench.serve_engine import EngineTarget
 from kvcodec.bench.serve_loads import Point, Prompts, Sessions, send_load
+from tests.bench.fake_time import fake_time
 
 
 class Engine:
@@ -16,6 +15,7 @@ class Engine:
     def __init__(self, step_s=0.002, fails_at=None, most=10_000):
         self.step_s, self.fails_at, self.most = step_s, fails_at, most
         self.steps, self.running, self.seen, self.aborted = 0, {}, [], []
+        self.clock = None
 
     def add_request(self, request_id, prompt, params):
         ids = prompt["prompt_token_ids"]
@@ -36,7 +36,7 @@ class Engine:
         self.steps += 1
         if self.steps == self.fails_at:
             raise RuntimeError("illegal memory access")
-        time.sleep(self.step_s)
+        self.clock.now += self.step_s
         outputs = []
         for name, r in list(self.running.items()):
             new = 7 + len(r.said)
@@ -58,7 +58,9 @@ def send(engine, load, **more):
         async with target.running():
             return await send_load(target, load, Prompts(0, 500), probe=0.01), target
 
-    return asyncio.run(run())
+    with fake_time() as runner:
+        engine.clock = runner.get_loop().clock  # a step blocks: no other timer of the loop fires meanwhile
+        return runner.run(run())
 
 
 def test_a_point_has_its_clients_at_once_and_every_token_timed():
@@ -70,9 +72,9 @@ def test_a_point_has_its_clients_at_once_and_every_token_timed():
     assert [len(r.gaps) for r in run.replies] == [4] * 6
     assert target.tokens == sum(r.output_tokens for r in run.replies) == 30
     for reply in run.replies:
-        assert reply.ttft >= 0.002
-        assert reply.latency == pytest.approx(reply.ttft + sum(reply.gaps))
-        assert reply.latency <= reply.ended - reply.started
+        assert reply.ttft == pytest.approx(0.002)
+        assert reply.gaps == pytest.approx([0.002] * 4)
+        assert reply.latency == pytest.approx(reply.ended - reply.started) == pytest.approx(0.01)
 
 
 def test_sessions_find_what_their_rounds_before_computed():
@@ -107,4 +109,5 @@ def test_time_that_is_over_ends_the_load_and_empties_the_engine():
     assert {r.error.kind for r in run.failed} == {"timeout"}
     assert len(engine.aborted) == 2
     assert not engine.running
-    assert 4 <= target.tokens < 20
+    assert engine.steps == 6  # the first that ends behind 0.1 s
+    assert target.tokens == 12

@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,16 +121,28 @@ def test_a_worker_begins_with_what_is_finished_of_its_specs(script, tmp_path):
 
 
 def test_workers_that_do_not_end_are_interrupted_and_then_killed(script, tmp_path, monkeypatch, capsys):
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); "
+    deaf += "time.sleep(3600)"
+    log, started = tmp_path / "work/plain/worker-00.log", []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    # the deadline comes when the worker is deaf, however long it takes to be so
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 * (log.is_file() and "deaf" in log.read_text()), sleep=time.sleep)
+    monkeypatch.setattr(script, "time", clock)
+    monkeypatch.setattr(script.subprocess, "Popen", Popen)
     monkeypatch.setattr(script, "command", lambda job, args: [sys.executable, "-c", deaf])
     monkeypatch.setattr(script, "END_SECONDS", 0)
     monkeypatch.setattr(script, "GRACE_SECONDS", 1)
     options = ["--out", tmp_path / "out", "--work", tmp_path / "work", "--specs", "int-4", "--runs", "plain"]
-    assert call(script, monkeypatch, *options, "--device", "cpu", "--deadline", "2", "--workers", "1") == 0
+    assert call(script, monkeypatch, *options, "--device", "cpu", "--deadline", "600", "--workers", "1") == 0
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
     status = json.loads((tmp_path / "out" / script.STATUS).read_text())
     assert status["complete"] is False
     assert status["left"] == {"plain": None}
-    assert status["seconds"] < 30
 
 
 def test_a_worker_that_fails_is_shown(script, tmp_path, monkeypatch, capsys):
@@ -137,11 +153,11 @@ def test_a_worker_that_fails_is_shown(script, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_a_visit_evaluates_all_goes_on_elsewhere_and_reads_nothing_twice(script, here, tmp_path, monkeypatch, capsys):
     loads = exported(script, monkeypatch, here, "--form", "float16", "--part-mb", "5")
     common = ["--weights", "tiny", "--tasks", TASKS, "--device", "cpu", "--window-tokens", "96", "--workers", "4"]
-    common += ["--out", tmp_path / "out", "--carried", loads[0], "--deadline", "800"]
+    common += ["--out", tmp_path / "out", "--carried", loads[0], "--deadline", "3500"]
 
     def visit(machine: str, specs: str) -> dict:
         assert call(script, monkeypatch, *common, "--work", tmp_path / machine, "--specs", specs) == 0
@@ -164,5 +180,5 @@ def test_a_visit_evaluates_all_goes_on_elsewhere_and_reads_nothing_twice(script,
     assert lines[: len(before)] == before
     assert {json.loads(text)["spec"] for text in lines[len(before) :]} == {"fp8"}
     capsys.readouterr()
-    assert visit("two", "dense,int-4,fp8")["seconds"] < 20
+    assert visit("two", "dense,int-4,fp8")["complete"]
     assert "items" not in capsys.readouterr().out.replace("no items", ""), "no worker ran"

@@ -210,7 +210,7 @@ def test_a_head_dim_or_a_model_that_does_not_fit_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_a_real_model_is_fitted_saved_and_served(tmp_path):
     try:
         real = load("smollm2-135m", progress=False)

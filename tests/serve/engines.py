@@ -125,7 +125,7 @@ class Server:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, seconds: float = 240) -> int | None:
+    def wait(self, seconds: float = 900) -> int | None:
         """Wait until it answers (None) or ends (its exit status)."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -138,7 +138,7 @@ class Server:
         raise TimeoutError(self.text()[-3000:])
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=600) as answer:
             return str(answer.read().decode())
 
     def complete(self, prompt: list[int], new: int = NEW) -> list[str]:
@@ -152,7 +152,7 @@ class Server:
             {"content-type": "application/json"},
         )
         pieces = []
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             for line in answer:
                 text = line.decode().removeprefix("data: ").strip()
                 if text and text != "[DONE]":

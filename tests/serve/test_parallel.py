@@ -34,7 +34,7 @@ def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path:
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
         [sys.executable, str(script), json.dumps([str(llama.folder), {"preset": preset}, ids])],
-        env=environment, capture_output=True, text=True, check=False, timeout=500,
+        env=environment, capture_output=True, text=True, check=False, timeout=1800,
     )  # fmt: skip
     found = [line for line in done.stdout.splitlines() if "TOKENS" in line]
     assert found, done.stdout[-2000:] + done.stderr[-3000:]

@@ -51,13 +51,11 @@ def test_a_server_streams_what_the_library_generates(preset: str, servers: Any, 
     assert int(server.setting("block_size")) == BLOCK
     (ids,) = prompts(70)
     want = [f"t{i}" for i in library(llama.model, spec, ids)]
-    most = 0
     for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
-        pieces = server.complete(ids)
-        most = max(most, len(pieces))
-        assert "".join(pieces).split() == want
+        assert "".join(server.complete(ids)).split() == want
         assert server.metric("prefix_cache_hits_total") == hits
-    assert most > 1  # streamed; a busy machine sends several tokens at a time, now and then all of them
+    # streamed; a busy machine sends several tokens at a time, now and then all of them
+    assert any(len(server.complete(ids)) > 1 for _ in range(30))
 
 
 def test_a_refused_preset_ends_the_server_with_the_reason(servers: Any) -> None:
