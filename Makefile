@@ -1,5 +1,5 @@
 # Each target is one script; CI calls the same. The first one installs into .venv.
-.PHONY: help demo test test-cpus test-eval test-serve check docs bench dist clean
+.PHONY: help demo test test-cpus test-eval test-versions test-serve check docs bench dist clean
 ARGS ?=
 
 help:  ## what there is
@@ -17,6 +17,9 @@ test-cpus:  ## bytes and published numbers once more, without the processor's ve
 test-eval:  ## install lm-evaluation-harness and run its tests
 	@scripts/test-eval $(ARGS)
 
+test-versions:  ## what rests on transformers, with other versions than the locked one (ARGS="5.18.0")
+	@scripts/test-versions $(ARGS)
+
 test-serve:  ## install vLLM for the CPU into .venv-serve and run the tests in it
 	@scripts/test-serve $(ARGS)
 
@@ -33,4 +36,4 @@ dist:  ## build the wheel and check what is in it
 	@scripts/dist
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv .venv-serve dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-serve .venv-versions dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -119,6 +119,21 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "altup_num_inputs": 2,
         },
     ),
+    "gemma4": (  # KV heads and head_dim of full layers differ from those of sliding ones
+        "Gemma4",
+        {
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -153,7 +168,7 @@ def tiny_config(name: str, **changed: Any) -> Any:
     import transformers
 
     family, options = _NAMES[name]
-    suffix = "TextConfig" if family in ("Gemma3", "Gemma3n", "Llama4") else "Config"
+    suffix = "TextConfig" if family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else "Config"
     return getattr(transformers, family + suffix)(**{**_COMMON, **options, **changed})
 
 

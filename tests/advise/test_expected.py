@@ -67,7 +67,10 @@ def test_sliding_layers_hold_their_window_alone():
     assert cache_bytes("int-4", plan, 400, torch.float32) == cache_bytes("int-4", plan, 10**6, torch.float32)
 
 
-def test_a_config_that_hides_its_sizes_is_refused():
-    plan = replace(plan_for(tiny_config("llama-gqa"), "decoded"), heads=None)
-    with pytest.raises(UnsupportedError, match="KV heads and head_dim"):
+@pytest.mark.parametrize("hidden", [True, False], ids=["not stated", "layers differ"])
+def test_a_config_that_hides_its_sizes_is_refused(hidden):
+    plan = plan_for(tiny_config("llama-gqa" if hidden else "gemma4"), "decoded")
+    if hidden:
+        plan = replace(plan, layers=tuple(replace(layer, heads=None) for layer in plan.layers))
+    with pytest.raises(UnsupportedError, match="one number of KV heads and one head_dim of all layers"):
         cache_bytes("int-4", plan, 10, torch.float32)

@@ -133,7 +133,7 @@ def oracle_for(model: Any, spec: str, *, prefill: str = "exact", seed: int = 0) 
     total, at, layers = len(plan.kv_layers), 0, []
     for layer in plan.layers:
         if not layer.holds_kv:
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**plan.state_options))
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options))
             continue
         layers.append(OracleLayer(scheme.for_layer(at, total), layer.index, seed, prefill, layer.window))
         at += 1

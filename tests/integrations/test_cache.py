@@ -331,6 +331,27 @@ def test_saved_cache_goes_on_as_the_original(tiny: Any, tmp_path: Path, name: st
     assert_same(run(model, loaded, ids), run(model, cache, ids))
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_borrow_are_no_part_of_a_saved_cache(tiny: Any, tmp_path: Path, name: str) -> None:
+    """Two layers of four hold K and V; whether the others are counted depends on the version of transformers."""
+    model = tiny(name)
+    cache = filled(model, _cache(model, "saw-int4"), 1)
+    cache.save(tmp_path / "chat.safetensors")
+    loaded = load_cache(tmp_path / "chat.safetensors", model)
+    assert [layer.index for layer in loaded.packed_layers] == [0, 1]
+    assert_same_step(model, loaded, cache, 1)
+
+
+def test_sizes_of_layers_that_differ(tiny: Any) -> None:
+    """Gemma 4 states KV heads and head_dim per layer; one number for all would be wrong."""
+    cache = filled(tiny("gemma4"), _cache(tiny("gemma4"), "saw-int4"), 1)
+    plan = cache.plan
+    assert [(layer.heads, layer.head_dim) for layer in plan.kv_layers] == [(2, 64), (1, 128)]
+    assert (plan.heads, plan.head_dim, cache.report()["key_bits"]) == (None, None, None)
+    with pytest.raises(ShapeError, match=r"layer 1: .*head_dim=100 is not"):
+        cache_for(tiny_config("gemma4", global_head_dim=100), "octopus-3")
+
+
 def test_saved_cache_of_another_model_is_refused(tiny: Any, tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     filled(tiny("llama-gqa"), _cache(tiny("llama-gqa"), "saw-int4")).save(path)

@@ -1,14 +1,17 @@
 """Models, layers and options that are refused: by name, with the reason, before anything runs."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import BertConfig, Gemma2Config, JambaConfig, MambaConfig, T5Config, ViTConfig
 
 import kvcodec
 from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.integrations import plan
 from kvcodec.integrations.attention import kvcodec_attention, left_padding
 from kvcodec.integrations.transformers import cache_for
 from tests.conftest import tiny_config
@@ -35,6 +38,73 @@ from tests.integrations.test_generate import prompt
 def test_model_that_cannot_be_served_is_refused(config: Any, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         cache_for(config(), "saw-int4")
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layers_described_as(monkeypatch: pytest.MonkeyPatch, found: Any) -> Any:
+    monkeypatch.setattr(plan, "get_layer_types_and_kwargs", lambda _config: found)
+    return tiny_config("llama-gqa")
+
+
+@pytest.mark.parametrize(
+    ("found", "windows"),
+    [
+        (([FULL, SLIDING], {"sliding_window": 12}), [None, 12]),  # transformers 5.17 and 5.18
+        (([SLIDING, FULL, SLIDING], [{"sliding_window": 12}, {}, {"sliding_window": 20}]), [12, None, 20]),  # later
+        (([FULL, "chunked_attention"], [{}, {"sliding_window": 16}]), [None, 16]),
+        (([SLIDING], [{"sliding_window": None}]), [None]),  # vLLM, told to switch the window off
+    ],
+    ids=["one-for-all", "one-for-each", "chunked", "switched-off"],
+)
+def test_windows_are_those_of_each_layer(monkeypatch: pytest.MonkeyPatch, found: Any, windows: list[Any]) -> None:
+    cache = cache_for(layers_described_as(monkeypatch, found), "saw-int4")
+    assert [getattr(layer, "window", None) for layer in cache.packed_layers] == windows
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        ([FULL, SLIDING], None),
+        ([FULL, SLIDING], [{"sliding_window": 12}]),
+        ([FULL, SLIDING], [{}, {"window": 12}]),
+        ([FULL, SLIDING], {"window": 12}),
+        ([FULL, SLIDING], [{}, 12]),
+        ([FULL, 3], [{}, {}]),
+        ([FULL, FULL], [{}, {}], None),
+        {0: FULL, 1: FULL},
+    ],
+    ids=["no-options", "fewer", "no-window", "no-window-for-all", "no-dict", "no-name", "three", "mapping"],
+)
+def test_unknown_description_of_layers_is_refused(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """A later transformers may describe layers otherwise, as 5.19 did; nothing is guessed then."""
+    came = re.escape(f"LlamaConfig: transformers {transformers.__version__} describes the layers as {found};")
+    with pytest.raises(UnsupportedError, match=came + r".* Install a transformers that it knows \(5\.17 to 5\.23\)"):
+        cache_for(layers_described_as(monkeypatch, found), "saw-int4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("indexed_attention", "it caches indexer keys beside K and V"),
+        ("reference_sliding_attention", "the prompt stays visible"),
+        ("dummy_attention", "unknown to kvcodec"),
+    ],
+)
+def test_layer_type_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch, kind: str, text: str) -> None:
+    config = layers_described_as(monkeypatch, ([FULL, kind], [{}, {"sliding_window": 12}]))
+    with pytest.raises(UnsupportedError, match=f"layer 1 is '{kind}': .*{text}"):
+        cache_for(config, "saw-int4")
+
+
+def test_layers_without_a_cache_hold_nothing() -> None:
+    """An MLP layer, which transformers 5.23 calls a dummy: no state, so nothing that a file would miss."""
+    cache = cache_for(tiny_config("llama-gqa", layer_types=["moe", "full_attention"]), "saw-int4")
+    assert [layer.index for layer in cache.packed_layers] == [1]
+    assert ["nothing to hold" in layer["note"] for layer in cache.report()["unpacked_layers"]] == [True]
+    with pytest.raises(UnsupportedError, match="the cache is empty"):
+        cache.save("never-written")
 
 
 def test_state_layers_keep_their_state_and_attention_is_packed() -> None:

@@ -83,11 +83,12 @@ def sizes_of(plan: ModelPlan) -> tuple[int, int]:
     Raises
     ------
     UnsupportedError
-        If the config does not state them.
+        If the config does not state them, or layers differ in them.
     """
     if plan.heads is None or plan.head_dim is None:
         raise UnsupportedError(
-            f"{plan.name}: its config does not state KV heads and head_dim; bytes cannot be foretold."
+            f"{plan.name}: its config does not state one number of KV heads and one head_dim of all layers; bytes "
+            f"cannot be foretold."
         )
     return plan.heads, plan.head_dim
 

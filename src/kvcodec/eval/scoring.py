@@ -188,8 +188,10 @@ class Reader:
         from kvcodec.integrations.plan import plan_for
 
         plan = plan_for(self.model, "decoded")
-        seen = sum(min(tokens, (layer.window or tokens + 1) - 1) for layer in plan.kv_layers)
-        elements = 2 * seen * (plan.heads or 0) * (plan.head_dim or 0)
+        elements = 2 * sum(
+            min(tokens, (layer.window or tokens + 1) - 1) * (layer.heads or 0) * (layer.head_dim or 0)
+            for layer in plan.kv_layers
+        )
         return 2 * elements, elements
 
 

@@ -1,15 +1,18 @@
 """What each layer of a transformers model needs from its cache, or why it is refused.
 
 Reads only the model's config, as ``DynamicCache(config=...)`` does: full, sliding and chunked attention layers hold
-packed K and V; linear-attention, convolution and MLP layers keep the state that transformers gives them; layers whose
-K and V are borrowed from an earlier one hold nothing. Everything else is refused, by layer and with the reason.
+packed K and V; linear-attention and convolution layers keep the state that transformers gives them; MLP layers, and
+layers whose K and V are borrowed from an earlier one, hold nothing. Everything else is refused, by layer and with the
+reason.
 """
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcodec.errors import ShapeError, UnsupportedError
@@ -20,12 +23,17 @@ ATTENTION_NAME = "kvcodec"
 """Name under which the attention function is registered with transformers."""
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
-_STATE_ONLY = ("linear_attention", "conv", "moe", "mlp")
+_STATE_ONLY = ("linear_attention", "conv")
+# a layer without attention, or one that borrows K and V: "dummy" stands for both from transformers 5.23 on
+_EMPTY = ("moe", "mlp", "dummy")
 _REASONS = {
     "hybrid": "it holds attention and recurrent state in one layer",
     "hybrid_sliding": "it holds attention and recurrent state in one layer",
-    "deepseek_sparse_attention": "it caches indexer keys beside K and V",
-    "qwen_sparse_attention": "it caches indexer keys beside K and V",
+    "indexed_attention": "it caches indexer keys beside K and V",
+    "deepseek_sparse_attention": "it caches indexer keys beside K and V",  # transformers 5.17
+    "qwen_sparse_attention": "it caches indexer keys beside K and V",  # transformers 5.17
+    "minimax_m3_sparse": "it caches indexer keys beside K and V",
+    "reference_sliding_attention": "its window slides over generated tokens alone and the prompt stays visible",
     "heavily_compressed_attention": "the model compresses its own cache",
     "compressed_sparse_attention": "the model compresses its own cache",
 }
@@ -45,29 +53,48 @@ class LayerPlan:
     window : int or None
         Tokens a query sees in a sliding or chunked layer, itself included; None for full attention.
     holds_kv : bool
-        False for linear-attention, convolution and MLP layers.
+        False for layers that keep another state, or nothing.
+    heads, head_dim : int or None
+        KV heads and channels, as the config states them for this layer.
+    options : dict
+        What transformers' own layer of this type is made with.
     """
 
     index: int
     type: str
     window: int | None = None
     holds_kv: bool = True
+    heads: int | None = None
+    head_dim: int | None = None
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether the layer keeps a state that is not packed."""
+        return self.type in _STATE_ONLY
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The layers of a model, and the sizes that its config states (None where it does not)."""
+    """The layers of a model."""
 
     name: str
     layers: tuple[LayerPlan, ...]
-    heads: int | None
-    head_dim: int | None
-    state_options: dict[str, Any]
 
     @property
     def kv_layers(self) -> tuple[LayerPlan, ...]:
         """The layers that hold K and V."""
         return tuple(layer for layer in self.layers if layer.holds_kv)
+
+    @property
+    def heads(self) -> int | None:
+        """KV heads; None where the config does not state them, or layers differ (Gemma 4)."""
+        return _common(layer.heads for layer in self.kv_layers)
+
+    @property
+    def head_dim(self) -> int | None:
+        """Channels of a head; None where the config does not state them, or layers differ (Gemma 4)."""
+        return _common(layer.head_dim for layer in self.kv_layers)
 
 
 def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
@@ -98,13 +125,35 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
     text = config.get_text_config(decoder=True)
     _check_model(name, model, config, text)
     _check_attention(name, model, config, text, attention)
-    types, options = get_layer_types_and_kwargs(text)
-    layers = tuple(_layer(name, i, kind, options.get("sliding_window")) for i, kind in enumerate(types))
+    layers = tuple(_layer(name, i, *found, text) for i, found in enumerate(_types_and_options(name, text)))
     if not any(layer.holds_kv for layer in layers):
-        raise UnsupportedError(f"{name}: no layer caches keys and values (all are {types[0]}); nothing to compress.")
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    states = {k: v for k, v in options.items() if k == "number_of_states"}
-    return ModelPlan(name, layers, heads, _head_dim(text), states)
+        kinds = ", ".join(sorted({layer.type for layer in layers}))
+        raise UnsupportedError(f"{name}: no layer caches keys and values (all are {kinds}); nothing to compress.")
+    return ModelPlan(name, layers)
+
+
+def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Each layer's type and what transformers makes its cache layer with.
+
+    transformers 5.17 and 5.18 give one dict for all layers, later ones a list with one for each.
+    """
+    found = get_layer_types_and_kwargs(text)
+    types, options = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    if isinstance(types, list | tuple):
+        each = [options] * len(types) if isinstance(options, dict) else options
+        if (
+            isinstance(each, list | tuple)
+            and len(each) == len(types)
+            and all(isinstance(kind, str) for kind in types)
+            and all(isinstance(own, dict) for own in each)
+            and all("sliding_window" in own for kind, own in zip(types, each, strict=True) if kind in _WINDOWED)
+        ):
+            return list(zip(types, each, strict=True))
+    raise UnsupportedError(
+        f"{name}: transformers {transformers_version} describes the layers as {found!r:.200}; this version of "
+        f"kvcodec reads a list of layer types with one dict of options, or one for each layer, and sliding_window in "
+        f"those of sliding and chunked layers. Install a transformers that it knows (5.17 to 5.23), or a newer kvcodec."
+    )
 
 
 def _check_model(name: str, model: Any, config: Any, text: Any) -> None:
@@ -116,7 +165,7 @@ def _check_model(name: str, model: Any, config: Any, text: Any) -> None:
     own_cache = text.model_type in _OWN_CACHE
     if model is not None:
         own_cache |= "past_key_values" not in inspect.signature(model.forward).parameters
-    if encoder or own_cache or getattr(text, "num_attention_heads", None) is None or not hasattr(text, "vocab_size"):
+    if encoder or own_cache or not _states(text, "num_attention_heads") or not hasattr(text, "vocab_size"):
         raise UnsupportedError(
             f"{name}: a model without an attention cache (no past_key_values of keys and values); "
             f"kvcodec takes decoder-only models with attention."
@@ -152,24 +201,41 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
             )
 
 
-def _layer(name: str, index: int, kind: str, window: int | None) -> LayerPlan:
-    if kind == "full_attention":
-        return LayerPlan(index, kind)
-    if kind in _WINDOWED:
-        return LayerPlan(index, kind, window)
+def _states(text: Any, option: str) -> bool:
+    """Whether a config states an option, for all layers or for each (which is not read from the config itself)."""
+    return option in (text.per_layer_attributes or ()) or getattr(text, option, None) is not None
+
+
+def _layer(name: str, index: int, kind: str, options: dict[str, Any], text: Any) -> LayerPlan:
     if kind in _STATE_ONLY:
+        # of the options that transformers 5.17 and 5.18 give for all layers together only this one concerns them
+        states = {key: value for key, value in options.items() if key == "number_of_states"}
+        return LayerPlan(index, kind, holds_kv=False, options=states)
+    if kind in _EMPTY:
         return LayerPlan(index, kind, holds_kv=False)
-    reason = _REASONS.get(kind, "this layer type is unknown to kvcodec")
-    raise UnsupportedError(
-        f"{name}: layer {index} is {kind!r}: {reason}; it is not packed. Use transformers' DynamicCache for this model."
-    )
+    if kind != "full_attention" and kind not in _WINDOWED:
+        reason = _REASONS.get(kind, "this layer type is unknown to kvcodec")
+        raise UnsupportedError(
+            f"{name}: layer {index} is {kind!r}: {reason}; it is not packed. Use transformers' DynamicCache for this "
+            f"model."
+        )
+    window = options["sliding_window"] if kind in _WINDOWED else None
+    own = text.per_layer_config[index] if text.per_layer_attributes else text
+    heads = getattr(own, "num_key_value_heads", None) or getattr(own, "num_attention_heads", None)
+    return LayerPlan(index, kind, window, heads=heads, head_dim=_head_dim(own))
 
 
-def _head_dim(text: Any) -> int | None:
-    head_dim = getattr(text, "head_dim", None)
-    if head_dim is None and getattr(text, "hidden_size", None):
-        head_dim = text.hidden_size // text.num_attention_heads
+def _head_dim(own: Any) -> int | None:
+    head_dim = getattr(own, "head_dim", None)
+    if head_dim is None and getattr(own, "hidden_size", None):
+        head_dim = own.hidden_size // own.num_attention_heads
     return head_dim
+
+
+def _common(sizes: Iterable[int | None]) -> int | None:
+    """Return the size of all layers, or None if they differ."""
+    different = set(sizes)
+    return different.pop() if len(different) == 1 else None
 
 
 def check_fits(plan: ModelPlan, layers: list[Any]) -> str:
@@ -181,7 +247,8 @@ def check_fits(plan: ModelPlan, layers: list[Any]) -> str:
         if held.store is None:
             continue
         site = held.roles["key"].site
-        for word, came, want in (("KV heads", site.num_heads, plan.heads), ("head_dim", site.head_dim, plan.head_dim)):
+        sizes = ("KV heads", site.num_heads, layer.heads), ("head_dim", site.head_dim, layer.head_dim)
+        for word, came, want in sizes:
             if want is not None and came != want:
                 return f"layer {layer.index} of the file has {came} {word}, {plan.name} has {want}"
     return ""
@@ -194,10 +261,10 @@ def check_layouts(plan: ModelPlan, schemes: list[Any], page_tokens: int | None =
     ------
     ShapeError
     """
-    if plan.head_dim is None:
-        return
     for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+        if layer.head_dim is None:
+            continue
         try:
-            scheme.page_layout(plan.head_dim, page_tokens)
+            scheme.page_layout(layer.head_dim, page_tokens)
         except ShapeError as error:
             raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error

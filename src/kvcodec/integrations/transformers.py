@@ -24,7 +24,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from kvcodec.cache import LayerCache
 from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.integrations.layers import PackedLayer, Prefill, WindowedLayer
-from kvcodec.integrations.plan import Attention, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.integrations.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
 from kvcodec.params import FittedParams, LayerParams, check_given, check_queries, load_params
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
@@ -81,8 +81,8 @@ class KVCache(Cache):  # type: ignore[misc]
             attention calls that ran, the kernels that serve it);
             ``total_bytes``: all bytes held for the sequences; ``constant_bytes``: constants of the sites, beside them;
             ``effective_bits``: total_bytes x 8 / elements held; ``key_bits, value_bits``: of the codecs, from the
-            layout (None while head_dim is unknown); ``ratio_to_16bit``: bytes of the same tokens in 16 bit /
-            total_bytes;
+            layout (None while head_dim is unknown, or where layers differ in it);
+            ``ratio_to_16bit``: bytes of the same tokens in 16 bit / total_bytes;
             ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
             a layer or made its pages grow (the copies that encoding a prefill needs are not in it);
             ``prefill, attention``: as chosen; ``paths``: calls by path that really ran; ``keys``: the outlier probe.
@@ -119,7 +119,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "keys": probe_report(self.probe) if self.probe else {},
             "layers": layers,
             "unpacked_layers": [
-                {"layer": i, "note": f"{planned.type}: state held as transformers does"}
+                {"layer": i, "note": f"{planned.type}: {_unpacked_note(planned)}"}
                 for i, planned in enumerate(self.plan.layers)
                 if not planned.holds_kv
             ],
@@ -136,8 +136,10 @@ class KVCache(Cache):  # type: ignore[misc]
         )
 
     def _head_dim(self) -> int | None:
-        held = [cache.roles["key"].site.head_dim for cache in self.layer_caches if cache.roles]
-        return held[0] if held else self.plan.head_dim
+        held = {cache.roles["key"].site.head_dim for cache in self.layer_caches if cache.roles}
+        if len(held) > 1:
+            return None
+        return held.pop() if held else self.plan.head_dim
 
     def save(self, path: str | Path) -> None:
         """Write the packed cache to one safetensors file; ``load_cache`` reads it.
@@ -149,8 +151,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         from kvcodec.persist import save_layers
 
-        if any(not layer.holds_kv for layer in self.plan.layers):
-            kinds = sorted({layer.type for layer in self.plan.layers if not layer.holds_kv})
+        if kinds := sorted({layer.type for layer in self.plan.layers if layer.holds_state}):
             raise UnsupportedError(
                 f"{self.plan.name}: {', '.join(kinds)} layers hold a state that is not packed; save is not offered."
             )
@@ -162,7 +163,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "scheme": self.scheme.to_json(),
             "spec": str(self.scheme),
             "options": self.options,
-            "layers": [{"type": layer.type, "window": layer.window} for layer in self.plan.layers],
+            "layers": _described(self.plan),
             "seen": [int(layer.get_seq_length()) for layer in self.packed_layers],
         }
         save_layers(path, self.layer_caches, meta)
@@ -250,7 +251,7 @@ attention='decoded')
     layers: list[Any] = []
     for planned in plan.layers:
         if not planned.holds_kv:
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**plan.state_options))
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
             continue
         _, layer_scheme = next(packed)
         if planned.window is not None:
@@ -306,7 +307,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     except (KeyError, TypeError, ValueError, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
     reason = check_fits(cache.plan, held)
-    if not reason and saved != [{"type": layer.type, "window": layer.window} for layer in cache.plan.layers]:
+    if not reason and saved != _described(cache.plan):
         reason = f"its layer types differ from those of {cache.plan.name}"
     if not reason and len(seen) != len(held):
         reason = f"it states {len(seen)} lengths for {len(held)} layers"
@@ -318,6 +319,17 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         if isinstance(layer, WindowedLayer):
             layer.cumulative_length = count
     return cache
+
+
+def _described(plan: ModelPlan) -> list[dict[str, Any]]:
+    """Return what a file says of the packed layers; which others there are depends on transformers' version."""
+    return [{"type": layer.type, "window": layer.window} for layer in plan.kv_layers]
+
+
+def _unpacked_note(planned: LayerPlan) -> str:
+    if planned.holds_state:
+        return "state held as transformers does"
+    return "nothing to hold, the layer has no attention or borrows K and V of an earlier one"
 
 
 def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -348,9 +360,11 @@ def _builder(
     from kvcodec.fused import FusedLayerCache, fused_refusal
 
     device = getattr(model_or_config, "device", None)
-    if plan.head_dim is not None and device is not None:
+    if device is not None:
         for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-            if reason := fused_refusal(scheme, plan.head_dim, device, max_len or 0, page_tokens):
+            if layer.head_dim is None:
+                continue
+            if reason := fused_refusal(scheme, layer.head_dim, device, max_len or 0, page_tokens):
                 raise UnsupportedError(
                     f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
                 )
