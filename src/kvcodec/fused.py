@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvcodec import staged
+from kvcodec.attention import Seen
 from kvcodec.cache import LayerCache, RoleState
-from kvcodec.codec import ROLES, Role, check_tensor
+from kvcodec.codec import ROLES, Role, check_tensors
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
@@ -61,6 +62,8 @@ class FusedLayerCache(LayerCache):
     held: Tensor | None = None
     """Static caches with a sink or window: tokens held dense, int32 ``[B]`` on the device."""
     engine: Engine | None = None
+    unchecked = False
+    """Whether a single token has come since the device's flag was last found to be 0."""
 
     @property
     def unit(self) -> int:
@@ -92,7 +95,7 @@ class FusedLayerCache(LayerCache):
             self.start = 0
             self.emptied = True
             return
-        self.emptied = False
+        self.emptied = self.unchecked = False
         self.seq_lens = self.held = self.engine = None
         self._host_length = 0
         super().reset()
@@ -158,8 +161,10 @@ class FusedLayerCache(LayerCache):
         """
         n = keys.shape[2]
         if n != 1:
-            check_tensor("keys", keys)
-            check_tensor("values", values)
+            old = (self.bad,) if self.unchecked and not self.reserve else ()
+            self._refuse(*check_tensors(keys, values, *old))  # by one look at the device
+        else:
+            self.unchecked = True
         if self.emptied:  # other sequences than before the reset get pages of their own
             self.emptied = False
             b, h, _, d = self.roles["key"].dense("sink").shape
@@ -274,6 +279,8 @@ class FusedLayerCache(LayerCache):
         q : Tensor ``[B, HQ, n, D]``
         scale, sinks
             As ``kvcodec.attention.attend``.
+        mask, causal
+            As ``kvcodec.attention.attend``; of several query tokens alone.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
         softcap : float
@@ -282,17 +289,15 @@ class FusedLayerCache(LayerCache):
         Raises
         ------
         UnsupportedError
-            For a mask (pass ``start`` for left padding); for several query tokens with ``start`` or without ``causal``,
-            or where ``staged.refusal`` says why not.
+            For a mask of one query token (pass ``start`` for left padding); for several where ``staged.refusal`` says
+            why not.
         """
         many = q.shape[2] != 1
-        why = "a mask" if mask is not None else "start" if many and start is not None else ""
-        why = why or (staged.refusal(self, softcap) or ("" if causal else "not causal") if many else "")
-        if why:
+        why = staged.refusal(self) if many else "a mask" if mask is not None else ""
+        if why and self.store is not None:
             raise UnsupportedError(
-                f"fused attention takes no mask, and of several query tokens the newest ones, causal, where kernels "
-                f"unpack the pages; got q {tuple(q.shape)}: {why}. Pass start= for left padding of one query token, "
-                f"or use kvcodec.attention.attend."
+                f"fused attention takes several query tokens where kernels unpack the pages, and no mask of a single "
+                f"one; got q {tuple(q.shape)}: {why}. Pass start= for left padding, or use kvcodec.attention.attend."
             )
         if self.store is None or self.emptied or (not self.reserve and self._host_length == 0):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
@@ -304,10 +309,13 @@ class FusedLayerCache(LayerCache):
             )
         assert self.seq_lens is not None
         assert self.engine is not None
+        if many:
+            self.synchronize()
+            first_seen = () if start is None or mask is not None else tuple(start.tolist())
+            seen = Seen(causal, start=first_seen, softcap=softcap, mask=mask)
+            return staged.attend(self, q, scale=scale, sinks=sinks, seen=seen)
         if not self.engine.ready:
             self.engine.prepare(self.roles)
-        if many:
-            return staged.attend(self, q, scale=scale, sinks=sinks)
         dense: dict[str, Tensor | None] = {}
         first = self.first
         if self.holds_dense:
@@ -364,7 +372,10 @@ class FusedLayerCache(LayerCache):
         ShapeError
             A captured or compiled step went on when the static cache was full; its tokens were dropped.
         """
-        flag = int(self.bad.item()) if self.seq_lens is not None else 0
+        self._refuse(int(self.bad.item()) if self.seq_lens is not None else 0)
+
+    def _refuse(self, flag: float = 0) -> None:
+        self.unchecked = flag != 0
         if flag == 2:
             assert self.store is not None
             raise ShapeError(
@@ -386,8 +397,9 @@ class FusedLayerCache(LayerCache):
     def _pull(self) -> None:
         """Set the host's runs from the device's lengths (a static cache's host state is stale)."""
         if self.reserve and self.seq_lens is not None:
-            first, last = int(self.first[0]), int(self.seq_lens[0])
-            count = 0 if self.held is None else int(self.held[0])
+            numbers = [self.first[:1], self.seq_lens[:1], *(() if self.held is None else (self.held[:1],))]
+            first, last, *held = torch.cat(numbers).tolist()  # one look at the device
+            count = held[0] if held else 0
             for role, state in self.roles.items():
                 state.runs = [(first, last)] if last > first else []
                 if self.held is not None:
@@ -437,7 +449,8 @@ class FusedLayerCache(LayerCache):
     def synchronize(self) -> None:
         """Bring the host's runs, sink and window up to date; raises what ``check`` raises (host syncs)."""
         self._pull()
-        self.check()  # a full static cache has no slots for its last tokens
+        if self.reserve or self.unchecked:
+            self.check()  # a full static cache has no slots for its last tokens
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""

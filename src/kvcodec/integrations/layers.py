@@ -62,7 +62,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_compileable = attention == "fused" and cache.reserve > 0
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
-        self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0, "staged": 0}
+        self.calls = dict.fromkeys(("exact", "decoded", "streamed", "fused", "staged", "scored"), 0)
         self.compiled = False
         self.counted = 0
         self.filled = False
@@ -184,11 +184,15 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             ]
             scores = 4 * batch * heads * n * chunk * 4
             need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
-        elif path == "staged":
-            need = staged.workspace_bytes(self.cache, query)  # type: ignore[arg-type]
+        elif path != "fused":
+            need = staged.workspace_bytes(self.cache, query, path == "staged")  # type: ignore[arg-type]
         else:
             need = self.cache.workspace_bytes(query)  # type: ignore[attr-defined]
         self.workspace_bytes = max(self.workspace_bytes, need)
+
+    def reach(self, held: int) -> tuple[int, int, int]:
+        """How far back a query sees when so many tokens are held: ``window, chunk, place`` of ``Seen``."""
+        return 0, 0, 0
 
     # -- what transformers asks ------------------------------------------------------------------------------------
 
@@ -312,6 +316,12 @@ class WindowedLayer(PackedLayer):
         """As ``PackedLayer.attended``; then forget what no later query sees."""
         super().attended(path, query)
         self._restrict()
+
+    def reach(self, held: int) -> tuple[int, int, int]:
+        """As ``PackedLayer.reach``."""
+        if self.kind == "chunked_attention":
+            return 0, self.window, self.cumulative_length - held
+        return self.window, 0, 0
 
     def _restrict(self) -> None:
         if not self.record_past:

@@ -144,12 +144,6 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
             f"{name}: the last {text.num_kv_shared_layers} layers borrow K and V from earlier ones, which "
             f"attention={attention!r} does not hand on; use attention='decoded'."
         )
-    for option in ("attn_logit_softcapping", "attn_logit_softcap"):
-        if getattr(text, option, None) is not None:
-            raise UnsupportedError(
-                f"{name}: {option}={getattr(text, option)} is not computed by attention={attention!r}; "
-                f"use attention='decoded'."
-            )
 
 
 def _layer(name: str, index: int, kind: str, window: int | None) -> LayerPlan:

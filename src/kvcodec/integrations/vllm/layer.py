@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.attention import attend
+from kvcodec.attention import Seen, attend
 from kvcodec.cache import LayerCache
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
-from kvcodec.cuda.prefill import Flash, workspace_bytes
+from kvcodec.cuda.flash import Flash
+from kvcodec.cuda.prefill import workspace_bytes
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
@@ -295,10 +296,10 @@ class PackedLayer:
         )
         return out[:, :, 0]
 
-    def prefill_bytes(self, tokens: int, length: int, query_heads: int) -> int:
+    def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Bound of what ``prefill`` takes for a chunk of so many tokens of a request of ``length``."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        return workspace_bytes(q, self.heads, length, 0)
+        return workspace_bytes(q, self.heads, length, 0, not rules.softcap)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Most bytes that ``decode`` needs for up to so many requests with tables of so many columns."""
@@ -315,18 +316,14 @@ class PackedLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, from unpacked pages with flash attention where the kernels can.
-
-        Soft caps, and keys with a sketch, take the reference: flash attention has no cap, and the sketch has a basis of
-        its own.
-        """
+        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
         from kvcodec.cuda.prefill import attend_chunk
 
         try:
             engine: Any = self.engine(cache.shape[2], "cuda")
         except UnsupportedError:  # Triton alone serves this machine
             engine = None
-        if rules.softcap or engine is None or engine.many_refusal():
+        if engine is None or engine.many_refusal():
             return self.attend(q, cache, row, length, rules)
         out = attend_chunk(
             q.transpose(0, 1)[None],
@@ -337,7 +334,7 @@ class PackedLayer:
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,
-            window=rules.window,
+            seen=Seen(window=rules.window, softcap=rules.softcap),
             sinks=rules.sinks,
             flash=self.flash,
         )
