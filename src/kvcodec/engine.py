@@ -124,6 +124,8 @@ class Engine:
 
     name = ""
     """``triton`` or ``cuda``."""
+    softcap = math.inf
+    """Largest soft cap of scores that the kernels apply."""
     ready = False
     """Whether the constants of both roles are where the kernels find them."""
 
@@ -194,6 +196,7 @@ class TritonEngine(Engine):
     """
 
     name = "triton"
+    softcap = 0.0
 
     def __init__(self, stem: str, key_order: int, value_order: int) -> None:
         self.stem, self.key_order, self.value_order = stem, key_order, value_order

@@ -303,7 +303,7 @@ def test_what_is_not_served_says_why(machine: dict[str, Any]) -> None:
     padded_rows = mask_of(Seen(start=(7,)), 8, 40)
     found = fused.attend(q, start=torch.tensor([7], dtype=torch.int32))
     torch.testing.assert_close(found, reference.attend(q, mask=padded_rows), rtol=0, atol=4e-3)
-    with pytest.raises(UnsupportedError, match="no mask of a single one"):
+    with pytest.raises(UnsupportedError, match="no mask of a single query token"):
         fused.attend(q[:, :, :1], mask=mask[:, :, :1])
     for seen in (Seen(start=(1, 2)), Seen(window=3, causal=False)):
         with pytest.raises(ShapeError, match="one start for each of 1 sequences"):

@@ -63,6 +63,7 @@ class ModelPlan:
     heads: int | None
     head_dim: int | None
     state_options: dict[str, Any]
+    softcap: float = 0.0
 
     @property
     def kv_layers(self) -> tuple[LayerPlan, ...]:
@@ -104,7 +105,8 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
         raise UnsupportedError(f"{name}: no layer caches keys and values (all are {types[0]}); nothing to compress.")
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     states = {k: v for k, v in options.items() if k == "number_of_states"}
-    return ModelPlan(name, layers, heads, _head_dim(text), states)
+    softcap = float(getattr(text, "attn_logit_softcapping", None) or 0.0)
+    return ModelPlan(name, layers, heads, _head_dim(text), states, softcap)
 
 
 def _check_model(name: str, model: Any, config: Any, text: Any) -> None:

@@ -350,7 +350,7 @@ def _builder(
     device = getattr(model_or_config, "device", None)
     if plan.head_dim is not None and device is not None:
         for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-            if reason := fused_refusal(scheme, plan.head_dim, device, max_len or 0, page_tokens):
+            if reason := fused_refusal(scheme, plan.head_dim, device, max_len or 0, page_tokens, plan.softcap):
                 raise UnsupportedError(
                     f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
                 )

@@ -17,6 +17,7 @@ the prefix cache decides what a token reads.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,13 @@ class Rules(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+
+
+@lru_cache(maxsize=64)
+def _on_device(number: int, device: torch.device) -> Tensor:
+    """The number as int32 ``[1]``: the layers of a model ask for the same ones."""
+    with torch.inference_mode(mode=False):
+        return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
 class PackedLayer:
@@ -99,6 +107,7 @@ class PackedLayer:
         none = torch.empty(1, heads, 0, head_dim, dtype=dtype, device=device)
         self.cache.append(none, none)
         self.engines: dict[tuple[int, str], Engine] = {}
+        self.layouts: dict[int, PageLayout] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -113,8 +122,10 @@ class PackedLayer:
         return page.page_bytes // page.page_tokens
 
     def layout(self, page_tokens: int) -> PageLayout:
-        """Byte map of a page."""
-        return self.scheme.page_layout(self.head_dim, page_tokens)
+        """Byte map of a page; the same object every time, because it counts its bytes once."""
+        if page_tokens not in self.layouts:
+            self.layouts[page_tokens] = self.scheme.page_layout(self.head_dim, page_tokens)
+        return self.layouts[page_tokens]
 
     def pages(self, cache: Tensor) -> tuple[PageLayout, Tensor]:
         """View the engine's blocks uint8 ``[num_blocks, H, N, C]`` as pages ``[num_blocks, H, N * C]``.
@@ -221,9 +232,7 @@ class PackedLayer:
 
     def _store(self, cache: Tensor, table: Tensor) -> PageStore:
         layout, pages = self.pages(cache)
-        store = PageStore(layout, 0, self.heads, pages.device)
-        store.pages, store.table = pages, table
-        return store
+        return PageStore.over(layout, pages, table)
 
     def encode(self, keys: Tensor, values: Tensor, cache: Tensor, page: Tensor, place: Tensor) -> None:
         """Encode tokens into their slots with kernels; nothing synchronises.
@@ -252,7 +261,7 @@ class PackedLayer:
         length : int
             Tokens of the request, these n included.
         """
-        first = torch.full((1,), length - keys.shape[0], dtype=torch.int32, device=cache.device)
+        first = _on_device(length - keys.shape[0], cache.device)
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
         self.engine(cache.shape[2]).encode(new, self.cache.roles, self._store(cache, row[None]), first, self.bad)
 
