@@ -1,5 +1,6 @@
 """Attention of many query tokens: unpacked pages, and a fused cache against the reference; kernels on the emulator."""
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ from kvcodec.engine import CudaEngine
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.fused import FusedLayerCache
 from kvcodec.integrations import attention as attention_module
-from kvcodec.integrations.attention import _read_mask
+from kvcodec.integrations.attention import _read_mask, kvcodec_attention
+from kvcodec.integrations.layers import PackedLayer
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_model
@@ -483,6 +485,29 @@ def test_a_mask_is_taken_for_what_it_says(dtype: torch.dtype) -> None:
     assert _read_mask(biased, 0, 0, 0) == Seen()
     biased[0, 0, 0, 2] = -0.5
     assert _read_mask(biased, 0, 0, 0) is None
+
+
+def test_a_compiled_call_takes_several_tokens(machine: dict[str, Any]) -> None:
+    """As ``generate(prefill_chunk_size=...)`` does with a static cache: graphs leave out what the host decides."""
+    module, (k, v) = torch.nn.Module(), rows(1, 2, 80, 64, dtype=torch.float32)
+    q = torch.randn(1, 4, 80, 64, generator=torch.Generator().manual_seed(3))
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    outs, torch_dynamo = [], importlib.import_module("torch._dynamo")
+    for compiled in (False, True):
+        layer = PackedLayer(FusedLayerCache(scheme("int-8"), capacity=96), 0, "fused", "exact")
+
+        def call(first: int, last: int, layer: PackedLayer = layer) -> Tensor:
+            part = slice(first, last)
+            keys, values = layer.update(k[:, :, part], v[:, :, part])
+            return kvcodec_attention(module, q[:, :, part], keys, values, None)[0]
+
+        torch_dynamo.reset()
+        run = torch.compile(call, backend="eager") if compiled else call
+        with torch.no_grad():
+            outs.append(torch.cat([run(*part) for part in ((0, 32), (32, 64), (64, 80))], 1))
+        assert layer.calls["staged"] == 2
+        assert layer.calls["streamed"] == 0
+    torch.testing.assert_close(*outs)
 
 
 def test_layers_share_what_was_read_of_a_mask(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

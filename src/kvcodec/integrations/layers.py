@@ -100,14 +100,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             NaN, Inf or |x| > 65504 in the new tokens, with the position.
         """
         first = not self.filled
-        if self.is_compileable and not torch.compiler.is_compiling():
-            self._count(key_states.shape[2], first)
-        self._append(key_states.detach(), value_states.detach())
-        self._arrived(key_states, first)
+        if first or key_states.shape[2] > 1:
+            self._take_several(key_states, value_states, first)
+        else:
+            self._take(key_states, value_states, first)
         if first and self.prefill == "exact":
             self.calls["exact"] += 1
             return key_states, value_states
         return self._stored(key_states.shape[2])
+
+    def _take(self, keys: Tensor, values: Tensor, first: bool) -> None:
+        if self.is_compileable and not torch.compiler.is_compiling():
+            self._count(keys.shape[2], first)
+        self._append(keys.detach(), values.detach())
+        self._arrived(keys, first)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are allocated, lengths looked at on the host
+    def _take_several(self, keys: Tensor, values: Tensor, first: bool) -> None:
+        self._take(keys, values, first)
 
     def _count(self, fresh: int, first: bool) -> None:
         """Refuse tokens beyond a static cache's pages; counted on the host, so a captured or compiled step is not."""
@@ -227,7 +237,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers)."""
-        held = len(self.cache)
+        held, tokens_to_remove = len(self.cache), int(tokens_to_remove)  # assisted decoding counts on the device
         keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
         if keep < held:
             self.cache.crop(keep)
@@ -357,7 +367,7 @@ class WindowedLayer(PackedLayer):
         RuntimeError
             If the tokens that would become visible again have been evicted.
         """
-        seen = self.cumulative_length
+        seen, tokens_to_remove = self.cumulative_length, int(tokens_to_remove)
         keep = min(tokens_to_remove, seen) if tokens_to_remove > 0 else max(seen + tokens_to_remove, 0)
         remove = seen - keep
         if remove:

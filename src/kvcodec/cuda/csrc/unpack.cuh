@@ -90,13 +90,14 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
     KV_UNROLL
     for (int at = lane; at < 16 * D / 8; at += 32) {
       const int token = at / (D / 8), c = at % (D / 8) * 8;
-      if (first - a.first + token < a.count) *(Words4*)(out + token * a.out_token + c) = *(const Words4*)(rows + token * ROW + c);
+      if (first - a.first + token < a.count)
+        *(Words4*)(out + token * a.out_token + c) = *(const Words4*)(rows + token * ROW + c);
     }
   }
 
-  // Adds what the signs of a sketch stand for: s H sigma, whose product with q is that of sigma with H (s q). A lane has
-  // the signs, times their scale, of a quarter of a token's channels: those of part j.
-  KV_DEV static void add_sketch(uint16_t* row, const float (&x)[2 * K::K_REGS], const float* signs, int kind, int j) {
+  // Adds what the signs of a sketch stand for: s H sigma, whose product with q is that of sigma with H (s q). A lane
+  // has the signs, times their scale, of a quarter of a token's channels: those of part j.
+  KV_DEV static void add_sketch(uint16_t* row, const float (&x)[2 * K::K_REGS], const float* s, int kind, int j) {
     constexpr int N = D / 4;
     float y[N];
     KV_UNROLL
@@ -125,7 +126,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
     for (int i = 0; i < N; ++i) {
       const int c = j * N + i;
       const float stage = kind == 0 ? half_float(row[c]) : bf16_float(row[c]);
-      row[c] = round16(stage + signs[c] * y[i] * UNIT, kind);
+      row[c] = round16(stage + s[c] * y[i] * UNIT, kind);
     }
   }
 
