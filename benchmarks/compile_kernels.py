@@ -55,8 +55,7 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
     yield from encode.programs(encode.target_for(key, value, dim, page)).values()
-    if pair.key.queries == 1:
-        yield prefill.program(pair)
+    yield prefill.program(pair)
 
 
 def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> list[Program]:

@@ -78,6 +78,16 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 256,
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 64,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+        },
+    ),
     "phi3": ("Phi3", {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "gpt-oss": (
         "GptOss",

@@ -31,9 +31,9 @@ MAY_IMPORT = (
         "cuda": {*CONTRACT, "ops", "codecs", "attention", "cuda", "progress", "models"},  # models for the cache folder
         "pages": {*CONTRACT},
         "cache": {*CONTRACT, "pages"},
-        "engine": {*CONTRACT, "codecs", "pages", "cache", "cuda", "kernels"},
-        "fused": {*CONTRACT, "cache", "engine", "staged"},
-        "staged": {"errors"},
+        "engine": {*CONTRACT, "codecs", "pages", "cache", "attention", "cuda", "kernels"},
+        "fused": {*CONTRACT, "cache", "attention", "engine", "staged"},
+        "staged": {"errors", "attention"},
         "attention": {*CONTRACT, "pages", "cache"},
         "compressed": {*CONTRACT, "cache"},
         "sealed": {"errors"},

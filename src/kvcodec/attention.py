@@ -24,6 +24,69 @@ class Partial(NamedTuple):
     acc: Tensor  # [B, HQ, n, D]
 
 
+class Seen(NamedTuple):
+    """Which of the N tokens held are seen by the newest n, query i being token N - n + i.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether later tokens are hidden.
+    window : int
+        Tokens that a query sees, itself included; 0: all before it. Only with ``causal``.
+    chunk, place : int
+        A query sees the tokens of its own chunk of so many; ``place`` is that of the oldest token held. 0: no chunks.
+    start : tuple of int
+        By sequence, how many of the oldest tokens are hidden (left padding); empty: none.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    mask : Tensor, optional
+        Boolean (True = seen) or additive, broadcastable to ``[B, HQ, n, N]``: in the place of all but ``softcap``.
+    """
+
+    causal: bool = True
+    window: int = 0
+    chunk: int = 0
+    place: int = 0
+    start: tuple[int, ...] = ()
+    softcap: float = 0.0
+    mask: Tensor | None = None
+
+    @property
+    def flash(self) -> bool:
+        """Whether flash attention can do it: without soft cap, and no mask but these rules."""
+        return not self.softcap and self.mask is None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every query sees all tokens up to its own."""
+        return self.flash and self.causal and not (self.window or self.chunk or any(self.start))
+
+    def edges(self, n: int, total: int) -> list[int]:
+        """Queries with which a chunk begins, the first one, and n."""
+        if not self.chunk or self.mask is not None:
+            return [0, n]
+        begun = self.place + total - n
+        return [0, *range(self.chunk - begun % self.chunk, n, self.chunk), n]
+
+    def first(self, row: int, n: int, total: int) -> int:
+        """Oldest token that query ``row`` may see, padding aside."""
+        own = total - n + row
+        if self.mask is not None or not self.causal:
+            return 0
+        if self.chunk:
+            return max(0, (self.place + own) // self.chunk * self.chunk - self.place)
+        return max(0, own - self.window + 1) if self.window else 0
+
+    def of_rows(self, row: int, end: int) -> "Seen":
+        """The same for the queries ``[row, end)`` alone."""
+        mask = self.mask
+        return self if mask is None or mask.shape[-2] == 1 else self._replace(mask=mask[..., row:end, :])
+
+
+BEFORE_IT = Seen()
+"""All tokens up to the query's own."""
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Join two partials over disjoint tokens; exact up to rounding, in either order."""
     m = torch.maximum(a.m, b.m)

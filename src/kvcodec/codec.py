@@ -208,6 +208,19 @@ def check_tensor(name: str, x: Tensor) -> None:
     )
 
 
+def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
+    """``check_tensor`` of both, by one look at the device; returns the numbers of ``more``, tensors ``[1]``."""
+    both = (keys, values)
+    if all(isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and x.numel() for x in both):
+        tops = [torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1) for x in both]
+        key, value, *told = torch.cat([*tops, *more]).tolist()
+        if key <= FP16_MAX and value <= FP16_MAX:  # NaN fails the comparison
+            return told
+    check_tensor("keys", keys)
+    check_tensor("values", values)
+    return [x.item() for x in more]
+
+
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which sinks, windows and dense layers are held: 16-bit inputs as they are, float32 as fp16."""
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.attention import Seen
 from kvcodec.cache import RoleState
 from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.codecs.group_int import GroupInt
@@ -123,6 +124,8 @@ class Engine:
 
     name = ""
     """``triton`` or ``cuda``."""
+    softcap = math.inf
+    """Largest soft cap of scores that the kernels apply."""
     ready = False
     """Whether the constants of both roles are where the kernels find them."""
 
@@ -169,12 +172,16 @@ class Engine:
         *,
         scale: float,
         sinks: Tensor | None,
+        seen: Seen,
     ) -> Tensor:
-        """Causal attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
+        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
         raise UnsupportedError(f"attention of several query tokens: {self.many_refusal()}.")
 
-    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int) -> int:
-        """Upper bound of what ``attend_many`` needs beside the cache of so many packed and dense tokens."""
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
+        """Upper bound of what ``attend_many`` needs beside the cache of so many packed and dense tokens.
+
+        ``flash``: as ``Seen.flash``.
+        """
         raise NotImplementedError
 
 
@@ -189,6 +196,7 @@ class TritonEngine(Engine):
     """
 
     name = "triton"
+    softcap = 0.0
 
     def __init__(self, stem: str, key_order: int, value_order: int) -> None:
         self.stem, self.key_order, self.value_order = stem, key_order, value_order
@@ -361,10 +369,8 @@ class CudaEngine(Engine):
         return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
 
     def many_refusal(self) -> str:
-        """As ``Engine.many_refusal``."""
-        from kvcodec.cuda.attention import pair_of
-
-        return "keys with a sketch are not unpacked" if pair_of(self.pair).key.queries > 1 else ""
+        """As ``Engine.many_refusal``: there is no reason."""
+        return ""
 
     def attend_many(
         self,
@@ -374,6 +380,7 @@ class CudaEngine(Engine):
         *,
         scale: float,
         sinks: Tensor | None,
+        seen: Seen,
     ) -> Tensor:
         """As ``Engine.attend_many``: pages unpacked into 16-bit numbers, and flash attention over these."""
         from kvcodec.cuda.prefill import attend_newest
@@ -393,13 +400,14 @@ class CudaEngine(Engine):
             value=self.reading["value"],
             scale=scale,
             sinks=sinks,
+            seen=seen,
         )
 
-    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int) -> int:
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
         """As ``Engine.many_workspace_bytes``."""
         from kvcodec.cuda.prefill import workspace_bytes
 
-        return workspace_bytes(q, store.heads, packed, dense)
+        return workspace_bytes(q, store.heads, packed, dense, flash)
 
 
 def _kept(old: Any, fresh: Any) -> Any:

@@ -12,27 +12,34 @@ has a kernel to be read but none to be encoded, PyTorch encodes it into the same
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvcodec import staged
+from kvcodec.attention import Seen
 from kvcodec.cache import LayerCache, RoleState
-from kvcodec.codec import ROLES, Role, check_tensor
+from kvcodec.codec import ROLES, Role, check_tensors
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
 
+TWO_RUNS = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
+
 
 def fused_refusal(
-    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
-) -> str:
+    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None,
+    softcap: float = 0.0,
+) -> str:  # fmt: skip
     """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
 
-    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
+    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``, ``softcap`` as in its ``attend``.
     """
     found = choose(scheme, head_dim, device, page_tokens, static=capacity > 0)
-    return found if isinstance(found, str) else ""
+    if isinstance(found, str):
+        return found
+    return f"Triton's kernels serve it, which have no soft cap (got {softcap})" if softcap > found.softcap else ""
 
 
 class FusedLayerCache(LayerCache):
@@ -61,6 +68,8 @@ class FusedLayerCache(LayerCache):
     held: Tensor | None = None
     """Static caches with a sink or window: tokens held dense, int32 ``[B]`` on the device."""
     engine: Engine | None = None
+    unchecked = False
+    """Of a cache that grows: whether a single token has come since the device's flag was last found to be 0."""
 
     @property
     def unit(self) -> int:
@@ -92,7 +101,7 @@ class FusedLayerCache(LayerCache):
             self.start = 0
             self.emptied = True
             return
-        self.emptied = False
+        self.emptied = self.unchecked = False
         self.seq_lens = self.held = self.engine = None
         self._host_length = 0
         super().reset()
@@ -158,8 +167,10 @@ class FusedLayerCache(LayerCache):
         """
         n = keys.shape[2]
         if n != 1:
-            check_tensor("keys", keys)
-            check_tensor("values", values)
+            earlier = (self.bad,) if self.unchecked and self.seq_lens is not None else ()
+            self._refuse(*check_tensors(keys, values, *earlier))  # by one look at the device
+        elif not self.reserve:
+            self.unchecked = True
         if self.emptied:  # other sequences than before the reset get pages of their own
             self.emptied = False
             b, h, _, d = self.roles["key"].dense("sink").shape
@@ -183,7 +194,8 @@ class FusedLayerCache(LayerCache):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
         if not self.reserve:
             self._host_length += n
-            self.store.ensure(self._host_slots() + new["key"].shape[2], exact=n > 1)
+            runs = self.roles["key"].runs
+            self.store.ensure((runs[-1][1] if runs else 0) + new["key"].shape[2], exact=n > 1)
         n = new["key"].shape[2]
         if n == 0:
             return
@@ -272,8 +284,8 @@ class FusedLayerCache(LayerCache):
         Parameters
         ----------
         q : Tensor ``[B, HQ, n, D]``
-        scale, sinks
-            As ``kvcodec.attention.attend``.
+        scale, sinks, mask, causal
+            As ``kvcodec.attention.attend``; the last two of several query tokens alone.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
         softcap : float
@@ -282,18 +294,11 @@ class FusedLayerCache(LayerCache):
         Raises
         ------
         UnsupportedError
-            For a mask (pass ``start`` for left padding); for several query tokens with ``start`` or without ``causal``,
-            or where ``staged.refusal`` says why not.
+            For a mask of one query token; for several where ``staged.refusal`` says why not.
         """
         many = q.shape[2] != 1
-        why = "a mask" if mask is not None else "start" if many and start is not None else ""
-        why = why or (staged.refusal(self, softcap) or ("" if causal else "not causal") if many else "")
-        if why:
-            raise UnsupportedError(
-                f"fused attention takes no mask, and of several query tokens the newest ones, causal, where kernels "
-                f"unpack the pages; got q {tuple(q.shape)}: {why}. Pass start= for left padding of one query token, "
-                f"or use kvcodec.attention.attend."
-            )
+        if mask is not None and not many:
+            raise UnsupportedError("fused attention takes no mask of a single query token; pass start= for padding.")
         if self.store is None or self.emptied or (not self.reserve and self._host_length == 0):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         site = self.roles["key"].site
@@ -302,12 +307,14 @@ class FusedLayerCache(LayerCache):
                 f"attend: q {tuple(q.shape)} does not fit a cache of batch={self.batch}, "
                 f"kv_heads={site.num_heads}, head_dim={site.head_dim}; query heads must be a multiple of the KV heads."
             )
+        if many:
+            self.synchronize()
+            seen = Seen(causal, start=() if start is None else tuple(start.tolist()), softcap=softcap, mask=mask)
+            return staged.attend(self, q, scale=scale, sinks=sinks, seen=seen)
         assert self.seq_lens is not None
         assert self.engine is not None
         if not self.engine.ready:
             self.engine.prepare(self.roles)
-        if many:
-            return staged.attend(self, q, scale=scale, sinks=sinks)
         dense: dict[str, Tensor | None] = {}
         first = self.first
         if self.holds_dense:
@@ -364,7 +371,10 @@ class FusedLayerCache(LayerCache):
         ShapeError
             A captured or compiled step went on when the static cache was full; its tokens were dropped.
         """
-        flag = int(self.bad.item()) if self.seq_lens is not None else 0
+        self._refuse(int(self.bad.item()) if self.seq_lens is not None else 0)
+
+    def _refuse(self, flag: float = 0) -> None:
+        self.unchecked = flag != 0
         if flag == 2:
             assert self.store is not None
             raise ShapeError(
@@ -379,15 +389,12 @@ class FusedLayerCache(LayerCache):
 
     # -- host operations: bring the host state up to date first, and the device state afterwards ---------------------
 
-    def _host_slots(self) -> int:
-        runs = self.roles["key"].runs
-        return runs[-1][1] if runs else 0
-
     def _pull(self) -> None:
         """Set the host's runs from the device's lengths (a static cache's host state is stale)."""
         if self.reserve and self.seq_lens is not None:
-            first, last = int(self.first[0]), int(self.seq_lens[0])
-            count = 0 if self.held is None else int(self.held[0])
+            numbers = [self.first[:1], self.seq_lens[:1], *(() if self.held is None else (self.held[:1],))]
+            first, last, *held = torch.cat(numbers).tolist()  # one look at the device
+            count = held[0] if held else 0
             for role, state in self.roles.items():
                 state.runs = [(first, last)] if last > first else []
                 if self.held is not None:
@@ -412,21 +419,17 @@ class FusedLayerCache(LayerCache):
         """Set the device's lengths from the host's runs."""
         if self.seq_lens is None or self.store is None:
             return
-        runs = self.roles["key"].runs
-        if len(runs) > 1:
-            raise UnsupportedError(
-                "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
-            )
+        if len(runs := self.roles["key"].runs) > 1:
+            raise UnsupportedError(TWO_RUNS)
         first, last = runs[0] if runs else (0, 0)
-        if last <= self.store.capacity:  # what did not fit has been cropped away
+        if self.reserve and last <= self.store.capacity:  # what did not fit has been cropped away
             self.bad.masked_fill_(self.bad == 2, 0)
         if self.seq_lens.shape[0] == self.batch:  # in place: captured graphs hold the addresses
             self.seq_lens.fill_(last)
             self.first.fill_(first)
         else:
-            device = self.store.table.device
-            self.seq_lens = torch.full((self.batch,), last, dtype=torch.int32, device=device)
-            self.first = torch.full((self.batch,), first, dtype=torch.int32, device=device)
+            whole = partial(torch.full, (self.batch,), dtype=torch.int32, device=self.store.table.device)
+            self.seq_lens, self.first = whole(last), whole(first)
         self._push_dense()
 
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
@@ -437,7 +440,8 @@ class FusedLayerCache(LayerCache):
     def synchronize(self) -> None:
         """Bring the host's runs, sink and window up to date; raises what ``check`` raises (host syncs)."""
         self._pull()
-        self.check()  # a full static cache has no slots for its last tokens
+        if self.reserve or self.unchecked:
+            self.check()  # a full static cache has no slots for its last tokens
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""
@@ -450,9 +454,7 @@ class FusedLayerCache(LayerCache):
     def _remove(self, first: int, last: int) -> None:
         self._pull()
         if first and last < self.length:
-            raise UnsupportedError(
-                "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
-            )
+            raise UnsupportedError(TWO_RUNS)
         if self.reserve and first < last < self.length:
             raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
         self._check_block(first)

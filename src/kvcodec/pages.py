@@ -34,6 +34,19 @@ class PageStore:
         if capacity:
             self._grow(-(-capacity // layout.page_tokens))
 
+    @classmethod
+    def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
+        """Return a store of pages that somebody else owns."""
+        store = cls.__new__(cls)
+        store.layout, store.heads, store.pages, store.table, store.growth_bytes = (
+            layout,
+            pages.shape[1],
+            pages,
+            table,
+            0,
+        )
+        return store
+
     @property
     def capacity(self) -> int:
         """Slots per sequence that fit without growing."""
@@ -52,8 +65,8 @@ class PageStore:
         if first:
             self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
         self.pages = torch.cat([self.pages, fresh]) if first else fresh
-        ids = torch.arange(first, first + batch * columns, device=self.table.device)
-        self.table = torch.cat([self.table, ids.view(batch, columns).to(torch.int32)], 1)
+        ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=self.table.device)
+        self.table = torch.cat([self.table, ids.view(batch, columns)], 1)
 
     def write(self, role: str, first_slot: int, payload: Payload) -> None:
         """Write the blocks of ``payload`` (fields ``[B, H, M, *shape]``) from ``first_slot`` on."""

@@ -43,8 +43,7 @@ def launched(spec, shape, monkeypatch):
     kind = attention.KINDS[torch.bfloat16] if held else -1
     attention._plan(attention.text_of(pair), units, shape.tokens, (), False, kind, pair.heads(shape.group), CPU)
     loaded += encode.programs(encode.target_for(*codecs, shape.head_dim, page)).values()
-    if pair.key.queries == 1:
-        prefill._kernel(pair, CPU)
+    prefill._kernel(pair, CPU)
     for cached in (attention._plan, prefill._kernel):
         cached.cache_clear()  # of kernels that are none
     return loaded

@@ -37,7 +37,7 @@ def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emula
 
 def forget() -> None:
     """Programs loaded for another machine."""
-    for kept in (attention._plan, encode._launches, prefill._kernel):
+    for kept in (attention._plan, encode._launches, prefill._kernel, prefill._plan):
         kept.cache_clear()
 
 

@@ -292,7 +292,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
             worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
     result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "reference_encode": layer.note}
-    if rng.random() < 0.2 and tokens >= 2 and attention.pair_of(layer.pair).key.queries == 1:
+    if rng.random() < 0.2 and tokens >= 2:
         result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
     return result
 

@@ -14,19 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.cuda.flash import Flash, Scored, join, score, with_sinks
 from kvcodec.cuda.prefill import (
     STAGING_BYTES,
-    Flash,
-    Scored,
     attend_pages,
     into_codes,
-    join,
     out_of_codes,
     rows_at_once,
-    score,
     staged_bytes,
     unpack,
-    with_sinks,
 )
 from kvcodec.cuda.sides import SideTensors
 
@@ -76,7 +72,7 @@ def attend_groups(
             own_group = Scored(total.out[:, :, blind:], total.lse[:, :, blind:])
             seen = join(own_group, packed)
             total = Scored(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
-        out[:, :, row : row + last - at] = with_sinks(total, sinks).out
+        out[:, :, row : row + last - at] = with_sinks(total, sinks)
         row += last - at
     return out
 
@@ -88,7 +84,7 @@ def _distant(
     """Attention of queries in the slots ``at, at + 1, ...`` to the slots at least ``unit`` before them."""
     count = at + q.shape[2] - unit
     if flash is None or staged_bytes(pages, q, count) > STAGING_BYTES:
-        return attend_pages(q, pages, table, 0, count, scale=scale, at=unit - at, **constants)
+        return attend_pages(q, pages, table, 0, count, scale=scale, causal=True, **constants)
     found = flash(into_codes(q, constants["key"]), *unpack(pages, table, 0, count, **constants), scale)
     return Scored(out_of_codes(found.out, constants["value"]), found.lse)
 
@@ -103,7 +99,7 @@ def _near(
     turned = _padded(into_codes(q, constants["key"]), at - base, groups * unit)
     # places of a group from the last to the first: key c is seen by query c + 1 and the ones behind it
     queries, keys, values = (_units(x, unit).flip(2) for x in (turned, k, v))
-    found = score(queries[:, :, 1:], keys[:, :, :-1], values[:, :, :-1], scale, causal=True)
+    found = score(queries[:, :, 1:], keys[:, :, :-1], values[:, :, :-1], scale)
     out = torch.nn.functional.pad(found.out.flip(2), (0, 0, 0, 1))
     lse = torch.nn.functional.pad(found.lse.flip(2), (0, 1), value=-torch.inf)
     rows = slice(at - base, last - base)
@@ -122,7 +118,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) 
     padded = (_padded(x, at, tokens) for x, at in ((q, skip), (k, 0), (v, 0)))
     # what is padded stands behind all that a query sees
     queries, keys, values = (_units(x, unit) for x in padded)
-    found = score(queries, keys, values, scale, causal=True)
+    found = score(queries, keys, values, scale)
     rows = slice(skip, skip + q.shape[2])
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found)
     return Scored(out, lse)

@@ -14,21 +14,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvcodec.attention import Partial, attend, merge, partial
+from kvcodec import staged
+from kvcodec.attention import Partial, Seen, attend, merge, partial
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.fused import FusedLayerCache
 from kvcodec.integrations.plan import ATTENTION_NAME
-from kvcodec.staged import refusal
 
 if TYPE_CHECKING:
     from kvcodec.integrations.layers import PackedLayer
 
 START = "kvcodec_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
-CAUSAL = "kvcodec_causal"
-"""Attribute of a mask tensor: by the number of tokens held, whether it is the causal mask of the newest ones."""
+RULES = "kvcodec_rules"
+"""Attribute of a mask tensor: what ``_rules`` found it to say, by its arguments."""
 QUERY_CHUNK = 256
-"""Query rows scored at a time where SDPA cannot be used (learned sinks)."""
+"""Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
 
 
 class PackedKV:
@@ -71,6 +71,8 @@ def kvcodec_attention(
         Boolean (True = attend) or additive, ``[B, 1, n, N]``; None is causal.
     s_aux : Tensor, optional
         Learned sink logits ``[HQ]`` (GPT-OSS).
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
 
     Returns
     -------
@@ -79,14 +81,13 @@ def kvcodec_attention(
     Raises
     ------
     UnsupportedError
-        For soft caps, position biases or dropout, which this function does not compute.
+        For position biases or dropout, which this function does not compute.
     """
-    for name, came in (("softcap", softcap), ("position_bias", position_bias)):
-        if came is not None:
-            raise UnsupportedError(
-                f"layer {getattr(module, 'layer_idx', '?')}: {name} is not computed by attention "
-                f"{ATTENTION_NAME!r}; use attention='decoded' with the model's own attention."
-            )
+    if position_bias is not None:
+        raise UnsupportedError(
+            f"layer {getattr(module, 'layer_idx', '?')}: position_bias is not computed by attention "
+            f"{ATTENTION_NAME!r}; use attention='decoded' with the model's own attention."
+        )
     if dropout:
         raise UnsupportedError(
             f"attention {ATTENTION_NAME!r} has no dropout (got {dropout}); call model.eval() before generating."
@@ -96,55 +97,112 @@ def kvcodec_attention(
     if not isinstance(key, PackedKV) and attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
     if isinstance(key, PackedKV):
-        out = _packed(query, key.layer, attention_mask, scale, causal, s_aux)
-    elif s_aux is None:
+        if query.shape[2] > 1 and isinstance(key.layer.cache, FusedLayerCache):
+            out = _several(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+        else:
+            out = _packed(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+    elif s_aux is None and not softcap:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, is_causal=causal)
         return out, None
     else:
-        out = _dense_with_sinks(query, key, value, attention_mask, scale, causal, s_aux)
+        out = _dense(query, key, value, attention_mask, scale, causal, s_aux, softcap or 0.0)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _packed(
-    query: Tensor, layer: "PackedLayer", mask: Tensor | None, scale: float, causal: bool, sinks: Tensor | None
+    query: Tensor,
+    layer: "PackedLayer",
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
     cache = layer.cache
     if layer.attention == "fused" and query.shape[2] == 1:
         start = None if mask is None else _visible_from(mask, layer)
-        out = cache.attend(query, scale=scale, sinks=sinks, start=start)  # type: ignore[call-arg]
+        out = cache.attend(query, scale=scale, sinks=sinks, start=start, softcap=softcap)  # type: ignore[call-arg]
         layer.attended("fused", query)
         return out
-    given = mask
     if mask is not None:
         mask = _fit_mask(mask, len(cache), layer.is_sliding)
-    if (
-        isinstance(cache, FusedLayerCache)
-        and query.shape[2] > 1
-        and not refusal(cache)
-        and (causal if mask is None or given is None else _only_causal(mask, given))
-    ):
-        out = cache.attend(query, scale=scale, sinks=sinks)
-        layer.attended("staged", query)
-        return out
-    out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks)
+    out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
     layer.attended("streamed", query)
     return out
 
 
-def _only_causal(mask: Tensor, given: Tensor) -> bool:
-    """Whether the mask ``[B, 1, n, N]`` hides from the newest n of N tokens nothing but what comes later.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths and masks are looked at on the host
+def _several(
+    query: Tensor,
+    layer: "PackedLayer",
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of several query tokens over a fused cache."""
+    cache = layer.cache
+    assert isinstance(cache, FusedLayerCache)
+    if staged.refusal(cache):
+        return _packed(query, layer, mask, scale, causal, sinks, softcap)
+    cache.synchronize()
+    rules = Seen(causal) if mask is None else _rules(mask, layer, staged.tokens(cache))
+    rules = rules._replace(softcap=softcap)
+    if len(rules.start) == 1:
+        rules = rules._replace(start=rules.start * query.shape[0])
+    out = staged.attend(cache, query, scale=scale, sinks=sinks, seen=rules)
+    layer.attended("staged" if rules.flash else "scored", query)
+    return out
 
-    One host sync for each mask: the layers of a model share ``given``, which carries the answer.
+
+def _rules(mask: Tensor, layer: "PackedLayer", held: int) -> Seen:
+    """Read a mask of several queries: as causal, with the layer's window and left padding, if it says just that.
+
+    One host sync for each mask: the layers of a model share it, and it carries what was found.
+    """
+    window, chunk, place = layer.reach(held)
+    asked = (held, window, chunk, place)
+    known: dict[tuple[int, ...], Seen | None] = getattr(mask, RULES, {})
+    if asked not in known:
+        known = {**known, asked: _read_mask(_fit_mask(mask, held, layer.is_sliding), window, chunk, place)}
+        setattr(mask, RULES, known)
+    return known[asked] or Seen(mask=_fit_mask(mask, held, layer.is_sliding))
+
+
+def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None:
+    """Return what ``mask [B, 1, n, N]`` says if it hides only what comes later, what is out of reach and left padding.
+
+    Parameters
+    ----------
+    mask : Tensor
+        Boolean (True = attend) or additive, of the newest n of N tokens.
+    window, chunk, place : int
+        As ``Seen``.
     """
     n, held = mask.shape[-2:]
-    known: dict[int, bool] = getattr(given, CAUSAL, {})
-    if held not in known:
-        visible = mask if mask.dtype == torch.bool else mask == 0
-        hidden = ~mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2
-        wanted = torch.ones(n, held, dtype=torch.bool, device=mask.device).tril(held - n)
-        known = {**known, held: bool(((visible == wanted) & (hidden != wanted)).all())}
-        setattr(given, CAUSAL, known)
-    return known[held]
+    rules = Seen(window=window, chunk=chunk, place=place)
+    if mask.shape[1] != 1:
+        return None
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    keys = torch.arange(held, device=mask.device)
+    own = keys[held - n :, None]
+    wanted = keys <= own
+    if window:
+        wanted &= keys > own - window
+    if chunk:
+        wanted &= (place + keys) // chunk == (place + own) // chunk
+    ever = visible.any(2)[:, 0]  # [B, N]
+    start = torch.where(ever.any(-1), ever.to(torch.uint8).argmax(-1), held)
+    same = (visible == (wanted & (keys >= start[:, None, None, None]))).all()
+    if mask.dtype != torch.bool:  # hidden tokens are hidden, not merely weighed less
+        same &= (visible | (mask < torch.finfo(mask.dtype).min / 2)).all()
+    *found, fits = torch.cat([start, same[None]]).tolist()
+    if not fits:
+        return None
+    oldest = rules.first(0, n, held)  # what no query reaches need not be hidden as well
+    padding = tuple(int(s) if s > oldest else 0 for s in found)
+    return rules._replace(start=padding if any(padding) else ())
 
 
 def _visible_from(mask: Tensor, layer: "PackedLayer") -> Tensor:
@@ -199,9 +257,17 @@ def left_padding(mask: Tensor) -> Tensor:
     return _seen(mask).to(torch.uint8).argmax(-1).to(torch.int32)
 
 
-def _dense_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, sinks: Tensor
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
+    """Attention over plain tensors with learned sinks or a soft cap."""
     b, hq, n, _ = q.shape
     total = k.shape[2]
     outs = []
@@ -215,10 +281,11 @@ def _dense_with_sinks(
             hidden = torch.arange(total, device=q.device)[None, :] <= at[:, None]
         if hidden is not None and hidden.dtype == torch.bool:
             hidden = torch.zeros(hidden.shape, device=q.device).masked_fill_(~hidden, -torch.inf)
-        part = partial(rows, k, v, scale, hidden)
-        logit = sinks.float().reshape(1, hq, 1).expand(b, hq, rows.shape[2])
-        part = merge(part, Partial(logit, torch.ones_like(logit), torch.zeros_like(part.acc)))
-        outs.append((part.acc / part.l[..., None]).to(q.dtype))
+        part = partial(rows, k, v, scale, hidden, softcap)
+        if sinks is not None:
+            logit = sinks.float().reshape(1, hq, 1).expand(b, hq, rows.shape[2])
+            part = merge(part, Partial(logit, torch.ones_like(logit), torch.zeros_like(part.acc)))
+        outs.append((part.acc / part.l.clamp_min(1e-38)[..., None]).to(q.dtype))
     return torch.cat(outs, 2)
 
 

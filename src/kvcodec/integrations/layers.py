@@ -62,7 +62,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_compileable = attention == "fused" and cache.reserve > 0
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
-        self.calls = {"exact": 0, "decoded": 0, "streamed": 0, "fused": 0, "staged": 0}
+        self.calls = dict.fromkeys(("exact", "decoded", "streamed", "fused", "staged", "scored"), 0)
         self.compiled = False
         self.counted = 0
         self.filled = False
@@ -100,14 +100,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             NaN, Inf or |x| > 65504 in the new tokens, with the position.
         """
         first = not self.filled
-        if self.is_compileable and not torch.compiler.is_compiling():
-            self._count(key_states.shape[2], first)
-        self._append(key_states.detach(), value_states.detach())
-        self._arrived(key_states, first)
+        if first or key_states.shape[2] > 1:
+            self._take_several(key_states, value_states, first)
+        else:
+            self._take(key_states, value_states, first)
         if first and self.prefill == "exact":
             self.calls["exact"] += 1
             return key_states, value_states
         return self._stored(key_states.shape[2])
+
+    def _take(self, keys: Tensor, values: Tensor, first: bool) -> None:
+        if self.is_compileable and not torch.compiler.is_compiling():
+            self._count(keys.shape[2], first)
+        self._append(keys.detach(), values.detach())
+        self._arrived(keys, first)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are allocated, lengths looked at on the host
+    def _take_several(self, keys: Tensor, values: Tensor, first: bool) -> None:
+        self._take(keys, values, first)
 
     def _count(self, fresh: int, first: bool) -> None:
         """Refuse tokens beyond a static cache's pages; counted on the host, so a captured or compiled step is not."""
@@ -184,11 +194,15 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             ]
             scores = 4 * batch * heads * n * chunk * 4
             need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
-        elif path == "staged":
-            need = staged.workspace_bytes(self.cache, query)  # type: ignore[arg-type]
+        elif path != "fused":
+            need = staged.workspace_bytes(self.cache, query, path == "staged")  # type: ignore[arg-type]
         else:
             need = self.cache.workspace_bytes(query)  # type: ignore[attr-defined]
         self.workspace_bytes = max(self.workspace_bytes, need)
+
+    def reach(self, held: int) -> tuple[int, int, int]:
+        """How far back a query sees when so many tokens are held: ``window, chunk, place`` of ``Seen``."""
+        return 0, 0, 0
 
     # -- what transformers asks ------------------------------------------------------------------------------------
 
@@ -223,7 +237,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers)."""
-        held = len(self.cache)
+        held, tokens_to_remove = len(self.cache), int(tokens_to_remove)  # assisted decoding counts on the device
         keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
         if keep < held:
             self.cache.crop(keep)
@@ -313,6 +327,12 @@ class WindowedLayer(PackedLayer):
         super().attended(path, query)
         self._restrict()
 
+    def reach(self, held: int) -> tuple[int, int, int]:
+        """As ``PackedLayer.reach``."""
+        if self.kind == "chunked_attention":
+            return 0, self.window, self.cumulative_length - held
+        return self.window, 0, 0
+
     def _restrict(self) -> None:
         if not self.record_past:
             self._drop_old()
@@ -347,7 +367,7 @@ class WindowedLayer(PackedLayer):
         RuntimeError
             If the tokens that would become visible again have been evicted.
         """
-        seen = self.cumulative_length
+        seen, tokens_to_remove = self.cumulative_length, int(tokens_to_remove)
         keep = min(tokens_to_remove, seen) if tokens_to_remove > 0 else max(seen + tokens_to_remove, 0)
         remove = seen - keep
         if remove:

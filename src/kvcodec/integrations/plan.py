@@ -80,6 +80,7 @@ class ModelPlan:
 
     name: str
     layers: tuple[LayerPlan, ...]
+    softcap: float = 0.0
 
     @property
     def kv_layers(self) -> tuple[LayerPlan, ...]:
@@ -129,7 +130,7 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
     if not any(layer.holds_kv for layer in layers):
         kinds = ", ".join(sorted({layer.type for layer in layers}))
         raise UnsupportedError(f"{name}: no layer caches keys and values (all are {kinds}); nothing to compress.")
-    return ModelPlan(name, layers)
+    return ModelPlan(name, layers, float(getattr(text, "attn_logit_softcapping", None) or 0.0))
 
 
 def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -193,12 +194,6 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
             f"{name}: the last {text.num_kv_shared_layers} layers borrow K and V from earlier ones, which "
             f"attention={attention!r} does not hand on; use attention='decoded'."
         )
-    for option in ("attn_logit_softcapping", "attn_logit_softcap"):
-        if getattr(text, option, None) is not None:
-            raise UnsupportedError(
-                f"{name}: {option}={getattr(text, option)} is not computed by attention={attention!r}; "
-                f"use attention='decoded'."
-            )
 
 
 def _states(text: Any, option: str) -> bool:

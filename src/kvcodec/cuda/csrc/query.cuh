@@ -16,11 +16,7 @@ template <class R> KV_CONSTEXPR float k_offset(long) { return 0.0f; }
 template <class R> KV_CONSTEXPR auto k_scale_unit(int) -> decltype(R::K_SCALE_UNIT) { return R::K_SCALE_UNIT; }
 template <class R> KV_CONSTEXPR float k_scale_unit(long) { return 0.0f; }
 
-// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the
-// codes' basis (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells
-// where the D signs s lie.
-template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
-template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
+// keys that are SKETCHED meet a second query, H (s q), whose channels are numbered from D on
 template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
 
 // A reader of keys may have another one, Halved, for heads with two columns.

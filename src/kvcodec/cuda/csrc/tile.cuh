@@ -61,6 +61,12 @@ template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
 template <class V> KV_CONSTEXPR auto is_turned(int) -> decltype(V::V_TURNED) { return V::V_TURNED; }
 template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 
+// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the
+// codes' basis (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells
+// where the D signs s lie.
+template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
+template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
+
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 

@@ -1,7 +1,7 @@
 // Pages to dense keys and values in the basis of the codes: what a prefill over packed history attends to.
 //
 // One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded
-// once, to fp16 or bf16.
+// once, to fp16 or bf16; keys with a sketch twice, because its signs are brought into the basis of the codes.
 #pragma once
 #include "args.cuh"
 #include "tile.cuh"
@@ -13,10 +13,11 @@ struct UnpackArgs {
   const int32_t* page_table;  // [B, columns]
   const uint8_t* k_table;     // look-up tables of KV head h at k_table + h * k_table_head
   const uint8_t* v_table;
-  void* keys;                 // [B, H, count, D]
+  void* keys;                 // count rows of D numbers for each sequence and KV head, by the strides below
   void* values;
   int64_t k_table_head, v_table_head;
   int64_t table_row;
+  int64_t out_batch, out_head, out_token;  // of keys and of values, in numbers; multiples of 8
   int32_t heads;
   int32_t first;              // token of the first row, a multiple of 16 and of the codecs' blocks
   int32_t count;              // tokens to unpack; the last tile may be cut
@@ -85,11 +86,47 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
   KV_CONST int SHARED = with_reach<K, V>(TABLES + WARPS * (TILE + 16 * ROW * 2));
 
   KV_DEV static void store(const UnpackArgs& a, void* to, const uint16_t* rows, int b, int h, int first, int lane) {
-    uint16_t* out = (uint16_t*)to + ((int64_t)(b * (int64_t)a.heads + h) * a.count + first - a.first) * D;
+    uint16_t* out = (uint16_t*)to + b * a.out_batch + h * a.out_head + (first - a.first) * a.out_token;
     KV_UNROLL
     for (int at = lane; at < 16 * D / 8; at += 32) {
       const int token = at / (D / 8), c = at % (D / 8) * 8;
-      if (first - a.first + token < a.count) *(Words4*)(out + token * D + c) = *(const Words4*)(rows + token * ROW + c);
+      if (first - a.first + token < a.count)
+        *(Words4*)(out + token * a.out_token + c) = *(const Words4*)(rows + token * ROW + c);
+    }
+  }
+
+  // Adds what the signs of a sketch stand for: s H sigma, whose product with q is that of sigma with H (s q). A lane
+  // has the signs, times their scale, of a quarter of a token's channels: those of part j.
+  KV_DEV static void add_sketch(uint16_t* row, const float (&x)[2 * K::K_REGS], const float* s, int kind, int j) {
+    constexpr int N = D / 4;
+    float y[N];
+    KV_UNROLL
+    for (int e = 0; e < 2 * K::K_REGS; ++e)
+      if (K::k_channel(0, e) >= D) y[K::k_channel(0, e) - D] = x[e];
+    KV_UNROLL
+    for (int step = 1; step < N; step *= 2) {
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) {
+        if (i & step) continue;
+        const float a = y[i], b = y[i + step];
+        y[i] = a + b;
+        y[i + step] = a - b;
+      }
+    }
+    KV_UNROLL
+    for (int bit = 1; bit < 4; bit *= 2) {
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) {
+        const float other = shfl_xor(y[i], bit);
+        y[i] = j & bit ? other - y[i] : y[i] + other;
+      }
+    }
+    constexpr float UNIT = D == 64 ? 0.125f : D == 128 ? 0.088388347648318441f : 0.0625f;  // D ** -0.5
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      const int c = j * N + i;
+      const float stage = kind == 0 ? half_float(row[c]) : bf16_float(row[c]);
+      row[c] = round16(stage + s[c] * y[i] * UNIT, kind);
     }
   }
 
@@ -131,7 +168,11 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
-          if (c >= 0) rows[(8 * half + g) * ROW + c] = round16(x[e], a.kind);
+          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + c] = round16(x[e], a.kind);
+        }
+        if constexpr (is_sketched<K>(0)) {
+          sync_warp();
+          add_sketch(rows + (8 * half + g) * ROW, x, K::sketch(a.k_table + h * a.k_table_head), a.kind, j);
         }
       }
       sync_warp();

@@ -423,7 +423,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # a trial run; before there is a cache, of the memory that is needed beside it
             if kv_cache.numel() == 0 and query.is_cuda:
                 most = self.config.model_config.max_model_len
-                size = self._packed().prefill_bytes(query.shape[0], most, self.num_heads)
+                size = self._packed().prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
                 torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         packed, m, out = self._packed(), attn_metadata, output.view(-1, self.num_heads, self.head_size)

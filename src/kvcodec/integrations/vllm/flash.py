@@ -9,7 +9,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcodec.cuda.prefill import Flash, Scored
+from kvcodec.cuda.flash import Flash, Scored
+
+
+@lru_cache(maxsize=64)
+def _ends(tokens: int, device: torch.device) -> Tensor:
+    """Where a single sequence begins and ends, int32 ``[2]``; the layers of a model ask for the same ones."""
+    with torch.inference_mode(mode=False):
+        return torch.arange(0, 2 * tokens, tokens, dtype=torch.int32, device=device)
 
 
 @lru_cache
@@ -26,7 +33,7 @@ def flash_for(head_dim: int) -> Flash | None:
 
     def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Scored:
         n, t = q.shape[2], k.shape[2]
-        rows, keys = (torch.arange(0, 2 * end, end, dtype=torch.int32, device=q.device) for end in (n, t))
+        rows, keys = _ends(n, q.device), _ends(t, q.device)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         out, lse = flash_attn_varlen_func(
             q=q,

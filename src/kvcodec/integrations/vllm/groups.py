@@ -165,7 +165,7 @@ class GroupedLayer(PackedLayer):
     ) -> Tensor:
         """As ``attend_own``, by flash attention over unpacked pages where the kernels can.
 
-        Soft caps, sliding windows and keys with a sketch take the reference.
+        Soft caps and sliding windows take the reference.
         """
         from kvcodec.cuda.prefill_groups import attend_groups
 

@@ -17,15 +17,17 @@ the prefix cache decides what a token reads.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcodec.attention import attend
+from kvcodec.attention import Seen, attend
 from kvcodec.cache import LayerCache
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
-from kvcodec.cuda.prefill import Flash, workspace_bytes
+from kvcodec.cuda.flash import Flash
+from kvcodec.cuda.prefill import workspace_bytes
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
@@ -53,6 +55,13 @@ class Rules(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+
+
+@lru_cache(maxsize=64)
+def _on_device(number: int, device: torch.device) -> Tensor:
+    """The number as int32 ``[1]``: the layers of a model ask for the same ones."""
+    with torch.inference_mode(mode=False):
+        return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
 class PackedLayer:
@@ -98,6 +107,7 @@ class PackedLayer:
         none = torch.empty(1, heads, 0, head_dim, dtype=dtype, device=device)
         self.cache.append(none, none)
         self.engines: dict[tuple[int, str], Engine] = {}
+        self.layouts: dict[int, PageLayout] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -112,8 +122,10 @@ class PackedLayer:
         return page.page_bytes // page.page_tokens
 
     def layout(self, page_tokens: int) -> PageLayout:
-        """Byte map of a page."""
-        return self.scheme.page_layout(self.head_dim, page_tokens)
+        """Byte map of a page; the same object every time, because it counts its bytes once."""
+        if page_tokens not in self.layouts:
+            self.layouts[page_tokens] = self.scheme.page_layout(self.head_dim, page_tokens)
+        return self.layouts[page_tokens]
 
     def pages(self, cache: Tensor) -> tuple[PageLayout, Tensor]:
         """View the engine's blocks uint8 ``[num_blocks, H, N, C]`` as pages ``[num_blocks, H, N * C]``.
@@ -220,9 +232,7 @@ class PackedLayer:
 
     def _store(self, cache: Tensor, table: Tensor) -> PageStore:
         layout, pages = self.pages(cache)
-        store = PageStore(layout, 0, self.heads, pages.device)
-        store.pages, store.table = pages, table
-        return store
+        return PageStore.over(layout, pages, table)
 
     def encode(self, keys: Tensor, values: Tensor, cache: Tensor, page: Tensor, place: Tensor) -> None:
         """Encode tokens into their slots with kernels; nothing synchronises.
@@ -251,7 +261,7 @@ class PackedLayer:
         length : int
             Tokens of the request, these n included.
         """
-        first = torch.full((1,), length - keys.shape[0], dtype=torch.int32, device=cache.device)
+        first = _on_device(length - keys.shape[0], cache.device)
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
         self.engine(cache.shape[2]).encode(new, self.cache.roles, self._store(cache, row[None]), first, self.bad)
 
@@ -295,10 +305,10 @@ class PackedLayer:
         )
         return out[:, :, 0]
 
-    def prefill_bytes(self, tokens: int, length: int, query_heads: int) -> int:
+    def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Bound of what ``prefill`` takes for a chunk of so many tokens of a request of ``length``."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        return workspace_bytes(q, self.heads, length, 0)
+        return workspace_bytes(q, self.heads, length, 0, not rules.softcap)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Most bytes that ``decode`` needs for up to so many requests with tables of so many columns."""
@@ -315,18 +325,14 @@ class PackedLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, from unpacked pages with flash attention where the kernels can.
-
-        Soft caps, and keys with a sketch, take the reference: flash attention has no cap, and the sketch has a basis of
-        its own.
-        """
+        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
         from kvcodec.cuda.prefill import attend_chunk
 
         try:
             engine: Any = self.engine(cache.shape[2], "cuda")
         except UnsupportedError:  # Triton alone serves this machine
             engine = None
-        if rules.softcap or engine is None or engine.many_refusal():
+        if engine is None or engine.many_refusal():
             return self.attend(q, cache, row, length, rules)
         out = attend_chunk(
             q.transpose(0, 1)[None],
@@ -337,7 +343,7 @@ class PackedLayer:
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,
-            window=rules.window,
+            seen=Seen(window=rules.window, softcap=rules.softcap),
             sinks=rules.sinks,
             flash=self.flash,
         )
