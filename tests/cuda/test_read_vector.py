@@ -12,10 +12,6 @@ from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.cuda.tables_vector import (
-    HQMQ_LEAN,
-    HQMQ_ROOM,
-    OCTOPUS_LEAN,
-    OCTOPUS_ROOM,
     hqmq_reader,
     hqmq_shared,
     hqmq_tables,
@@ -268,10 +264,10 @@ def test_hqmq_codes_of_both_roles(codec: Hqmq, dim: int) -> None:
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
 
 
-def octopus_side(codec: Octopus, room: int = OCTOPUS_ROOM) -> Side:
+def octopus_side(codec: Octopus) -> Side:
     return Side(
         codec,
-        octopus_reader(codec, 0, room).replace("<0,", "<{D},"),
+        octopus_reader(codec, 0).replace("<0,", "<{D},"),
         "read_octopus.cuh",
         order=power_of_two_divisor,
         table=lambda params, dim: octopus_tables(codec)(params),
@@ -279,8 +275,8 @@ def octopus_side(codec: Octopus, room: int = OCTOPUS_ROOM) -> Side:
     )
 
 
-def hqmq_side(codec: Hqmq, role: Role | None, room: int = HQMQ_ROOM) -> Side:
-    reader = hqmq_reader(codec, 0, role, room).replace("<0,", "<{D},")
+def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
+    reader = hqmq_reader(codec, 0, role).replace("<0,", "<{D},")
     return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
 
 
@@ -296,15 +292,6 @@ def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
     # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
     cases = [replace(case, slack=2.0) if case.spread else case for case in CASES]
     check_all(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, cases)
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_fewer_copies_of_the_tables(dim: int) -> None:
-    for codec in (Octopus(4, 2), Octopus(5, 3)):
-        check_all(octopus_side(codec, OCTOPUS_LEAN), SAW, dim, CASES[:3])
-    for hqmq in (Hqmq(48, 4), Hqmq(96, 4), Hqmq(192, 6)):
-        sides = hqmq_side(hqmq, "key", HQMQ_LEAN), hqmq_side(hqmq, "value", HQMQ_LEAN)
-        check_all(*sides, dim, CASES[:3])
 
 
 @pytest.mark.parametrize("role", ["key", "value"])

@@ -66,8 +66,6 @@ def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, head
     heads : int
         Query heads of a CTA, ``Pair.heads``.
     """
-    if config.lean:
-        return program(pair.lean(), config._replace(lean=0), cap, dense, heads)
     dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
     threads, tile = config.teams * config.warps * 32, align(pair.tile_bytes(config.tile), 128)
     source = "\n".join(

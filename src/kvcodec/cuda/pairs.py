@@ -47,10 +47,6 @@ class Pair(NamedTuple):
         """Whether a side has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
 
-    def lean(self) -> "Pair":
-        """The same with fewer copies of look-up tables, where there are such readers."""
-        return self._replace(key=self.key.lean or self.key, value=self.value.lean or self.value)
-
     def heads(self, group: int) -> int:
         """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.
 
@@ -81,12 +77,12 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     k, v = sides
     assert isinstance(k, Reader)
     assert isinstance(v, Reader)
-    same = key == value
-    k, v = _beside(k, v, same)
-    lean = k.lean or k, v.lean or v
-    if lean != (k, v):
-        few = _beside(*lean, same)
-        k, v = replace(k, lean=few[0]), replace(v, lean=few[1])
+    if key == value:
+        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
+    else:
+        k, v = replace(k, reach=0), replace(v, reach=0)
+    if v.lends and k.lends == v.lends:
+        v = replace(v, type=v.borrower, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         return f"page_tokens={page_tokens} is not a multiple of {step}"
@@ -95,17 +91,6 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     for plane in page.planes:
         planes[plane.role].append((plane.field.nbytes, page_tokens // plane.blocks))
     return Pair(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
-
-
-def _beside(k: Reader, v: Reader, same: bool) -> tuple[Reader, Reader]:
-    """Readers of keys and values that know of each other; ``same``: one codec holds both."""
-    if same:
-        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
-    else:
-        k, v = replace(k, reach=0), replace(v, reach=0)
-    if v.lends and k.lends == v.lends:
-        v = replace(v, type=v.borrower, shared=0, tables=None)
-    return k, v
 
 
 # -- launch constants --------------------------------------------------------------------------------------------------
@@ -128,8 +113,6 @@ class Config(NamedTuple):
         CTAs, or teams, that share the tokens of a sequence.
     teams : int
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
-    lean : int
-        1: look-up tables in few copies.
     """
 
     tile: int
@@ -138,7 +121,6 @@ class Config(NamedTuple):
     resident: int
     splits: int
     teams: int = 1
-    lean: int = 0
 
 
 class Machine(NamedTuple):
@@ -152,8 +134,6 @@ class Machine(NamedTuple):
 H200 = Machine(132, 232448, 233472)
 TEAM_TOKENS = 4096
 """Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
-LEAN_TOKENS = 512
-"""Tokens of a CTA up to which it does not pay to fill many copies of its tables."""
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
 
@@ -167,7 +147,6 @@ def shared_bytes(pair: Pair, config: Config, dense: bool = False, heads: int = 8
 
     ``heads`` of a CTA count where there are teams.
     """
-    pair = pair.lean() if config.lean else pair
     tables = align(align(pair.key.shared) + align(pair.value.shared), 128)
     rows = 4 * (heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
@@ -224,11 +203,8 @@ def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: b
     longest = min(pair.key.tile, pair.value.tile)
     if shared_out := None if dense else _teams(pair, units, capacity, machine, heads):
         return shared_out
-    few = 10 * units <= machine.sms
-    if few and pair.lean() != pair and units * capacity <= machine.sms * LEAN_TOKENS:
-        return config_for(pair.lean(), units, capacity, machine, dense, heads)._replace(lean=1)
     fitting = [c for c in candidates(pair) if _fits(pair, c, machine, dense)]
-    if few:
+    if 10 * units <= machine.sms:
         short = 16 * pair.tile_bytes(32) < FEW_BYTES
         least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
         fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))

@@ -79,8 +79,6 @@ class Reader:
         Warps of a CTA where two share a multiprocessor; of keys.
     team_warps : int
         Warps of all teams of a CTA, at most; of keys.
-    lean : Reader, optional
-        The same with fewer copies of its tables, for CTAs that read few tokens.
     """
 
     type: str
@@ -101,7 +99,6 @@ class Reader:
     tile: int = 64
     warps: int = 4
     team_warps: int = 8
-    lean: "Reader | None" = None
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -325,7 +322,7 @@ def _octopus(codec: Codec, dim: int, role: Role) -> Reader | str:
         return f"the kernels read OCTOPUS' keys, not {codec} as values"
     if not (name := vector.octopus_reader(codec, dim)):
         return f"the table of directions of {codec} does not fit into shared memory"
-    full = Reader(
+    return Reader(
         name,
         "read_octopus.cuh",
         shared=vector.octopus_shared(codec),
@@ -334,10 +331,6 @@ def _octopus(codec: Codec, dim: int, role: Role) -> Reader | str:
         order=power_of_two_divisor(dim),
         warps=6,
     )
-    room = vector.OCTOPUS_LEAN
-    if (shared := vector.octopus_shared(codec, room)) == full.shared:
-        return full
-    return replace(full, lean=replace(full, type=vector.octopus_reader(codec, dim, room), shared=shared))
 
 
 def _sketched(stage: Reader | str, codec: Codec, dim: int) -> Reader | str:
@@ -377,12 +370,7 @@ def _hqmq(codec: Codec, dim: int, role: Role) -> Reader | str:
     shared, reach = vector.hqmq_shared(codec), vector.hqmq_reach(codec)
     both, tile = vector.hqmq_reader(codec, dim, role), 16 if codec.s >= 96 else 64  # eight copies or fewer
     tables = vector.hqmq_tables
-    full = Reader(name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile, team_warps=16)
-    room = vector.HQMQ_LEAN
-    if (less := vector.hqmq_shared(codec, room)) == shared:
-        return full
-    name, both = vector.hqmq_reader(codec, dim, None, room), vector.hqmq_reader(codec, dim, role, room)
-    return replace(full, lean=replace(full, type=name, both=both, shared=less))
+    return Reader(name, "read_hqmq.cuh", shared=shared, tables=tables, both=both, reach=reach, tile=tile, team_warps=16)
 
 
 def _med(codec: Codec, dim: int, role: Role) -> Reader | str:
@@ -408,7 +396,6 @@ def _med(codec: Codec, dim: int, role: Role) -> Reader | str:
         also=(*inner.also, inner.header),
         tables=None if tables is None else lambda params: tables(inside(params)),
         scratch=scratch,
-        lean=None,
     )
 
 

@@ -17,8 +17,6 @@ DIRECTION_BITS = 6
 """Largest b_dir: 4096 directions of 8 bytes."""
 OCTOPUS_ROOM, HQMQ_ROOM = 131072, 73728
 """Bytes up to which tables have copies, ROOM of Table8 in bits.cuh."""
-OCTOPUS_LEAN, HQMQ_LEAN = 16384, 36864
-"""The same where few tokens are read, which takes less time than filling copies."""
 CODEBOOK_UNIT = 2.0**15
 """Products with radii that are fp16 subnormals become normal numbers."""
 
@@ -34,20 +32,20 @@ def _rows(table: Tensor) -> Tensor:
     return table.half().flatten(1).contiguous().view(torch.uint8)
 
 
-def octopus_reader(codec: Octopus, head_dim: int, room: int = OCTOPUS_ROOM) -> str:
+def octopus_reader(codec: Octopus, head_dim: int) -> str:
     """Return the C++ struct that reads the codec's keys; empty if there is none."""
     if codec.direction_bits > DIRECTION_BITS:
         return ""
     norm32 = "true" if codec.norm == "fp32" else "false"
-    return f"kv::ReadOctopus<{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {norm32}, {room}>"
+    return f"kv::ReadOctopus<{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {norm32}>"
 
 
-def octopus_shared(codec: Octopus, room: int = OCTOPUS_ROOM) -> int:
+def octopus_shared(codec: Octopus) -> int:
     """Bytes of shared memory of the reader's tables."""
     if codec.code_bits <= JOINT_BITS:
-        return _copied(2**codec.code_bits, room)
+        return _copied(2**codec.code_bits, OCTOPUS_ROOM)
     lengths = 2 ** (2 * codec.norm_bits if codec.norm_bits <= 3 else codec.norm_bits)
-    return _copied(4**codec.direction_bits, room) + lengths * 128
+    return _copied(4**codec.direction_bits, OCTOPUS_ROOM) + lengths * 128
 
 
 def octopus_tables(codec: Octopus) -> Callable[[Params], Tensor]:
@@ -67,7 +65,7 @@ def octopus_tables(codec: Octopus) -> Callable[[Params], Tensor]:
     return build
 
 
-def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None, room: int = HQMQ_ROOM) -> str:
+def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     """Return the C++ struct that reads the codec's keys or values; empty if there is none.
 
     ``role`` says that keys and values are both held by ``codec``. Then dead slots cost nothing: what their bits lead to
@@ -76,12 +74,12 @@ def hqmq_reader(codec: Hqmq, head_dim: int, role: Role | None = None, room: int 
     if codec.packing != "ceil":
         return ""
     place = {None: "ALONE", "key": "KEYS", "value": "VALUES"}[role]
-    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}, {room}>"
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
 
 
-def hqmq_shared(codec: Hqmq, room: int = HQMQ_ROOM) -> int:
+def hqmq_shared(codec: Hqmq) -> int:
     """Bytes of shared memory of the reader's codebook."""
-    return _copied(12 * codec.s, room)
+    return _copied(12 * codec.s, HQMQ_ROOM)
 
 
 def hqmq_reach(codec: Hqmq) -> int:

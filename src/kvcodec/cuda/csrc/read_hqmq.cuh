@@ -21,8 +21,8 @@ enum Place {
   VALUES,  // upside down behind the keys': rows before it may be read
 };
 
-// ROOM: bytes up to which the codebook has copies. BOUND: addresses are bounded wherever the table is.
-template <int D, int S, int R, Place PLACE = ALONE, int ROOM = 73728, bool BOUND = false> struct ReadHqmq {
+// BOUND: addresses are bounded wherever the table is.
+template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
   KV_CONST int ENTRIES = 12 * S;
@@ -30,7 +30,7 @@ template <int D, int S, int R, Place PLACE = ALONE, int ROOM = 73728, bool BOUND
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
   KV_CONST bool WOVEN = BYTES && PLACE != ALONE;
-  using Codebook = Table8<ENTRIES, ROOM, WOVEN ? 2 : 1>;
+  using Codebook = Table8<ENTRIES, 73728, WOVEN ? 2 : 1>;
 
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Fields::PLANES;
@@ -38,7 +38,7 @@ template <int D, int S, int R, Place PLACE = ALONE, int ROOM = 73728, bool BOUND
   KV_CONST int TABLE = Codebook::BYTES;
   KV_CONST int REACH = WOVEN ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
   // where there are dead slots: what lies behind woven tables is being written
-  using Bounded = ReadHqmq<D, S, R, PLACE, ROOM, WOVEN>;
+  using Bounded = ReadHqmq<D, S, R, PLACE, WOVEN>;
   KV_CONST uint32_t MOST = WOVEN ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
   // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15

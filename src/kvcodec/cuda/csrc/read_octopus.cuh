@@ -31,16 +31,16 @@ template <int ROW_BYTES, int PART_BITS> struct Tail {
 };
 
 // AS_LOADED: triplets as a load leaves them, x and y, z and 0. Where registers of one token need not be apart, they are
-// multiplied like that. ROOM: bytes up to which the table of directions has copies.
-template <int D, int B_DIR, int B_NRM, bool NORM32, int ROOM = 131072, bool AS_LOADED = false> struct ReadOctopus {
+// multiplied like that.
+template <int D, int B_DIR, int B_NRM, bool NORM32, bool AS_LOADED = false> struct ReadOctopus {
   KV_CONST int W = 2 * B_DIR + B_NRM;
   KV_CONST bool JOINT = W <= JOINT_BITS;
-  using Halved = ReadOctopus<D, B_DIR, B_NRM, NORM32, ROOM, JOINT>;
+  using Halved = ReadOctopus<D, B_DIR, B_NRM, NORM32, JOINT>;
   using Order = Parts<(D + 2) / 3, W, JOINT ? 0 : B_NRM>;
   KV_CONST int LEAST = Order::LEAST, PER = Order::MOST;  // triplets of a part
   KV_CONST bool PAIRS = B_NRM <= 3;
   KV_CONST int ENTRIES = 1 << (JOINT ? W : 2 * B_DIR);
-  using Directions = Table8<ENTRIES, ROOM>;
+  using Directions = Table8<ENTRIES, 131072>;
   // lengths: one word per lane and entry, two fp16 numbers
   KV_CONST int LENGTHS = JOINT ? 0 : 1 << (PAIRS ? 2 * B_NRM : B_NRM);
   static_assert(W <= 16 && B_DIR <= 6, "the table of directions fits into shared memory");
