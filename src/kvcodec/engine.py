@@ -1,8 +1,6 @@
-"""Which fused kernels serve a layer, and how they are called: Triton's for 4-bit integers, CUDA's for the rest.
+"""Which fused kernels serve a layer, and how they are called: CUDA's, and Triton's where CUDA's cannot run.
 
 An engine holds no module and no compiled kernel, only names and tensors: caches are copied and saved.
-
-Where both are there Triton's are taken, which serve AMD GPUs as well, unless they were measured to be slower.
 """
 
 import importlib
@@ -23,9 +21,6 @@ from kvcodec.layout import page_tokens_for
 from kvcodec.pages import PageStore
 from kvcodec.scheme import KVScheme
 
-SLOWER = ("group_int",)
-"""Triton kernels that CUDA's outrun: scale and offset in planes of their own cost them a third of the speed."""
-
 
 def choose(
     scheme: KVScheme,
@@ -34,9 +29,11 @@ def choose(
     page_tokens: int | None = None,
     *,
     static: bool = False,
-    only: str = "",
 ) -> "Engine | str":
     """Return the engine for a layer's scheme, or the reason why there is none.
+
+    CUDA's kernels where they can run. Triton's know two codecs; they serve what CUDA's refuse: AMD GPUs, head_dim 80
+    and 192, an environment without cuda-core.
 
     Parameters
     ----------
@@ -47,17 +44,15 @@ def choose(
     page_tokens : int, optional
     static : bool
         Whether steps must not synchronise: then both roles need a kernel to encode.
-    only : str
-        ``cuda``: for what Triton's kernels do not do (soft caps, several query tokens).
     """
     tokens = page_tokens or page_tokens_for(scheme.key.layout(head_dim), scheme.value.layout(head_dim))
-    triton = "" if only == "cuda" else _triton(scheme, head_dim, device)
-    if isinstance(triton, Engine) and triton_stem(scheme) not in SLOWER:
-        return triton
     cuda = _cuda(scheme, head_dim, device, tokens, static)
     if isinstance(cuda, Engine):
         return cuda
-    return triton if isinstance(triton, Engine) or (triton and device.type != "cuda") else cuda
+    triton = _triton(scheme, head_dim, device)
+    if isinstance(triton, Engine):
+        return triton
+    return f"{cuda}; {triton}" if triton and device.type == "cuda" else cuda
 
 
 def order_of(codec: Codec, head_dim: int) -> int:
@@ -107,11 +102,10 @@ def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
     from kvcodec.cuda.attention import pair_for
     from kvcodec.cuda.sides import encoder
 
-    if triton_stem(scheme):
-        return {"encode": "triton", "decode": "triton"}
     step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
     if isinstance(pair_for(scheme.key, scheme.value, head_dim, step), str):
-        return {"encode": "none", "decode": "none"}
+        name = "triton" if triton_stem(scheme) else "none"
+        return {"encode": name, "decode": name}
     written = {r: "none" if isinstance(encoder(scheme.codec(r), head_dim, r), str) else "cuda" for r in ROLES}
     same = written["key"] == written["value"]
     encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())

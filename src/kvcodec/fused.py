@@ -153,8 +153,8 @@ class FusedLayerCache(LayerCache):
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Encode and write what leaves the window, in one launch where the codecs allow.
 
-        Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): a NaN or Inf
-        is stored as a zero row and raises a device flag that ``check`` reads.
+        Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): NaN, Inf
+        or a magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads.
         """
         n = keys.shape[2]
         if n != 1:
@@ -360,7 +360,7 @@ class FusedLayerCache(LayerCache):
         Raises
         ------
         ValueError
-            A token was NaN or Inf; it was stored as a zero row.
+            A token was NaN, Inf or above 65504 in magnitude; it was stored as a zero row.
         ShapeError
             A captured or compiled step went on when the static cache was full; its tokens were dropped.
         """
@@ -373,8 +373,8 @@ class FusedLayerCache(LayerCache):
             )
         if flag:
             raise ValueError(
-                f"layer {self.layer}: a key or value appended in a decode step is not finite; it was stored as a "
-                f"zero row. Check the model's dtype (fp16 overflow?)."
+                f"layer {self.layer}: a key or value appended in a decode step is not finite or above 65504; it was "
+                f"stored as a zero row. Check the model's dtype (fp16 overflow?)."
             )
 
     # -- host operations: bring the host state up to date first, and the device state afterwards ---------------------
