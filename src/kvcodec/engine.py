@@ -17,9 +17,8 @@ from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import UnsupportedError
-from kvcodec.layout import page_tokens_for
 from kvcodec.pages import PageStore
-from kvcodec.scheme import KVScheme
+from kvcodec.scheme import KVScheme, page_layout
 
 
 def choose(
@@ -45,7 +44,7 @@ def choose(
     static : bool
         Whether steps must not synchronise: then both roles need a kernel to encode.
     """
-    tokens = page_tokens or page_tokens_for(scheme.key.layout(head_dim), scheme.value.layout(head_dim))
+    tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
     cuda = _cuda(scheme, head_dim, device, tokens, static)
     if isinstance(cuda, Engine):
         return cuda
@@ -273,22 +272,21 @@ class CudaEngine(Engine):
 
     def prepare(self, roles: Mapping[Role, RoleState]) -> None:
         """As ``Engine.prepare``."""
-        from kvcodec.cuda.sides import Encoder, Reader, SideTensors, encoder, reader, tensors_for
+        from kvcodec.cuda.constants import SideTensors, constants
+        from kvcodec.cuda.sides import encoder, reader
 
         for role in ROLES:
             state, codec = roles[role], self.codecs[role]
-            assert state.params is not None
-            heads = state.site.num_heads
-            read, write = reader(codec, self.head_dim, role), encoder(codec, self.head_dim, role)
-            assert isinstance(read, Reader)
-            fresh = tensors_for(read, state.params, heads, self.head_dim)
-            self.reading[role] = _kept(self.reading.get(role), fresh)
-            if isinstance(write, Encoder):
-                self.writing[role] = _kept(
-                    self.writing.get(role), tensors_for(write, state.params, heads, self.head_dim)
-                )
-            else:
-                self.writing[role] = SideTensors(None, None, 1)
+            both = (
+                (reader(codec, self.head_dim, role), self.reading),
+                (encoder(codec, self.head_dim, role), self.writing),
+            )
+            for side, kept in both:
+                assert state.params is not None
+                if isinstance(side, str):  # PyTorch encodes it
+                    kept[role] = SideTensors(None, None, 1)
+                    continue
+                kept[role] = constants(side, codec, state.site, state.params, kept.get(role), drawn=state.drawn)
         self.ready = True
 
     def written_by(self, role: Role) -> str:
@@ -394,16 +392,3 @@ class CudaEngine(Engine):
         from kvcodec.cuda.prefill import workspace_bytes
 
         return workspace_bytes(q, store.heads, packed, dense)
-
-
-def _kept(old: Any, fresh: Any) -> Any:
-    """Fresh constants, in the old tensors where those have the same shape: captured graphs hold their addresses."""
-    if old is None:
-        return fresh
-    return fresh._replace(**{name: _into(getattr(old, name), getattr(fresh, name)) for name in ("tables", "factor")})
-
-
-def _into(old: Tensor | None, fresh: Tensor | None) -> Tensor | None:
-    if old is None or fresh is None or old.shape != fresh.shape or old.device != fresh.device:
-        return fresh
-    return old.copy_(fresh)

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from kvcodec import staged
 from kvcodec.cache import LayerCache, RoleState
-from kvcodec.codec import ROLES, Role, check_tensor
+from kvcodec.codec import ROLES, Role, check_both
 from kvcodec.engine import Engine, choose
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
+
+ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
 
 
 def fused_refusal(
@@ -61,6 +63,7 @@ class FusedLayerCache(LayerCache):
     held: Tensor | None = None
     """Static caches with a sink or window: tokens held dense, int32 ``[B]`` on the device."""
     engine: Engine | None = None
+    fresh = False  # whether this append allocates: the device's lengths are 0, and are not read
 
     @property
     def unit(self) -> int:
@@ -76,8 +79,7 @@ class FusedLayerCache(LayerCache):
         """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
         if self.engine is None:
             return {}
-        written = {f"encode.{role}": self.engine.written_by(role) for role in ROLES}
-        return {"decode": self.engine.name, **written}
+        return {"decode": self.engine.name, **{f"encode.{role}": self.engine.written_by(role) for role in ROLES}}
 
     def reset(self) -> None:
         """Forget every token; a static cache keeps its pages, because captured graphs hold their addresses."""
@@ -85,10 +87,8 @@ class FusedLayerCache(LayerCache):
             for tensor in (self.seq_lens, self.first, self.bad, *(() if self.held is None else (self.held,))):
                 tensor.zero_()
             for role, state in self.roles.items():
-                if state.codec.needs_sample and role not in self.fitted:
-                    state.params = None  # the next prefill's
-                    assert self.engine is not None
-                    self.engine.ready = False
+                if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
+                    state.params, self.engine.ready = None, False  # the next prefill's
             self.start = 0
             self.emptied = True
             return
@@ -123,15 +123,14 @@ class FusedLayerCache(LayerCache):
         super()._allocate(keys, values)
         assert self.store is not None
         self.engine = engine
-        batch, device = keys.shape[0], keys.device
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)  # slots written
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # first live slot
-        self.bad = torch.zeros(1, dtype=torch.int32, device=device)
+        self.fresh, batch = True, keys.shape[0]
+        # slots written, first live slot, flag
+        zeros = (torch.zeros(n, dtype=torch.int32, device=keys.device) for n in (batch, batch, 1))
+        self.seq_lens, self.first, self.bad = zeros
         if self.reserve:
             if self.holds_dense:
                 self._allocate_dense(batch)
-            for tensor in (self.store.pages, self.store.table, self.seq_lens, self.first, self.bad):
-                torch._dynamo.mark_static_address(tensor)
+            _stay(self.store.pages, self.store.table, self.seq_lens, self.first, self.bad)
 
     def _allocate_dense(self, batch: int) -> None:
         """Make the buffers of a static cache's sink and window, sink first."""
@@ -144,22 +143,20 @@ class FusedLayerCache(LayerCache):
         self.held = torch.zeros(batch, dtype=torch.int32, device=device)
         self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flags of an encode that may not count
         self.places = torch.arange(width, dtype=torch.int64, device=device)
-        for tensor in (*self.buffers.values(), self.held, self.spare, self.places):
-            torch._dynamo.mark_static_address(tensor)
+        _stay(*self.buffers.values(), self.held, self.spare, self.places)
 
     def _unit(self, state: RoleState) -> int:
         return self.unit
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, *, checked: bool = False) -> None:
         """Encode and write what leaves the window, in one launch where the codecs allow.
 
-        Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): NaN, Inf
-        or a magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads.
+        Several tokens at once are checked as in ``LayerCache``, unless the caller has ``checked`` them or will. One is
+        not (that would synchronise): NaN, Inf or a magnitude above 65504 is stored as a zero row and raises a device
+        flag that ``check`` reads.
         """
-        n = keys.shape[2]
-        if n != 1:
-            check_tensor("keys", keys)
-            check_tensor("values", values)
+        if (n := keys.shape[2]) != 1 and not checked:
+            check_both(keys, values)
         if self.emptied:  # other sequences than before the reset get pages of their own
             self.emptied = False
             b, h, _, d = self.roles["key"].dense("sink").shape
@@ -178,28 +175,28 @@ class FusedLayerCache(LayerCache):
                 self._step(new)
             else:
                 self._append_static(new)
+                self.fresh = False
             return
         if self.holds_dense or any(s.params is None for s in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
         if not self.reserve:
             self._host_length += n
             self.store.ensure(self._host_slots() + new["key"].shape[2], exact=n > 1)
-        n = new["key"].shape[2]
-        if n == 0:
+        if (n := new["key"].shape[2]) == 0:
             return
         if self.reserve and n > 1:
             self._check_room(n)
         self._write(new, self.seq_lens, self.bad)
         self.seq_lens.add_(n)
+        self.fresh = False
         if not self.reserve:
             for state in self.roles.values():
                 state.extend(n)
 
     def _check_room(self, n: int) -> None:
         """Refuse tokens for which a static cache has no slots (evicted slots stay used)."""
-        assert self.seq_lens is not None
         assert self.store is not None
-        if int(self.seq_lens[0]) + n > self.store.capacity:
+        if (0 if self.fresh or self.seq_lens is None else int(self.seq_lens[0])) + n > self.store.capacity:
             raise ShapeError(
                 f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
                 f"fit. Make it larger (max_len) or crop it."
@@ -208,12 +205,19 @@ class FusedLayerCache(LayerCache):
     def _write(self, new: dict[Role, Tensor], first: Tensor, bad: Tensor) -> None:
         assert self.engine is not None
         assert self.store is not None
+        self._prepare()
+        self.engine.encode(new, self.roles, self.store, first, bad)
+
+    def _prepare(self) -> bool:
+        """Hand the constants to the engine; False before the first token where they are taken from a prefill."""
+        assert self.engine is not None
         if not self.engine.ready:
+            if any(state.params is None for state in self.roles.values()):
+                return False
             self.engine.prepare(self.roles)
             if self.reserve:
-                for tensor in self.engine.tensors():
-                    torch._dynamo.mark_static_address(tensor)
-        self.engine.encode(new, self.roles, self.store, first, bad)
+                _stay(*self.engine.tensors())
+        return True
 
     def _append_static(self, new: dict[Role, Tensor]) -> None:
         """Append to a static cache that holds tokens dense; reads the lengths from the device."""
@@ -221,13 +225,11 @@ class FusedLayerCache(LayerCache):
         assert self.held is not None
         self._pull()
         leaving = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
-        n = leaving["key"].shape[2]
-        if n:
+        self._prepare()  # also without tokens: the next step may be a captured one
+        if n := leaving["key"].shape[2]:
             self._check_room(n)
             self._write(leaving, self.seq_lens, self.bad)
             self.seq_lens.add_(n)
-        elif self.engine is not None and not self.engine.ready:
-            self.engine.prepare(self.roles)
         self._push_dense()
 
     def _step(self, new: dict[Role, Tensor]) -> None:
@@ -294,7 +296,8 @@ class FusedLayerCache(LayerCache):
                 f"unpack the pages; got q {tuple(q.shape)}: {why}. Pass start= for left padding of one query token, "
                 f"or use kvcodec.attention.attend."
             )
-        if self.store is None or self.emptied or (not self.reserve and self._host_length == 0):
+        without = self.emptied or (not self.reserve and self._host_length == 0)
+        if self.store is None or without or not self._prepare():
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         site = self.roles["key"].site
         if q.shape[0] != self.batch or q.shape[1] % site.num_heads or q.shape[3] != site.head_dim:
@@ -304,8 +307,6 @@ class FusedLayerCache(LayerCache):
             )
         assert self.seq_lens is not None
         assert self.engine is not None
-        if not self.engine.ready:
-            self.engine.prepare(self.roles)
         if many:
             return staged.attend(self, q, scale=scale, sinks=sinks)
         dense: dict[str, Tensor | None] = {}
@@ -386,8 +387,8 @@ class FusedLayerCache(LayerCache):
     def _pull(self) -> None:
         """Set the host's runs from the device's lengths (a static cache's host state is stale)."""
         if self.reserve and self.seq_lens is not None:
-            first, last = int(self.first[0]), int(self.seq_lens[0])
-            count = 0 if self.held is None else int(self.held[0])
+            first, last = (0, 0) if self.fresh else (int(self.first[0]), int(self.seq_lens[0]))
+            count = 0 if self.fresh or self.held is None else int(self.held[0])
             for role, state in self.roles.items():
                 state.runs = [(first, last)] if last > first else []
                 if self.held is not None:
@@ -414,9 +415,7 @@ class FusedLayerCache(LayerCache):
             return
         runs = self.roles["key"].runs
         if len(runs) > 1:
-            raise UnsupportedError(
-                "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
-            )
+            raise UnsupportedError(ONE_RUN)
         first, last = runs[0] if runs else (0, 0)
         if last <= self.store.capacity:  # what did not fit has been cropped away
             self.bad.masked_fill_(self.bad == 2, 0)
@@ -424,9 +423,8 @@ class FusedLayerCache(LayerCache):
             self.seq_lens.fill_(last)
             self.first.fill_(first)
         else:
-            device = self.store.table.device
-            self.seq_lens = torch.full((self.batch,), last, dtype=torch.int32, device=device)
-            self.first = torch.full((self.batch,), first, dtype=torch.int32, device=device)
+            like = self.seq_lens
+            self.seq_lens, self.first = like.new_full((self.batch,), last), like.new_full((self.batch,), first)
         self._push_dense()
 
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
@@ -450,9 +448,7 @@ class FusedLayerCache(LayerCache):
     def _remove(self, first: int, last: int) -> None:
         self._pull()
         if first and last < self.length:
-            raise UnsupportedError(
-                "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
-            )
+            raise UnsupportedError(ONE_RUN)
         if self.reserve and first < last < self.length:
             raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
         self._check_block(first)
@@ -496,3 +492,9 @@ class FusedLayerCache(LayerCache):
             return
         yield from self.store.tensors()
         yield from self.buffers.values()
+
+
+def _stay(*tensors: Tensor) -> None:
+    """Tell compiled graphs that these tensors keep their addresses."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)

@@ -131,6 +131,32 @@ def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any])
     assert where == before
 
 
+@pytest.mark.parametrize("capacity", [0, 192])
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machine: dict[str, Any]) -> None:
+    """Before the first token and after it; constants that come from a prefill wait for it."""
+    if isinstance(choose(scheme(spec), DIM, CPU, static=capacity > 0), str):
+        pytest.skip("no kernels")
+    made, (k, v) = kvcodec.get(spec).for_layer(8, 24), rows(70)
+    fused, plain = FusedLayerCache(made, capacity=capacity), FusedLayerCache(made, capacity=capacity)
+    fused.append(k[:, :, :0], v[:, :, :0])
+    assert len(fused) == 0
+    if fused.roles["key"].params is None or not capacity:
+        with pytest.raises(ShapeError, match="the cache is empty"):
+            fused.attend(k[:, :, :1])
+    for at, end in ((0, 66), (66, 66), (66, 67)):
+        fused.append(k[:, :, at:end], v[:, :, at:end])
+        if end > at:
+            plain.append(k[:, :, at:end], v[:, :, at:end])
+    for cache in (fused, plain):
+        cache.synchronize()
+    assert fused.store is not None
+    assert plain.store is not None
+    assert torch.equal(fused.store.pages, plain.store.pages)
+    for decoded, wanted in zip(fused.decode(), plain.decode(), strict=True):
+        assert torch.equal(decoded, wanted)
+
+
 def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> None:
     k, v = rows(100)
     cache = FusedLayerCache(scheme("int-8", 0, 3), capacity=64)

@@ -7,7 +7,6 @@ corners of a box is beaten in the whole box.
 Heads are tabulated together: on a GPU a launch costs more than what it computes here.
 """
 
-import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
