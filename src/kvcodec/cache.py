@@ -220,7 +220,7 @@ class LayerCache:
         if state.params is None:  # fitted on the prefill: everything seen so far is the sample
             if pending.shape[2] + state.dense("sink").shape[2] == 0:
                 return pending
-            sample = torch.cat([state.dense("sink"), pending], 2)
+            sample = torch.cat([state.dense("sink"), pending], 2) if state.dense("sink").shape[2] else pending
             state.params = state.codec.fit(state.site, sample)
         count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
         # a clone, so that no view keeps the prefill's 16-bit tensor alive

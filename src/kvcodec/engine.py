@@ -6,14 +6,14 @@ An engine holds no module and no compiled kernel, only names and tensors: caches
 import importlib
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache import RoleState
-from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.codec import ROLES, Codec, Payload, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import UnsupportedError
@@ -141,6 +141,13 @@ class Engine:
     ) -> None:
         """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on."""
         raise NotImplementedError
+
+    def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Payload | None:
+        """Encode keys of several layers, their heads side by side: ``[1, L H, n, D]``; None: PyTorch has to.
+
+        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
+        """
+        return None
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
         """Attention of one query token; options as the kernels' ``decode_attention``."""
@@ -326,6 +333,32 @@ class CudaEngine(Engine):
             value=self.writing["value"],
             bad=bad,
         )
+
+    def encode_side_by_side(self, keys: Tensor, engines: Sequence[Engine], store: PageStore) -> Payload | None:
+        """As ``Engine.encode_side_by_side``: one launch, or one for each role."""
+        from kvcodec.cuda.constants import SideTensors, joined
+        from kvcodec.cuda.encode import encode_to_pages
+
+        if not (self.encoders["key"] and all(engine.ready for engine in engines)):
+            return None
+        heads, count = store.heads, keys.shape[2]
+        side: dict[Role, SideTensors] = {}
+        for role in ROLES:
+            made = [engine.writing[role] for engine in engines if isinstance(engine, CudaEngine)]
+            side[role] = joined(made, heads)
+        page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
+        # as values as well: the program that encodes both roles is there, another one would have to be compiled
+        encode_to_pages(
+            keys,
+            keys if self.encoders["value"] else None,
+            page.pages,
+            page.table,
+            torch.zeros(1, dtype=torch.int32, device=keys.device),
+            target=self.target,
+            key=side["key"],
+            value=side["value"],
+        )
+        return page.read("key", 0, count)
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
         """As ``Engine.attend``."""

@@ -102,7 +102,7 @@ class FusedLayerCache(LayerCache):
         """Live tokens per sequence; reads the device when the cache is static."""
         if self.seq_lens is None or not self.reserve:
             return self._host_length
-        return int(self.device_length())
+        return 0 if self.fresh else int(self.device_length())
 
     @length.setter
     def length(self, value: int) -> None:

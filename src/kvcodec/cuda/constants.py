@@ -4,7 +4,7 @@ What follows from codec and site alone is shared by all caches, and none writes 
 is a cache's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -82,6 +82,17 @@ def constants(
     if side.multiplies:
         factor = one("factor", codec, lambda: _factor(side, params, site.num_heads, site.head_dim))
     return SideTensors(tables, factor, side.order)
+
+
+def joined(layers: Sequence[SideTensors], heads: int) -> SideTensors:
+    """Constants of layers of so many heads, as one layer has them whose heads are those of all; of one sequence."""
+    if len(layers) == 1:
+        return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
+    tables = [x.tables.expand(heads, -1) for x in layers if x.tables is not None]
+    factors = [x.factor[:1] for x in layers if x.factor is not None]
+    return SideTensors(
+        torch.cat(tables) if tables else None, torch.cat(factors, 1) if factors else None, layers[0].order
+    )
 
 
 def _tables(side: "Reader | Encoder", params: Params, heads: int) -> Tensor:
