@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvcodec
 from kvcodec import probe
 from kvcodec.cache import LayerCache
-from kvcodec.codec import SHARED, Shared, Site, drawn
+from kvcodec.codec import ROLES, SHARED, Shared, Site, drawn
 from kvcodec.codecs.dense import Dense
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.cuda import attention, build, encode, prefill
 from kvcodec.cuda.hqmq_tables import hqmq_table
+from kvcodec.cuda.sides import encoder, reader, tensors_for
 from kvcodec.engine import CudaEngine, choose
 from kvcodec.errors import KVCodecWarning
 from kvcodec.fused import FusedLayerCache
@@ -143,7 +144,9 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
         assert isinstance(other, CudaEngine)
         assert one.writing["key"].tables is two.writing["key"].tables
         assert one.reading["key"].tables is two.reading["key"].tables
-        assert one.writing["key"].tables is not other.writing["key"].tables
+        alike = isinstance(made.key, Octopus)  # its tables know no layer, its signs do
+        assert (one.writing["key"].tables is other.writing["key"].tables) == alike
+        assert one.writing["key"].factor is not other.writing["key"].factor or isinstance(made.key, Hqmq)
         if isinstance(made.key, Med):  # thresholds are the prefill's
             assert one.writing["key"].factor is not two.writing["key"].factor
         else:
@@ -155,6 +158,22 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
         caches[1].append(*(2 * x for x in (k, v)))
         for x, held in zip(one.tensors(), before, strict=True):
             assert torch.equal(x, held)
+
+
+@pytest.mark.parametrize("spec", SERVED)
+def test_tables_that_are_called_alike_are_the_same_in_all_layers(spec: str) -> None:
+    scheme = kvcodec.get(spec)
+    for role in ROLES:
+        codec = scheme.codec(role)
+        for side in (reader(codec, DIM, role), encoder(codec, DIM, role)):
+            assert not isinstance(side, str)
+            if side.tables is None or codec.needs_sample:
+                continue
+            sites = Site(0, role, 2, DIM), Site(7, role, 3, DIM, seed=5)
+            one, other = (tensors_for(side, codec.fit(site), site.num_heads, DIM).tables for site in sites)
+            assert one is not None
+            assert other is not None
+            assert side.alike == (one.shape == other.shape and torch.equal(one, other))
 
 
 def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:

@@ -4,7 +4,7 @@ What follows from codec and site alone is shared by all caches, and none writes 
 is a cache's own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,9 +66,9 @@ def constants(
         Whether what needs no sample follows from codec and site.
     """
 
-    def one(name: str, of: Codec, build: Callable[[], Tensor]) -> Tensor:
+    def one(name: str, of: Codec, where: Hashable, build: Callable[[], Tensor]) -> Tensor:
         if drawn and not of.needs_sample:
-            return SHARED.get((name, side, of, site), site.device, lambda: {name: build()})[name]
+            return SHARED.get((name, side, of, where), site.device, lambda: {name: build()})[name]
         before: Tensor | None = getattr(old, name, None)
         fresh = build()
         if before is None or before.shape != fresh.shape or before.device != fresh.device:
@@ -78,9 +78,10 @@ def constants(
     tables = factor = None
     if side.tables is not None:
         inner = codec.inner if isinstance(codec, Med) else codec  # outliers have a threshold, and no tables
-        tables = one("tables", inner, lambda: _tables(side, params, site.num_heads))
+        where = (site.head_dim, site.device) if side.alike else site
+        tables = one("tables", inner, where, lambda: _tables(side, params, site.num_heads))
     if side.multiplies:
-        factor = one("factor", codec, lambda: _factor(side, params, site.num_heads, site.head_dim))
+        factor = one("factor", codec, site, lambda: _factor(side, params, site.num_heads, site.head_dim))
     return SideTensors(tables, factor, side.order)
 
 

@@ -78,6 +78,8 @@ class Reader:
         The longest tile where sequences are many; look-ups that meet in a bank want more warps instead.
     warps : int
         Warps of a CTA where two share a multiprocessor; of keys.
+    alike : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
     """
 
     type: str
@@ -97,6 +99,7 @@ class Reader:
     reach: int = 0
     tile: int = 64
     warps: int = 4
+    alike: bool = False
 
     @property
     def multiplies(self) -> bool:
@@ -113,7 +116,7 @@ class Encoder:
 
     Parameters
     ----------
-    type, header, folder, tables, order, block
+    type, header, folder, tables, order, block, alike
         As ``Reader``; ``tables`` is what the struct gets.
     factor : str
         Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by.
@@ -135,6 +138,7 @@ class Encoder:
     block: int = 1
     form: Form = "rows"
     own: str = ""
+    alike: bool = False
 
     @property
     def multiplies(self) -> bool:
@@ -271,6 +275,7 @@ def _turboquant(codec: Codec, dim: int, role: Role) -> Reader | str:
         order=power_of_two_divisor(dim),
         lends=f"levels of {codec.bits} bits, {dim} channels",
         borrower=name.format("true"),
+        alike=True,
     )
 
 
@@ -284,6 +289,7 @@ def _ultra_tq(codec: Codec, dim: int, role: Role) -> Reader | str:
         shared=LEVEL_TABLE[4],
         tables=lambda params: ultra_tq_table(params, codec.norm),
         order=power_of_two_divisor(dim),
+        alike=True,
     )
 
 
@@ -301,6 +307,7 @@ def _octopus(codec: Codec, dim: int, role: Role) -> Reader | str:
         factor="signs",
         order=power_of_two_divisor(dim),
         warps=6,
+        alike=True,
     )
 
 
@@ -458,6 +465,7 @@ def _write_with_table(codec: Codec, dim: int, role: Role) -> Encoder | str:
         order=found.order,
         form="table",
         own=found.own,
+        alike=found.alike,
     )
 
 
