@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--presets", help="of parts: specs, comma-separated; default: each bench's own list")
     parser.add_argument("--shapes", help="of decode and compile: names or groups, e.g. spine,saw,sweep1; default: all")
     parser.add_argument("--no-libraries", action="store_true", help="of parts: of rivals, torch's SDPA alone")
-    parser.add_argument("--engine", choices=("cuda",), help="kernels to use, not those that a cache chooses")
+    parser.add_argument("--engine", choices=("triton",), help="kernels to use, not those that a cache chooses")
     parser.add_argument("--cases", type=int, default=1000, help="of the part cases (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows and logs")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all parts together (%(default)s)")

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensor
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensors, drawn
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
-from kvcodec.layout import PageLayout, page_tokens_for
+from kvcodec.layout import PageLayout
 from kvcodec.pages import PageStore
-from kvcodec.scheme import KVScheme
+from kvcodec.scheme import KVScheme, page_layout
 
 
 class RoleState:
@@ -27,6 +27,7 @@ class RoleState:
     def __init__(self, role: Role, codec: Codec, site: Site) -> None:
         self.role, self.codec, self.site = role, codec, site
         self.params: Params | None = None
+        self.drawn = False  # whether what needs no sample follows from codec and site
         self.sink: Tensor | None = None
         self.window: Tensor | None = None
         self.runs: list[tuple[int, int]] = []
@@ -156,14 +157,14 @@ class LayerCache:
             held = codec.held_dtype(keys.dtype)
             empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
             state.sink, state.window = empty, empty
-            if role in self.fitted:
+            state.drawn = role not in self.fitted
+            if not state.drawn:
                 state.params = {k: v.to(x.device) for k, v in self.fitted[role].items()}
             elif not codec.needs_sample:
-                state.params = codec.fit(site)
+                state.params = drawn(codec, site)
             self.roles[role] = state
-        layouts = [s.codec.layout(s.site.head_dim) for s in self.roles.values()]
-        tokens = self.page_tokens or page_tokens_for(*layouts)
-        page = PageLayout(layouts[0], layouts[1], tokens)
+        key, value = self.roles["key"], self.roles["value"]
+        page = page_layout(key.codec, value.codec, key.site.head_dim, value.site.head_dim, self.page_tokens)
         self.store = PageStore(page, batch, heads, keys.device, self.reserve)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -181,8 +182,7 @@ class LayerCache:
         ShapeError
             Shapes that do not fit each other or the tokens already held.
         """
-        check_tensor("keys", keys)
-        check_tensor("values", values)
+        check_tensors(keys, values)
         self._check_shapes(keys, values)
         if self.store is None:
             self._allocate(keys, values)
@@ -220,7 +220,7 @@ class LayerCache:
         if state.params is None:  # fitted on the prefill: everything seen so far is the sample
             if pending.shape[2] + state.dense("sink").shape[2] == 0:
                 return pending
-            sample = torch.cat([state.dense("sink"), pending], 2)
+            sample = torch.cat([state.dense("sink"), pending], 2) if state.dense("sink").shape[2] else pending
             state.params = state.codec.fit(state.site, sample)
         count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
         # a clone, so that no view keeps the prefill's 16-bit tensor alive

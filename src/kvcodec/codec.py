@@ -16,8 +16,10 @@ A codec maps K or V of one site (layer, role) to packed bytes and back::
 Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N tokens, D head_dim.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -174,10 +176,86 @@ class Codec(ABC):
         return {"codec": type(self).__name__, **inner}
 
 
+class Shared:
+    """Constants that are built once in a process and shared by all caches; nobody writes them.
+
+    The ones that were not asked for the longest leave when all together are larger than a limit.
+
+    Parameters
+    ----------
+    limit : int
+        Bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._held: OrderedDict[Hashable, Params] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, device: torch.device, build: Callable[[], Params]) -> Params:
+        """Return what ``build`` made for this key, now or before.
+
+        Parameters
+        ----------
+        key
+            Everything that the constants depend on, the device included.
+        device : torch.device
+            Where they are.
+        build : callable
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return build()  # its memory is the graph's, which every replay writes
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        with torch.inference_mode(False), torch.no_grad():  # or they could never be used outside of it
+            built = build()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will read them
+        with self._lock:
+            if key not in self._held:  # another thread may have been faster
+                self._held[key] = built
+                self._bytes += _size(built)
+                while self._bytes > self.limit and len(self._held) > 1:
+                    self._bytes -= _size(self._held.popitem(last=False)[1])
+            return self._held[key]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            self._held.clear()
+            self._bytes = 0
+
+
+def _size(constants: Params) -> int:
+    return sum(tensor.nbytes for tensor in constants.values())
+
+
+SHARED = Shared(512 << 20)
+"""Of this process: what codecs draw (``drawn``), and what kernels make of it."""
+
+
+def drawn(codec: Codec, site: Site) -> Params:
+    """Constants of a codec that needs no sample: ``codec.fit(site)``, the same tensors every time."""
+    return SHARED.get(("drawn", codec, site), site.device, lambda: codec.fit(site))
+
+
 def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:
     """Encode and decode ``x [B, H, N, D]`` in the model basis; float32, N a multiple of the block."""
     payload = codec.encode(codec.to_code(x.float(), params), params)
     return codec.from_code(codec.decode(payload, params), params)
+
+
+def largest(x: Tensor) -> Tensor:
+    """Largest magnitude of ``x``, without a look at it: 0-d on its device, NaN if there is one; 0 of no numbers."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    if x.device.type != "cpu":
+        return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one launch
+    low, high = x.detach().aminmax()
+    return torch.maximum(-low, high)
 
 
 def check_tensor(name: str, x: Tensor) -> None:
@@ -195,8 +273,7 @@ def check_tensor(name: str, x: Tensor) -> None:
         raise ShapeError(f"{name}: got {came}; expected a floating point tensor [batch, kv_heads, tokens, head_dim].")
     if x.numel() == 0:
         return
-    # one reduction and one host sync; NaN fails the comparison, so it lands in the slow branch as well
-    if bool(x.abs().amax().float() <= FP16_MAX):  # float: bf16 would round the limit up to 65536
+    if float(largest(x)) <= FP16_MAX:  # NaN fails the comparison, so it goes on as well
         return
     bad = (~(x.abs().float() <= FP16_MAX)).nonzero()[0].tolist()
     value = x[tuple(bad)].item()
@@ -211,9 +288,9 @@ def check_tensor(name: str, x: Tensor) -> None:
 def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
     """``check_tensor`` of both, by one look at the device; returns the numbers of ``more``, tensors ``[1]``."""
     both = (keys, values)
-    if all(isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and x.numel() for x in both):
-        tops = [torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1) for x in both]
-        key, value, *told = torch.cat([*tops, *more]).tolist()
+    fit = all(isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and x.numel() for x in both)
+    if fit and keys.device == values.device:
+        key, value, *told = torch.cat([*(largest(x).float().view(1) for x in both), *more]).tolist()
         if key <= FP16_MAX and value <= FP16_MAX:  # NaN fails the comparison
             return told
     check_tensor("keys", keys)

@@ -1,14 +1,12 @@
-"""Which fused kernels serve a layer, and how they are called: Triton's for 4-bit integers, CUDA's for the rest.
+"""Which fused kernels serve a layer, and how they are called: CUDA's, and Triton's where CUDA's cannot run.
 
 An engine holds no module and no compiled kernel, only names and tensors: caches are copied and saved.
-
-Where both are there Triton's are taken, which serve AMD GPUs as well, unless they were measured to be slower.
 """
 
 import importlib
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +14,12 @@ from torch import Tensor
 
 from kvcodec.attention import Seen
 from kvcodec.cache import RoleState
-from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.codec import ROLES, Codec, Payload, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import UnsupportedError
-from kvcodec.layout import page_tokens_for
 from kvcodec.pages import PageStore
-from kvcodec.scheme import KVScheme
-
-SLOWER = ("group_int",)
-"""Triton kernels that CUDA's outrun: scale and offset in planes of their own cost them a third of the speed."""
+from kvcodec.scheme import KVScheme, page_layout
 
 
 def choose(
@@ -35,9 +29,11 @@ def choose(
     page_tokens: int | None = None,
     *,
     static: bool = False,
-    only: str = "",
 ) -> "Engine | str":
     """Return the engine for a layer's scheme, or the reason why there is none.
+
+    CUDA's kernels where they can run. Triton's know two codecs; they serve what CUDA's refuse: AMD GPUs, head_dim 80
+    and 192, an environment without cuda-core.
 
     Parameters
     ----------
@@ -48,17 +44,15 @@ def choose(
     page_tokens : int, optional
     static : bool
         Whether steps must not synchronise: then both roles need a kernel to encode.
-    only : str
-        ``cuda``: for what Triton's kernels do not do (soft caps, several query tokens).
     """
-    tokens = page_tokens or page_tokens_for(scheme.key.layout(head_dim), scheme.value.layout(head_dim))
-    triton = "" if only == "cuda" else _triton(scheme, head_dim, device)
-    if isinstance(triton, Engine) and triton_stem(scheme) not in SLOWER:
-        return triton
+    tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
     cuda = _cuda(scheme, head_dim, device, tokens, static)
     if isinstance(cuda, Engine):
         return cuda
-    return triton if isinstance(triton, Engine) or (triton and device.type != "cuda") else cuda
+    triton = _triton(scheme, head_dim, device)
+    if isinstance(triton, Engine):
+        return triton
+    return f"{cuda}; {triton}" if triton and device.type == "cuda" else cuda
 
 
 def order_of(codec: Codec, head_dim: int) -> int:
@@ -108,11 +102,10 @@ def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
     from kvcodec.cuda.attention import pair_for
     from kvcodec.cuda.sides import encoder
 
-    if triton_stem(scheme):
-        return {"encode": "triton", "decode": "triton"}
     step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
     if isinstance(pair_for(scheme.key, scheme.value, head_dim, step), str):
-        return {"encode": "none", "decode": "none"}
+        name = "triton" if triton_stem(scheme) else "none"
+        return {"encode": name, "decode": name}
     written = {r: "none" if isinstance(encoder(scheme.codec(r), head_dim, r), str) else "cuda" for r in ROLES}
     same = written["key"] == written["value"]
     encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
@@ -151,6 +144,13 @@ class Engine:
     ) -> None:
         """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on."""
         raise NotImplementedError
+
+    def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Payload | None:
+        """Encode keys of several layers, their heads side by side: ``[1, L H, n, D]``; None: PyTorch has to.
+
+        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
+        """
+        return None
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
         """Attention of one query token; options as the kernels' ``decode_attention``."""
@@ -287,22 +287,21 @@ class CudaEngine(Engine):
 
     def prepare(self, roles: Mapping[Role, RoleState]) -> None:
         """As ``Engine.prepare``."""
-        from kvcodec.cuda.sides import Encoder, Reader, SideTensors, encoder, reader, tensors_for
+        from kvcodec.cuda.constants import SideTensors, constants
+        from kvcodec.cuda.sides import encoder, reader
 
         for role in ROLES:
             state, codec = roles[role], self.codecs[role]
-            assert state.params is not None
-            heads = state.site.num_heads
-            read, write = reader(codec, self.head_dim, role), encoder(codec, self.head_dim, role)
-            assert isinstance(read, Reader)
-            fresh = tensors_for(read, state.params, heads, self.head_dim)
-            self.reading[role] = _kept(self.reading.get(role), fresh)
-            if isinstance(write, Encoder):
-                self.writing[role] = _kept(
-                    self.writing.get(role), tensors_for(write, state.params, heads, self.head_dim)
-                )
-            else:
-                self.writing[role] = SideTensors(None, None, 1)
+            both = (
+                (reader(codec, self.head_dim, role), self.reading),
+                (encoder(codec, self.head_dim, role), self.writing),
+            )
+            for side, kept in both:
+                assert state.params is not None
+                if isinstance(side, str):  # PyTorch encodes it
+                    kept[role] = SideTensors(None, None, 1)
+                    continue
+                kept[role] = constants(side, codec, state.site, state.params, kept.get(role), drawn=state.drawn)
         self.ready = True
 
     def written_by(self, role: Role) -> str:
@@ -342,6 +341,32 @@ class CudaEngine(Engine):
             value=self.writing["value"],
             bad=bad,
         )
+
+    def encode_side_by_side(self, keys: Tensor, engines: Sequence[Engine], store: PageStore) -> Payload | None:
+        """As ``Engine.encode_side_by_side``: one launch, or one for each role."""
+        from kvcodec.cuda.constants import SideTensors, joined
+        from kvcodec.cuda.encode import encode_to_pages
+
+        if not (self.encoders["key"] and all(engine.ready for engine in engines)):
+            return None
+        heads, count = store.heads, keys.shape[2]
+        side: dict[Role, SideTensors] = {}
+        for role in ROLES:
+            made = [engine.writing[role] for engine in engines if isinstance(engine, CudaEngine)]
+            side[role] = joined(made, heads)
+        page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
+        # as values as well: the program that encodes both roles is there, another one would have to be compiled
+        encode_to_pages(
+            keys,
+            keys if self.encoders["value"] else None,
+            page.pages,
+            page.table,
+            torch.zeros(1, dtype=torch.int32, device=keys.device),
+            target=self.target,
+            key=side["key"],
+            value=side["value"],
+        )
+        return page.read("key", 0, count)
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
         """As ``Engine.attend``."""
@@ -408,16 +433,3 @@ class CudaEngine(Engine):
         from kvcodec.cuda.prefill import workspace_bytes
 
         return workspace_bytes(q, store.heads, packed, dense, flash)
-
-
-def _kept(old: Any, fresh: Any) -> Any:
-    """Fresh constants, in the old tensors where those have the same shape: captured graphs hold their addresses."""
-    if old is None:
-        return fresh
-    return fresh._replace(**{name: _into(getattr(old, name), getattr(fresh, name)) for name in ("tables", "factor")})
-
-
-def _into(old: Tensor | None, fresh: Tensor | None) -> Tensor | None:
-    if old is None or fresh is None or old.shape != fresh.shape or old.device != fresh.device:
-        return fresh
-    return old.copy_(fresh)

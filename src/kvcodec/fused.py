@@ -12,7 +12,6 @@ has a kernel to be read but none to be encoded, PyTorch encodes it into the same
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from kvcodec.engine import Engine, choose
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.scheme import KVScheme
 
-TWO_RUNS = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
+ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
 
 
 def fused_refusal(
@@ -70,6 +69,8 @@ class FusedLayerCache(LayerCache):
     engine: Engine | None = None
     unchecked = False
     """Of a cache that grows: whether a single token has come since the device's flag was last found to be 0."""
+    fresh = False
+    """Whether this append allocates: the device's lengths are 0, and are not read."""
 
     @property
     def unit(self) -> int:
@@ -85,8 +86,7 @@ class FusedLayerCache(LayerCache):
         """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
         if self.engine is None:
             return {}
-        written = {f"encode.{role}": self.engine.written_by(role) for role in ROLES}
-        return {"decode": self.engine.name, **written}
+        return {"decode": self.engine.name, **{f"encode.{role}": self.engine.written_by(role) for role in ROLES}}
 
     def reset(self) -> None:
         """Forget every token; a static cache keeps its pages, because captured graphs hold their addresses."""
@@ -94,10 +94,8 @@ class FusedLayerCache(LayerCache):
             for tensor in (self.seq_lens, self.first, self.bad, *(() if self.held is None else (self.held,))):
                 tensor.zero_()
             for role, state in self.roles.items():
-                if state.codec.needs_sample and role not in self.fitted:
-                    state.params = None  # the next prefill's
-                    assert self.engine is not None
-                    self.engine.ready = False
+                if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
+                    state.params, self.engine.ready = None, False  # the next prefill's
             self.start = 0
             self.emptied = True
             return
@@ -111,7 +109,7 @@ class FusedLayerCache(LayerCache):
         """Live tokens per sequence; reads the device when the cache is static."""
         if self.seq_lens is None or not self.reserve:
             return self._host_length
-        return int(self.device_length())
+        return 0 if self.fresh else int(self.device_length())
 
     @length.setter
     def length(self, value: int) -> None:
@@ -132,15 +130,14 @@ class FusedLayerCache(LayerCache):
         super()._allocate(keys, values)
         assert self.store is not None
         self.engine = engine
-        batch, device = keys.shape[0], keys.device
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)  # slots written
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)  # first live slot
-        self.bad = torch.zeros(1, dtype=torch.int32, device=device)
+        self.fresh, batch = True, keys.shape[0]
+        # slots written, first live slot, flag
+        zeros = (torch.zeros(n, dtype=torch.int32, device=keys.device) for n in (batch, batch, 1))
+        self.seq_lens, self.first, self.bad = zeros
         if self.reserve:
             if self.holds_dense:
                 self._allocate_dense(batch)
-            for tensor in (self.store.pages, self.store.table, self.seq_lens, self.first, self.bad):
-                torch._dynamo.mark_static_address(tensor)
+            _stay(self.store.pages, self.store.table, self.seq_lens, self.first, self.bad)
 
     def _allocate_dense(self, batch: int) -> None:
         """Make the buffers of a static cache's sink and window, sink first."""
@@ -153,24 +150,24 @@ class FusedLayerCache(LayerCache):
         self.held = torch.zeros(batch, dtype=torch.int32, device=device)
         self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flags of an encode that may not count
         self.places = torch.arange(width, dtype=torch.int64, device=device)
-        for tensor in (*self.buffers.values(), self.held, self.spare, self.places):
-            torch._dynamo.mark_static_address(tensor)
+        _stay(*self.buffers.values(), self.held, self.spare, self.places)
 
     def _unit(self, state: RoleState) -> int:
         return self.unit
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, *, checked: bool = False) -> None:
         """Encode and write what leaves the window, in one launch where the codecs allow.
 
-        Several tokens at once are checked as in ``LayerCache``. One token is not (that would synchronise): a NaN or Inf
-        is stored as a zero row and raises a device flag that ``check`` reads.
+        Several tokens at once are checked as in ``LayerCache``, unless the caller has ``checked`` them or will. One is
+        not (that would synchronise): NaN, Inf or a magnitude above 65504 is stored as a zero row and raises a device
+        flag that ``check`` reads.
         """
         n = keys.shape[2]
-        if n != 1:
+        if n == 1:
+            self.unchecked = self.unchecked or not self.reserve
+        elif not checked:
             earlier = (self.bad,) if self.unchecked and self.seq_lens is not None else ()
             self._refuse(*check_tensors(keys, values, *earlier))  # by one look at the device
-        elif not self.reserve:
-            self.unchecked = True
         if self.emptied:  # other sequences than before the reset get pages of their own
             self.emptied = False
             b, h, _, d = self.roles["key"].dense("sink").shape
@@ -189,6 +186,7 @@ class FusedLayerCache(LayerCache):
                 self._step(new)
             else:
                 self._append_static(new)
+                self.fresh = False
             return
         if self.holds_dense or any(s.params is None for s in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
@@ -196,22 +194,21 @@ class FusedLayerCache(LayerCache):
             self._host_length += n
             runs = self.roles["key"].runs
             self.store.ensure((runs[-1][1] if runs else 0) + new["key"].shape[2], exact=n > 1)
-        n = new["key"].shape[2]
-        if n == 0:
+        if (n := new["key"].shape[2]) == 0:
             return
         if self.reserve and n > 1:
             self._check_room(n)
         self._write(new, self.seq_lens, self.bad)
         self.seq_lens.add_(n)
+        self.fresh = False
         if not self.reserve:
             for state in self.roles.values():
                 state.extend(n)
 
     def _check_room(self, n: int) -> None:
         """Refuse tokens for which a static cache has no slots (evicted slots stay used)."""
-        assert self.seq_lens is not None
         assert self.store is not None
-        if int(self.seq_lens[0]) + n > self.store.capacity:
+        if (0 if self.fresh or self.seq_lens is None else int(self.seq_lens[0])) + n > self.store.capacity:
             raise ShapeError(
                 f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
                 f"fit. Make it larger (max_len) or crop it."
@@ -220,12 +217,19 @@ class FusedLayerCache(LayerCache):
     def _write(self, new: dict[Role, Tensor], first: Tensor, bad: Tensor) -> None:
         assert self.engine is not None
         assert self.store is not None
+        self._prepare()
+        self.engine.encode(new, self.roles, self.store, first, bad)
+
+    def _prepare(self) -> bool:
+        """Hand the constants to the engine; False before the first token where they are taken from a prefill."""
+        assert self.engine is not None
         if not self.engine.ready:
+            if any(state.params is None for state in self.roles.values()):
+                return False
             self.engine.prepare(self.roles)
             if self.reserve:
-                for tensor in self.engine.tensors():
-                    torch._dynamo.mark_static_address(tensor)
-        self.engine.encode(new, self.roles, self.store, first, bad)
+                _stay(*self.engine.tensors())
+        return True
 
     def _append_static(self, new: dict[Role, Tensor]) -> None:
         """Append to a static cache that holds tokens dense; reads the lengths from the device."""
@@ -233,13 +237,11 @@ class FusedLayerCache(LayerCache):
         assert self.held is not None
         self._pull()
         leaving = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
-        n = leaving["key"].shape[2]
-        if n:
+        self._prepare()  # also without tokens: the next step may be a captured one
+        if n := leaving["key"].shape[2]:
             self._check_room(n)
             self._write(leaving, self.seq_lens, self.bad)
             self.seq_lens.add_(n)
-        elif self.engine is not None and not self.engine.ready:
-            self.engine.prepare(self.roles)
         self._push_dense()
 
     def _step(self, new: dict[Role, Tensor]) -> None:
@@ -299,7 +301,8 @@ class FusedLayerCache(LayerCache):
         many = q.shape[2] != 1
         if mask is not None and not many:
             raise UnsupportedError("fused attention takes no mask of a single query token; pass start= for padding.")
-        if self.store is None or self.emptied or (not self.reserve and self._host_length == 0):
+        without = self.emptied or (not self.reserve and self._host_length == 0)
+        if self.store is None or without or not self._prepare():
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         site = self.roles["key"].site
         if q.shape[0] != self.batch or q.shape[1] % site.num_heads or q.shape[3] != site.head_dim:
@@ -313,8 +316,6 @@ class FusedLayerCache(LayerCache):
             return staged.attend(self, q, scale=scale, sinks=sinks, seen=seen)
         assert self.seq_lens is not None
         assert self.engine is not None
-        if not self.engine.ready:
-            self.engine.prepare(self.roles)
         dense: dict[str, Tensor | None] = {}
         first = self.first
         if self.holds_dense:
@@ -367,7 +368,7 @@ class FusedLayerCache(LayerCache):
         Raises
         ------
         ValueError
-            A token was NaN or Inf; it was stored as a zero row.
+            A token was NaN, Inf or above 65504 in magnitude; it was stored as a zero row.
         ShapeError
             A captured or compiled step went on when the static cache was full; its tokens were dropped.
         """
@@ -383,8 +384,8 @@ class FusedLayerCache(LayerCache):
             )
         if flag:
             raise ValueError(
-                f"layer {self.layer}: a key or value appended in a decode step is not finite; it was stored as a "
-                f"zero row. Check the model's dtype (fp16 overflow?)."
+                f"layer {self.layer}: a key or value appended in a decode step is not finite or above 65504; it was "
+                f"stored as a zero row. Check the model's dtype (fp16 overflow?)."
             )
 
     # -- host operations: bring the host state up to date first, and the device state afterwards ---------------------
@@ -392,9 +393,11 @@ class FusedLayerCache(LayerCache):
     def _pull(self) -> None:
         """Set the host's runs from the device's lengths (a static cache's host state is stale)."""
         if self.reserve and self.seq_lens is not None:
-            numbers = [self.first[:1], self.seq_lens[:1], *(() if self.held is None else (self.held[:1],))]
-            first, last, *held = torch.cat(numbers).tolist()  # one look at the device
-            count = held[0] if held else 0
+            first = last = count = 0
+            if not self.fresh:
+                numbers = [self.first[:1], self.seq_lens[:1], *(() if self.held is None else (self.held[:1],))]
+                first, last, *held = torch.cat(numbers).tolist()  # one look at the device
+                count = held[0] if held else 0
             for role, state in self.roles.items():
                 state.runs = [(first, last)] if last > first else []
                 if self.held is not None:
@@ -420,7 +423,7 @@ class FusedLayerCache(LayerCache):
         if self.seq_lens is None or self.store is None:
             return
         if len(runs := self.roles["key"].runs) > 1:
-            raise UnsupportedError(TWO_RUNS)
+            raise UnsupportedError(ONE_RUN)
         first, last = runs[0] if runs else (0, 0)
         if self.reserve and last <= self.store.capacity:  # what did not fit has been cropped away
             self.bad.masked_fill_(self.bad == 2, 0)
@@ -428,8 +431,8 @@ class FusedLayerCache(LayerCache):
             self.seq_lens.fill_(last)
             self.first.fill_(first)
         else:
-            whole = partial(torch.full, (self.batch,), dtype=torch.int32, device=self.store.table.device)
-            self.seq_lens, self.first = whole(last), whole(first)
+            like = self.seq_lens
+            self.seq_lens, self.first = like.new_full((self.batch,), last), like.new_full((self.batch,), first)
         self._push_dense()
 
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
@@ -454,7 +457,7 @@ class FusedLayerCache(LayerCache):
     def _remove(self, first: int, last: int) -> None:
         self._pull()
         if first and last < self.length:
-            raise UnsupportedError(TWO_RUNS)
+            raise UnsupportedError(ONE_RUN)
         if self.reserve and first < last < self.length:
             raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
         self._check_block(first)
@@ -498,3 +501,9 @@ class FusedLayerCache(LayerCache):
             return
         yield from self.store.tensors()
         yield from self.buffers.values()
+
+
+def _stay(*tensors: Tensor) -> None:
+    """Tell compiled graphs that these tensors keep their addresses."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)

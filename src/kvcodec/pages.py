@@ -28,8 +28,8 @@ class PageStore:
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
         self.layout = layout
         self.heads = heads
-        self.pages = torch.zeros(0, heads, layout.page_bytes, dtype=torch.uint8, device=device)
-        self.table = torch.zeros(batch, 0, dtype=torch.int32, device=device)
+        self.pages = torch.empty(0, heads, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.table = torch.empty(batch, 0, dtype=torch.int32, device=device)
         self.growth_bytes = 0  # largest pool that was held twice for a moment, to grow it
         if capacity:
             self._grow(-(-capacity // layout.page_tokens))
@@ -66,7 +66,8 @@ class PageStore:
             self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
         self.pages = torch.cat([self.pages, fresh]) if first else fresh
         ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=self.table.device)
-        self.table = torch.cat([self.table, ids.view(batch, columns)], 1)
+        ids = ids.view(batch, columns)
+        self.table = torch.cat([self.table, ids], 1) if first else ids
 
     def write(self, role: str, first_slot: int, payload: Payload) -> None:
         """Write the blocks of ``payload`` (fields ``[B, H, M, *shape]``) from ``first_slot`` on."""

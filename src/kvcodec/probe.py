@@ -1,6 +1,6 @@
 """K-outlier probe: does the chosen codec survive this model's keys?
 
-Two numbers per layer, taken once, on the newest tokens of the first prefill:
+Two numbers per layer, taken once, on the newest tokens of the first prefill's first sequence:
 
 - ``outlier_ratio``: largest norm of four neighbouring channels of a key, over the median one. A few channels with a
   large constant offset (the K bias of Qwen2-like models) give hundreds.
@@ -11,23 +11,31 @@ Two numbers per layer, taken once, on the newest tokens of the first prefill:
 
 A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
 The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys.
+
+On a GPU nothing but a copy of the sample is made while a layer is filled. ``settle`` judges all layers at once, their
+heads side by side as if they were one layer's: some hundred launches and one host sync, whatever the model's depth. The
+kernels encode there, where they serve the layers, and the codec decodes what they wrote.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvcodec.cache import LayerCache
-from kvcodec.codec import Codec, Site, roundtrip, storage_dtype
+from kvcodec.codec import FP16_MAX, Codec, Params, Site, roundtrip, storage_dtype
 from kvcodec.codecs.dense import Dense
-from kvcodec.errors import KVCodecWarning, ShapeError
+from kvcodec.errors import KVCodecWarning, KVError, ShapeError
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
 LIMIT = 0.5
 """channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""
-SAMPLE_TOKENS = 256
+SAMPLE_TOKENS = 64
 FEWEST_TOKENS = 16
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
 """Presets tried, in order of size, when the chosen one breaks."""
@@ -56,19 +64,44 @@ class KeyProbe:
         return self.channel_error >= LIMIT
 
 
+def waits(x: Tensor) -> bool:
+    """Whether a look at a number of ``x`` waits for a GPU."""
+    return x.is_cuda
+
+
 def outlier_ratio(keys: Tensor) -> float:
     """K_max / K_median of four-channel chunk norms of ``keys [B, H, N, D]``."""
-    norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1).flatten()
-    return float(norms.max() / norms.median().clamp_min(1e-12))
+    return float(_outlier_ratios(keys, 1))
 
 
 def channel_error(keys: Tensor, decoded: Tensor) -> float:
     """Relative error of the median channel, worst head; see the module's text. Both ``[B, H, N, D]``."""
-    signal = keys.float() - keys.float().mean(2, keepdim=True)
-    error = decoded.float() - keys.float()
+    return float(_channel_errors(keys, decoded, 1))
+
+
+def _outlier_ratios(keys: Tensor, layers: int) -> Tensor:
+    """``outlier_ratio`` of layers whose heads lie side by side, ``[layers]``."""
+    norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1)
+    norms = norms.unflatten(1, (layers, -1)).transpose(0, 1).flatten(1)
+    return norms.amax(1) / norms.median(1).values.clamp_min(1e-12)
+
+
+def _channel_errors(keys: Tensor, decoded: Tensor, layers: int) -> Tensor:
+    """``channel_error`` of layers whose heads lie side by side, ``[layers]``."""
+    keys, decoded = keys.float(), decoded.float()
+    signal = keys - keys.mean(2, keepdim=True)
+    error = decoded - keys
     error = error - error.mean(2, keepdim=True)
     ratio = error.pow(2).sum((0, 2)) / signal.pow(2).sum((0, 2)).clamp_min(1e-12)
-    return float(ratio.median(-1).values.max())
+    return ratio.median(-1).values.view(layers, -1).amax(1)
+
+
+class _Noted(NamedTuple):
+    """A layer and the newest keys that filled it, ``[1, H, n, D]``."""
+
+    layer: int
+    cache: LayerCache
+    sample: Tensor
 
 
 class OutlierProbe:
@@ -83,22 +116,61 @@ class OutlierProbe:
     def __init__(self, scheme: KVScheme) -> None:
         self.scheme = scheme
         self.found: dict[int, KeyProbe] = {}
+        self.noted: list[_Noted] = []
+        self.measured: dict[int, Tensor] = {}
         self.warned = False
 
     def __call__(self, layer: int, cache: LayerCache, keys: Tensor) -> None:
-        """Probe one layer's fresh keys ``[B, H, n, D]``; a second call for the layer does nothing."""
+        """Probe one layer's fresh keys ``[B, H, n, D]``; a second call for the layer does nothing.
+
+        On a GPU the verdict waits for ``settle``.
+        """
         state = cache.roles["key"]
-        if layer in self.found or isinstance(state.codec, Dense) or keys.shape[-1] % 4:
+        known = layer in self.found or any(noted.layer == layer for noted in self.noted)
+        if known or isinstance(state.codec, Dense) or keys.shape[-1] % 4:
             return
-        unit = state.codec.block_tokens
+        unit = int(getattr(cache, "unit", state.codec.block_tokens))
         tokens = min(keys.shape[2], max(SAMPLE_TOKENS, unit)) // unit * unit
         if tokens < FEWEST_TOKENS or state.params is None:
             return
-        sample = keys[:, :, -tokens:].to(storage_dtype(keys.dtype)).float()
-        decoded = roundtrip(state.codec, sample, state.params)
-        found = KeyProbe(layer, outlier_ratio(sample), channel_error(sample, decoded))
-        self.found[layer] = found
-        if found.broken and not self.warned:
+        sample = keys[:1, :, -tokens:].to(storage_dtype(keys.dtype), copy=True)
+        self.noted.append(_Noted(layer, cache, sample))
+        if not waits(keys):
+            self.settle()
+
+    def forget(self, layer: int) -> None:
+        """Drop what was noted of a layer."""
+        self.noted = [one for one in self.noted if one.layer != layer]
+        self.measured.pop(layer, None)
+
+    def measure(self) -> None:
+        """Compute on the GPU what ``settle`` will look at; the later, the longer it waits."""
+        fresh = [one for one in self.noted if one.layer not in self.measured]
+        groups: dict[Any, list[_Noted]] = {}
+        for one in fresh:
+            state, engine = one.cache.roles["key"], getattr(one.cache, "engine", None)
+            alike = state.codec, getattr(engine, "target", ""), one.sample.shape, one.sample.device
+            groups.setdefault(alike, []).append(one)
+        for group in groups.values():
+            for part in _foldable(group):
+                self.measured |= zip((one.layer for one in part), _measured(part).unbind(1), strict=True)
+
+    def settle(self) -> None:
+        """Judge the layers that were noted: one host sync for each device."""
+        self.measure()
+        noted, self.noted = self.noted, []
+        measured, self.measured = self.measured, {}
+        for device in {one.sample.device for one in noted}:
+            here = [one for one in noted if one.sample.device == device]
+            figures = torch.stack([measured[one.layer] for one in here]).tolist()
+            for one, (ratio, error) in zip(here, figures, strict=True):
+                self.found[one.layer] = KeyProbe(one.layer, ratio, error)
+        for one in noted:
+            if self.found[one.layer].broken:
+                self._tell(self.found[one.layer], one.sample.float())
+
+    def _tell(self, found: KeyProbe, sample: Tensor) -> None:
+        if not self.warned:
             self.warned = True
             warnings.warn(self._text(found, sample), KVCodecWarning, stacklevel=2)
 
@@ -128,6 +200,62 @@ class OutlierProbe:
         site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
         params = codec.fit(site, keys if codec.needs_sample else None)
         return channel_error(keys, roundtrip(codec, keys, params))
+
+
+def _measured(layers: Sequence[_Noted]) -> Tensor:
+    """Outlier ratios and channel errors, ``[2, layers]``, of layers that one call can encode and decode."""
+    caches, keys = [one.cache for one in layers], torch.cat([one.sample for one in layers], 1)
+    states = [cache.roles["key"] for cache in caches]
+    codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
+    params = _side_by_side(codec, constants, keys.shape[3])
+    engine = getattr(caches[0], "engine", None)
+    payload = None if engine is None else engine.encode_side_by_side(keys, [c.engine for c in caches], caches[0].store)  # type: ignore[attr-defined]
+    if payload is None:  # nobody may have looked for NaN and Inf yet
+        x = keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX)
+        payload = codec.encode(codec.to_code(x, params), params)
+    decoded = codec.from_code(codec.decode(payload, params), params)
+    return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
+
+
+def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:
+    """All of the layers together, or each alone where their constants cannot stand side by side."""
+    first = layers[0]
+    together = len(layers) == 1 or _by_head(first.cache.roles["key"].codec, first.sample.shape[3]) is not None
+    return [layers] if together else [[one] for one in layers]
+
+
+def _side_by_side(codec: Codec, constants: Sequence[Params], head_dim: int) -> Params:
+    """Constants of one layer that has the heads of all."""
+    if len(constants) == 1:
+        return constants[0]
+    own = {name: torch.cat([c[name] for c in constants], 1) for name in _by_head(codec, head_dim) or ()}
+    return {**constants[0], **own}
+
+
+@lru_cache(maxsize=64)
+def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
+    """Names of a codec's constants that each KV head has its own of, along axis 1; all layers share the others.
+
+    Found by fitting two layers, of two and of three heads. None: a constant differs between layers otherwise than by
+    heads, so that they cannot stand side by side.
+    """
+    made = []
+    for layer, heads in enumerate((2, 3)):
+        tokens = codec.block_tokens * max(1, FEWEST_TOKENS // codec.block_tokens)
+        draw = torch.Generator().manual_seed(layer)
+        sample = torch.randn(1, heads, tokens, head_dim, generator=draw) if codec.needs_sample else None
+        try:
+            made.append(codec.fit(Site(layer, "key", heads, head_dim), sample))
+        except KVError:  # of the model's queries, or of a file alone
+            return None
+    own = []
+    for name, two in made[0].items():
+        three = made[1][name]
+        if two.ndim > 1 and three.shape == (two.shape[0], 3, *two.shape[2:]) and two.shape[1] == 2:
+            own.append(name)
+        elif not torch.equal(two, three):
+            return None
+    return tuple(own)
 
 
 def report(probe: OutlierProbe) -> dict[int, dict[str, float]]:

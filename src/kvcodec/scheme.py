@@ -10,6 +10,7 @@ so data that is encoded never changes, whatever the split into prefill and decod
 
 import json
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from kvcodec.codec import ROLES, Codec, Role
@@ -110,10 +111,16 @@ class KVScheme:
 
     def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
         """Byte map of a page; ``page_tokens`` defaults to 64 rounded up to whole blocks."""
-        key, value = self.key.layout(head_dim), self.value.layout(value_dim or head_dim)
-        return PageLayout(key, value, page_tokens or page_tokens_for(key, value))
+        return page_layout(self.key, self.value, head_dim, value_dim or head_dim, page_tokens)
 
     def to_json(self) -> str:
         """Return JSON from which ``registry.from_json`` rebuilds an equal scheme."""
         data: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("key", "value")}
         return json.dumps({**data, "key": self.key.config(), "value": self.value.config()})
+
+
+@lru_cache(maxsize=256)  # every layer of every cache asks
+def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tokens: int | None = None) -> PageLayout:
+    """Byte map of a page of two codecs; ``page_tokens`` as in ``KVScheme.page_layout``."""
+    layouts = key.layout(key_dim), value.layout(value_dim)
+    return PageLayout(*layouts, page_tokens or page_tokens_for(*layouts))

@@ -31,7 +31,6 @@ def reference_writer(scheme, shape, store, params, first):
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch):
     monkeypatch.setattr(packed_encode, "_cuda", reference_writer)
-    monkeypatch.setattr(packed_encode, "_prefers_triton", lambda _: False)
 
 
 def run(specs, clock=None, shapes=(SMALL,), batches=(), **options):

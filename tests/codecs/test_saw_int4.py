@@ -207,7 +207,7 @@ def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reas
     scheme = kvcodec.get(f"saw-int4:{options}")
     assert reason in fused_refusal(scheme, 128, torch.device("cpu"))
     assert kvcodec.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
-    assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "triton", "decode": "triton"}
+    assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "cuda", "decode": "cuda"}
 
 
 @pytest.mark.parametrize(

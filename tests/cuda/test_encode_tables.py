@@ -363,8 +363,12 @@ def test_hqmq_cells_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [24, 192])
 def test_hqmq_lists_hold_every_winner(count: int) -> None:
-    table = products(random_units(count, torch.Generator().manual_seed(count)))
-    place, rivals = cell_rivals(table)
+    secondary = torch.stack([random_units(count, torch.Generator().manual_seed(count + head)) for head in range(2)])
+    tables = products(secondary)
+    place, names, held = cell_rivals(tables)
+    table = tables[1]
+    rivals = torch.zeros(len(place), len(table), dtype=torch.bool)
+    rivals[held[1].nonzero()[:, 0], names[1][held[1]]] = True
     row = torch.full((SIDE**3,), -1)
     row[place] = torch.arange(len(place))
     g = torch.Generator().manual_seed(7)

@@ -16,8 +16,8 @@ from kvcodec.codecs.dense import Dense
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.cuda import sides
-from kvcodec.engine import CudaEngine, choose
+from kvcodec.cuda import build, sides
+from kvcodec.engine import CudaEngine, TritonEngine, choose
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.fused import FusedLayerCache
 from kvcodec.scheme import KVScheme
@@ -54,6 +54,7 @@ def same(fused: FusedLayerCache, reference: LayerCache, seed: int = 1, **options
 
 
 WINDOWED = {
+    "saw": scheme("saw-int4", 2, 5),
     "kivi": scheme("kivi-2", 0, 5),
     "innerq": scheme("innerq-hybrid", 3, 6),
     "octopus": scheme("octopus-3", 0, 4),
@@ -130,6 +131,32 @@ def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any])
     assert where == before
 
 
+@pytest.mark.parametrize("capacity", [0, 192])
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machine: dict[str, Any]) -> None:
+    """Before the first token and after it; constants that come from a prefill wait for it."""
+    if isinstance(choose(scheme(spec), DIM, CPU, static=capacity > 0), str):
+        pytest.skip("no kernels")
+    made, (k, v) = kvcodec.get(spec).for_layer(8, 24), rows(70)
+    fused, plain = FusedLayerCache(made, capacity=capacity), FusedLayerCache(made, capacity=capacity)
+    fused.append(k[:, :, :0], v[:, :, :0])
+    assert len(fused) == 0
+    if fused.roles["key"].params is None or not capacity:
+        with pytest.raises(ShapeError, match="the cache is empty"):
+            fused.attend(k[:, :, :1])
+    for at, end in ((0, 66), (66, 66), (66, 67)):
+        fused.append(k[:, :, at:end], v[:, :, at:end])
+        if end > at:
+            plain.append(k[:, :, at:end], v[:, :, at:end])
+    for cache in (fused, plain):
+        cache.synchronize()
+    assert fused.store is not None
+    assert plain.store is not None
+    assert torch.equal(fused.store.pages, plain.store.pages)
+    for decoded, wanted in zip(fused.decode(), plain.decode(), strict=True):
+        assert torch.equal(decoded, wanted)
+
+
 def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> None:
     k, v = rows(100)
     cache = FusedLayerCache(scheme("int-8", 0, 3), capacity=64)
@@ -194,7 +221,7 @@ def test_a_crop_into_an_encoded_block_is_refused(machine: dict[str, Any]) -> Non
 
 def test_refusals_name_the_reason() -> None:
     assert choose(scheme("kivi-2"), 128, CPU) == "device cpu is not a CUDA GPU"
-    assert choose(scheme("saw-int4"), 128, CPU) == "device cpu is not a GPU"
+    assert choose(scheme("saw-int4"), 128, CPU) == "device cpu is not a CUDA GPU"
     assert "no CUDA kernel reads Additive" in str(choose(scheme("additive-k48_r4"), 128, CPU))
     assert "the kernels sketch at head_dim 64, 128 and 256, not 96" in str(
         choose(KVScheme(key=OctopusQJL(), value=Dense()), 96, CPU)
@@ -203,6 +230,41 @@ def test_refusals_name_the_reason() -> None:
     assert "page_tokens=48 is not a multiple of 32" in str(choose(scheme("kivi-2"), 128, CPU, 48))
     with pytest.raises(UnsupportedError, match=r"device cpu is not a CUDA GPU\. Use attention='decoded' or 'streamed'"):
         FusedLayerCache(scheme("kivi-2")).append(*rows(3))
+
+
+def test_cuda_serves_what_it_can_and_triton_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    gpu, amd = torch.device("cuda"), "CUDA kernels do not run on an AMD GPU"
+    for reason, kind in (("", CudaEngine), (amd, TritonEngine)):
+        monkeypatch.setattr(build, "refusal", lambda device, reason=reason: reason)
+        for spec in ("saw-int4", "int-4"):
+            for static in (False, True):
+                assert type(choose(scheme(spec), 128, gpu, static=static)) is kind
+            assert type(choose(scheme(spec), 80, gpu)) is TritonEngine
+    assert choose(scheme("kivi-2"), 128, gpu) == amd
+    assert choose(scheme("int-4"), 48, gpu) == (
+        "the CUDA kernels take head_dim 64, 96, 128, 256, not 48 (GroupInt(bits=4, group=0, along='channels', "
+        "symmetric=False)); head_dim=48; the int-4 kernels take (64, 80, 96, 128, 192, 256)"
+    )
+
+
+@pytest.mark.parametrize("size", [66_000.0, -3e5, 1.5e6])
+@pytest.mark.parametrize("spec", ["saw-int4", "int-4", "int-8"])
+def test_a_token_beyond_fp16_is_flagged(spec: str, size: float, machine: dict[str, Any]) -> None:
+    """A decode step does not stop for a number that no codec holds: the row is zeros, and ``check`` says so."""
+    for place in range(2):
+        new = [x.bfloat16() for x in rows(4)]
+        cache = FusedLayerCache(scheme(spec))
+        cache.append(*(x[:, :, :3] for x in new))
+        cache.check()
+        new[place][1, 0, 3, 17] = size
+        cache.append(*(x[:, :, 3:] for x in new))
+        with pytest.raises(ValueError, match="above 65504"):
+            cache.check()
+        with pytest.raises(ValueError, match="above 65504"):
+            cache.decode()
+        cache.bad.zero_()
+        assert (cache.decode()[place][:, 0, 3] == 0).all(-1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("spec", kvcodec.presets())
@@ -216,8 +278,6 @@ def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any
         assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}
         for layer in range(4):
             assert isinstance(choose(made.for_layer(layer, 4), 128, CPU), CudaEngine)
-    elif spec in ("int-4", "saw-int4"):
-        assert listed == {"encode": "triton", "decode": "triton"}
     else:
         assert listed == {"encode": "none", "decode": "none"}
         assert isinstance(engine, str)

@@ -219,8 +219,9 @@ def check_append(device, codec="saw_int4", value_block=64):
 
 
 def check_bad(device, codec="saw_int4"):
-    """NaN, Inf and a magnitude without a scale raise the flag; that row reads as zeros."""
-    for value, expect in ((1.0, 0), (math.nan, 1), (math.inf, 1), (-math.inf, 1), (5e8, 1)):
+    """NaN, Inf and a magnitude above 65504 raise the flag; that row reads as zeros."""
+    beyond = (math.nan, math.inf, -math.inf, 66_000.0, -3e5, 1.5e6, 5e8)
+    for value, expect in ((1.0, 0), (65504.0, 0), *((value, 1) for value in beyond)):
         for which in ("k", "v"):
             pool = Pool(device, batch=1, heads=1, tokens=3, dim=64, page=16, codec=codec)
             getattr(pool, which)[0, 0, 1, 5] = value

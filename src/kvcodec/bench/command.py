@@ -39,7 +39,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
         ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
         ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
-        ("--engine", {"choices": ("cuda",)}, "of decode and encode: these kernels, not those that a cache chooses"),
+        ("--engine", {"choices": ("triton",)}, "of decode and encode: these kernels, not those that a cache chooses"),
         ("--rows-only", {"action": "store_true"}, "write rows and no page"),
     )  # fmt: skip
     for option, form, text in options:

@@ -56,7 +56,7 @@ class Packed:
     device : torch.device
     seed : int
     engine : str
-        ``cuda``: those kernels where they exist, instead of the ones that the cache chooses.
+        ``triton``: those kernels where they exist, instead of the ones that the cache chooses.
 
     Raises
     ------
@@ -76,8 +76,8 @@ class Packed:
         self.q = draw(batch, shape.query_heads, 1)
         params = _fitted(scheme, draw(1, heads, FIT_TOKENS), seed)
         cache = self.cache = _allocated(scheme, params, draw(batch, heads, 0), tokens)
-        if engine == "cuda":
-            use_cuda(cache, dim)
+        if engine == "triton":
+            use_triton(cache, dim)
         assert cache.store is not None
         # a fused cache may let both roles leave the window together
         unit = int(getattr(cache, "unit", 1))
@@ -174,26 +174,19 @@ def _allocated(scheme: KVScheme, params: dict[Role, Params], nothing: Tensor, to
     return cache
 
 
-def use_cuda(cache: FusedLayerCache, head_dim: int) -> None:
-    """Serve a cache by the CUDA kernels, whatever it chose.
+def use_triton(cache: FusedLayerCache, head_dim: int) -> None:
+    """Serve a cache by the Triton kernels, whatever it chose.
 
     Raises
     ------
     UnsupportedError
-        If they do not read its codecs, or cannot run here.
+        If there are none for its codecs.
     """
     engines = importlib.import_module("kvcodec.engine")
-    attention, build = (importlib.import_module(f"kvcodec.cuda.{name}") for name in ("attention", "build"))
-    assert cache.store is not None
-    key, value = (state.codec for state in cache.roles.values())
-    tokens = cache.store.layout.page_tokens
-    pair = attention.pair_for(key, value, head_dim, tokens)
-    reason = pair if isinstance(pair, str) else build.refusal(cache.store.table.device)
-    if reason:
-        raise UnsupportedError(reason)
-    engine = engines.CudaEngine(key, value, head_dim, tokens)
-    engine.prepare(cache.roles)
-    setattr(cache, "engine", engine)  # noqa: B010  a cache without engines has no such attribute
+    scheme = KVScheme(cache.roles["key"].codec, cache.roles["value"].codec)
+    if not (stem := engines.triton_stem(scheme)):
+        raise UnsupportedError(f"no Triton kernels read {scheme}; leave --engine out")
+    cache.engine = engines.TritonEngine(stem, *(engines.order_of(c, head_dim) for c in (scheme.key, scheme.value)))
 
 
 class Gate(NamedTuple):

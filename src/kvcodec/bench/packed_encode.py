@@ -73,7 +73,7 @@ class Encoding:
 
 
 def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int, engine: str = "") -> Encoding:
-    """Draw keys and values and find the kernel that encodes them: the one that a cache chooses, or CUDA's.
+    """Draw keys and values and find the kernel that encodes them: the one that a cache chooses, or Triton's.
 
     Raises
     ------
@@ -95,17 +95,9 @@ def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int, en
     order = torch.randperm(store.table.numel(), generator=generator, device=device)
     store.table = order.view(store.table.shape).int().contiguous()
     first = torch.zeros(shape.batch, dtype=torch.int32, device=device)
-    cuda = None if engine != "cuda" and _prefers_triton(scheme) else _cuda(scheme, shape, store, params, first)
+    cuda = None if engine == "triton" else _cuda(scheme, shape, store, params, first)
     write, path = cuda or _triton(scheme, shape, store, first)
     return Encoding(spec, shape, keys, values, store, params, write, path)
-
-
-def _prefers_triton(scheme: Any) -> bool:
-    """Whether a cache has this scheme served by Triton kernels."""
-    try:
-        return bool(importlib.import_module("kvcodec.engine").triton_stem(scheme))
-    except ModuleNotFoundError:
-        return False
 
 
 Write = tuple[Callable[[Tensor | None, Tensor | None], object], str]

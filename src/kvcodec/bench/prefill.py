@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
 from kvcodec.bench.decode import ROOFLINE_BYTES_PER_US, ratio
-from kvcodec.bench.packed import SCALES, Gate, Packed, packed_operator, use_cuda, worst
+from kvcodec.bench.packed import SCALES, Gate, Packed, packed_operator, worst
 from kvcodec.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec.bench.shapes import Shape
 from kvcodec.codec import ROLES
@@ -210,7 +210,6 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     except ModuleNotFoundError as error:
         raise UnsupportedError("this version has no operator for many queries") from error
     cache, scale = packed.cache, packed.shape.head_dim**-0.5
-    use_cuda(cache, packed.shape.head_dim)
     engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
     assert cache.store is not None
     store, encoded = cache.store, packed.encoded["key"]

@@ -36,13 +36,14 @@ Pitfalls
 3. Outliers are not all that plain integers lack: the paper's int4 + Med3 stays broken on Qwen2.5 (Table 2).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Params, Payload, Site, drawn
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
@@ -139,13 +140,13 @@ class Med(Wrapper):
             If there is no sample.
         """
         threshold, bulk = self._split_sample(sample)
-        inner = self.inner.fit(site, bulk if self.inner.needs_sample else None)
+        inner = self.inner.fit(site, bulk()) if self.inner.needs_sample else drawn(self.inner, site)
         return around({"threshold": threshold.to(site.device)}, inner)
 
     def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
         """As ``fit``, with the inner codec's ``calibrate``."""
         threshold, bulk = self._split_sample(sample)
-        return around({"threshold": threshold.to(site.device)}, self.inner.calibrate(site, bulk, queries))
+        return around({"threshold": threshold.to(site.device)}, self.inner.calibrate(site, bulk(), queries))
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Split outliers off, zero their places, encode the rest."""
@@ -192,8 +193,8 @@ class Med(Wrapper):
         above = _above(split_chunks(x), params["threshold"])
         return ((above > 0).sum(-1) - self.slots).clamp_min(0)
 
-    def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Threshold ``[B, H]``, and the sample with zeros in place of the outliers that find room."""
+    def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Threshold ``[B, H]``, and what gives the sample with zeros in place of the outliers that find room."""
         if sample is None or sample.numel() == 0:
             raise FitError(
                 "Med: the threshold of outliers needs a sample [batch, kv_heads, tokens, head_dim] to find the median; "
@@ -203,8 +204,8 @@ class Med(Wrapper):
         median = chunk_lengths(chunks).flatten(2).median(2).values  # of each sequence: no row depends on its neighbours
         threshold = torch.where(median > 0, self.c * median, LARGEST)  # mostly zeros: nothing to compare with
         threshold = threshold.clamp_max(LARGEST).float()
-        flags = _longest(_above(chunks, threshold), self.slots)
-        return threshold, _zeroed(chunks, flags, sample.shape[-1])
+        dim = sample.shape[-1]
+        return threshold, lambda: _zeroed(chunks, _longest(_above(chunks, threshold), self.slots), dim)
 
     def _blocks(self, x: Tensor) -> Tensor:
         """Fold a block's tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / T, T n, ...]``."""

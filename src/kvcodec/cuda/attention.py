@@ -142,6 +142,7 @@ _PAIRS: dict[str, Pair] = {}
 """Pairs by the text that stands for them in a compiled graph."""
 
 
+@lru_cache(maxsize=256)
 def text_of(pair: Pair) -> str:
     """Name a pair for ``decode_attention``, which knows it from then on."""
     text = repr(tuple(pair))

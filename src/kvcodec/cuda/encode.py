@@ -62,9 +62,13 @@ class Target(NamedTuple):
 
 def target_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Target:
     """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it)."""
+    return _target(encoder(key, head_dim, "key"), encoder(value, head_dim, "value"), key, value, head_dim, page_tokens)
+
+
+@lru_cache(maxsize=256)  # every layer of every cache asks
+def _target(k: Encoder | str, v: Encoder | str, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Target:
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
     at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
-    k, v = encoder(key, head_dim, "key"), encoder(value, head_dim, "value")
     return Target(
         k if isinstance(k, Encoder) else None,
         v if isinstance(v, Encoder) else None,
@@ -175,6 +179,7 @@ _TARGETS: dict[str, Target] = {}
 """Targets by the text that stands for them in a compiled graph."""
 
 
+@lru_cache(maxsize=256)
 def text_of(target: Target) -> str:
     """Name a target for ``encode_to_pages``, which knows it from then on."""
     text = repr(tuple(target))

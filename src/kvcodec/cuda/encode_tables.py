@@ -45,6 +45,8 @@ class RowEncoder:
         Of the Hadamard rotation behind that; 1 for none.
     own : str
         Name of a constant ``[B or 1, H]`` that takes the factor's place in the arguments; empty: none.
+    alike : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
     """
 
     type: str
@@ -53,6 +55,7 @@ class RowEncoder:
     factor: str = ""
     order: int = 1
     own: str = ""
+    alike: bool = False
 
 
 def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
@@ -66,7 +69,7 @@ def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
     order = power_of_two_divisor(head_dim)
     if type(codec) is TurboQuant:
         name = f"kv::TurboQuantRow<{head_dim}, {codec.bits}, {_flag(codec.norm == 'fp32')}>"
-        return RowEncoder(name, "encode_turboquant.cuh", _nearest(codec.bits), "signs", order)
+        return RowEncoder(name, "encode_turboquant.cuh", _nearest(codec.bits), "signs", order, alike=True)
     if type(codec) is TurboQuantQJL:
         name = f"kv::TurboQuantQjlRow<{head_dim}, {codec.bits - 1}, {_flag(codec.norm == 'fp32')}>"
         return RowEncoder(name, "encode_qjl.cuh", _turboquant_qjl(codec), "signs", order)
@@ -74,12 +77,13 @@ def row_encoder(codec: Codec, head_dim: int) -> RowEncoder | None:
         blocks = codec.norm == "block"
         shift = max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 0
         name = f"kv::UltraTqRow<{head_dim}, {_flag(blocks)}, {shift}>"
-        return RowEncoder(name, "encode_ultra_tq.cuh", _nearest(4), "", order)
+        return RowEncoder(name, "encode_ultra_tq.cuh", _nearest(4), "", order, alike=True)
     if isinstance(codec, Octopus) and type(codec) in (Octopus, OctopusQJL):
         numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {_flag(codec.norm == 'fp32')}"
         numbers += f", kv::{ROUNDINGS[codec.rounding]}"
         if type(codec) is Octopus:
-            return RowEncoder(f"kv::OctopusRow<{numbers}>", "encode_octopus.cuh", _octopus(codec), "signs", order)
+            name = f"kv::OctopusRow<{numbers}>"
+            return RowEncoder(name, "encode_octopus.cuh", _octopus(codec), "signs", order, alike=True)
         return RowEncoder(f"kv::OctopusQjlRow<{numbers}>", "encode_qjl.cuh", _octopus_qjl(codec), "signs", order)
     if type(codec) is Hqmq and codec.packing == "ceil":
         name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"

@@ -77,6 +77,11 @@ def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair 
     k, v = sides
     assert isinstance(k, Reader)
     assert isinstance(v, Reader)
+    return _pair(k, v, key, value, head_dim, page_tokens)
+
+
+@lru_cache(maxsize=256)  # every layer of every cache asks
+def _pair(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
     if key == value:
         k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
     else:

@@ -11,9 +11,9 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
@@ -33,9 +33,10 @@ from kvcodec.codecs.wrapper import inside
 from kvcodec.cuda import outliers
 from kvcodec.cuda import tables_vector as vector
 from kvcodec.cuda.build import CSRC
+from kvcodec.cuda.constants import SideTensors as SideTensors
+from kvcodec.cuda.constants import tensors_for as tensors_for
 from kvcodec.cuda.encode_tables import row_encoder
 from kvcodec.cuda.tables import turboquant_table, ultra_tq_table, with_sketch
-from kvcodec.errors import UnsupportedError
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -79,6 +80,8 @@ class Reader:
         Warps of a CTA where two share a multiprocessor; of keys.
     team_warps : int
         Warps of all teams of a CTA, at most; of keys.
+    alike : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
     """
 
     type: str
@@ -99,6 +102,12 @@ class Reader:
     tile: int = 64
     warps: int = 4
     team_warps: int = 8
+    alike: bool = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it takes a factor."""
+        return bool(self.factor)
 
 
 Form = Literal["rows", "blocks", "table"]
@@ -110,7 +119,7 @@ class Encoder:
 
     Parameters
     ----------
-    type, header, folder, tables, order, block
+    type, header, folder, tables, order, block, alike
         As ``Reader``; ``tables`` is what the struct gets.
     factor : str
         Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by.
@@ -132,6 +141,12 @@ class Encoder:
     block: int = 1
     form: Form = "rows"
     own: str = ""
+    alike: bool = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it takes a factor, or a constant of its own in the place of one."""
+        return bool(self.factor or self.own)
 
 
 def includes(*sides: "Reader | Encoder") -> list[str]:
@@ -159,63 +174,27 @@ def add_encoder(codec: type, find: FindEncoder) -> None:
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader | str:
     """Return how keys or values of this codec are read, or the reason why they cannot be."""
     found = _READERS.get(type(codec))
-    if found is None:
-        return f"no CUDA kernel reads {codec}"
-    return _dims(codec, head_dim) or found(codec, head_dim, role)
+    return f"no CUDA kernel reads {codec}" if found is None else _asked(found, codec, head_dim, role)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder | str:
     """Return how keys or values of this codec are written, or the reason why the PyTorch reference must do it."""
     found = _ENCODERS.get(type(codec))
-    if found is None:
-        return f"no CUDA kernel encodes {codec}"
-    return _dims(codec, head_dim) or found(codec, head_dim, role)
+    return f"no CUDA kernel encodes {codec}" if found is None else _asked(found, codec, head_dim, role)
+
+
+_Side = TypeVar("_Side", Reader, Encoder)
+
+
+@lru_cache(maxsize=1024)  # every layer of every cache asks
+def _asked(find: Callable[[Codec, int, Role], _Side | str], codec: Codec, head_dim: int, role: Role) -> _Side | str:
+    return _dims(codec, head_dim) or find(codec, head_dim, role)
 
 
 def _dims(codec: Codec, head_dim: int) -> str:
     if head_dim in HEAD_DIMS:
         return ""
     return f"the CUDA kernels take head_dim {', '.join(map(str, HEAD_DIMS))}, not {head_dim} ({codec})"
-
-
-class SideTensors(NamedTuple):
-    """What the kernels get for one role of a layer, on its device.
-
-    Parameters
-    ----------
-    tables : Tensor uint8 ``[H or 1, bytes]`` or None
-    factor : Tensor float32 ``[B or 1, H, D]`` or None
-        ``[B or 1, H]`` where an encoder has a constant of its ``own``; float64 reciprocals where it divides.
-    order : int
-    """
-
-    tables: Tensor | None
-    factor: Tensor | None
-    order: int
-
-
-def tensors_for(side: Reader | Encoder, params: Params, heads: int, head_dim: int) -> SideTensors:
-    """Build the tensors of one role from the site's constants.
-
-    Raises
-    ------
-    UnsupportedError
-        The constants do not have the shape that the kernels take.
-    """
-    tables = factor = None
-    if side.tables is not None:
-        tables = side.tables(params).contiguous()
-        if tables.dtype != torch.uint8 or tables.dim() != 2 or tables.shape[0] not in (1, heads):
-            raise UnsupportedError(
-                f"{side.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes]."
-            )
-    own = side.own if isinstance(side, Encoder) else ""
-    if side.factor or own:
-        factor = params[side.factor or own].float()
-        if isinstance(side, Encoder) and side.divide:  # kv::FACTOR_INVERSE: the quotient's bits, without a division
-            factor = 1.0 / factor.double()
-        factor = factor.expand(factor.shape[0], heads, *(() if own else (head_dim,))).contiguous()
-    return SideTensors(tables, factor, side.order)
 
 
 # -- the codecs of this package --------------------------------------------------------------------------------------
@@ -300,6 +279,7 @@ def _turboquant(codec: Codec, dim: int, role: Role) -> Reader | str:
         order=power_of_two_divisor(dim),
         lends=f"levels of {codec.bits} bits, {dim} channels",
         borrower=name.format("true"),
+        alike=True,
     )
 
 
@@ -313,6 +293,7 @@ def _ultra_tq(codec: Codec, dim: int, role: Role) -> Reader | str:
         shared=LEVEL_TABLE[4],
         tables=lambda params: ultra_tq_table(params, codec.norm),
         order=power_of_two_divisor(dim),
+        alike=True,
     )
 
 
@@ -330,6 +311,7 @@ def _octopus(codec: Codec, dim: int, role: Role) -> Reader | str:
         factor="signs",
         order=power_of_two_divisor(dim),
         warps=6,
+        alike=True,
     )
 
 
@@ -487,6 +469,7 @@ def _write_with_table(codec: Codec, dim: int, role: Role) -> Encoder | str:
         order=found.order,
         form="table",
         own=found.own,
+        alike=found.alike,
     )
 
 

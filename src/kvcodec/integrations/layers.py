@@ -4,7 +4,6 @@
 arrival; what ``update`` returns depends on the layer's way of attention: decoded K and V, or a handle to itself.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,10 +12,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcodec import staged
 from kvcodec.cache import LayerCache
-from kvcodec.codec import ROLES, check_tensor
+from kvcodec.codec import FP16_MAX, ROLES, check_tensor, largest
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.attention import PackedKV
 from kvcodec.integrations.plan import Attention
+from kvcodec.probe import OutlierProbe, waits
 
 Prefill = Literal["exact", "decoded"]
 
@@ -26,6 +26,72 @@ APPEND_TOKENS = 4096
 """Tokens of a prefill encoded at a time; bounds the float32 copies that encoding needs."""
 DECODE_COPIES = 10
 """Upper bound of the float32 copies of a chunk that a codec's decode holds at once; a test counts them."""
+
+
+class FirstFill:
+    """What is noted on a GPU while a model's first prefill fills its layers, and looked at once, when all are full.
+
+    A look at a number waits for the GPU. In the middle of a prefill that costs more than the number did.
+
+    Parameters
+    ----------
+    layers : int
+        Layers that a prefill fills.
+    probe : OutlierProbe, optional
+    """
+
+    def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
+        self.layers, self.probe = layers, probe
+        self.noted: dict[int, tuple[PackedLayer, tuple[Tensor, ...]]] = {}
+
+    def notes(self, layer: "PackedLayer", keys: Tensor, values: Tensor) -> bool:
+        """Note the largest magnitudes of what will fill an empty layer, for ``settle``; False: not here."""
+        if not waits(keys) or keys.shape[2] == 1 or (layer.attention, layer.prefill) != ("fused", "exact"):
+            return False
+        self.noted[layer.index] = layer, (largest(keys), largest(values))
+        return True
+
+    def full(self, layer: "PackedLayer", keys: Tensor) -> None:
+        """Take notice of a layer that was filled with these keys."""
+        self.noted.setdefault(layer.index, (layer, ()))
+        if self.probe is not None:
+            self.probe(layer.index, layer.cache, keys)
+        if not waits(keys) or len(self.noted) == self.layers:
+            self.settle()
+
+    def settle(self) -> None:
+        """Look at what was noted.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504 in the tokens; the layers are empty again.
+        """
+        if self.probe is not None:
+            self.probe.measure()  # before the wait
+        filled, self.noted = self.noted, {}
+        sizes = [
+            (layer.index, role, x) for layer, both in filled.values() for role, x in zip(ROLES, both, strict=False)
+        ]
+        for device in {x.device for _, _, x in sizes}:  # of a model on several GPUs
+            here = [one for one in sizes if one[2].device == device]
+            for (index, role, _), size in zip(here, torch.stack([x for _, _, x in here]).tolist(), strict=True):
+                if not size <= FP16_MAX:  # NaN as well
+                    for layer, _ in filled.values():
+                        layer.reset()
+                    raise ValueError(
+                        f"layer {index}: a {role} of the prefill is not finite or above 65504; codecs store finite "
+                        f"values within the fp16 range. Check the model's dtype (fp16 overflow?) or the attention "
+                        f"mask. The cache is empty again."
+                    )
+        if self.probe is not None:
+            self.probe.settle()
+
+    def forget(self, layer: "PackedLayer") -> None:
+        """Drop what was noted of a layer."""
+        self.noted.pop(layer.index, None)
+        if self.probe is not None:
+            self.probe.forget(layer.index)
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -40,8 +106,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     attention : {"decoded", "streamed", "fused"}
     prefill : {"exact", "decoded"}
         What the call that fills the empty layer attends: the fresh K and V, or what is stored.
-    on_fill : callable, optional
-        Called with (layer index, cache, fresh keys) after the first append.
+    fill : FirstFill, optional
+        Told of the append that fills the empty layer; one object for all layers of a model.
     """
 
     is_sliding = False
@@ -55,10 +121,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         index: int,
         attention: Attention,
         prefill: Prefill,
-        on_fill: Callable[[int, LayerCache, Tensor], None] | None = None,
+        fill: FirstFill | None = None,
     ) -> None:
         super().__init__()
-        self.cache, self.index, self.attention, self.prefill, self.on_fill = cache, index, attention, prefill, on_fill
+        self.cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
+        self.fill = fill or FirstFill(1)
         self.is_compileable = attention == "fused" and cache.reserve > 0
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
@@ -97,7 +164,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            NaN, Inf or |x| > 65504 in the new tokens, with the position.
+            NaN, Inf or |x| > 65504 in the new tokens, with the position; of a prefill on a GPU without it, and when
+            the last layer is filled.
         """
         first = not self.filled
         if first or key_states.shape[2] > 1:
@@ -134,13 +202,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.filled = self.is_initialized = True
         if first:
             self.mask_checked = False
-        if first and self.on_fill is not None:
-            self.on_fill(self.index, self.cache, keys.detach())
+            self.fill.full(self, keys.detach())
+        elif self.fill.noted:  # not every layer took part in the prefill
+            self.fill.settle()
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
         scheme, given = self.cache.scheme, self.cache.fitted  # given constants need no sample of the whole prefill
         sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
+        if not self.filled and self.fill.notes(self, keys, values):
+            self.cache.append(keys, values, checked=True)  # type: ignore[call-arg]
+            return
         if n <= APPEND_TOKENS or self.attention == "fused" or (sampled and not self.filled):
             self.cache.append(keys, values)
             return
@@ -225,6 +297,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every token."""
         self.cache.reset()
+        self.fill.forget(self)
         self.filled = self.is_initialized = False
 
     def offload(self) -> None:
@@ -289,12 +362,12 @@ class WindowedLayer(PackedLayer):
         index: int,
         attention: Attention,
         prefill: Prefill,
-        on_fill: Callable[[int, LayerCache, Tensor], None] | None = None,
+        fill: FirstFill | None = None,
         *,
         window: int,
         kind: str,
     ) -> None:
-        super().__init__(cache, index, attention, prefill, on_fill)
+        super().__init__(cache, index, attention, prefill, fill)
         self.window, self.kind = window, kind
         self.cumulative_length = 0
         self.record_past = False

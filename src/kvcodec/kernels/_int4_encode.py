@@ -8,8 +8,7 @@ Page of P tokens of one KV head; a codec has the two numbers together or in plan
     8448     V.scale_zero  fp16   [P, 2]     or  V.scale fp16 [P], V.zero fp16 [P];  end at 8704
 
 A codec supplies one jit function, ``quantize(x0, x1, x2, x3, hi, lo, ASM)``: four planes [T, D/4] of (rotated) rows,
-their maxima and minima [T]; it returns the granules [T, D/4] int32, scale and zero [T] fp16, and which rows it can
-hold [T].
+their maxima and minima [T]; it returns the granules [T, D/4] int32, scale and zero [T] fp16.
 """
 
 # ruff: noqa: SIM102 -- a statement on a constexpr is resolved when compiling, an expression is not
@@ -121,6 +120,8 @@ def _encode_rows(
     g = tl.arange(0, DQ)
     ok = ok_n[:, None] & (g < D // 4)[None, :]
     x0, x1, x2, x3 = _load_planes(x_ptr, base + i * stride_n, ok, g, D, KIND)
+    size = _max_nan(_max_nan(tl.abs(x0), tl.abs(x1)), _max_nan(tl.abs(x2), tl.abs(x3)))
+    good = tl.reduce(size, 1, _max_nan) <= 65504.0  # in the model's basis, as the codecs ask; false for NaN too
     if BLOCK >= 8:
         hm = hadamard(DQ, BLOCK // 4)
         x0 = _rotate(x0, hm, KIND, ASM)
@@ -139,7 +140,7 @@ def _encode_rows(
         lo = tl.where((g < D // 4)[None, :], lo, float("inf"))
     hi = tl.reduce(hi, 1, _max_nan)
     lo = tl.reduce(lo, 1, _min_nan)
-    w, s, z, good = QUANTIZE(x0, x1, x2, x3, hi, lo, ASM)
+    w, s, z = QUANTIZE(x0, x1, x2, x3, hi, lo, ASM)
     if bad is not None:
         if tl.min(good.to(tl.int32), 0) == 0:
             tl.atomic_max(bad, 1)
@@ -280,7 +281,7 @@ def encoder(name: str, quantize: object, paired: bool, supports: Callable[[int, 
             Hadamard orders of the codec at this D; 1 for none.
         page_tokens : int
         bad : Tensor int32 [1], optional
-            Raised to 1 if a row holds NaN, Inf or a magnitude that the codec cannot hold; such a row
+            Raised to 1 if a row holds NaN, Inf or a magnitude above 65504; such a row
             reads as zeros.  Raised to 2 if tokens lie beyond the table; they are not written.  Never
             read here, so nothing synchronises.
 

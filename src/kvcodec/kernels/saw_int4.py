@@ -52,10 +52,8 @@ def _code(y, s, r, z_bits, ASM: tl.constexpr):
 
 @triton.jit
 def quantize(x0, x1, x2, x3, hi, lo, ASM: tl.constexpr):
-    """Return granules, scale, zero point and which rows are good; see `_int4_encode`."""
+    """Return granules, scale and zero point; see `_int4_encode`."""
     biggest = tl.maximum(hi, -lo, propagate_nan=tl.PropagateNan.ALL)
-    # false for NaN too; from 2**25 on no fp16 scale keeps the zero point in range
-    good = biggest < 33554432.0
     # floor = 2**(floor(log2 max|y|) - 9), at least 2**-24: keeps |z| where fp16 is exact
     bits = biggest.to(tl.int32, bitcast=True)
     floor = (tl.maximum((bits >> 23) - 9, 103) << 23).to(tl.float32, bitcast=True)
@@ -69,7 +67,7 @@ def quantize(x0, x1, x2, x3, hi, lo, ASM: tl.constexpr):
     w = granule(
         _code(x0, sc, r, zc, ASM), _code(x1, sc, r, zc, ASM), _code(x2, sc, r, zc, ASM), _code(x3, sc, r, zc, ASM)
     )
-    return w, s16, z.to(tl.float16), good
+    return w, s16, z.to(tl.float16)
 
 
 @triton.jit

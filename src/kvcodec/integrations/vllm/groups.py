@@ -26,7 +26,6 @@ from torch import Tensor
 
 from kvcodec.attention import attend
 from kvcodec.codec import ROLES, Role, storage_dtype
-from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
 from kvcodec.integrations.vllm.servable import group_tokens
 from kvcodec.integrations.vllm.staging import Staging
@@ -169,11 +168,8 @@ class GroupedLayer(PackedLayer):
         """
         from kvcodec.cuda.prefill_groups import attend_groups
 
-        try:
-            engine: Any = self.engine(cache.shape[2], "cuda")
-        except UnsupportedError:
-            engine = None
-        if rules.softcap or rules.window or engine is None or engine.many_refusal():
+        engine: Any = self.engine(cache.shape[2])
+        if rules.softcap or rules.window or engine.many_refusal():
             return self.attend_own(q, cache, row, length, rules, own)
         out = attend_groups(
             q.transpose(0, 1)[None],
@@ -239,7 +235,7 @@ class GroupedLayer(PackedLayer):
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)
             start, dense_start = torch.minimum(oldest, packed), (oldest - packed).clamp_(min=0)
-        out = self.engine(cache.shape[2], "cuda" if rules.softcap else "").attend(
+        out = self.engine(cache.shape[2]).attend(
             q[:, :, None],
             self._store(cache, table),
             packed,

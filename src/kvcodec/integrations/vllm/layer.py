@@ -106,7 +106,7 @@ class PackedLayer:
         self.cache = LayerCache(self.scheme, layer=layer, seed=seed, params=params, first_head=first_head)
         none = torch.empty(1, heads, 0, head_dim, dtype=dtype, device=device)
         self.cache.append(none, none)
-        self.engines: dict[tuple[int, str], Engine] = {}
+        self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -214,7 +214,7 @@ class PackedLayer:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
-    def engine(self, page_tokens: int, only: str = "") -> Engine:
+    def engine(self, page_tokens: int) -> Engine:
         """Kernels for pages of this size, with their constants; the same object every time.
 
         Raises
@@ -222,13 +222,13 @@ class PackedLayer:
         UnsupportedError
             There are none; the text says why.
         """
-        if (page_tokens, only) not in self.engines:
-            found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True, only=only)
+        if page_tokens not in self.engines:
+            found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
             if isinstance(found, str):
                 raise UnsupportedError(f"{self.scheme}: {found}.")
             found.prepare(self.cache.roles)
-            self.engines[page_tokens, only] = found
-        return self.engines[page_tokens, only]
+            self.engines[page_tokens] = found
+        return self.engines[page_tokens]
 
     def _store(self, cache: Tensor, table: Tensor) -> PageStore:
         layout, pages = self.pages(cache)
@@ -292,7 +292,7 @@ class PackedLayer:
         -------
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
-        engine = self.engine(cache.shape[2], "cuda" if rules.softcap else "")
+        engine = self.engine(cache.shape[2])
         out = engine.attend(
             q[:, :, None],
             self._store(cache, table),
@@ -312,7 +312,7 @@ class PackedLayer:
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Most bytes that ``decode`` needs for up to so many requests with tables of so many columns."""
-        engine = self.engine(cache.shape[2], "cuda" if rules.softcap else "")
+        engine = self.engine(cache.shape[2])
         # shapes alone matter, but of tensors on the device whose table of launch constants is asked
         q = torch.empty(1, query_heads, 1, self.head_dim, dtype=self.dtype, device=self.device)
         table = torch.empty(1, columns, dtype=torch.int32, device=self.device)
@@ -325,14 +325,14 @@ class PackedLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
+        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch.
+
+        Triton's kernels take the reference.
+        """
         from kvcodec.cuda.prefill import attend_chunk
 
-        try:
-            engine: Any = self.engine(cache.shape[2], "cuda")
-        except UnsupportedError:  # Triton alone serves this machine
-            engine = None
-        if engine is None or engine.many_refusal():
+        engine: Any = self.engine(cache.shape[2])
+        if engine.many_refusal():
             return self.attend(q, cache, row, length, rules)
         out = attend_chunk(
             q.transpose(0, 1)[None],
