@@ -409,14 +409,15 @@ struct Decoder {
       copy_commit();
     };
     // while the page ids are on their way
-    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
+    const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
+    if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (TEAMS == 1 && from < to) fill_tables(a, shared, h);
+    if (TEAMS == 1 && codes) fill_tables(a, shared, h);
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
-    take_query<K, D>(q, query, a);
+    if (codes) take_query<K, D>(q, query, a);
 
     State st;
     start(st);
