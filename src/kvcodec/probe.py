@@ -10,10 +10,14 @@ Two numbers per layer, taken once, on the newest tokens of the first prefill:
   survive, and after RoPE they swing more than all the others together.
 
 A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
-The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys.
+The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. Asked to refuse, it does so
+where outlier channels are the reason (``OUTLIERS``): what is merely coarse is a warning. Biases that stand in the
+weights are measured before the first token, by the scores they cost (``key_bias``); where that was done, the probe only
+warns.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,12 +25,15 @@ from torch import Tensor
 from kvcodec.cache import LayerCache
 from kvcodec.codec import Codec, Site, roundtrip, storage_dtype
 from kvcodec.codecs.dense import Dense
-from kvcodec.errors import KVCodecWarning, ShapeError
+from kvcodec.errors import BrokenPresetError, KVCodecWarning, ShapeError
+from kvcodec.key_bias import Probe
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
 LIMIT = 0.5
 """channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""
+OUTLIERS = 10.0
+"""outlier_ratio from which a broken codec is refused: keys without outlier channels have up to 6, others hundreds."""
 SAMPLE_TOKENS = 256
 FEWEST_TOKENS = 16
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
@@ -72,16 +79,20 @@ def channel_error(keys: Tensor, decoded: Tensor) -> float:
 
 
 class OutlierProbe:
-    """Watches the first prefill of a cache; warns once.
+    """Watches the first prefill of a cache; warns once, or refuses.
 
     Parameters
     ----------
     scheme : KVScheme
         The scheme the user chose, for the text of the warning.
+    action : {"refuse", "warn"}
+        What to do where it breaks on outlier channels.
     """
 
-    def __init__(self, scheme: KVScheme) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: KVScheme, action: Probe = "warn") -> None:
+        self.scheme, self.action = scheme, action
+        self.undo: Callable[[], None] = lambda: None
+        """Called before a refusal: nothing of the prefill shall stay."""
         self.found: dict[int, KeyProbe] = {}
         self.warned = False
 
@@ -98,11 +109,19 @@ class OutlierProbe:
         decoded = roundtrip(state.codec, sample, state.params)
         found = KeyProbe(layer, outlier_ratio(sample), channel_error(sample, decoded))
         self.found[layer] = found
-        if found.broken and not self.warned:
-            self.warned = True
-            warnings.warn(self._text(found, sample), KVCodecWarning, stacklevel=2)
+        if found.broken:
+            self._tell(found, sample)
 
-    def _text(self, found: KeyProbe, sample: Tensor) -> str:
+    def _tell(self, found: KeyProbe, sample: Tensor) -> None:
+        if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
+            self.found.clear()  # another prefill is refused as well
+            self.undo()
+            raise BrokenPresetError(self._text(found, sample, "pass probe='warn' to go on"))
+        if not self.warned:
+            self.warned = True
+            warnings.warn(self._text(found, sample, "pass probe=False"), KVCodecWarning, stacklevel=3)
+
+    def _text(self, found: KeyProbe, sample: Tensor, further: str) -> str:
         text = (
             f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
             f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
@@ -110,8 +129,8 @@ class OutlierProbe:
         )
         better = [(name, e) for name in CANDIDATES if (e := self._error_of(name, sample)) is not None and e < LIMIT]
         if not better:
-            return f"{text} Every preset tried does; use 'dense', or dense_keys where the codec has it."
-        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} there), or pass probe=False."
+            return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
+        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} there), or {further}."
 
     def _error_of(self, name: str, sample: Tensor) -> float | None:
         if name not in presets() or name == str(self.scheme):
