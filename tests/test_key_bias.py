@@ -228,6 +228,19 @@ def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
                 model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
 
 
+def test_the_prefill_does_not_contradict_the_scores() -> None:
+    """What ordinary channels lose beside a bias is much to the probe; to attention it is what queries make of it."""
+    made, ids = tiny_model("qwen2"), prompt(2)
+    with torch.no_grad():
+        with pytest.raises(BrokenPresetError, match="breaks on this model's keys"):
+            made(ids, past_key_values=kvcodec.cache_for(made.config, "int-4"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache = kvcodec.cache_for(made, "int-4")
+            made(ids, past_key_values=cache)
+    assert cache.report()["keys"][0]["channel_error"] > 0.5
+
+
 def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
     cache = kvcodec.cache_for(model, "saw-int4", probe="off")
     with torch.no_grad():

@@ -230,6 +230,11 @@ class KeyBiases:
         # what is not asked for is not measured
         return BiasError(layer, error, own.error(codec, params, biased=False) if not error < LIMIT else 0.0)
 
+    def holds(self, layer: int, codec: Codec) -> bool:
+        """Whether the scores of one layer are known to come out nearly right; False: not, or not known."""
+        found = self.at(layer, codec)
+        return found is not None and found.error < LIMIT
+
     def worst(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> BiasError | None:
         """Return the largest error of a scheme, a broken layer before others; None where there is nothing to lose."""
         groups: dict[Codec, list[int]] = {}

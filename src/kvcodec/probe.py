@@ -11,9 +11,9 @@ Two numbers per layer, taken once, on the newest tokens of the first prefill:
 
 A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
 The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. Asked to refuse, it does so
-where outlier channels are the reason (``OUTLIERS``): what is merely coarse is a warning. Biases that stand in the
-weights are measured before the first token, by the scores they cost (``key_bias``); where that was done, the probe only
-warns.
+where outlier channels are the reason (``OUTLIERS``): what is merely coarse is a warning. Of layers with biases in their
+weights the error of the scores is known (``key_bias``); where that is small the probe says nothing: it does not know
+which channels queries look at.
 """
 
 import warnings
@@ -26,7 +26,7 @@ from kvcodec.cache import LayerCache
 from kvcodec.codec import Codec, Site, roundtrip, storage_dtype
 from kvcodec.codecs.dense import Dense
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, ShapeError
-from kvcodec.key_bias import Probe
+from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
@@ -87,10 +87,12 @@ class OutlierProbe:
         The scheme the user chose, for the text of the warning.
     action : {"refuse", "warn"}
         What to do where it breaks on outlier channels.
+    biases : KeyBiases, optional
+        What is known from the weights.
     """
 
-    def __init__(self, scheme: KVScheme, action: Probe = "warn") -> None:
-        self.scheme, self.action = scheme, action
+    def __init__(self, scheme: KVScheme, action: Probe = "warn", biases: KeyBiases | None = None) -> None:
+        self.scheme, self.action, self.biases = scheme, action, biases
         self.undo: Callable[[], None] = lambda: None
         """Called before a refusal: nothing of the prefill shall stay."""
         self.found: dict[int, KeyProbe] = {}
@@ -109,7 +111,7 @@ class OutlierProbe:
         decoded = roundtrip(state.codec, sample, state.params)
         found = KeyProbe(layer, outlier_ratio(sample), channel_error(sample, decoded))
         self.found[layer] = found
-        if found.broken:
+        if found.broken and not (self.biases and self.biases.holds(layer, state.codec)):
             self._tell(found, sample)
 
     def _tell(self, found: KeyProbe, sample: Tensor) -> None:

@@ -360,7 +360,7 @@ def _watch(
     if action == "off":
         return None
     biases = biases_of(model_or_config, plan)
-    watch = OutlierProbe(scheme, "warn" if biases else action)  # scores were measured: better than the probe's guess
+    watch = OutlierProbe(scheme, action, biases)
     if biases and (why := biases.refusal(scheme, params=given)):
         if action == "refuse":
             raise BrokenPresetError(why)
