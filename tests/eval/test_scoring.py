@@ -291,14 +291,16 @@ def test_an_exact_window_scores_only_tokens_that_read_the_store(model, tokenizer
 
 
 def test_constants_are_drawn_once_and_are_those_of_a_fresh_cache(model, tokenizer, monkeypatch):
-    from kvcodec.codec import Site
+    from kvcodec.codec import SHARED, Site
 
+    SHARED.clear()
     drawn = []
     original = Site.generator
     monkeypatch.setattr(Site, "generator", lambda self, *a: drawn.append(1) or original(self, *a))
     fresh = [read(Reader(model, "turboquant-4"), tokenizer, [item], batch=16)[item.id].output for item in items()]
     before = len(drawn)
-    assert before
+    assert before == 3 * 2 * 2, "drawn once in a process"
+    SHARED.clear()
     found = read(Reader(model, "turboquant-4"), tokenizer, items(), batch=1)
     for item, output in zip(items(), fresh, strict=True):
         assert found[item.id].output.loglikelihoods == pytest.approx(output.loglikelihoods, abs=1e-4)
