@@ -145,7 +145,7 @@ def test_nothing_imports_the_command_line():
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_stay_short_and_have_a_purpose(path):
-    most = MOST_LINES.get(room(path), 500)
+    most = MOST_LINES.get(room(path), 600)
     assert len(path.read_text().splitlines()) <= most, f"{name_of(path)} is longer than {most} lines: split it"
     assert path.stem not in ("utils", "helpers", "common", "misc"), f"{name_of(path)}: name it after what it does"
     assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no module docstring"

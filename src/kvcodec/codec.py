@@ -18,7 +18,6 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -176,6 +175,13 @@ class Codec(ABC):
         return {"codec": type(self).__name__, **inner}
 
 
+@dataclass
+class _Held:
+    constants: Params
+    asked: int
+    """When they were asked for last."""
+
+
 class Shared:
     """Constants that are built once in a process and shared by all caches; nobody writes them.
 
@@ -189,8 +195,8 @@ class Shared:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._held: OrderedDict[Hashable, Params] = OrderedDict()
-        self._bytes = 0
+        self._held: dict[Hashable, _Held] = {}
+        self._bytes = self._asked = 0
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, device: torch.device, build: Callable[[], Params]) -> Params:
@@ -207,20 +213,22 @@ class Shared:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return build()  # its memory is the graph's, which every replay writes
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
+            if (held := self._held.get(key)) is not None:  # one look: to hash and to compare a key takes its time
+                held.asked = self._asked = self._asked + 1
+                return held.constants
         with torch.inference_mode(False), torch.no_grad():  # or they could never be used outside of it
             built = build()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # other streams will read them
         with self._lock:
+            self._asked += 1
             if key not in self._held:  # another thread may have been faster
-                self._held[key] = built
+                self._held[key] = _Held(built, self._asked)
                 self._bytes += _size(built)
                 while self._bytes > self.limit and len(self._held) > 1:
-                    self._bytes -= _size(self._held.popitem(last=False)[1])
-            return self._held[key]
+                    oldest = min(self._held, key=lambda one: self._held[one].asked)
+                    self._bytes -= _size(self._held.pop(oldest).constants)
+            return self._held[key].constants
 
     def clear(self) -> None:
         """Forget all of them."""

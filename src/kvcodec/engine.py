@@ -119,6 +119,8 @@ class Engine:
     """``triton`` or ``cuda``."""
     softcap = math.inf
     """Largest soft cap of scores that the kernels apply."""
+    flags_all = False
+    """Whether ``encode`` raises ``bad`` for every number of both roles that codecs cannot hold."""
     ready = False
     """Whether the constants of both roles are where the kernels find them."""
 
@@ -279,6 +281,7 @@ class CudaEngine(Engine):
         target = encode.target_for(key, value, self.head_dim, self.page_tokens)
         self.pair, self.target = attention.text_of(pair), encode.text_of(target)
         self.encoders: dict[Role, bool] = {role: target.side(role) is not None for role in ROLES}
+        self.flags_all = all(self.encoders.values())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore in a process that may not know the programs' names yet."""

@@ -12,6 +12,7 @@ has a kernel to be read but none to be encoded, PyTorch encodes it into the same
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,8 +132,11 @@ class FusedLayerCache(LayerCache):
         assert self.store is not None
         self.engine = engine
         self.fresh, batch = True, keys.shape[0]
-        # slots written, first live slot, flag
-        zeros = (torch.zeros(n, dtype=torch.int32, device=keys.device) for n in (batch, batch, 1))
+        sizes = [batch, batch, 1]  # slots written, first live slot, flag
+        if self.reserve:  # compiled graphs know their addresses
+            zeros = [torch.zeros(n, dtype=torch.int32, device=keys.device) for n in sizes]
+        else:
+            zeros = list(torch.zeros(sum(sizes), dtype=torch.int32, device=keys.device).split(sizes))
         self.seq_lens, self.first, self.bad = zeros
         if self.reserve:
             if self.holds_dense:
@@ -155,19 +159,19 @@ class FusedLayerCache(LayerCache):
     def _unit(self, state: RoleState) -> int:
         return self.unit
 
-    def append(self, keys: Tensor, values: Tensor, *, checked: bool = False) -> None:
+    def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
         """Encode and write what leaves the window, in one launch where the codecs allow.
 
-        Several tokens at once are checked as in ``LayerCache``, unless the caller has ``checked`` them or will. One is
-        not (that would synchronise): NaN, Inf or a magnitude above 65504 is stored as a zero row and raises a device
-        flag that ``check`` reads.
+        Several tokens at once are checked as in ``LayerCache``. One is not (that would synchronise): NaN, Inf or a
+        magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a ``flag``,
+        int32 ``[1]``, several are not checked either: the caller looks at it later, and at what ``flags_all`` leaves.
         """
         n = keys.shape[2]
         if n == 1:
             self.unchecked = self.unchecked or not self.reserve
-        elif not checked:
+        elif flag is None:
             earlier = (self.bad,) if self.unchecked and self.seq_lens is not None else ()
-            self._refuse(*check_tensors(keys, values, *earlier))  # by one look at the device
+            self.refuse(*check_tensors(keys, values, *earlier))  # by one look at the device
         if self.emptied:  # other sequences than before the reset get pages of their own
             self.emptied = False
             b, h, _, d = self.roles["key"].dense("sink").shape
@@ -185,7 +189,7 @@ class FusedLayerCache(LayerCache):
             if n == 1 and self.engine is not None and self.engine.ready:
                 self._step(new)
             else:
-                self._append_static(new)
+                self._append_static(new, flag)
                 self.fresh = False
             return
         if self.holds_dense or any(s.params is None for s in self.roles.values()):
@@ -198,12 +202,35 @@ class FusedLayerCache(LayerCache):
             return
         if self.reserve and n > 1:
             self._check_room(n)
-        self._write(new, self.seq_lens, self.bad)
+        self._write(new, self.seq_lens, self.bad if flag is None else flag)
         self.seq_lens.add_(n)
         self.fresh = False
         if not self.reserve:
             for state in self.roles.values():
                 state.extend(n)
+
+    def flags_all(self, keys: Tensor) -> bool:
+        """Whether appending raises the flag for every number that codecs cannot hold: all go to the kernels at once."""
+        assert self.engine is not None
+        return not self.holds_dense and keys.dtype == self.roles["key"].dense("sink").dtype and self.engine.flags_all
+
+    def state(self) -> tuple[Any, ...]:
+        """What an append to a cache that grows replaces, for ``go_back``; nothing is copied.
+
+        Sink and window are new tensors after an append; slots behind the end are written again by the next one.
+        """
+        roles = [(role, s.sink, s.window, list(s.runs)) for role, s in self.roles.items()]
+        return roles, self.start, self._host_length, self.unchecked
+
+    def go_back(self, state: tuple[Any, ...]) -> None:
+        """Forget what has been appended since ``state``; pages that it needed are freed."""
+        roles, self.start, self._host_length, self.unchecked = state
+        for role, sink, window, runs in roles:
+            now = self.roles[role]
+            now.sink, now.window, now.runs = sink, window, runs
+        self._forget_decoded()
+        self._free_dead_pages()
+        self._push()
 
     def _check_room(self, n: int) -> None:
         """Refuse tokens for which a static cache has no slots (evicted slots stay used)."""
@@ -231,7 +258,7 @@ class FusedLayerCache(LayerCache):
                 _stay(*self.engine.tensors())
         return True
 
-    def _append_static(self, new: dict[Role, Tensor]) -> None:
+    def _append_static(self, new: dict[Role, Tensor], flag: Tensor | None) -> None:
         """Append to a static cache that holds tokens dense; reads the lengths from the device."""
         assert self.seq_lens is not None
         assert self.held is not None
@@ -240,7 +267,7 @@ class FusedLayerCache(LayerCache):
         self._prepare()  # also without tokens: the next step may be a captured one
         if n := leaving["key"].shape[2]:
             self._check_room(n)
-            self._write(leaving, self.seq_lens, self.bad)
+            self._write(leaving, self.seq_lens, self.bad if flag is None else flag)
             self.seq_lens.add_(n)
         self._push_dense()
 
@@ -372,9 +399,10 @@ class FusedLayerCache(LayerCache):
         ShapeError
             A captured or compiled step went on when the static cache was full; its tokens were dropped.
         """
-        self._refuse(int(self.bad.item()) if self.seq_lens is not None else 0)
+        self.refuse(int(self.bad.item()) if self.seq_lens is not None else 0)
 
-    def _refuse(self, flag: float = 0) -> None:
+    def refuse(self, flag: float = 0) -> None:
+        """Raise what ``check`` raises for a flag that is not 0."""
         self.unchecked = flag != 0
         if flag == 2:
             assert self.store is not None

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class PageStore:
         self.growth_bytes = 0  # largest pool that was held twice for a moment, to grow it
         if capacity:
             self._grow(-(-capacity // layout.page_tokens))
+            self.table = self.table.clone()  # compiled graphs know its address: not one that caches share
 
     @classmethod
     def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
@@ -65,8 +67,9 @@ class PageStore:
         if first:
             self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
         self.pages = torch.cat([self.pages, fresh]) if first else fresh
-        ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=self.table.device)
-        ids = ids.view(batch, columns)
+        if batch == 1:  # pages of one sequence lie in order
+            first, columns = 0, self.pages.shape[0]
+        ids = _ids(first, batch, columns, self.table.device, _stream(self.table.device))
         self.table = torch.cat([self.table, ids], 1) if first else ids
 
     def write(self, role: str, first_slot: int, payload: Payload) -> None:
@@ -109,6 +112,19 @@ class PageStore:
         """Every tensor held."""
         yield self.pages
         yield self.table
+
+
+@lru_cache(maxsize=16)
+def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int) -> Tensor:
+    """Page ids from ``first`` on, ``[batch, columns]``: the layers of a model share them, nobody writes them."""
+    with torch.inference_mode(mode=False):
+        ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=device)
+        return ids.view(batch, columns)
+
+
+def _stream(device: torch.device) -> int:
+    """Stream on which a tensor is made: another one would not wait for it."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, payload: Payload) -> None:

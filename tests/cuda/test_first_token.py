@@ -272,7 +272,7 @@ def test_a_prefill_that_no_codec_holds_is_taken_back(
     wrong[0, 1, 70, 9] = value
     for layer in range(LAYERS - 1):
         cache.update(k, wrong if layer == 1 else v, layer)
-    with pytest.raises(ValueError, match="layer 1: a value of the prefill is not finite or above 65504"):
+    with pytest.raises(ValueError, match="layer 1: a key or value of the prefill is not finite or above 65504"):
         cache.update(k, v, LAYERS - 1)
     assert not any(layer.filled for layer in cache.packed_layers)
     assert cache.probe.found == {}
@@ -285,6 +285,119 @@ def test_a_prefill_that_no_codec_holds_is_taken_back(
         for a, b in zip(one.decode(), other.decode(), strict=True):
             assert torch.equal(a, b)
     assert cache.report()["keys"].keys() == good.report()["keys"].keys()
+
+
+def contents(cache: Any) -> list[Any]:
+    held = []
+    for layer in cache.packed_layers:
+        held += [len(layer.cache), layer.get_seq_length(), layer.cache.nbytes(), layer.cache.seq_lens.tolist()]
+        held += [x.clone() for x in layer.cache.decode()]
+    return held
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+    return all(same)
+
+
+def turn(cache: Any, tokens: int, seed: int = 0, wrong: tuple[int, float] = (-1, 0.0), last: int = LAYERS) -> None:
+    """Give several tokens to the first layers; of one of them, with a number that no codec holds."""
+    k, v = rows(tokens, seed)
+    bad = k.clone()
+    bad[0, 1, tokens // 2, 9] = wrong[1]
+    for layer in range(last):
+        cache.update(bad if layer == wrong[0] else k, v, layer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 70_000.0])
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-4", "octopus-3", "kivi-2", "innerq-base"])
+def test_a_later_turn_that_no_codec_holds_is_taken_back(
+    spec: str, value: float, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    cache, good = model_cache(spec), model_cache(spec)
+    for one in (cache, good):
+        turn(one, 100)
+    before = contents(cache)
+    turn(cache, 150, 1, (2, value), last=2)
+    with Counted() as counted:
+        k, v = rows(150, 1)
+        k[0, 1, 75, 9] = value
+        cache.update(k, v, 2)
+    assert not [name for name in LOOKS if counted.seen[name]]
+    cache.update(*rows(150, 1), 3)
+    with pytest.raises(ValueError, match=r"layer 2: a key or value of the call .* as it was before the call"):
+        cache.update(*rows(150, 1), 4)
+    assert alike(contents(cache), before)
+    for one in (cache, good):
+        turn(one, 70, 2)
+        for layer in range(LAYERS):
+            one.update(*rows(1, 3), layer)
+    assert alike(contents(cache), contents(good))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda cache: cache.report(),
+        lambda cache: cache.crop(50),
+        lambda cache: cache.layer_caches[0].decode(),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.update(*rows(1), 0),
+        lambda cache: cache.update(*rows(5), 0),
+    ],
+)
+def test_a_pass_that_stopped_in_its_middle_is_looked_at_first(act: Any, machine: dict[str, Any], waiting: None) -> None:
+    cache = model_cache("saw-int4")
+    turn(cache, 100)
+    before = contents(cache)
+    turn(cache, 40, 1, (1, float("nan")), last=3)
+    with pytest.raises(ValueError, match="layer 1: a key or value of the call"):
+        act(cache)
+    assert alike(contents(cache), before)
+    act(cache)
+    turn(cache := model_cache("saw-int4"), 100)
+    turn(cache, 40, 1, (1, float("nan")), last=3)
+    cache.reset()
+    turn(cache, 100)
+    turn(cache := model_cache("saw-int4"), 100)
+    turn(cache, 40, 1, last=3)  # nothing is wrong with these
+    act(cache)
+
+
+def test_what_a_decode_step_could_not_hold_is_told_by_the_next_turn(machine: dict[str, Any], waiting: None) -> None:
+    cache = model_cache("saw-int4")
+    turn(cache, 100)
+    for layer in range(LAYERS):
+        k, v = rows(1)
+        cache.update(k * (float("nan") if layer == 3 else 1.0), v, layer)
+    for _turn in range(2):
+        with pytest.raises(ValueError, match="layer 3: a key or value appended in a decode step"):
+            turn(cache, 40, 1)
+        assert [len(layer.cache) for layer in cache.packed_layers] == [101] * LAYERS
+    cache.reset()
+    turn(cache, 100)
+
+
+@pytest.mark.parametrize("fresh", [40, 200])
+def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting: None) -> None:
+    """Of a layer that attended already, and dropped what no later query sees."""
+    arrivals, scheme = layers.Arrivals(2), kvcodec.get("saw-int4")
+    window = layers.WindowedLayer(
+        FusedLayerCache(scheme, layer=0), 0, "fused", "exact", arrivals, window=96, kind="sliding_attention"
+    )
+    full = layers.PackedLayer(FusedLayerCache(scheme, layer=1), 1, "fused", "exact", arrivals)
+    for layer in (window, full):
+        layer.update(*rows(150))
+    before = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]
+    k, v = rows(fresh, 1)
+    window.update(k, v)
+    window.attended("staged", torch.zeros(1, HEADS, fresh, DIM))
+    with pytest.raises(ValueError, match="layer 1"):
+        full.update(k, v * float("inf"))
+    now = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]
+    assert alike(now, before)
+    assert len(full.cache) == 150
 
 
 @pytest.mark.gpu

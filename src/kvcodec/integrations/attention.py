@@ -98,7 +98,8 @@ def kvcodec_attention(
         attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
     if isinstance(key, PackedKV):
         if query.shape[2] > 1 and isinstance(key.layer.cache, FusedLayerCache):
-            out = _several(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+            several = _several_apart if torch.compiler.is_compiling() else _several
+            out = several(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
         else:
             out = _packed(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
     elif s_aux is None and not softcap:
@@ -131,7 +132,6 @@ def _packed(
     return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths and masks are looked at on the host
 def _several(
     query: Tensor,
     layer: "PackedLayer",
@@ -154,6 +154,9 @@ def _several(
     out = staged.attend(cache, query, scale=scale, sinks=sinks, seen=rules)
     layer.attended("staged" if rules.flash else "scored", query)
     return out
+
+
+_several_apart = torch.compiler.disable(_several)  # lengths and masks are looked at on the host
 
 
 def _rules(mask: Tensor, layer: "PackedLayer", held: int) -> Seen:

@@ -4,7 +4,8 @@
 arrival; what ``update`` returns depends on the layer's way of attention: decoded K and V, or a handle to itself.
 """
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvcodec import staged
 from kvcodec.cache import LayerCache
 from kvcodec.codec import FP16_MAX, ROLES, check_tensor, largest
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.fused import FusedLayerCache
 from kvcodec.integrations.attention import PackedKV
 from kvcodec.integrations.plan import Attention
 from kvcodec.probe import OutlierProbe, waits
@@ -28,35 +30,80 @@ DECODE_COPIES = 10
 """Upper bound of the float32 copies of a chunk that a codec's decode holds at once; a test counts them."""
 
 
-class FirstFill:
-    """What is noted on a GPU while a model's first prefill fills its layers, and looked at once, when all are full.
+class Note(NamedTuple):
+    """A layer that was given several tokens in this forward pass.
 
-    A look at a number waits for the GPU. In the middle of a prefill that costs more than the number did.
+    Parameters
+    ----------
+    layer : PackedLayer
+    before : tuple or None
+        What ``PackedLayer.go_back`` takes; None: the layer was empty.
+    wrong : tuple of Tensor
+        Numbers on the device, one each, that are above a bound or NaN if codecs cannot hold the tokens.
+    bound : float
+    earlier : Tensor, optional
+        The layer's own flag: whether a token of an earlier decode step could not be held.
+    """
+
+    layer: "PackedLayer"
+    before: tuple[Any, ...] | None = None
+    wrong: tuple[Tensor, ...] = ()
+    bound: float = 0.0
+    earlier: Tensor | None = None
+
+
+class Arrivals:
+    """What is noted on a GPU while a forward pass gives several tokens to each layer, and looked at once, at its end.
+
+    A look at a number waits for the GPU. In the middle of a pass that costs more than the number did. A pass that
+    stopped in its middle is looked at before the next call adds, changes or reads anything.
 
     Parameters
     ----------
     layers : int
-        Layers that a prefill fills.
+        Layers that a pass fills.
     probe : OutlierProbe, optional
+        Judges the keys of the pass that fills the empty layers.
     """
 
     def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
         self.layers, self.probe = layers, probe
-        self.noted: dict[int, tuple[PackedLayer, tuple[Tensor, ...]]] = {}
+        self.noted: dict[int, Note] = {}
+        self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
 
-    def notes(self, layer: "PackedLayer", keys: Tensor, values: Tensor) -> bool:
-        """Note the largest magnitudes of what will fill an empty layer, for ``settle``; False: not here."""
-        if not waits(keys) or keys.shape[2] == 1 or (layer.attention, layer.prefill) != ("fused", "exact"):
+    def append(self, layer: "PackedLayer", keys: Tensor, values: Tensor) -> bool:
+        """Append several tokens to a fused layer, and note what ``settle`` has to look at; False: nothing was done."""
+        cache, first = layer.cache, not layer.filled
+        if not waits(keys) or keys.shape[2] == 1 or layer.attention != "fused":
             return False
-        self.noted[layer.index] = layer, (largest(keys), largest(values))
+        if layer.prefill != "exact" if first else cache.reserve:  # a static cache looks at its lengths anyway
+            return False
+        assert isinstance(cache, FusedLayerCache)
+        if (flags := self.flags.get(keys.device)) is None:
+            zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
+            flags = self.flags[keys.device] = zeros.split(1)
+        flag, earlier = flags[len(self.noted) % self.layers], cache.bad if cache.unchecked else None
+        before = None if first else layer.state()
+        try:
+            cache.append(keys, values, flag=flag)
+        except BaseException:
+            self.flags = {}  # this one may be up
+            raise
+        cache.unchecked = False  # looked at in ``settle`` as well
+        if cache.flags_all(keys):
+            self.noted[layer.index] = Note(layer, before, (flag,), earlier=earlier)
+        else:
+            both = largest(keys), largest(values)
+            self.noted[layer.index] = Note(layer, before, both, FP16_MAX, earlier)
         return True
 
-    def full(self, layer: "PackedLayer", keys: Tensor) -> None:
-        """Take notice of a layer that was filled with these keys."""
-        self.noted.setdefault(layer.index, (layer, ()))
-        if self.probe is not None:
-            self.probe(layer.index, layer.cache, keys)
-        if not waits(keys) or len(self.noted) == self.layers:
+    def came(self, layer: "PackedLayer", keys: Tensor, first: bool) -> None:
+        """Take notice of a layer that these keys were appended to."""
+        if first:
+            self.noted.setdefault(layer.index, Note(layer))
+            if self.probe is not None:
+                self.probe(layer.index, layer.cache, keys)
+        if self.noted and (not waits(keys) or len(self.noted) == self.layers):
             self.settle()
 
     def settle(self) -> None:
@@ -65,31 +112,45 @@ class FirstFill:
         Raises
         ------
         ValueError
-            NaN, Inf or |x| > 65504 in the tokens; the layers are empty again.
+            NaN, Inf or |x| > 65504 in the tokens; every layer that was noted is as it was before the pass.
         """
+        if not self.noted:
+            return
         if self.probe is not None:
             self.probe.measure()  # before the wait
-        filled, self.noted = self.noted, {}
-        sizes = [
-            (layer.index, role, x) for layer, both in filled.values() for role, x in zip(ROLES, both, strict=False)
-        ]
-        for device in {x.device for _, _, x in sizes}:  # of a model on several GPUs
-            here = [one for one in sizes if one[2].device == device]
-            for (index, role, _), size in zip(here, torch.stack([x for _, _, x in here]).tolist(), strict=True):
-                if not size <= FP16_MAX:  # NaN as well
-                    for layer, _ in filled.values():
-                        layer.reset()
-                    raise ValueError(
-                        f"layer {index}: a {role} of the prefill is not finite or above 65504; codecs store finite "
-                        f"values within the fp16 range. Check the model's dtype (fp16 overflow?) or the attention "
-                        f"mask. The cache is empty again."
-                    )
+        noted, self.noted = list(self.noted.values()), {}
+        looks = [(n, n.bound, x) for n in noted for x in n.wrong]
+        looks += [(n, -1.0, n.earlier) for n in noted if n.earlier is not None]  # before this pass
+        for device in {x.device for *_, x in looks}:  # of a model on several GPUs
+            here = [one for one in looks if one[2].device == device]
+            numbers = torch.cat([x.view(1) for *_, x in here]).tolist()
+            for (note, bound, _), number in zip(here, numbers, strict=True):
+                if number <= max(bound, 0.0):  # NaN is not
+                    continue
+                self._go_back(noted)
+                if bound < 0:
+                    note.layer.cache.refuse(number)  # type: ignore[attr-defined]
+                what, now = ("prefill", "empty again") if note.before is None else ("call", "as it was before the call")
+                raise ValueError(
+                    f"layer {note.layer.index}: a key or value of the {what} is not finite or above 65504; codecs "
+                    f"store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) or the "
+                    f"attention mask. The cache is {now}."
+                )
         if self.probe is not None:
             self.probe.settle()
 
+    def _go_back(self, noted: Sequence[Note]) -> None:
+        self.flags = {}
+        for note in noted:
+            if note.before is None:
+                note.layer.reset()
+            else:
+                note.layer.go_back(note.before)
+
     def forget(self, layer: "PackedLayer") -> None:
         """Drop what was noted of a layer."""
-        self.noted.pop(layer.index, None)
+        if self.noted.pop(layer.index, None):
+            self.flags = {}  # its own may be up, and nobody will look
         if self.probe is not None:
             self.probe.forget(layer.index)
 
@@ -106,8 +167,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     attention : {"decoded", "streamed", "fused"}
     prefill : {"exact", "decoded"}
         What the call that fills the empty layer attends: the fresh K and V, or what is stored.
-    fill : FirstFill, optional
-        Told of the append that fills the empty layer; one object for all layers of a model.
+    arrivals : Arrivals, optional
+        Told of what is appended; one object for all layers of a model.
     """
 
     is_sliding = False
@@ -121,11 +182,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         index: int,
         attention: Attention,
         prefill: Prefill,
-        fill: FirstFill | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__()
         self.cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
-        self.fill = fill or FirstFill(1)
+        self.arrivals = arrivals or Arrivals(1)
         self.is_compileable = attention == "fused" and cache.reserve > 0
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
@@ -164,11 +225,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            NaN, Inf or |x| > 65504 in the new tokens, with the position; of a prefill on a GPU without it, and when
-            the last layer is filled.
+            NaN, Inf or |x| > 65504 in the new tokens, with the position; of a fused cache on a GPU without it, and
+            when the tokens have come to the last layer.
         """
         first = not self.filled
-        if first or key_states.shape[2] > 1:
+        if torch.compiler.is_compiling() and (first or key_states.shape[2] > 1):
             self._take_several(key_states, value_states, first)
         else:
             self._take(key_states, value_states, first)
@@ -202,16 +263,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.filled = self.is_initialized = True
         if first:
             self.mask_checked = False
-            self.fill.full(self, keys.detach())
-        elif self.fill.noted:  # not every layer took part in the prefill
-            self.fill.settle()
+        if first or self.arrivals.noted:
+            self.arrivals.came(self, keys.detach(), first)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
+        if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass is over
+            self.arrivals.settle()
         scheme, given = self.cache.scheme, self.cache.fitted  # given constants need no sample of the whole prefill
         sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
-        if not self.filled and self.fill.notes(self, keys, values):
-            self.cache.append(keys, values, checked=True)  # type: ignore[call-arg]
+        if self.arrivals.append(self, keys, values):
             return
         if n <= APPEND_TOKENS or self.attention == "fused" or (sampled and not self.filled):
             self.cache.append(keys, values)
@@ -272,6 +333,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             need = self.cache.workspace_bytes(query)  # type: ignore[attr-defined]
         self.workspace_bytes = max(self.workspace_bytes, need)
 
+    def state(self) -> tuple[Any, ...]:
+        """What an append to this fused layer, and what attention drops after it, replace."""
+        assert isinstance(self.cache, FusedLayerCache)
+        return (self.cache.state(),)
+
+    def go_back(self, state: tuple[Any, ...]) -> None:
+        """Be as when ``state`` was called, as if nothing had been appended since."""
+        assert isinstance(self.cache, FusedLayerCache)
+        self.cache.go_back(*state)
+
     def reach(self, held: int) -> tuple[int, int, int]:
         """How far back a query sees when so many tokens are held: ``window, chunk, place`` of ``Seen``."""
         return 0, 0, 0
@@ -297,7 +368,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every token."""
         self.cache.reset()
-        self.fill.forget(self)
+        self.arrivals.forget(self)
         self.filled = self.is_initialized = False
 
     def offload(self) -> None:
@@ -310,6 +381,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers)."""
+        self.arrivals.settle()
         held, tokens_to_remove = len(self.cache), int(tokens_to_remove)  # assisted decoding counts on the device
         keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
         if keep < held:
@@ -323,12 +395,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` (numbers, or a boolean mask)."""
+        self.arrivals.settle()
         if self.filled:
             indices = torch.as_tensor(indices)
             self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times."""
+        self.arrivals.settle()
         if self.filled:
             self.cache.repeat(repeats)
 
@@ -362,12 +436,12 @@ class WindowedLayer(PackedLayer):
         index: int,
         attention: Attention,
         prefill: Prefill,
-        fill: FirstFill | None = None,
+        arrivals: Arrivals | None = None,
         *,
         window: int,
         kind: str,
     ) -> None:
-        super().__init__(cache, index, attention, prefill, fill)
+        super().__init__(cache, index, attention, prefill, arrivals)
         self.window, self.kind = window, kind
         self.cumulative_length = 0
         self.record_past = False
@@ -406,6 +480,19 @@ class WindowedLayer(PackedLayer):
             return 0, self.window, self.cumulative_length - held
         return self.window, 0, 0
 
+    def state(self) -> tuple[Any, ...]:
+        """As ``PackedLayer.state``; pages are dropped here, and they are few."""
+        store = self.cache.store
+        assert store is not None
+        return *super().state(), store.pages, store.table, self.cumulative_length
+
+    def go_back(self, state: tuple[Any, ...]) -> None:
+        """As ``PackedLayer.go_back``."""
+        before, pages, table, self.cumulative_length = state
+        assert self.cache.store is not None
+        self.cache.store.pages, self.cache.store.table = pages, table
+        super().go_back((before,))
+
     def _restrict(self) -> None:
         if not self.record_past:
             self._drop_old()
@@ -440,6 +527,7 @@ class WindowedLayer(PackedLayer):
         RuntimeError
             If the tokens that would become visible again have been evicted.
         """
+        self.arrivals.settle()
         seen, tokens_to_remove = self.cumulative_length, int(tokens_to_remove)
         keep = min(tokens_to_remove, seen) if tokens_to_remove > 0 else max(seen + tokens_to_remove, 0)
         remove = seen - keep

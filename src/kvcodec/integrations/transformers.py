@@ -32,7 +32,7 @@ from kvcodec.errors import (
     UnsupportedError,
     nearest,
 )
-from kvcodec.integrations.layers import FirstFill, PackedLayer, Prefill, WindowedLayer
+from kvcodec.integrations.layers import Arrivals, PackedLayer, Prefill, WindowedLayer
 from kvcodec.integrations.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
 from kvcodec.key_bias import Probe, biases_of, probe_option
 from kvcodec.params import FittedParams, LayerParams, check_given, check_queries, load_params
@@ -78,7 +78,19 @@ class KVCache(Cache):  # type: ignore[misc]
     @property
     def layer_caches(self) -> list[LayerCache]:
         """The LayerCache of every packed layer."""
+        self.settle()
         return [layer.cache for layer in self.packed_layers]
+
+    def settle(self) -> None:
+        """Look at what a forward pass that stopped in its middle has left (one host sync); every reader does.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504 in its tokens; they are dropped.
+        """
+        for packed in self.packed_layers[:1]:
+            packed.arrivals.settle()
 
     def report(self) -> dict[str, Any]:
         """Measure what the cache holds.
@@ -97,8 +109,7 @@ class KVCache(Cache):  # type: ignore[misc]
             a layer or made its pages grow (the copies that encoding a prefill needs are not in it);
             ``prefill, attention``: as chosen; ``paths``: calls by path that really ran; ``keys``: the outlier probe.
         """
-        for packed in self.packed_layers[:1]:
-            packed.fill.settle()
+        self.settle()
         layers = [_layer_report(layer) for layer in self.packed_layers]
         total = sum(layer["total_bytes"] for layer in layers)
         elements = sum(cache.elements() for cache in self.layer_caches)
@@ -264,7 +275,7 @@ attention='decoded')
     check_given(plan.name, [layer.index for layer in kv_layers], given)
     check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = _watch(model_or_config, plan, scheme, given, action)
-    fill = FirstFill(len(kv_layers), watch)
+    arrivals = Arrivals(len(kv_layers), watch)
     build = _builder(attention, plan, schemes, model_or_config, max_len, page_tokens)
     packed = iter(zip(kv_layers, schemes, strict=True))
     layers: list[Any] = []
@@ -284,9 +295,9 @@ attention='decoded')
             capacity=max_len or 0,
         )
         if planned.window is None:
-            layers.append(PackedLayer(cache, planned.index, attention, prefill, fill))
+            layers.append(PackedLayer(cache, planned.index, attention, prefill, arrivals))
         else:
-            common = cache, planned.index, attention, prefill, fill
+            common = cache, planned.index, attention, prefill, arrivals
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
     made = KVCache(layers, scheme, plan, options, watch)
