@@ -2,9 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kvcodec.errors import KVError
+from kvcodec.key_bias import Probe
 
 
 def positive(text: str) -> int:
@@ -83,6 +84,16 @@ def add_reading(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--seed", type=int, default=0)
     add_device(p)
+
+
+def add_probe(p: argparse.ArgumentParser, default: str | None = "refuse") -> None:
+    """Add ``--probe``."""
+    p.add_argument(
+        "--probe",
+        choices=get_args(Probe),
+        default=default,
+        help="a preset that breaks on the model's key biases: refuse it, warn and go on, or do not look (refuse)",
+    )
 
 
 def check_target(option: str, path: str, otherwise: str = "") -> None:

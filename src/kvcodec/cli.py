@@ -21,6 +21,7 @@ from kvcodec.arguments import (
     add_device,
     add_head_dim,
     add_model,
+    add_probe,
     add_reading,
     add_text,
     check_target,
@@ -61,20 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from kvcodec.demo import BUDGET, MODEL, NEW_TOKENS, SPECS, run_demo, show
+    from kvcodec.demo import BUDGET, MODEL, NEW_TOKENS, run_demo, show
     from kvcodec.eval.compare import Settings
     from kvcodec.models import load_text
     from kvcodec.progress import Progress
 
     rows, meta, paths = run_demo(
         args.model or MODEL,
-        args.specs or SPECS,
+        args.specs,
         text=load_text(args.text),
         windows=args.windows,
         budget=BUDGET if args.budget is None else args.budget,
         out=Path(args.out),
         progress=Progress(),
-        settings=Settings(window_tokens=args.window_tokens, new_tokens=NEW_TOKENS),
+        settings=Settings(window_tokens=args.window_tokens, new_tokens=NEW_TOKENS, probe=args.probe),
     )
     return _finish(args, rows, lambda: show(rows, meta, paths))
 
@@ -348,6 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--model", help="path, hub id or smollm2-135m (default)")
     p.add_argument("--specs", type=split_specs, metavar="A,B", help="presets, instead of the nine")
     add_text(p)
+    add_probe(p)
     p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="where the report goes (%(default)s)")
 
     p = _command(commands, "list", _list, "all presets with their bits")
@@ -375,6 +377,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_text(p)
     p.add_argument("--new-tokens", type=int, default=32, metavar="N", help="generated tokens; 0 for none (%(default)s)")
+    add_probe(p)
     add_reading(p)
 
     p = _command(commands, "eval", _eval, "presets on tasks, with intervals; resumable")

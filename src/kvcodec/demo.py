@@ -9,7 +9,8 @@ from typing import Any
 from kvcodec.eval.compare import Settings, compare
 from kvcodec.eval.perplexity import WINDOW_TOKENS
 from kvcodec.eval.rows import Row, check_writable, plain, table, write_json
-from kvcodec.models import SampleText, load
+from kvcodec.key_bias import biases_of
+from kvcodec.models import LoadedModel, SampleText, load
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.report import write_report
@@ -61,7 +62,7 @@ def recommend(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -
 
 def run_demo(
     model: str = MODEL,
-    specs: Sequence[str] = SPECS,
+    specs: Sequence[str] | None = None,
     *,
     text: SampleText,
     windows: int = 3,
@@ -76,7 +77,8 @@ def run_demo(
     ----------
     model : str
         As ``models.load`` takes it.
-    specs : sequence of str
+    specs : sequence of str, optional
+        Default: ``SPECS``, without those that break on the model's key biases (``settings.probe``).
     text : SampleText
     windows : int
     budget : float or None
@@ -89,14 +91,15 @@ def run_demo(
     Returns
     -------
     (rows, meta, paths)
-        What was measured, what is said about it (``recommendation``, ``protocol``, ...), and the files written.
+        What was measured, what is said about it (``recommendation``, ``protocol``, ``left_out``, ...), and the files
+        written.
 
     Raises
     ------
     KVError
         Before anything long: an unwritable folder, an unknown spec, a model that cannot be had.
     """
-    for spec in specs:
+    for spec in specs or ():
         get(spec)
     check_writable(out)
     loaded = load(model, progress=progress)
@@ -107,7 +110,9 @@ def run_demo(
         text_name=text.name,
         text_sha256=text.sha256,
     )
-    rows = compare(loaded, specs, text.text, chosen, progress=progress)
+    left_out = {} if specs or chosen.probe != "refuse" else _breaking(loaded)
+    measured = specs or [spec for spec in SPECS if spec not in left_out]
+    rows = compare(loaded, measured, text.text, chosen, progress=progress)
     prompt = loaded.tokenizer(text.text[: chosen.prompt_tokens * 16], verbose=False)["input_ids"][
         : chosen.prompt_tokens
     ]
@@ -124,6 +129,8 @@ def run_demo(
         "versions": rows[0]["versions"],
         "seconds": sum(r["seconds"] for r in rows),
     }
+    if left_out:
+        meta["left_out"] = left_out
     if loaded.sha256:
         meta["sha256"] = loaded.sha256
     results = out / RESULTS
@@ -131,10 +138,21 @@ def run_demo(
     return rows, meta, [results, *write_report(plain(rows), out, meta)]
 
 
+def _breaking(model: LoadedModel) -> dict[str, str]:
+    """Return which presets of the demo break on the model's key biases, and how."""
+    from kvcodec.integrations.plan import plan_for
+
+    if not (biases := biases_of(model.model, plan_for(model.model, "decoded"))):
+        return {}
+    return {spec: why for spec in SPECS if (why := biases.refusal(get(spec)))}
+
+
 def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) -> str:
     """What the demo prints: table, continuation, files, recommendation."""
     parts = ["", table(plain(rows)), "", about(rows)]
     parts += ["", *continuations(rows, str(meta.get("prompt", "")))]
+    if meta.get("left_out"):
+        parts += ["", *(f"left out, as {why}" for why in meta["left_out"].values())]
     parts += ["", *(f"written: {path}" for path in paths), "", str(meta["recommendation"])]
     return "\n".join(parts)
 

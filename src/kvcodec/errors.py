@@ -9,6 +9,7 @@
     ├── FormatError (ValueError)                a saved file is cut, altered, foreign or too new
     ├── ModelError (RuntimeError)               a model or text could not be found or loaded
     └── UnsupportedError (NotImplementedError)  a model, layer or device this library says no to
+        └── BrokenPresetError                   a preset that breaks on this model's keys (probe="refuse")
     KVCodecWarning (UserWarning)                a codec that breaks on this model's keys
 
 Each message says what came, what is allowed, and what to do.
@@ -44,6 +45,10 @@ class ModelError(KVError, RuntimeError):
 
 class UnsupportedError(KVError, NotImplementedError):
     """Raised for a model, layer or device that this library refuses."""
+
+
+class BrokenPresetError(UnsupportedError):
+    """Raised for a preset that breaks on a model's keys, unless ``probe`` says to go on."""
 
 
 class KVCodecWarning(UserWarning):

@@ -10,7 +10,10 @@ Two numbers per layer, taken once, on the newest tokens of the first prefill's f
   survive, and after RoPE they swing more than all the others together.
 
 A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
-The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys.
+The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. Asked to refuse, it does so
+where outlier channels are the reason (``OUTLIERS``): what is merely coarse is a warning. Of layers with biases in their
+weights the error of the scores is known (``key_bias``); where that is small the probe says nothing: it does not know
+which channels queries look at.
 
 On a GPU nothing but a copy of the sample is made while a layer is filled. ``settle`` judges all layers at once, their
 heads side by side as if they were one layer's: some hundred launches and one host sync, whatever the model's depth. The
@@ -18,7 +21,7 @@ kernels encode there, where they serve the layers, and the codec decodes what th
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,12 +32,15 @@ from torch import Tensor
 from kvcodec.cache import LayerCache
 from kvcodec.codec import FP16_MAX, Codec, Params, Site, roundtrip, storage_dtype
 from kvcodec.codecs.dense import Dense
-from kvcodec.errors import KVCodecWarning, KVError, ShapeError
+from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
+from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
 LIMIT = 0.5
 """channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""
+OUTLIERS = 10.0
+"""outlier_ratio from which a broken codec is refused: keys without outlier channels have up to 6, others hundreds."""
 SAMPLE_TOKENS = 64
 FEWEST_TOKENS = 16
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
@@ -105,16 +111,22 @@ class _Noted(NamedTuple):
 
 
 class OutlierProbe:
-    """Watches the first prefill of a cache; warns once.
+    """Watches the first prefill of a cache; warns once, or refuses.
 
     Parameters
     ----------
     scheme : KVScheme
         The scheme the user chose, for the text of the warning.
+    action : {"refuse", "warn"}
+        What to do where it breaks on outlier channels.
+    biases : KeyBiases, optional
+        What is known from the weights.
     """
 
-    def __init__(self, scheme: KVScheme) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: KVScheme, action: Probe = "warn", biases: KeyBiases | None = None) -> None:
+        self.scheme, self.action, self.biases = scheme, action, biases
+        self.undo: Callable[[], None] = lambda: None
+        """Called before a refusal: nothing of the prefill shall stay."""
         self.found: dict[int, KeyProbe] = {}
         self.noted: list[_Noted] = []
         self.measured: dict[int, Tensor] = {}
@@ -166,15 +178,20 @@ class OutlierProbe:
             for one, (ratio, error) in zip(here, figures, strict=True):
                 self.found[one.layer] = KeyProbe(one.layer, ratio, error)
         for one in noted:
-            if self.found[one.layer].broken:
-                self._tell(self.found[one.layer], one.sample.float())
+            found, codec = self.found[one.layer], one.cache.roles["key"].codec
+            if found.broken and not (self.biases and self.biases.holds(one.layer, codec)):
+                self._tell(found, one.sample.float())
 
     def _tell(self, found: KeyProbe, sample: Tensor) -> None:
+        if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
+            self.found.clear()  # another prefill is refused as well
+            self.undo()
+            raise BrokenPresetError(self._text(found, sample, "pass probe='warn' to go on"))
         if not self.warned:
             self.warned = True
-            warnings.warn(self._text(found, sample), KVCodecWarning, stacklevel=2)
+            warnings.warn(self._text(found, sample, "pass probe=False"), KVCodecWarning, stacklevel=3)
 
-    def _text(self, found: KeyProbe, sample: Tensor) -> str:
+    def _text(self, found: KeyProbe, sample: Tensor, further: str) -> str:
         text = (
             f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
             f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
@@ -182,8 +199,8 @@ class OutlierProbe:
         )
         better = [(name, e) for name in CANDIDATES if (e := self._error_of(name, sample)) is not None and e < LIMIT]
         if not better:
-            return f"{text} Every preset tried does; use 'dense', or dense_keys where the codec has it."
-        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} there), or pass probe=False."
+            return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
+        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} there), or {further}."
 
     def _error_of(self, name: str, sample: Tensor) -> float | None:
         if name not in presets() or name == str(self.scheme):

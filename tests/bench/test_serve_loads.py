@@ -1,5 +1,6 @@
 """Loads: how many clients, when, which prompts, what is counted when things go wrong; figures of made-up replies."""
 
+import asyncio
 import itertools
 
 import numpy as np
@@ -97,6 +98,24 @@ def test_a_server_that_is_gone_gets_nothing_more():
 def test_a_server_that_hangs_up_on_one_lives():
     run = send(Fake(0.0, 0.0, lambda number, asked: "hangs up" * (number == 0)), Point(16, 4, 6, concurrency=2))
     assert (run.gone, len(run.failed), len(run.replies)) == (False, 1, 6)
+
+
+def test_an_interrupt_as_a_connection_closes_is_not_lost(monkeypatch):
+    fake = Fake(0.0, 0.0)
+
+    async def interrupted():
+        load = asyncio.create_task(send_load(Target(Endpoint("fake", 80), "tiny", 20.0), Point(16, 2, 50, 1), PROMPTS))
+
+        async def wait_closed(writer):
+            if fake.seen:
+                load.cancel()
+
+        monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", wait_closed)
+        with pytest.raises(asyncio.CancelledError):
+            await load
+
+    run_with(fake.serve, interrupted())
+    assert len(fake.seen) == 2  # the client had begun with its second when it heard
 
 
 SESSIONS = Sessions(sessions=3, rounds=4, shared=32, context=64, turn=24, answer=8)

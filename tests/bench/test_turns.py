@@ -1,8 +1,11 @@
 """Processes that work beside each other, and alone."""
 
+import fcntl
+import queue
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 from kvcodec.bench.turns import Turns
 
@@ -25,16 +28,24 @@ def other(path, how):
 
 
 def waits(turns, how):
-    """Whether one must wait for the others; the thread that found out."""
-    got = threading.Event()
+    """Whether one must wait for the others, by what the lock says, not by how long it takes; the thread that asked."""
+    said, flock = queue.SimpleQueue(), fcntl.flock
+
+    def trying(file, kind):
+        try:
+            flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said.put(True)
+            flock(file, kind)
 
     def work():
         with getattr(turns, how)():
-            got.set()
+            said.put(False)
 
     thread = threading.Thread(target=work)
-    thread.start()
-    return not got.wait(0.3), thread
+    with mock.patch("fcntl.flock", trying):
+        thread.start()
+        return said.get(), thread
 
 
 def test_who_is_alone_waits_for_the_others_and_they_for_it(tmp_path):
@@ -46,7 +57,7 @@ def test_who_is_alone_waits_for_the_others_and_they_for_it(tmp_path):
         process = other(turns.path, theirs)
         found, thread = waits(turns, ours)
         process.communicate("")
-        thread.join(10)
+        thread.join(600)
         assert found == expected, (theirs, ours)
         assert not thread.is_alive()
 
@@ -56,7 +67,7 @@ def test_a_process_that_dies_gives_its_turn_back(tmp_path):
     with process:
         process.kill()
     found, thread = waits(Turns(tmp_path / "turns"), "alone")
-    thread.join(10)
+    thread.join(600)
     assert not found
 
 
@@ -64,4 +75,4 @@ def test_without_a_file_nobody_waits():
     with Turns().alone():
         found, thread = waits(Turns(), "alone")
         assert not found
-    thread.join(10)
+    thread.join(600)

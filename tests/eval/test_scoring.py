@@ -11,6 +11,7 @@ from kvcodec.eval import perplexity
 from kvcodec.eval.batches import read_answers, read_choices, read_window
 from kvcodec.eval.perplexity import compressed_logits, uncompressed
 from kvcodec.eval.scoring import Reader, cut_at, pair_ids
+from kvcodec.eval.stress import stress
 from kvcodec.eval.tasks.base import ChoiceOutput, Item, token_ids
 from tests.conftest import tiny_model
 from tests.eval.corrupt import corrupt
@@ -290,14 +291,16 @@ def test_an_exact_window_scores_only_tokens_that_read_the_store(model, tokenizer
 
 
 def test_constants_are_drawn_once_and_are_those_of_a_fresh_cache(model, tokenizer, monkeypatch):
-    from kvcodec.codec import Site
+    from kvcodec.codec import SHARED, Site
 
+    SHARED.clear()
     drawn = []
     original = Site.generator
     monkeypatch.setattr(Site, "generator", lambda self, *a: drawn.append(1) or original(self, *a))
     fresh = [read(Reader(model, "turboquant-4"), tokenizer, [item], batch=16)[item.id].output for item in items()]
     before = len(drawn)
-    assert before
+    assert before == 3 * 2 * 2, "drawn once in a process"
+    SHARED.clear()
     found = read(Reader(model, "turboquant-4"), tokenizer, items(), batch=1)
     for item, output in zip(items(), fresh, strict=True):
         assert found[item.id].output.loglikelihoods == pytest.approx(output.loglikelihoods, abs=1e-4)
@@ -313,9 +316,10 @@ def test_the_model_gets_its_own_attention_back(model):
 
 
 def test_warnings_of_the_probe_become_notes(tokenizer):
-    model = tiny_model("qwen2", vocab_size=256)
-    reader = Reader(model, "int-4")
-    found = read(reader, tokenizer, [replace(items()[1], context=CONTEXTS[1] * 3)])
+    model = tiny_model("llama-gqa", vocab_size=256)
+    with stress(model, 256.0):
+        reader = Reader(model, "int-4")
+        found = read(reader, tokenizer, [replace(items()[1], context=CONTEXTS[1] * 3)])
     assert all(done.output for done in found.values())
     assert len(reader.notes) == 1
     assert "breaks on this model's keys" in reader.notes[0]

@@ -152,6 +152,7 @@ def test_generate(spec: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch, of a graph between two breaks
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # and of float32 models on newer GPUs
 def test_a_compiled_prompt_in_chunks() -> None:
     """``generate`` compiles the calls of a prompt's chunks on a static cache."""
     model = tiny_model("llama-gqa").to(DEVICE)

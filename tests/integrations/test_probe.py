@@ -1,4 +1,4 @@
-"""The K-outlier probe: warns where the codec breaks, and only there."""
+"""The K-outlier probe: refuses, or warns, where the codec breaks, and only there."""
 
 import warnings
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.errors import KVCodecWarning
+from kvcodec.errors import BrokenPresetError, KVCodecWarning
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.probe import channel_error, outlier_ratio
 from tests.conftest import tiny_config
@@ -33,7 +33,7 @@ def test_naive_int_on_biased_keys_warns_once_and_names_a_preset_that_holds(spec:
     with pytest.warns(
         KVCodecWarning, match=rf"{spec} breaks on this model's keys: in layer 0 .* Use '.+' instead"
     ) as seen:
-        cache = prefill(spec, keys(60.0))
+        cache = prefill(spec, keys(60.0), probe="warn")
     assert len(seen) == 1
     named = str(seen[0].message).split("Use '")[1].split("'")[0]
     found = cache.report()["keys"][0]
@@ -43,6 +43,28 @@ def test_naive_int_on_biased_keys_warns_once_and_names_a_preset_that_holds(spec:
         warnings.simplefilter("error")
         better = prefill(named, keys(60.0))
     assert better.report()["keys"][0]["channel_error"] < found["channel_error"] / 3
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
+def test_refused_prefill_leaves_the_cache_empty_and_is_refused_again(name: str) -> None:
+    cache = cache_for(tiny_config(name, head_dim=128), "int-4", prefill="decoded")
+    ordinary, biased = keys(0.0), keys(60.0)
+    for _ in range(2):
+        cache.update(ordinary, ordinary, 0)
+        with pytest.raises(BrokenPresetError, match=r"int-4 breaks on this model's keys: in layer 1 .*probe='warn'"):
+            cache.update(biased, biased, 1)
+        assert [len(layer.cache) for layer in cache.packed_layers] == [0, 0]
+        assert cache.report()["keys"] == {}
+        assert all(layer.get_seq_length() == 0 for layer in cache.packed_layers)
+    for layer in range(2):
+        cache.update(ordinary, ordinary, layer)
+    assert int(cache.get_seq_length()) == 200
+
+
+def test_what_is_merely_coarse_is_warned_of_not_refused() -> None:
+    """Two bits of a method that has them lose much of ordinary keys too; that is what was asked for."""
+    with pytest.warns(KVCodecWarning, match="int-2 breaks"):
+        prefill("int-2", keys(8.0))
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "kivi-2", "kivi-4", "octopus-4", "int-8", "fp8", "dense"])
@@ -60,16 +82,19 @@ def test_ordinary_keys_do_not_warn(spec: str) -> None:
     assert all(found["channel_error"] < 0.5 and found["outlier_ratio"] < 5 for found in cache.report()["keys"].values())
 
 
-def test_biased_model_warns_for_naive_int_and_not_for_saw(tiny: Any) -> None:
-    """A Qwen2 whose K bias is large on a few channels."""
+def test_a_config_alone_leaves_it_to_the_prefill(tiny: Any) -> None:
+    """A Qwen2 whose K bias is large on a few channels; without the weights nothing is known before."""
     model = tiny("qwen2")
     with torch.no_grad():
+        with pytest.raises(BrokenPresetError, match="int-4 breaks on this model's keys"):
+            model(prompt(2), past_key_values=cache_for(model.config, "int-4"))
         with pytest.warns(KVCodecWarning, match="int-4 breaks"):
-            model(prompt(2), past_key_values=cache_for(model, "int-4"))
+            model(prompt(2), past_key_values=cache_for(model.config, "int-4", probe="warn"))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(prompt(2), past_key_values=cache_for(model, "saw-int4"))
+            model(prompt(2), past_key_values=cache_for(model.config, "saw-int4", probe=True))
             model(prompt(2), past_key_values=cache_for(model, "int-4", probe=False))
+            model(prompt(2), past_key_values=cache_for(model, "int-4", probe="off"))
 
 
 def test_too_few_tokens_are_not_judged() -> None:

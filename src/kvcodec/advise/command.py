@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvcodec.arguments import add_device, add_model, positive
+from kvcodec.arguments import add_device, add_model, add_probe, positive
 from kvcodec.errors import UnsupportedError
 from kvcodec.registry import split_specs
 
@@ -57,6 +57,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--output", default=OUTPUT, metavar="DIR", help="recipe, figures and rows; a run goes on there (%(default)s)"
     )
     p.add_argument("--seed", type=int, default=0)
+    add_probe(p)
     add_device(p)
 
 
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
         window_tokens=args.window_tokens,
         uniform=args.uniform,
         seed=args.seed,
+        probe=args.probe,
     )
     text = load_text(args.text)
     out = check_writable(args.output)
@@ -142,6 +144,8 @@ def show(result: Mapping[str, Any]) -> str:
         f"speed here: {timed['tokens_per_s']:.1f} tokens/s, uncompressed {timed['uncompressed_tokens_per_s']:.1f} "
         f"(one sequence on {timed['device']}, {timed['prompt_tokens']} tokens before, through the line below)",
     ]
+    if result["left_out"]:
+        lines += ["", "left out", *(f"  {why}" for why in result["left_out"].values())]
     lines += ["", "use it", f"  {result['use']['python']}", f"  {result['use']['command']}", "", "not measured"]
     return "\n".join([*lines, *(f"  {line}" for line in result["not_measured"]), ""])
 

@@ -28,12 +28,13 @@ from kvcodec.advise.expected import cache_bytes, dtype_of, layer_bytes, sizes_of
 from kvcodec.advise.search import Option, best_within, least_for
 from kvcodec.advise.speed import speed
 from kvcodec.codec import ROLES, Role
-from kvcodec.errors import KVCodecWarning, KVError, SpecError
+from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError
 from kvcodec.eval import perplexity
 from kvcodec.eval.outliers import key_outliers
 from kvcodec.eval.rows import Row, plain, versions
 from kvcodec.eval.sensitivity import sensitivity
 from kvcodec.integrations.plan import LayerPlan, ModelPlan, plan_for
+from kvcodec.key_bias import KeyBiases, Probe, biases_of
 from kvcodec.mix import LayerChoice, mix_of, write_recipe
 from kvcodec.models import LoadedModel
 from kvcodec.progress import Progress
@@ -66,6 +67,8 @@ class Request:
     uniform : int
         Uniform presets that are measured, those that promise most.
     seed : int
+    probe : {"refuse", "warn", "off"}
+        Whether presets that break on the model's key biases are left out, and refused where ``specs`` names one.
     """
 
     context: int
@@ -77,6 +80,7 @@ class Request:
     window_tokens: int = 512
     uniform: int = 6
     seed: int = 0
+    probe: Probe = "refuse"
 
     def __post_init__(self) -> None:
         """Refuse what asks for nothing."""
@@ -135,12 +139,15 @@ def advise(
         Plain JSON values: ``advised`` (a finalist's row: ``spec, bytes, grown_bytes, bits, ratio_to_16bit, kl, kl_se,
         perplexity, top1_agreement, predicted_kl`` and ``kl_as_served``, with its sinks and windows), ``met`` (whether
         what was asked is kept), ``finalists``, ``layers`` (of an advised mixture), ``sensitivity``, ``candidates``,
-        ``keys`` (K_max / K_median), ``speed``, ``use``, ``not_measured``, ...
+        ``keys`` (K_max / K_median), ``speed``, ``use``, ``not_measured``, ``left_out`` (presets that break on the
+        model's key biases, and how), ...
 
     Raises
     ------
     KVError
         If nothing fits into the memory, the text is too short, or the model cannot be served.
+    BrokenPresetError
+        If a spec that was named breaks on the model's key biases.
     """
     begun, shown = time.monotonic(), progress or Progress(False)
     search = _Search(model, request, shown)
@@ -189,6 +196,7 @@ def advise(
         "met": met,
         "finalists": [row_of(f) for f in sorted(finalists, key=lambda f: f.kl)],
         "not_tried": search.not_tried,
+        "left_out": search.left_out,
         "layers": search.layer_rows(best),
         "uncompressed_perplexity": base.perplexity,
         "windows": len(others),
@@ -225,10 +233,25 @@ class _Search:
         if not self.specs:
             raise SpecError("advise: no candidate but dense; name presets with --specs.")
         check_specs(self.specs, self.plan)
+        self.biases, self.left_out = self._broken()
         perplexity.check_window(model.model.config, request.window_tokens)
         self.chosen: dict[Role, list[str]] = {}
         self.promise: dict[str, float] = {}
         self.not_tried: list[str] = []
+
+    def _broken(self) -> tuple[KeyBiases | None, dict[str, str]]:
+        """Return the model's key biases, if they count, and which specs break on them as presets, and how."""
+        asked = self.request.probe
+        if asked == "off" or not (biases := biases_of(self.model.model, self.plan)):
+            return None, {}
+        broken = {spec: why for spec in self.specs if (why := biases.refusal(get(spec)))}
+        if asked == "warn":
+            for why in broken.values():
+                warnings.warn(why, KVCodecWarning, stacklevel=4)
+            return None, {}
+        if broken and (self.request.specs or len(broken) == len(self.specs)):
+            raise BrokenPresetError(next(iter(broken.values())))
+        return biases, broken
 
     def bytes_of(self, scheme: KVScheme, *, grown: bool = False) -> int:
         """Bytes at the asked context."""
@@ -251,7 +274,8 @@ class _Search:
                 f"{what} take {size(dense)} in 16 bit, which fits into {size(memory)}: nothing has to be compressed. "
                 f"Pass --max-kl in place of --memory for the fewest bytes at that loss."
             )
-        key = min(self.specs, key=lambda spec: self.bytes_of(self._everywhere(spec, DENSE)))
+        holding = [spec for spec in self.specs if spec not in self.left_out]
+        key = min(holding, key=lambda spec: self.bytes_of(self._everywhere(spec, DENSE)))
         value = min(self.specs, key=lambda spec: self.bytes_of(self._everywhere(DENSE, spec)))
         least = self.bytes_of(self._everywhere(key, value))
         if least > memory:
@@ -268,7 +292,7 @@ class _Search:
         """Assess all specs on a window; set which ones are measured, and what uniform presets promise."""
         r = self.request
         found = assess(self.model.model, window, self.specs, self.plan, r.context, self.dtype, r.seed, self.shown)
-        self.chosen = choose(found)
+        self.chosen = choose(found | {"key": [c for c in found["key"] if c.spec not in self.left_out]})
         n = len(self.layers)
         errors = {(c.spec, c.role): c.error for role in ROLES for c in found[role]}
         for spec in self.specs:
@@ -287,6 +311,9 @@ class _Search:
             group = []
             for key, value in pairs:
                 choice = LayerChoice(key, value)
+                lost = self.biases.at(layer.index, choice.scheme().key) if self.biases else None
+                if lost is not None and lost.broken:  # here the preset may keep keys dense, and a mixture would not
+                    continue
                 known = key, value, layer.window
                 if known not in sizes:
                     sizes[known] = self._layer_bytes(choice, layer)
@@ -310,7 +337,8 @@ class _Search:
         mixture = self._mixture(groups, r.max_kl)
         room = mixture.nbytes if r.memory is None else r.memory
         fitting = sorted(
-            (spec for spec in self.specs if self.bytes_of(get(spec)) <= room), key=lambda spec: self.promise[spec]
+            (spec for spec in self.specs if spec not in self.left_out and self.bytes_of(get(spec)) <= room),
+            key=lambda spec: self.promise[spec],
         )
         self.not_tried = fitting[r.uniform :]
         uniform = [Finalist(spec, get(spec), self.bytes_of(get(spec))) for spec in fitting[: r.uniform]]

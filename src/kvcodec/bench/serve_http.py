@@ -165,8 +165,10 @@ async def request(endpoint: Endpoint, path: str, body: bytes | None = None) -> A
         raise RequestError("malformed", f"the answer is not HTTP: {error}") from error
     finally:
         writer.close()
+        # not wait_for: Python 3.11's loses an interrupt that comes as the connection closes, and the load goes on
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(writer.wait_closed(), 1.0)
+            async with asyncio.timeout(1.0):
+                await writer.wait_closed()
 
 
 async def get(endpoint: Endpoint, path: str, timeout: float = 10.0) -> bytes | None:

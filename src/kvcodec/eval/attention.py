@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcodec.codec import Params, Role
 from kvcodec.errors import UnsupportedError
+from kvcodec.key_bias import Probe
 from kvcodec.params import LayerParams
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -89,9 +90,10 @@ def packed_cache(
     prefill: Prefill = "decoded",
     seed: int = 0,
     params: LayerParams | None = None,
+    probe: Probe = "warn",
 ) -> Iterator[Any]:
     """Give an empty ``KVCache``, and the model the attention that the scheme needs for the time of the block."""
-    with CacheMaker(model, spec, prefill=prefill, seed=seed, params=params).attending() as new_cache:
+    with CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, probe=probe).attending() as new_cache:
         yield new_cache()
 
 
@@ -105,8 +107,8 @@ class CacheMaker:
     ----------
     model : PreTrainedModel
     spec : str or KVScheme
-    prefill, seed, params
-        As ``cache_for`` takes them.
+    prefill, seed, params, probe
+        As ``cache_for`` takes them. Who measures sees what breaks, so it is told (``warn``), not refused.
     remember : bool
         ``LayerCache(remember=True)``: each token is decoded once. For scores; never where speed is what is measured.
     """
@@ -120,9 +122,10 @@ class CacheMaker:
         seed: int = 0,
         params: LayerParams | None = None,
         remember: bool = False,
+        probe: Probe = "warn",
     ) -> None:
         self.model, self.scheme, self.prefill, self.seed = model, get(spec), prefill, seed
-        self.params, self.remember = params, remember
+        self.params, self.remember, self.probe = params, remember, probe
         self._first: Any = None
         self._drawn = False
 
@@ -144,7 +147,7 @@ class CacheMaker:
                 attention=way,
                 seed=self.seed,
                 params=self.params,
-                probe=self._first is None and not self._drawn,
+                probe=self.probe if self._first is None and not self._drawn else "off",
             )
             for layer in cache.layer_caches:
                 layer.remember = self.remember

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcodec.arguments import add_model, add_reading, add_text, depths, lengths, positive
+from kvcodec.arguments import add_model, add_probe, add_reading, add_text, depths, lengths, positive
 from kvcodec.errors import KVError, SpecError
 from kvcodec.eval.rows import Row, check_writable, plain
 from kvcodec.registry import split_specs
@@ -17,6 +17,7 @@ WINDOWS, NEW_TOKENS = 3, 32
 """Defaults of ``--spec``: those of ``compare``."""
 TASKS = "perplexity,kl,needle"
 OUTPUT = "kvcodec-eval"
+SINGLE = "--spec in place of --specs"
 SPECS = "presets, e.g. saw-int4,kivi-2:window=64; transformers' own quantized cache: quanto-4, hqq-4"
 
 
@@ -57,6 +58,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--new-tokens", type=int, metavar="N", help=f"with --spec: generated tokens; 0 for none ({NEW_TOKENS})"
     )
+    add_probe(p, None)
     add_reading(p)
 
 
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> tuple[list[Row], str]:
     """Run the command; return its rows and what it prints."""
     if args.spec is not None:
         return _one(args)
-    for option, instead in (("windows", "--limit"), ("new_tokens", "--spec in place of --specs")):
+    for option, instead in (("windows", "--limit"), ("new_tokens", SINGLE), ("probe", SINGLE)):
         if getattr(args, option) is not None:
             raise SpecError(f"--{option.replace('_', '-')} is for --spec; use {instead}.")
     return _tasks(args)
@@ -107,6 +109,7 @@ def measure(args: argparse.Namespace, wanted: Sequence[str]) -> list[Row]:
         new_tokens=args.new_tokens,
         text_name=text.name,
         text_sha256=text.sha256,
+        probe=args.probe or "refuse",
     )
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
     return compare(model, wanted, text.text, settings, params=params, progress=progress)

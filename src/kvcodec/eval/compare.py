@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcodec.errors import SpecError
+from kvcodec.errors import KVCodecWarning, SpecError
 from kvcodec.eval import fidelity, generation, perplexity
 from kvcodec.eval.attention import Prefill, packed_cache
 from kvcodec.eval.fidelity import Fidelity
 from kvcodec.eval.generation import Generation
 from kvcodec.eval.perplexity import WINDOW_TOKENS, Quality, WindowScore
 from kvcodec.eval.rows import Row, versions
+from kvcodec.key_bias import Probe
 from kvcodec.models import LoadedModel
 from kvcodec.params import FittedParams, match_params, sites_to_fit
 from kvcodec.progress import Progress
@@ -62,6 +63,8 @@ class Settings:
         Newest queries whose attention error is taken; 0 leaves it out.
     text_name, text_sha256 : str
         What the text is, for the rows.
+    probe : {"refuse", "warn", "off"}
+        Whether a spec that breaks on the model's key biases is refused before any work, or measured with a note.
     """
 
     windows: int = 3
@@ -74,6 +77,7 @@ class Settings:
     queries: int = fidelity.QUERIES
     text_name: str = ""
     text_sha256: str = ""
+    probe: Probe = "refuse"
 
 
 def compare(
@@ -112,6 +116,8 @@ def compare(
     ------
     SpecError, ShapeError, UnsupportedError
         Before any work: an unknown spec, or one that does not fit the model.
+    BrokenPresetError
+        Before any work: a spec that breaks on the model's key biases; see ``Settings.probe``.
     FormatError, FitError
         Before any work: params fitted for something else, or none where a prefill is not enough.
     ModelError
@@ -125,8 +131,11 @@ def compare(
     perplexity.check_window(model.model.config, s.window_tokens)
     runs = [_Run(scheme, given) for scheme, given in zip(schemes, match_params(params, schemes), strict=True)]
     for run, scheme in zip(runs, schemes, strict=True):
-        with packed_cache(model.model, scheme, prefill=s.prefill, seed=s.seed, params=run.params) as cache:
-            pass  # refuses now what it will not serve
+        options: dict[str, Any] = {"prefill": s.prefill, "seed": s.seed, "params": run.params, "probe": s.probe}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KVCodecWarning)  # a note of the first window
+            with packed_cache(model.model, scheme, **options) as cache:
+                pass  # refuses now what it will not serve
         if sites_to_fit(scheme, [layer.index for layer in cache.plan.kv_layers]):
             run.fitted = "file" if run.params else "prefill"
             run.notes.append(_source_of_constants(run.params))
@@ -205,9 +214,9 @@ class _Comparison:
             self._tell(str(run.scheme), number)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                logits, cache = perplexity.compressed_logits(
-                    model, run.scheme, window, prefill=s.prefill, seed=s.seed, params=run.params
-                )
+                options: dict[str, Any] = {"prefill": s.prefill, "seed": s.seed, "params": run.params}
+                probe: Probe = "off" if s.probe == "off" else "warn"
+                logits, cache = perplexity.compressed_logits(model, run.scheme, window, probe=probe, **options)
             score = reference.score(logits)
             if first:
                 run.notes += dict.fromkeys(str(w.message) for w in caught)

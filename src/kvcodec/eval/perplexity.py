@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvcodec.errors import ModelError
 from kvcodec.eval.attention import Prefill, packed_cache
+from kvcodec.key_bias import Probe
 from kvcodec.params import LayerParams
 from kvcodec.scheme import KVScheme
 
@@ -189,6 +190,7 @@ def compressed_logits(
     prefill: Prefill = "decoded",
     seed: int = 0,
     params: LayerParams | None = None,
+    probe: Probe = "warn",
 ) -> tuple[Tensor, Any]:
     """Logits ``[n - 1, V]`` of a window read through a compressed cache, and that cache, filled.
 
@@ -198,7 +200,8 @@ def compressed_logits(
     ids = window.to(model.device)[None]
     step = ids.shape[1] if prefill == "decoded" else EXACT_CALL_TOKENS
     parts = []
-    with packed_cache(model, spec, prefill=prefill, seed=seed, params=params) as cache, torch.no_grad():
+    options: dict[str, Any] = {"prefill": prefill, "seed": seed, "params": params, "probe": probe}
+    with packed_cache(model, spec, **options) as cache, torch.no_grad():
         for a in range(0, ids.shape[1], step):
             parts.append(model(input_ids=ids[:, a : a + step], past_key_values=cache, use_cache=True).logits[0])
     logits = parts[0] if len(parts) == 1 else torch.cat(parts)

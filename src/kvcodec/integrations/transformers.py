@@ -15,6 +15,7 @@ The last two need the attention function, which importing this module registers:
     model.set_attn_implementation("kvcodec")
 """
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,9 +23,18 @@ from typing import Any, get_args
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvcodec.cache import LayerCache
-from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
+from kvcodec.errors import (
+    BrokenPresetError,
+    FitError,
+    FormatError,
+    KVCodecWarning,
+    SpecError,
+    UnsupportedError,
+    nearest,
+)
 from kvcodec.integrations.layers import Arrivals, PackedLayer, Prefill, WindowedLayer
 from kvcodec.integrations.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.key_bias import Probe, biases_of, probe_option
 from kvcodec.params import FittedParams, LayerParams, check_given, check_queries, load_params
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
@@ -192,7 +202,7 @@ def cache_for(
     params: LayerParams | str | Path | None = None,
     page_tokens: int | None = None,
     max_len: int | None = None,
-    probe: bool = True,
+    probe: Probe | bool = "refuse",
 ) -> KVCache:
     """Make an empty packed cache for a model.
 
@@ -217,8 +227,11 @@ def cache_for(
     max_len : int, optional
         Tokens to allocate for at once. With ``fused`` the cache is static then: a decode step neither synchronises nor
         allocates, so it can be captured in a CUDA graph.
-    probe : bool
-        Warn on the first prefill if the codec breaks on this model's keys.
+    probe : {"refuse", "warn", "off"} or bool
+        What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
+        token; outlier channels otherwise on the first prefill. ``refuse``, which True is as well: raise, and name
+        presets that hold; a refused prefill leaves the cache empty. ``warn``: say so and go on. ``off`` or False: do
+        not look.
 
     Raises
     ------
@@ -233,6 +246,8 @@ def cache_for(
         that the model does not have.
     UnsupportedError
         If the model or one of its layers cannot be served; the text names the layer and the reason.
+    BrokenPresetError
+        If the codec breaks on the model's key biases; see ``probe``.
 
     Examples
     --------
@@ -245,6 +260,7 @@ attention='decoded')
     _check_option("attention", attention, get_args(Attention))
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
+    action = probe_option(probe)
     scheme = get(spec)
     if scheme.query_error and attention == "decoded":
         raise UnsupportedError(
@@ -258,7 +274,7 @@ attention='decoded')
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
     check_queries(scheme, [layer.index for layer in kv_layers], given)
-    watch = OutlierProbe(scheme) if probe else None
+    watch = _watch(model_or_config, plan, scheme, given, action)
     arrivals = Arrivals(len(kv_layers), watch)
     build = _builder(attention, plan, schemes, model_or_config, max_len, page_tokens)
     packed = iter(zip(kv_layers, schemes, strict=True))
@@ -284,7 +300,10 @@ attention='decoded')
             common = cache, planned.index, attention, prefill, arrivals
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
-    return KVCache(layers, scheme, plan, options, watch)
+    made = KVCache(layers, scheme, plan, options, watch)
+    if watch is not None:
+        watch.undo = made.reset
+    return made
 
 
 def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:
@@ -317,7 +336,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
             raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
         # constants are those of the file, layer by layer
         fitted = {layer.layer: layer.fitted for layer in held}
-        cache = cache_for(model_or_config, scheme, attention=way, params=fitted, **options)
+        cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
     except (KeyError, TypeError, ValueError, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
     reason = check_fits(cache.plan, held)
@@ -358,6 +377,22 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
     if isinstance(params, FittedParams):
         params.check(model_or_config, scheme, seed=seed)
     return params or {}
+
+
+def _watch(
+    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams, action: Probe
+) -> OutlierProbe | None:
+    """Refuse, or warn of, a scheme that breaks on the model's key biases; return what watches the first prefill."""
+    if action == "off":
+        return None
+    biases = biases_of(model_or_config, plan)
+    watch = OutlierProbe(scheme, action, biases)
+    if biases and (why := biases.refusal(scheme, params=given)):
+        if action == "refuse":
+            raise BrokenPresetError(why)
+        warnings.warn(why, KVCodecWarning, stacklevel=3)
+        watch.warned = True
+    return watch
 
 
 def _builder(

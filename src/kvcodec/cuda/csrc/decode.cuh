@@ -1,14 +1,14 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
 // Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens, a piece; its
-// warps take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous copies,
-// and its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the 16
-// rows of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through
+// warps take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous
+// copies, and its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the
+// 16 rows of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through
 // registers into the tensor core and nothing decoded is written anywhere.
 //
 // Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
-// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or merges
-// its warps while the others read codes, and the tables are filled once.
+// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or
+// merges its warps while the others read codes, and the tables are filled once.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
@@ -38,15 +38,6 @@
 // Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
 // fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
 // reference of their own, so that fp16 holds them.
-//
-// The tensor core truncates where it adds to fp32. A sum of codes, which have one sign, would lose a part that grows with
-// the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. So every FLUSH tokens the zeros, which
-// are summed apart, join the codes' sum: twice their sum does, and its negative stays, so that half of the products add
-// to sums of the other sign, and what is truncated there cancels the rest.
-//
-// Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
-// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or merges
-// its warps while the others read codes, and the tables are filled once.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
@@ -85,7 +76,7 @@
 // Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
 #include "finish.cuh"
-#include "products.cuh"
+#include "sums.cuh"
 
 namespace kv {
 
@@ -117,9 +108,9 @@ struct Decoder {
   KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
   KV_CONST int SUBS = T / 16;
   KV_CONST bool BLOCKED = K::K_BLOCKED || V::V_BLOCKED;
-  KV_CONST bool PAIRED = is_paired<V>(0);
-  KV_CONST bool FLUSHES = V::HAS_V_ZERO || PAIRED;
-  KV_CONST int FLUSH = 512;  // tokens of a warp
+  using Total = WarpSums<V, HEADS, T>;
+  using State = typename Total::State;
+  KV_CONST bool PAIRED = Total::PAIRED, SCALED = Total::SCALED;
   static_assert(P % T == 0 && T % 16 == 0 && (!BLOCKED || T % 32 == 0),
                 "a tile is part of a page and holds whole blocks");
   static_assert(HEADS == 8 || (HEADS == 4 && SCRATCH == 0), "outliers are added for 8 heads");
@@ -128,77 +119,6 @@ struct Decoder {
   KV_DEV static void sync() {
     if constexpr (TEAMS == 1) sync_threads();
     else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
-  }
-
-  struct State {
-    Softmax<N> softmax;
-    float bias[N];   // sum of p times the values' zeros
-    float reference, inverse;  // of the values' scales, and one over it
-    float out[V::V_REGS / 2][Sum::HALVES][4];
-    float zero[4];   // paired values: sums of p times the zeros, a row for each group
-    int unflushed;   // tiles
-  };
-  KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
-
-  // twice the zeros' sum moves to the codes' sum
-  KV_DEV static void flush(State& st) {
-    if (SCALED && st.reference == 0.0f) return;
-    float zero[N];
-    KV_UNROLL
-    for (int n = 0; n < N; ++n) zero[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) * (SCALED ? st.inverse : 1.0f) : 0.0f;
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      if constexpr (PAIRED) group_zeros(zero, st, k);
-      KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i)
-        if (Sum::used(i)) st.out[k][i / 4][i % 4] += zero[Sum::head(i)] * (2.0f / V::v_weight(Sum::element(k, i)));
-    }
-    KV_UNROLL
-    for (int n = 0; n < N; ++n) st.bias[n] = -st.bias[n], st.zero[n] = -st.zero[n];
-  }
-  KV_DEV static float over_tokens(float x) {
-    KV_UNROLL
-    for (int bit = 4; bit < 32; bit *= 2) x += shfl_xor(x, bit);
-    return x;
-  }
-  // paired values: of group k, which is row k
-  KV_DEV static void group_zeros(float (&zero)[N], const State& st, int k) {
-    KV_UNROLL
-    for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
-  }
-
-  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale; and flush
-  KV_DEV static void rescale(State& st, float (&top)[N], float largest) {
-    const bool full = FLUSHES && st.unflushed >= FLUSH / T;
-    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference) || full)) return;
-    if constexpr (FLUSHES) {
-      if (full) flush(st), st.unflushed = 0;
-    }
-    float factor[N];
-    st.softmax.raise(top, factor);
-    if constexpr (V::HAS_V_ZERO) {
-      KV_UNROLL
-      for (int n = 0; n < N; ++n) st.bias[n] *= factor[n];
-    }
-    if constexpr (SCALED) {
-      float biggest = warp_max(largest);
-      if (biggest > 16.0f * st.reference) {
-        // where P is divided by the reference before scales are multiplied, both must fit fp16: 2^8 P, all scales
-        if (PAIRED) biggest = minimum(maximum(biggest, 0.0078125f), 512.0f);
-        // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
-        const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
-        st.inverse = bits_float(0x7f000000u - float_bits(next));
-        KV_UNROLL
-        for (int n = 0; n < N; ++n) factor[n] *= st.reference * st.inverse;
-        st.reference = next;
-      }
-    }
-    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[N - 1];
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
-    }
   }
 
   template <bool MASKED>
@@ -244,8 +164,8 @@ struct Decoder {
       if (V::HAS_V_SCALE) largest = maximum(largest, maximum(vs[sub][0], vs[sub][1]));
     }
     if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
-    rescale(st, top, largest);
-    if constexpr (FLUSHES) ++st.unflushed;
+    Total::rescale(st, top, largest);
+    if constexpr (Total::FLUSHES) ++st.unflushed;
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -291,18 +211,6 @@ struct Decoder {
     }
   }
 
-  KV_DEV static void start(State& st) {
-    st.softmax.start();
-    st.unflushed = 0;
-    st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
-    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS / 2; ++k) {
-      KV_UNROLL
-      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] = 0.0f;
-    }
-  }
-
   // merge the warps and leave their sums in a slot; `shared`, which they read their codes from, is free by now
   KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head,
                             int live_heads, int slot, int warp) {
@@ -312,7 +220,7 @@ struct Decoder {
     st.softmax.finish();
     float bias[N];
     KV_UNROLL
-    for (int n = 0; n < N; ++n) bias[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) : 0.0f;
+    for (int n = 0; n < N; ++n) bias[n] = V::HAS_V_ZERO ? Total::over_tokens(st.bias[n]) : 0.0f;
     float* merge = (float*)shared;
     float* merge_m = merge + WARPS * ROWS * row_floats(D);
     float* merge_l = merge_m + WARPS * ROWS;
@@ -320,7 +228,7 @@ struct Decoder {
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       if constexpr (PAIRED) {
-        group_zeros(bias, st, k);
+        Total::group_zeros(bias, st, k);
         KV_UNROLL
         for (int n = 0; n < N; ++n) bias[n] *= reference;
       }
@@ -409,17 +317,18 @@ struct Decoder {
       copy_commit();
     };
     // while the page ids are on their way
-    stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
+    const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
+    if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (TEAMS == 1 && from < to) fill_tables(a, shared, h);
+    if (TEAMS == 1 && codes) fill_tables(a, shared, h);
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
-    take_query<K, D>(q, query, a);
+    if (codes) take_query<K, D>(q, query, a);
 
     State st;
-    start(st);
+    Total::start(st);
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }

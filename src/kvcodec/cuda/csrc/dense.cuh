@@ -43,7 +43,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     sync_threads();
     take_query<R, D>(q, (const float*)shared, a);
     typename Loop::State st;
-    Loop::start(st);
+    Loop::Total::start(st);
     KV_NO_UNROLL
     for (int first = begin + 16 * warp; first < end; first += 16 * WARPS) {
       copy_wait<0>();
@@ -57,8 +57,8 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
 };
 
 // The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
-// of a sequence; or, where there are multiprocessors to spare, in a CTA that has no codes. Rows come straight from global memory, values in the order in which the codes' accumulators hold
-// channels.
+// of a sequence; or, where there are multiprocessors to spare, in a CTA that has no codes. Rows come straight from
+// global memory, values in the order in which the codes' accumulators hold channels.
 template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin {
   using R = ReadDense<D, BF16>;
   using Sum = Sums<V, HEADS>;
@@ -158,7 +158,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
         if (first + g + 8 >= end) s[N + n] = minus_infinity();
         top[n] = maximum(s[n], s[N + n]);
       }
-      Loop::rescale(st, top, 0.0f);
+      Loop::Total::rescale(st, top, 0.0f);
       st.softmax.weigh(s, p);
       uint32_t p16[2];
       weights(p16, p);

@@ -31,7 +31,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvcodec.cuda.build import LEAST
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.vllm.bind import bind, check_engine
+from kvcodec.integrations.vllm.biases import Around
+from kvcodec.integrations.vllm.bind import bind, check_engine, check_weights
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
@@ -338,6 +339,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
+        self.around = Around(self)
         self.packed: PackedLayer | None = None
         self.slots: Slots | None = None
         self.staging: Staging | None = None
@@ -347,6 +349,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         """Bind the layer; see the module's text."""
         layers = self.config.compilation_config.static_forward_context
         name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
+        self._check_biases()
         if self.kv_sharing_target_layer_name is not None:
             if isinstance(layers[self.kv_sharing_target_layer_name].impl.packed, GroupedLayer):
                 raise UnsupportedError(
@@ -372,6 +375,17 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             self.packed.engine(-(-BLOCK // self.packed.step) * self.packed.step)  # refuses before memory is taken
         unit = group_tokens(self.packed.scheme)
         layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
+
+    def _check_biases(self) -> None:
+        """Refuse a preset that breaks on the model's key biases: once, when its first layer is bound."""
+        layers = self.config.compilation_config.static_forward_context
+        impls = {
+            name: layer.impl for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), type(self))
+        }
+        if next(iter(impls.values())) is self and self.packed is None:
+            for told in check_weights(self.config, self.options, impls):
+                logger.warning("kvcodec: %s", told)
+        self.around.end()
 
     def _packed(self) -> PackedLayer:
         if self.packed is None:

@@ -1,6 +1,6 @@
 """A layer of vLLM's model becomes one of ours: its scheme, its constants, and what an engine cannot be asked for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvcodec.codec import Params
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer
 from kvcodec.integrations.vllm.options import Options
@@ -30,6 +31,34 @@ def check_engine(config: VllmConfig) -> None:
     for what, is_asked in asked.items():
         if is_asked:
             raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
+
+
+def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> list[str]:
+    """Refuse a preset that breaks on the model's key biases; return what there is to say.
+
+    Parameters
+    ----------
+    config, options
+        Of the engine, and what it says of kvcodec.
+    impls : mapping
+        The implementations of this process, by their layers' names.
+
+    Raises
+    ------
+    BrokenPresetError
+    """
+    plan = plan_for(config.model_config.hf_config, "decoded")
+    own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
+    whole = config.model_config.get_total_num_kv_heads() == config.model_config.get_num_kv_heads(config.parallel_config)
+    with _plain_torch():
+        return check_biases(
+            options,
+            plan.name,
+            config.model_config.hf_config.get_text_config(decoder=True),
+            [layer.index for layer in plan.kv_layers],
+            own,
+            params=options.params if whole else None,
+        )
 
 
 def bind(

@@ -8,6 +8,8 @@ key        meaning
 ``window`` 0: serve a preset without the newest tokens that it would keep dense
 ``sink``   0: without the first tokens that it would keep dense
 ``seed``   of random constants; default 0
+``probe``  of a preset that breaks on the model's key biases: ``refuse`` (default) to start, ``warn`` in the log and
+           go on, or ``off``: do not look
 ========== ===========================================================================================================
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import SpecError, UnsupportedError, nearest
+from kvcodec.key_bias import Probe, probe_option
 from kvcodec.mix import Mix
 from kvcodec.params import FittedParams, read_params
 from kvcodec.registry import get
@@ -25,7 +28,7 @@ from kvcodec.scheme import KVScheme
 KEY = "kvcodec"
 DTYPE = "kvcodec"
 """``--kv-cache-dtype``, where the engine lets plugins add one: alone, or ``kvcodec:PRESET``."""
-NAMES = ("preset", "params", "window", "sink", "seed")
+NAMES = ("preset", "params", "window", "sink", "seed", "probe")
 EXAMPLE = """--additional-config '{"kvcodec": {"preset": "saw-int4"}}'"""
 
 
@@ -39,11 +42,13 @@ class Options:
         Of the model; its layers may differ.
     params : FittedParams or None
     seed : int
+    probe : {"refuse", "warn", "off"}
     """
 
     scheme: KVScheme
     params: FittedParams | None = None
     seed: int = 0
+    probe: Probe = "refuse"
 
 
 def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto") -> Options | None:
@@ -80,7 +85,14 @@ def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto"
         params = read_params(path)
         if params.scheme != scheme:
             raise SpecError(f"kvcodec: {path} was fitted for {params.spec}, not for {preset}; serve that preset.")
-    return Options(_without(scheme, given), params, seed)
+    return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")))
+
+
+def _probe(given: Any) -> Probe:
+    try:
+        return probe_option(given)
+    except SpecError as error:
+        raise SpecError(f"kvcodec: {error}") from None
 
 
 def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:

@@ -1,0 +1,106 @@
+// What a warp of decode attention adds up: codes times weights on the tensor core, their zeros apart, with respect to
+// references that follow the scores' maximum and the values' largest scale.
+//
+// The tensor core truncates where it adds to fp32. A sum of codes, which have one sign, would lose a part that grows
+// with the number of products: 1 to 7 % of a diffuse head's output over 64k tokens. So every FLUSH tokens the zeros,
+// which are summed apart, join the codes' sum: twice their sum does, and its negative stays, so that half of the
+// products add to sums of the other sign, and what is truncated there cancels the rest.
+#pragma once
+#include "products.cuh"
+#include "softmax.cuh"
+
+namespace kv {
+
+// of HEADS heads, in tiles of T tokens
+template <class V, int HEADS, int T> struct WarpSums {
+  using Sum = Sums<V, HEADS>;
+  KV_CONST int N = HEADS / 4;  // heads of a lane
+  KV_CONST bool PAIRED = is_paired<V>(0);
+  KV_CONST bool SCALED = V::HAS_V_SCALE || PAIRED;
+  KV_CONST bool FLUSHES = V::HAS_V_ZERO || PAIRED;
+  KV_CONST int FLUSH = 512;  // tokens of a warp
+
+  struct State {
+    Softmax<N> softmax;
+    float bias[N];   // sum of p times the values' zeros
+    float reference, inverse;  // of the values' scales, and one over it
+    float out[V::V_REGS / 2][Sum::HALVES][4];
+    float zero[4];   // paired values: sums of p times the zeros, a row for each group
+    int unflushed;   // tiles
+  };
+
+  // twice the zeros' sum moves to the codes' sum
+  KV_DEV static void flush(State& st) {
+    if (SCALED && st.reference == 0.0f) return;
+    float zero[N];
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) zero[n] = V::HAS_V_ZERO ? over_tokens(st.bias[n]) * (SCALED ? st.inverse : 1.0f) : 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      if constexpr (PAIRED) group_zeros(zero, st, k);
+      KV_UNROLL
+      for (int i = 0; i < Sum::COUNT; ++i)
+        if (Sum::used(i)) st.out[k][i / 4][i % 4] += zero[Sum::head(i)] * (2.0f / V::v_weight(Sum::element(k, i)));
+    }
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) st.bias[n] = -st.bias[n], st.zero[n] = -st.zero[n];
+  }
+  KV_DEV static float over_tokens(float x) {
+    KV_UNROLL
+    for (int bit = 4; bit < 32; bit *= 2) x += shfl_xor(x, bit);
+    return x;
+  }
+  // paired values: of group k, which is row k
+  KV_DEV static void group_zeros(float (&zero)[N], const State& st, int k) {
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
+  }
+
+  // let the references follow where they lag: behind the scores' maximum, or the values' largest scale; and flush
+  KV_DEV static void rescale(State& st, float (&top)[N], float largest) {
+    const bool full = FLUSHES && st.unflushed >= FLUSH / T;
+    if (!any(st.softmax.lags(top) || (SCALED && largest > 16.0f * st.reference) || full)) return;
+    if constexpr (FLUSHES) {
+      if (full) flush(st), st.unflushed = 0;
+    }
+    float factor[N];
+    st.softmax.raise(top, factor);
+    if constexpr (V::HAS_V_ZERO) {
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) st.bias[n] *= factor[n];
+    }
+    if constexpr (SCALED) {
+      float biggest = warp_max(largest);
+      if (biggest > 16.0f * st.reference) {
+        // where P is divided by the reference before scales are multiplied, both must fit fp16: 2^8 P, all scales
+        if (PAIRED) biggest = minimum(maximum(biggest, 0.0078125f), 512.0f);
+        // a power of two, so that scaling by it rounds nothing; not below 2^-100, whose inverse is a number as well
+        const float next = bits_float(float_bits(maximum(biggest, 7.9e-31f)) & 0x7f800000u);
+        st.inverse = bits_float(0x7f000000u - float_bits(next));
+        KV_UNROLL
+        for (int n = 0; n < N; ++n) factor[n] *= st.reference * st.inverse;
+        st.reference = next;
+      }
+    }
+    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[N - 1];
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] *= factor[Sum::head(i)];
+    }
+  }
+
+  KV_DEV static void start(State& st) {
+    st.softmax.start();
+    st.unflushed = 0;
+    st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
+    st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
+    KV_UNROLL
+    for (int k = 0; k < V::V_REGS / 2; ++k) {
+      KV_UNROLL
+      for (int i = 0; i < Sum::COUNT; ++i) st.out[k][i / 4][i % 4] = 0.0f;
+    }
+  }
+};
+
+}  // namespace kv

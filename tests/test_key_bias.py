@@ -1,0 +1,434 @@
+"""Key biases in the weights: what breaks on them is refused in every place, and nothing else is."""
+
+import argparse
+import json
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import kvcodec
+from kvcodec import cli
+from kvcodec.advise.run import Request, advise
+from kvcodec.demo import SPECS, run_demo, show
+from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError, UnsupportedError
+from kvcodec.eval.compare import Settings, compare
+from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.vllm.biases import Around, check_biases
+from kvcodec.integrations.vllm.options import Options, read_options
+from kvcodec.key_bias import LIMIT, KeyBiases, biases_of, probe_option
+from kvcodec.mix import mix_of
+from kvcodec.models import LoadedModel, SampleText
+from kvcodec.progress import Progress
+from tests.conftest import tiny_config, tiny_model
+from tests.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
+from tests.integrations.test_generate import prompt
+
+LARGE = 400.0
+BROKEN = ("saw-int4", "turboquant-4", "int-4", "q4_0")
+HOLDING = ("kivi-4", "int-8", "dense")
+
+
+def biased(bias: float = LARGE, layers: tuple[int, ...] = (0, 1), **changed: Any) -> Any:
+    """A Qwen2 with a bias in a slowly turning channel of its keys, and queries that see it."""
+    model = tiny_model("qwen2", vocab_size=256, **changed)
+    dim = model.config.hidden_size // model.config.num_attention_heads
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.k_proj.bias.zero_()
+            if i in layers:
+                layer.self_attn.k_proj.bias[dim - 3] = bias
+            layer.self_attn.q_proj.weight.mul_(4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return biased()
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Any) -> LoadedModel:
+    return LoadedModel(model, tiny_tokenizer(), "biased", "made in the test")
+
+
+SENTENCE = (
+    r"saw-int4 breaks on the key biases of Qwen2ForCausalLM: in layer [01], KV head 0, channel 61, 400 is added to "
+    r"every key, \d+ times what differs between tokens, and encoding moves attention scores by \d+\.\d nats .* "
+    r"Use 'kivi-4' \(\d\.\d nats\)"
+)
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+SMALL = {"num_hidden_layers": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+HEADS = {"hidden_size": 128, "num_attention_heads": 4, **SMALL}
+GPT = {"n_embd": 128, "n_head": 4, "n_layer": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "Qwen2": ({**HEADS, "num_key_value_heads": 2, "intermediate_size": 64}, "k_proj", True),
+    "GPT2": (GPT, "c_attn", False),
+    "GPTBigCode": ({**GPT, "multi_query": True}, "c_attn", False),
+    "Phi": ({**HEADS, "intermediate_size": 64}, "k_proj", True),
+    "GPTNeoX": ({**HEADS, "intermediate_size": 64}, "query_key_value", True),
+    "Falcon": (
+        {**HEADS, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
+        "query_key_value",
+        True,
+    ),
+    "Bloom": ({"hidden_size": 128, "n_head": 4, "n_layer": 2, **SMALL}, "query_key_value", False),
+    "Starcoder2": ({**HEADS, "num_key_value_heads": 2, "intermediate_size": 64}, "k_proj", True),
+    "OPT": ({**HEADS, "ffn_dim": 64, "word_embed_proj_dim": 128, "max_position_embeddings": 64}, "k_proj", False),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
+    """Layer 0 at position 0, where RoPE turns nothing: split, norms and biases are the model's."""
+    options, projection, rotates = FAMILIES[family]
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**options)).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
+            if name.endswith(f"{projection}.bias"):
+                weight.normal_(0.0, 5.0)
+    biases = biases_of(made, plan_for(made, "decoded"))
+    assert biases is not None
+    assert sorted(biases.layers) == [0, 1]
+    with torch.no_grad():
+        seen = made(torch.tensor([[7]]), output_hidden_states=True, use_cache=True)
+        queries, keys = biases.layers[0].project(seen.hidden_states[0][0])
+    cached = seen.past_key_values.layers[0].keys[0].transpose(0, 1)
+    cached = cached[:, :: cached.shape[1] // keys.shape[1]]  # Falcon caches a KV head once per query head
+    torch.testing.assert_close(keys, cached, rtol=1e-4, atol=1e-4)
+    assert queries.shape == (1, 4, 32)
+    assert (biases.layers[0].frequencies is not None) == rotates
+
+
+def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> None:
+    """Against scores of the model's own queries and keys, whose states are not Gaussian."""
+    from kvcodec.codec import Site, roundtrip
+    from kvcodec.eval import fidelity
+
+    biases = biases_of(model, plan_for(model, "decoded"))
+    ids = torch.randint(3, 256, (1, 200), generator=torch.Generator().manual_seed(0))
+    with fidelity.record(model, 64) as records, torch.no_grad():
+        model(ids)
+    for spec in ("saw-int4", "int-8", "turboquant-4"):
+        codec = kvcodec.get(spec).key
+        for r in records:
+            params = codec.fit(Site(r.layer, "key", 1, 64))
+            e = r.q @ (roundtrip(codec, r.k.half().float(), params) - r.k.half().float()).transpose(2, 3) * r.scale
+            true = float((e - e.mean(-1, keepdim=True)).pow(2).mean().sqrt())
+            assert 0.4 < biases.at(r.layer, codec).error / true < 2.5
+
+
+@pytest.mark.parametrize("changed", [{}, {"hidden_size": 256}], ids=["head_dim 64", "head_dim 128"])
+def test_who_breaks(changed: dict[str, Any]) -> None:
+    made = biased(**changed)
+    biases = biases_of(made, plan_for(made, "decoded"))
+    for spec in BROKEN:
+        assert "breaks on the key biases" in biases.refusal(kvcodec.get(spec)), spec
+    for spec in HOLDING:
+        assert biases.refusal(kvcodec.get(spec)) == "", spec
+
+
+def test_outer_layers_held_dense_are_no_reason_to_refuse() -> None:
+    made = biased(layers=(0,), num_hidden_layers=4)
+    biases = biases_of(made, plan_for(made, "decoded"))
+    scheme = kvcodec.get("octopus-4")
+    assert biases.refusal(scheme) == ""
+    assert "breaks" in biases.refusal(replace(scheme, dense_key_layers=0))
+    assert "'octopus-4' (outer layers dense)" in biases.refusal(kvcodec.get("saw-int4"))
+
+
+def test_a_recipe_is_judged_layer_by_layer() -> None:
+    made = biased(layers=(1,))
+    biases = biases_of(made, plan_for(made, "decoded"))
+    saw, kivi = (kvcodec.get(spec) for spec in ("saw-int4", "kivi-4"))
+    assert biases.refusal(mix_of([saw, kivi])) == ""
+    assert "in layer 1," in biases.refusal(mix_of([kivi, saw]))
+
+
+def test_small_biases_and_none_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcodec.key_bias.roundtrip", lambda *_: pytest.fail("measured"))
+    for made in (biased(0.0), biased(0.5), tiny_model("llama-gqa"), tiny_model("qwen3")):
+        for spec in ("saw-int4", "int-2", "turboquant-2"):
+            kvcodec.cache_for(made, spec)
+
+
+def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
+    """Attention of Qwen3 with a bias before its k_norm: a hundred thousand is as much as a hundred."""
+    made = tiny_model("qwen3", attention_bias=True)
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.k_proj.bias[29::64] = 1e5
+    biases = biases_of(made, plan_for(made, "decoded"))
+    assert biases.layers[0].where()[2] == pytest.approx(64**0.5, rel=0.1)
+    assert biases.refusal(kvcodec.get("saw-int4")) == ""
+
+
+def test_a_coarse_codec_is_not_refused_for_what_it_loses_without_biases(model: Any) -> None:
+    biases = biases_of(model, plan_for(model, "decoded"))
+    worst = biases.worst(kvcodec.get("saw-int4"))
+    assert worst.error > LIMIT
+    assert worst.broken
+    assert not replace(worst, plain=0.6 * worst.error).broken
+
+
+def test_weights_that_cannot_be_called_are_not_guessed() -> None:
+    class Quantized(nn.Module):
+        bias = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("needs a GPU")
+
+    made = biased()
+    made.model.layers[1].self_attn.k_proj = Quantized()
+    assert biases_of(made, plan_for(made, "decoded")) is None
+    kvcodec.cache_for(made, "saw-int4")
+    with torch.device("meta"):
+        empty = transformers.Qwen2ForCausalLM(tiny_config("qwen2"))
+    kvcodec.cache_for(empty, "saw-int4")
+
+
+def test_option() -> None:
+    assert [probe_option(given) for given in (True, False, "refuse", "warn", "off")] == [
+        "refuse",
+        "off",
+        "refuse",
+        "warn",
+        "off",
+    ]
+    with pytest.raises(SpecError, match=r"probe='wran': expected one of refuse, warn, off\. Did you mean 'warn'"):
+        kvcodec.cache_for(tiny_config("qwen2"), "saw-int4", probe="wran")
+
+
+# -- cache_for ---------------------------------------------------------------------------------------------------------
+
+
+def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
+    for given in ({}, {"probe": True}, {"probe": "refuse"}):
+        with pytest.raises(BrokenPresetError, match=SENTENCE + ".* or pass probe='warn' to go on") as error:
+            kvcodec.cache_for(model, "saw-int4", **given)
+    assert isinstance(error.value, UnsupportedError)
+    with pytest.warns(KVCodecWarning, match=SENTENCE):
+        cache = kvcodec.cache_for(model, "saw-int4", probe="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        with torch.no_grad():
+            model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
+        for spec, given in (("saw-int4", {"probe": False}), ("saw-int4", {"probe": "off"}), ("kivi-4", {})):
+            cache = kvcodec.cache_for(model, spec, **given)
+            with torch.no_grad():
+                model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+def test_the_prefill_does_not_contradict_the_scores() -> None:
+    """What ordinary channels lose beside a bias is much to the probe; to attention it is what queries make of it."""
+    made, ids = tiny_model("qwen2"), prompt(2)
+    with torch.no_grad():
+        with pytest.raises(BrokenPresetError, match="breaks on this model's keys"):
+            made(ids, past_key_values=kvcodec.cache_for(made.config, "int-4"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache = kvcodec.cache_for(made, "int-4")
+            made(ids, past_key_values=cache)
+    assert cache.report()["keys"][0]["channel_error"] > 0.5
+
+
+def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
+    cache = kvcodec.cache_for(model, "saw-int4", probe="off")
+    with torch.no_grad():
+        model(prompt(1, 40), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    with pytest.warns(KVCodecWarning, match=SENTENCE):
+        again = kvcodec.load_cache(tmp_path / "cache", model)
+    assert int(again.get_seq_length()) == 40
+
+
+def test_weights_that_change_are_judged_again() -> None:
+    made = biased()
+    with pytest.raises(BrokenPresetError):
+        kvcodec.cache_for(made, "saw-int4")
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.k_proj.bias.zero_()
+    kvcodec.cache_for(made, "saw-int4")
+
+
+def test_what_was_measured_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BrokenPresetError):
+        kvcodec.cache_for(model, "saw-int4")
+    monkeypatch.setattr("kvcodec.key_bias.roundtrip", lambda *_: pytest.fail("measured again"))
+    with pytest.raises(BrokenPresetError):
+        kvcodec.cache_for(model, "saw-int4")
+
+
+# -- compare, demo, advise ---------------------------------------------------------------------------------------------
+
+SHORT = Settings(windows=1, window_tokens=96, new_tokens=2, prompt_tokens=40)
+
+
+def test_compare_refuses_before_any_work_and_measures_when_told(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = compare(loaded, ["saw-int4", "kivi-4"], TEXT, replace(SHORT, probe="warn"))
+    assert [row["spec"] for row in rows] == ["saw-int4", "kivi-4"]
+    assert sum("breaks on the key biases" in note for note in rows[0]["notes"]) == 1
+    assert not any("biases" in note for note in rows[1]["notes"])
+    rows = compare(loaded, ["saw-int4"], TEXT, replace(SHORT, probe="off"))
+    assert rows[0]["notes"] == []
+    assert [row["spec"] for row in compare(loaded, ["kivi-4"], TEXT, SHORT)] == ["kivi-4"]
+    monkeypatch.setattr("kvcodec.eval.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(BrokenPresetError, match=SENTENCE):
+        compare(loaded, ["kivi-4", "saw-int4"], TEXT, SHORT)
+
+
+def test_demo_leaves_out_what_breaks_and_says_so(
+    loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcodec.demo.load", lambda *_, **__: loaded)
+    given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
+    rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
+    assert {"int-4", "saw-int4"} <= set(meta["left_out"])
+    assert [row["spec"] for row in rows] == [spec for spec in SPECS if spec not in meta["left_out"]]
+    assert {"dense", "kivi-4"} <= {row["spec"] for row in rows}
+    assert "left out, as saw-int4 breaks on the key biases" in show(rows, meta, paths)
+    with pytest.raises(BrokenPresetError, match=SENTENCE):
+        run_demo("biased", ["dense", "saw-int4"], out=tmp_path, settings=SHORT, **given)
+    told = replace(SHORT, probe="warn")
+    rows, meta, _ = run_demo("biased", ["dense", "saw-int4"], out=tmp_path, settings=told, **given)
+    assert [row["spec"] for row in rows] == ["dense", "saw-int4"]
+    assert "left_out" not in meta
+
+
+ASKED = Request(context=4096, max_kl=10.0, windows=1, window_tokens=96, uniform=6)
+
+
+def test_advise_never_names_what_breaks() -> None:
+    made = LoadedModel(biased(layers=(0,), num_hidden_layers=3), tiny_tokenizer(), "biased", "made in the test")
+    found = advise(made, TEXT, ASKED)
+    assert {"saw-int4", "int-4", "turboquant-4"} <= set(found["left_out"])
+    assert not {row["spec"] for row in found["finalists"]} & set(found["left_out"])
+    biases = biases_of(made.model, plan_for(made.model, "decoded"))
+    for row in found["layers"]:
+        lost = biases.at(row["layer"], kvcodec.get(row["key"]).key)
+        assert lost is None or not lost.broken
+    for spec, why in found["left_out"].items():
+        assert why.startswith(f"{spec} breaks on the key biases")
+    with pytest.raises(BrokenPresetError, match="saw-int4 breaks"):
+        advise(made, TEXT, replace(ASKED, specs=("kivi-4", "saw-int4")))
+    with pytest.warns(KVCodecWarning, match="saw-int4 breaks"):
+        found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", "saw-int4"), probe="warn"))
+    assert found["left_out"] == {}
+    assert "saw-int4" in {row["spec"] for row in found["finalists"]}
+
+
+def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("kvcodec.models.load", lambda *_, **__: loaded)
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]
+    for command in (["compare", "m", "--specs", "saw-int4"], ["eval", "m", "--spec", "saw-int4"]):
+        assert cli.main([*command, *common, "--new-tokens", "0"]) == 2
+        assert cli.main([*command, *common, "--new-tokens", "0", "--probe", "warn"]) == 0
+        assert "key biases" in json.loads((tmp_path / "rows").read_text())[0]["notes"][0]
+    assert cli.main(["eval", "m", "--specs", "saw-int4", "--probe", "warn"]) == 2
+    parsed = cli._parser().parse_args(["advise", "m", "--context", "9", "--probe", "off"])
+    assert isinstance(parsed, argparse.Namespace)
+    assert parsed.probe == "off"
+    assert cli._parser().parse_args(["demo"]).probe == "refuse"
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+class Impl:
+    """What vLLM's attention layer calls."""
+
+    num_heads, head_size, scale = 2, 64, 64**-0.5
+
+    def __init__(self) -> None:
+        self.around = Around(self)
+
+
+class Linear(nn.Linear):
+    """A linear layer as vLLM's: it returns a pair."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+def served(model: Any) -> dict[int, Impl]:
+    """Modules as vLLM builds them, with the weights of a Qwen2 in one projection."""
+    impls = {}
+    for i, layer in enumerate(model.model.layers):
+        attn, attention, block = nn.Module(), nn.Module(), nn.Module()
+        attn.impl = impls[i] = Impl()
+        own = layer.self_attn
+        attention.qkv_proj = Linear(128, 256)
+        with torch.no_grad():
+            attention.qkv_proj.weight.copy_(torch.cat([m.weight for m in (own.q_proj, own.k_proj, own.v_proj)]))
+            attention.qkv_proj.bias.copy_(torch.cat([m.bias for m in (own.q_proj, own.k_proj, own.v_proj)]))
+        attention.attn = attn
+        block.self_attn, block.input_layernorm = attention, layer.input_layernorm
+        impls[i].around.end()
+        nn.ModuleList([block])
+        assert impls[i].around.modules == [attention, block]
+    return impls
+
+
+def asked(preset: str, **more: Any) -> Options:
+    options = read_options({"kvcodec": {"preset": preset, **more}})
+    assert options is not None
+    return options
+
+
+def test_a_server_refuses_at_its_start(model: Any) -> None:
+    impls = served(model)
+    given = ("Qwen2", model.config, [0, 1], impls)
+    sentence = r"^kvcodec: saw-int4 breaks on the key biases of Qwen2: in layer [01], KV head 0, channel 61, 400 "
+    with pytest.raises(BrokenPresetError, match=sentence) as error:
+        check_biases(asked("saw-int4"), *given)
+    assert "'kivi-4:window=0' (" in str(error.value)
+    assert str(error.value).endswith('or give "probe": "warn" to serve it.')
+    assert "saw-int4 breaks" in check_biases(asked("saw-int4", probe="warn"), *given)[0]
+    assert check_biases(asked("saw-int4", probe="off"), *given) == []
+    assert check_biases(asked("kivi-4", window=0), *given) == []
+    assert check_biases(asked("saw-int4"), "Qwen2", model.config, [0, 1], served(biased(0.0))) == []
+
+
+def test_a_server_judges_as_the_library_does(model: Any) -> None:
+    library = biases_of(model, plan_for(model, "decoded"))
+    with pytest.raises(BrokenPresetError) as error:
+        check_biases(asked("turboquant-4"), library.name, model.config, [0, 1], served(model))
+    why = library.refusal(kvcodec.get("turboquant-4"))
+    assert str(error.value).startswith(f"kvcodec: {why.split(' Use ')[0]}")
+
+
+def test_a_server_says_when_nothing_is_known(model: Any) -> None:
+    lone = {0: Impl()}
+    (said,) = check_biases(asked("saw-int4"), "Qwen2", model.config, [0, 1], lone)
+    lone[0].around.end()
+    assert "key biases are not known" in said
+    assert "layer 0 was not seen" in said
+
+
+def test_a_server_s_option() -> None:
+    assert asked("saw-int4").probe == "refuse"
+    assert asked("saw-int4", probe="warn").probe == "warn"
+    with pytest.raises(KVError, match="kvcodec: probe='yes': expected one of refuse, warn, off"):
+        asked("saw-int4", probe="yes")
+
+
+def test_models_without_biases_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiny_llama()
+    kvcodec.cache_for(made, "saw-int4")
+    monkeypatch.setattr("kvcodec.key_bias._layers_of", lambda *_: pytest.fail("walked again"))
+    kvcodec.cache_for(made, "int-2")
+    assert not KeyBiases("none", [], [0])
