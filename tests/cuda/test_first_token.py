@@ -245,7 +245,7 @@ def test_layers_judged_together_are_judged_as_alone(
 def test_a_prefill_is_judged_when_its_last_layer_is_full(
     attention: str, machine: dict[str, Any], waiting: None
 ) -> None:
-    (k, v), cache = rows(100, bias=60.0), model_cache("int-4")
+    (k, v), cache = rows(100, bias=60.0), model_cache("int-4", probe="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for layer in range(LAYERS - 1):
@@ -256,7 +256,7 @@ def test_a_prefill_is_judged_when_its_last_layer_is_full(
     assert len(seen) == 1
     assert set(cache.report()["keys"]) == set(range(LAYERS))
     # a model that leaves layers out is judged at its next step
-    cache = model_cache("int-4")
+    cache = model_cache("int-4", probe="warn")
     cache.update(k, v, 0)
     with pytest.warns(KVCodecWarning, match="int-4 breaks"):
         cache.update(k[:, :, :1], v[:, :, :1], 0)
