@@ -41,7 +41,7 @@ LIMIT = 0.5
 """channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""
 OUTLIERS = 10.0
 """outlier_ratio from which a broken codec is refused: keys without outlier channels have up to 6, others hundreds."""
-SAMPLE_TOKENS = 64
+SAMPLE_TOKENS = 256
 FEWEST_TOKENS = 16
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
 """Presets tried, in order of size, when the chosen one breaks."""

@@ -8,6 +8,7 @@ from kvcodec.cache import LayerCache
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import FormatError
 from kvcodec.persist import load_layers, save_layers
+from kvcodec.scheme import page_layout
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -118,10 +119,12 @@ def test_a_cache_saved_before_values_were_woven_is_refused_where_they_are_now(tm
     cache.append(*gauss(2, 1, 2, 200, head_dim).half())
     with pytest.MonkeyPatch.context() as before:
         before.setattr(GroupInt, "_weaves", lambda codec, dim: False)
+        page_layout.cache_clear()
         old = LayerCache(kvcodec.get("kivi-2"))
         old.append(*gauss(2, 1, 2, 200, head_dim).half())
         keys, values = old.decode()
         save_layers(tmp_path / "old", [old], {})
+    page_layout.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(cache.decode(), (keys, values), strict=True)), "the same values"
     save_layers(tmp_path / "new", [cache], {})
     assert torch.equal(load_layers(tmp_path / "new")[0][0].decode()[1], values)

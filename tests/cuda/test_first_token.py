@@ -222,7 +222,7 @@ def test_layers_judged_together_are_judged_as_alone(
     for kind in kinds:
         alone, together = OutlierProbe(scheme), OutlierProbe(scheme)
         for number in range(LAYERS):
-            cache, (k, v) = kind(scheme.for_layer(8, 24), layer=number), rows(200, number, bias * (number > 0))
+            cache, (k, v) = kind(scheme.for_layer(8, 24), layer=number), rows(192, number, bias * (number > 0))
             cache.append(k, v)
             alone(number, cache, k)
             with monkeypatch.context() as patch:

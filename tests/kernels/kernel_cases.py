@@ -183,7 +183,7 @@ def check_formulas(device):
     rows[4] = -rows[4].abs() - 3.0
     rows[5, 7] = 1e4
     rows[6] *= 1e-6
-    rows[7] *= 6e4
+    rows[7] *= 1e4
     pool.k[0, 0] = rows.to(device)
     pool.encode()
     code, s, z = own_reference(rows)
