@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/beside.py --other PATH --out DIR [--specs A,B] [--shapes spine,corners]
 
 ``PATH`` is another checkout. Caches of distinct Gaussian tokens are filled by ``append`` and ``attend`` is timed as
-users get it, in a CUDA graph, cold and warm (``kvcodec.bench.timing``), beside the fastest bf16 attention of the same
-process (cuDNN, flash and, where it can be imported, FlashAttention-3). Rounds go this, other, other, this, ...; the
-table has the medians of all rounds: microseconds, this / other (below 1: this one is faster), bf16 / this, and the
+users get it, in a CUDA graph, cold and warm (``kvcodec_lab.bench.timing``), beside the fastest bf16 attention of the
+same process (cuDNN, flash and, where it can be imported, FlashAttention-3). Rounds go this, other, other, this, ...;
+the table has the medians of all rounds: microseconds, this / other (below 1: this one is faster), bf16 / this, and the
 share of the GPU's memory bandwidth that reading all bytes of the cache once comes to. Kernels of both are compiled
 before, several at a time.
 
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from drift import Heads, filled
 
-from kvcodec.bench.bf16 import MOST_ERROR, Dense, library_rivals, torch_rivals
-from kvcodec.bench.shapes import Shape
 from kvcodec.errors import KVError
 from kvcodec.registry import split_specs
+from kvcodec_lab.bench.bf16 import MOST_ERROR, Dense, library_rivals, torch_rivals
+from kvcodec_lab.bench.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 BANDWIDTH = {"H200": 4.8e6, "H100": 3.35e6}
@@ -70,7 +70,7 @@ def timed(call: Any, shape: Shape, timer: Any) -> dict[str, float]:
 def worker(specs: Sequence[str], shapes: Sequence[Shape], end: float, compiling: bool) -> Iterator[dict[str, Any]]:
     """Time every spec at every shape; or only call everything once."""
     device = torch.device(DEVICE)
-    timer = None if compiling else importlib.import_module("kvcodec.bench.timing").Timer(device)
+    timer = None if compiling else importlib.import_module("kvcodec_lab.bench.timing").Timer(device)
     for shape in shapes:
         bf16 = {} if compiling or time.time() > end else rival(shape, timer)
         heads = Heads(shape.query_heads, shape.kv_heads, shape.head_dim)
@@ -185,7 +185,7 @@ def main() -> int:
         for row in worker(split_specs(args.specs), shapes, args.end, args.compile):
             print(json.dumps(row), flush=True)
         return 0
-    from kvcodec.bench.shapes import PRESETS, shapes_named  # this checkout's, which knows the corners
+    from kvcodec_lab.bench.shapes import PRESETS, shapes_named  # this checkout's, which knows the corners
 
     specs = split_specs(args.specs) if args.specs else list(PRESETS)
     shapes, end = shapes_named(args.shapes), time.time() + args.deadline

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 import kvcodec
-from kvcodec.bench.cache_bench import commit
-from kvcodec.bench.record import stamp
-from kvcodec.models import load, load_text
 from kvcodec.progress import Progress
+from kvcodec_lab.bench.cache_bench import commit
+from kvcodec_lab.bench.record import stamp
+from kvcodec_lab.models import load, load_text
 
 SPECS = ("dense", "fp8", "int-8", "saw-int4", "turboquant-4", "octopus-3:window=0", "hqmq-s24_r3")
 NOISES = (1e-6, 5e-4)

@@ -20,18 +20,20 @@ from pathlib import Path
 
 import torch
 
-from kvcodec.bench import first
-from kvcodec.bench.bf16 import Dense, library_rivals, missing
-from kvcodec.bench.generate import BATCHES, PROMPT
-from kvcodec.bench.packed import scheme_of
-from kvcodec.bench.shapes import PRESETS, Shape, shapes_named
 from kvcodec.codec import ROLES
-from kvcodec.cuda import attention, encode, prefill
-from kvcodec.cuda.build import Program, architecture, compile_program
-from kvcodec.cuda.pairs import Machine, Pair
 from kvcodec.errors import KVError
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import encode
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels.build import Program, architecture, compile_program
+from kvcodec.kernels.spec import Machine, Pair
 from kvcodec.registry import get, split_specs
 from kvcodec.scheme import KVScheme
+from kvcodec_lab.bench import first
+from kvcodec_lab.bench.bf16 import Dense, library_rivals, missing
+from kvcodec_lab.bench.generate import BATCHES, PROMPT
+from kvcodec_lab.bench.packed import scheme_of
+from kvcodec_lab.bench.shapes import PRESETS, Shape, shapes_named
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 36

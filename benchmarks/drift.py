@@ -32,10 +32,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
 from kvcodec.attention import rounded_queries
-from kvcodec.bench.record import Deadline, Recorder, device_lost, read_rows, stamp
+from kvcodec.cache.device import FusedLayerCache, fused_refusal
 from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.fused import FusedLayerCache, fused_refusal
 from kvcodec.registry import split_specs
+from kvcodec_lab.bench.record import Deadline, Recorder, device_lost, read_rows, stamp
 
 LAYER, LAYERS = 16, 32
 """A middle layer: presets that hold the outer layers dense pack this one."""

@@ -47,11 +47,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 import kvcodec  # noqa: E402
-from kvcodec.eval.command import task_list  # noqa: E402
-from kvcodec.eval.merge import PACKED, merge, missing, pack, unpack  # noqa: E402
-from kvcodec.eval.scoring import UNCOMPRESSED  # noqa: E402
-from kvcodec.eval.store import ITEMS, RUN, Run, read_run  # noqa: E402
 from kvcodec.registry import split_specs  # noqa: E402
+from kvcodec_lab.eval.command import task_list  # noqa: E402
+from kvcodec_lab.eval.merge import PACKED, merge, missing, pack, unpack  # noqa: E402
+from kvcodec_lab.eval.scoring import UNCOMPRESSED  # noqa: E402
+from kvcodec_lab.eval.store import ITEMS, RUN, Run, read_run  # noqa: E402
 
 MODEL = "smollm2-135m"
 TASKS = "perplexity:limit=10,kl:limit=10,needle,kv_retrieval,hellaswag:limit=200,piqa:limit=200,arc_easy:limit=200"
@@ -108,8 +108,8 @@ def export(args: argparse.Namespace) -> int:
 
 def model_files(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
     """Name on the other machine -> file: the packaged GGUF, or safetensors and tokenizer written to ``folder``."""
-    from kvcodec.models import PACKAGED, load, packaged_file
     from kvcodec.progress import Progress
+    from kvcodec_lab.models import PACKAGED, load, packaged_file
 
     if args.form == "gguf":
         if args.weights not in PACKAGED:
@@ -124,10 +124,10 @@ def model_files(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
 
 def data_files(args: argparse.Namespace) -> dict[str, Path]:
     """The same for the tasks' files (and what is called like them with a suffix) and the text."""
-    from kvcodec.eval.tasks import get_task
-    from kvcodec.eval.tasks.base import TaskSettings
-    from kvcodec.eval.tasks.files import find
-    from kvcodec.models import load_text
+    from kvcodec_lab.eval.tasks import get_task
+    from kvcodec_lab.eval.tasks.base import TaskSettings
+    from kvcodec_lab.eval.tasks.files import find
+    from kvcodec_lab.models import load_text
 
     found = {}
     settings = TaskSettings(load_text(args.text), data=args.data)
@@ -372,7 +372,7 @@ def main() -> int:
     if args.export is not None:
         return export(args)
     if args.work is None:
-        from kvcodec.models import cache_dir
+        from kvcodec.files.folder import cache_dir
 
         args.work = cache_dir() / "evaluate"
     args.work, args.out = args.work.resolve(), args.out.resolve()

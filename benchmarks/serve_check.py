@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.cache.pages import read_blocks
 from kvcodec.codec import ROLES, storage_dtype
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer
-from kvcodec.pages import read_blocks
 
 
 class Recorder:

@@ -104,7 +104,7 @@ def fitted(scheme: Any, folder: Path, path: Path) -> Path:
     from transformers import AutoConfig
 
     from kvcodec.codec import ROLES, Site
-    from kvcodec.params import FittedParams, identify, sites_to_fit
+    from kvcodec.files.params import FittedParams, identify, sites_to_fit
 
     model = identify(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(SEED)
@@ -141,7 +141,7 @@ class Worker:
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
-        from kvcodec.bench import serve_engine  # noqa: F401  imported before the turn begins
+        from kvcodec_lab.serve import engine as serve_engine  # noqa: F401  imported before the turn begins
 
         self.on_gpu = not current_platform.is_cpu()
         self.LLM, self.version = LLM, vllm.__version__
@@ -157,7 +157,7 @@ class Worker:
         self.limit = float(line)
         import torch
 
-        from kvcodec.bench.record import Recorder, stamp
+        from kvcodec_lab.bench.record import Recorder, stamp
 
         self.begun = time.monotonic()
         common = stamp(torch.device("cuda" if self.on_gpu else "cpu"), SEED, args.commit or None) | {"run": args.run}
@@ -184,7 +184,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the engine; rows of its capacity."""
-        from kvcodec.bench.serve_metrics import capacity, flat
+        from kvcodec_lab.serve.metrics import capacity, flat
 
         self.llm = self.LLM(model=str(self.folder), **self.options)
         self.engine = self.llm.llm_engine
@@ -235,14 +235,14 @@ class Worker:
         return list(found.values()), gaps, list(cached.values())
 
     def prompts(self, name: str, lengths: list[int]) -> list[list[int]]:
-        from kvcodec.bench.serve_loads import Prompts
+        from kvcodec_lab.serve.loads import Prompts
 
         own = Prompts(SEED, self.vocabulary)
         return [own.ids(name, i, n) for i, n in enumerate(lengths)]
 
     def steps(self) -> None:
         """Cold prompts, then decode steps of as many of them as are asked for, the most first, all of it twice."""
-        from kvcodec.bench.serve_metrics import flat, quantiles
+        from kvcodec_lab.serve.metrics import flat, quantiles
 
         s = self.scale
         asked = self.prompts("steps", [s.tokens] * max(s.sequences))
@@ -262,12 +262,12 @@ class Worker:
         """Send the part's loads to the engine, one after the other; rows as ``bench serve`` writes them."""
         from prometheus_client import generate_latest
 
-        from kvcodec.bench.serve import Bench, Server
-        from kvcodec.bench.serve_engine import EngineTarget
-        from kvcodec.bench.serve_loads import Prompts
-        from kvcodec.bench.serve_metrics import flat
-        from kvcodec.bench.serve_server import About
         from kvcodec.progress import Progress
+        from kvcodec_lab.serve.command import Bench, Server
+        from kvcodec_lab.serve.engine import EngineTarget
+        from kvcodec_lab.serve.loads import Prompts
+        from kvcodec_lab.serve.metrics import flat
+        from kvcodec_lab.serve.server import About
 
         args = argparse.Namespace(seed=SEED, deadline=None, warmups=1)
         bench = Bench(args, self.recorder, Progress(), self.out)
@@ -295,7 +295,7 @@ class Worker:
 
     def timeline(self) -> None:
         """Kernels of decode steps and of prompts by their time."""
-        from kvcodec.bench.serve_metrics import quantiles
+        from kvcodec_lab.serve.metrics import quantiles
 
         s = self.scale
         asked = self.prompts("steps", [s.tokens] * max(s.sequences))

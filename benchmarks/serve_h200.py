@@ -151,7 +151,7 @@ class Visit:
     """
 
     def __init__(self, args: argparse.Namespace, plugin: Path) -> None:
-        from kvcodec.bench.record import Recorder
+        from kvcodec_lab.bench.record import Recorder
 
         self.args, self.out, self.plugin, self.begun = args, args.out, plugin, time.monotonic()
         self.scale, self.lock = SCALES[args.scale], threading.Lock()
@@ -203,7 +203,7 @@ class Visit:
 
     def done(self, job: Job, why: str, said: str, seconds: float) -> None:
         """Note how a job ended."""
-        from kvcodec.bench.record import read_lines
+        from kvcodec_lab.bench.record import read_lines
 
         path = rows_file(self.out, job.part)
         with self.lock:

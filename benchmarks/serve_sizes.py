@@ -99,7 +99,7 @@ def config_of(sizes: dict[str, int]) -> dict[str, Any]:
 
 def loads_of(job: Job, scale: Scale) -> list[Any]:
     """The loads of a job, in the order in which they are sent."""
-    from kvcodec.bench.serve_loads import Point, Sessions
+    from kvcodec_lab.serve.loads import Point, Sessions
 
     if job.part == "sessions":
         return [Sessions(*scale.sessions, together=True)]

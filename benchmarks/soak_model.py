@@ -14,7 +14,7 @@ def main():
     args = p.parse_args()
     import transformers
 
-    from kvcodec.models import load
+    from kvcodec_lab.models import load
 
     loaded = load("smollm2-135m")
     config = loaded.model.config

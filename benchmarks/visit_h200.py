@@ -14,7 +14,7 @@ Parts, in this order whatever the order given:
 - ``compile``: the CUDA kernels of the benches, several at a time (``compile_kernels.py``);
 - ``tests``: ``pytest -m gpu`` on the kernel tests (correctness first); the benches go on after a failure, since every
   preset has a gate of its own before it is timed;
-- ``cases``: random cases of the CUDA kernels (``tests/cuda/gpu_cases.py``), to ``DIR/cases.json``;
+- ``cases``: random cases of the CUDA kernels (``tests/kernels/gpu_cases.py``), to ``DIR/cases.json``;
 - ``decode``, ``encode``, ``prefill``, ``generate``, ``first``: ``kvcodec bench <part>``.
 
 A plan is a list of steps, the most important first, each with the seconds that it may take at most: ``studies`` (the
@@ -37,9 +37,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvcodec.bench.shapes import KMEANS, PRESETS  # noqa: E402
-from kvcodec.bench.targets import DECODE  # noqa: E402
 from kvcodec.registry import split_specs  # noqa: E402
+from kvcodec_lab.bench.shapes import KMEANS, PRESETS  # noqa: E402
+from kvcodec_lab.bench.targets import DECODE  # noqa: E402
 
 PARTS = ("compile", "tests", "cases", "decode", "encode", "prefill", "generate", "first")
 DEVICE_LOST = 3
@@ -163,7 +163,7 @@ def begin(step: Step, args: argparse.Namespace, left: float) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-m", "gpu", "-p", "no:cacheprovider"]
         return run([*command, *there], left, log)
     if step.part == "cases":
-        command = [sys.executable, "-m", "tests.cuda.gpu_cases", "--cases", str(args.cases)]
+        command = [sys.executable, "-m", "tests.kernels.gpu_cases", "--cases", str(args.cases)]
         command += ["--presets", ",".join(step.specs)] if step.specs else []
         return run([*command, "--deadline", str(int(left - 20)), "--out", str(args.out / "cases.json")], left, log)
     if step.workers == 1:

@@ -1,16 +1,16 @@
-"""Check that a wheel holds every tracked file of ``src/kvcodec`` (data files and ``py.typed`` too) and nothing else."""
+"""Check that a wheel holds every tracked file of ``src`` (data files and ``py.typed`` too) and nothing else."""
 
 import subprocess
 import sys
 import zipfile
 
-ALWAYS = ("kvcodec/py.typed", "kvcodec/__init__.py", "kvcodec/cli.py")
+ALWAYS = ("kvcodec/py.typed", "kvcodec/__init__.py", "kvcodec_lab/cli.py")
 
 
 def main(wheel: str) -> int:
     """Compare and report; 1 when something is missing."""
-    held = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("kvcodec/")}
-    tracked = subprocess.run(["git", "ls-files", "src/kvcodec"], capture_output=True, text=True, check=True).stdout
+    held = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith(PACKAGES)}
+    tracked = subprocess.run(["git", "ls-files", "src"], capture_output=True, text=True, check=True).stdout
     wanted = {line.removeprefix("src/") for line in tracked.splitlines()} | set(ALWAYS)
     missing, foreign = sorted(wanted - held), sorted(held - wanted)
     for name in missing:
@@ -18,7 +18,7 @@ def main(wheel: str) -> int:
     for name in foreign:
         print(f"{wheel}: {name} is not tracked by git; add it or delete it.")
     if not missing and not foreign:
-        print(f"{wheel}: all {len(held)} files of the package are in it.")
+        print(f"{wheel}: all {len(held)} files of the packages are in it.")
     return 1 if missing or foreign else 0
 
 

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from layout_drawing import drawing
 
 import kvcodec
-from kvcodec.eval.rows import read_rows
 from kvcodec.registry import method_of
-from kvcodec.report import cell, columns_of
+from kvcodec_lab.eval.rows import read_rows
+from kvcodec_lab.report.presets import cell, columns_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIMS = (64, 128, 256)

@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 from kvcodec.errors import KVError
-from kvcodec.eval.merge import PACKED, missing, pack, unpack, write_results
-from kvcodec.eval.store import read_run
-from kvcodec.eval_report.board import Runs, kind, model_name, points, read_runs, tables
-from kvcodec.plot import board_figure
+from kvcodec_lab.eval.merge import PACKED, missing, pack, unpack, write_results
+from kvcodec_lab.eval.store import read_run
+from kvcodec_lab.report.board import Runs, kind, model_name, points, read_runs, tables
+from kvcodec_lab.report.plot import board_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("benchmarks/results/eval")

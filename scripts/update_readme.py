@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import kvcodec
-from kvcodec.bench.record import newest, read_rows
-from kvcodec.bench.shapes import SWEEP_BATCHES
-from kvcodec.bench.studies import number
-from kvcodec.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec.errors import FormatError
-from kvcodec.eval.generation import CUDNN_OFF
-from kvcodec.eval_report.board import read_runs, sentences
-from kvcodec.plot import SPEED_TITLES, speed_figure
-from kvcodec.report import cell, columns_of, with_reference
+from kvcodec_lab.bench.record import newest, read_rows
+from kvcodec_lab.bench.shapes import SWEEP_BATCHES
+from kvcodec_lab.bench.studies import number
+from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
+from kvcodec_lab.eval.generation import CUDNN_OFF
+from kvcodec_lab.report.board import read_runs, sentences
+from kvcodec_lab.report.plot import SPEED_TITLES, speed_figure
+from kvcodec_lab.report.presets import cell, columns_of, with_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcodec.bench.serve_page import drawing
-from kvcodec.bench.serve_tables import Grid, charts, tables
+from kvcodec_lab.report.serve_page import drawing
+from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/nvidia-h200/serve.json")

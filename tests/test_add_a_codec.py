@@ -107,7 +107,7 @@ def test_a_module_named_by_an_entry_point(codec_file, tmp_path):
 
 
 def test_a_file_named_on_the_command_line(codec_file):
-    rows = only_preset(run("-m", "kvcodec.cli", "list", "--json", "-", "--codec-file", str(codec_file)))
+    rows = only_preset(run("-m", "kvcodec_lab.cli", "list", "--json", "-", "--codec-file", str(codec_file)))
     assert [row["spec"] for row in rows] == PRESETS
     for row in rows:
         check_row(row)
@@ -115,11 +115,11 @@ def test_a_file_named_on_the_command_line(codec_file):
 
 def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
     source = copy / "src"
-    rows = only_preset(run("-m", "kvcodec.cli", "list", "--json", "-", source=source))
+    rows = only_preset(run("-m", "kvcodec_lab.cli", "list", "--json", "-", source=source))
     assert [row["spec"] for row in rows] == PRESETS
     for row in rows:
         check_row(row)
-    described = json.loads(run("-m", "kvcodec.cli", "describe", "spin-4:window=32", "--json", "-", source=source))
+    described = json.loads(run("-m", "kvcodec_lab.cli", "describe", "spin-4:window=32", "--json", "-", source=source))
     described = described[0] if isinstance(described, list) else described
     options = {o["name"]: o for o in described["options"]}
     assert options["window"]["value"] == 32
@@ -128,7 +128,14 @@ def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
 
 def test_the_command_line_compares_it(copy, tmp_path):
     """The specs of ``compare`` are read before the model: a model that is not there is the only complaint."""
-    command = ("-m", "kvcodec.cli", "compare", str(tmp_path / "no-model"), "--specs", "dense,spin-4:window=8,spin-3")
+    command = (
+        "-m",
+        "kvcodec_lab.cli",
+        "compare",
+        str(tmp_path / "no-model"),
+        "--specs",
+        "dense,spin-4:window=8,spin-3",
+    )
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode != 0

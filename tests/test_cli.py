@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec import cli
-from kvcodec.demo import recommend
-from kvcodec.eval import compare as compare_module
-from kvcodec.eval import perplexity
 from kvcodec.registry import split_specs
-from tests.eval.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
+from kvcodec_lab import cli
+from kvcodec_lab.demo import recommend
+from kvcodec_lab.eval import compare as compare_module
+from kvcodec_lab.eval import perplexity
+from tests.lab.eval.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
 
 SIZES = ["--windows", "2", "--window-tokens", "96"]
 
@@ -86,7 +86,7 @@ def test_describe_shows_every_option_and_field(capsys):
 
 def test_list_starts_without_transformers_triton_or_matplotlib():
     code = (
-        "import sys; from kvcodec.cli import main; main(['list', '--json', '-']); "
+        "import sys; from kvcodec_lab.cli import main; main(['list', '--json', '-']); "
         "print([m for m in ('transformers', 'triton', 'matplotlib') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -183,7 +183,7 @@ def test_bench_and_reproduce_write_their_rows(capsys, monkeypatch):
     _, out, _ = run(capsys, "bench", "codec", "--specs", "saw-int4", *small, "--json", "-")
     assert {"encode_tokens_per_s", "decode_vs_int4"} <= {row["metric"] for row in json.loads(out)}
 
-    from kvcodec.eval import reproduce
+    from kvcodec_lab import reproduce
 
     claim = {"paper": "p", "table": "t", "item": "i", "metric": "m", "printed": 1.0, "ours": 1.01, "holds": True}
     claim |= {"note": "", "relative_error": 0.01, "band": 0.02}
@@ -270,7 +270,7 @@ def test_params_files_are_checked_before_the_model_is_loaded(capsys, text, tmp_p
 def test_a_params_file_of_no_spec_or_of_another_model_is_refused(capsys, model, text, tmp_path, monkeypatch):
     out_file = str(tmp_path / "params")
     run(capsys, "fit", model, INNERQ, "--text", text, "-o", out_file, *SIZES)
-    from kvcodec import models
+    from kvcodec_lab import models
 
     with monkeypatch.context() as patch:
         patch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
@@ -326,10 +326,10 @@ def test_an_interrupt_before_any_result_says_so(capsys, model, text, monkeypatch
 
 @pytest.fixture
 def no_model(monkeypatch):
-    from kvcodec import models
+    from kvcodec_lab import models
 
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
-    monkeypatch.setattr("kvcodec.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr("kvcodec_lab.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
 
 
 @pytest.mark.usefixtures("no_model")

@@ -8,11 +8,12 @@ import torch
 from safetensors import safe_open
 
 import kvcodec
-from kvcodec import params, persist
-from kvcodec.fit import fit_model
+from kvcodec.files import caches as persist
+from kvcodec.files import params
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.woven import weave
-from tests.eval.tiny import TEXT, tiny_loaded
+from kvcodec_lab.fit import fit_model
+from tests.lab.eval.tiny import TEXT, tiny_loaded
 
 DOC = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
 

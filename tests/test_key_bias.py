@@ -12,21 +12,21 @@ import transformers
 from torch import nn
 
 import kvcodec
-from kvcodec import cli
-from kvcodec.advise.run import Request, advise
-from kvcodec.demo import SPECS, run_demo, show
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError, UnsupportedError
-from kvcodec.eval.compare import Settings, compare
-from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import Around, check_biases
 from kvcodec.integrations.vllm.options import Options, read_options
 from kvcodec.key_bias import LIMIT, KeyBiases, biases_of, probe_option
-from kvcodec.mix import mix_of
-from kvcodec.models import LoadedModel, SampleText
 from kvcodec.progress import Progress
+from kvcodec.scheme import mix_of
+from kvcodec_lab import cli
+from kvcodec_lab.advise.run import Request, advise
+from kvcodec_lab.demo import SPECS, run_demo, show
+from kvcodec_lab.eval.compare import Settings, compare
+from kvcodec_lab.models import LoadedModel, SampleText
 from tests.conftest import tiny_config, tiny_model
-from tests.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.integrations.test_generate import prompt
+from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 
 LARGE = 400.0
 BROKEN = ("saw-int4", "turboquant-4", "int-4", "q4_0")
@@ -112,7 +112,7 @@ def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
 def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> None:
     """Against scores of the model's own queries and keys, whose states are not Gaussian."""
     from kvcodec.codec import Site, roundtrip
-    from kvcodec.eval import fidelity
+    from kvcodec_lab.eval import fidelity
 
     biases = biases_of(model, plan_for(model, "decoded"))
     ids = torch.randint(3, 256, (1, 200), generator=torch.Generator().manual_seed(0))
@@ -284,7 +284,7 @@ def test_compare_refuses_before_any_work_and_measures_when_told(
     rows = compare(loaded, ["saw-int4"], TEXT, replace(SHORT, probe="off"))
     assert rows[0]["notes"] == []
     assert [row["spec"] for row in compare(loaded, ["kivi-4"], TEXT, SHORT)] == ["kivi-4"]
-    monkeypatch.setattr("kvcodec.eval.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr("kvcodec_lab.eval.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(BrokenPresetError, match=SENTENCE):
         compare(loaded, ["kivi-4", "saw-int4"], TEXT, SHORT)
 
@@ -292,7 +292,7 @@ def test_compare_refuses_before_any_work_and_measures_when_told(
 def test_demo_leaves_out_what_breaks_and_says_so(
     loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcodec.demo.load", lambda *_, **__: loaded)
+    monkeypatch.setattr("kvcodec_lab.demo.load", lambda *_, **__: loaded)
     given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
     rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
     assert {"int-4", "saw-int4"} <= set(meta["left_out"])
@@ -330,7 +330,7 @@ def test_advise_never_names_what_breaks() -> None:
 
 
 def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("kvcodec.models.load", lambda *_, **__: loaded)
+    monkeypatch.setattr("kvcodec_lab.models.load", lambda *_, **__: loaded)
     text = tmp_path / "text"
     text.write_text(TEXT)
     common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]

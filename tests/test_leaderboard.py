@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvcodec.errors import FormatError, KVError
-from kvcodec.eval.merge import PACKED, unpack, write_results
-from kvcodec.eval.scoring import UNCOMPRESSED
-from kvcodec.eval.stats import summarize
-from kvcodec.eval.store import ITEMS, RESULTS, RUN, Store, read_run
-from kvcodec.eval.tasks import get_task
-from kvcodec.eval_report.board import points, read_runs, sentences, tables
-from tests.eval.test_store import ABOUT
+from kvcodec_lab.eval.merge import PACKED, unpack, write_results
+from kvcodec_lab.eval.scoring import UNCOMPRESSED
+from kvcodec_lab.eval.stats import summarize
+from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
+from kvcodec_lab.eval.tasks import get_task
+from kvcodec_lab.report.board import points, read_runs, sentences, tables
+from tests.lab.eval.test_store import ABOUT
 
 ROOT = Path(__file__).parents[1]
 
@@ -233,7 +233,7 @@ def test_the_figure_has_a_panel_for_each_run(root: Path, tmp_path: Path) -> None
 
 
 def test_the_report_page_is_made_of_a_published_run(root: Path, tmp_path: Path) -> None:
-    from kvcodec.cli import main
+    from kvcodec_lab.cli import main
 
     target = tmp_path / "page.html"
     assert main(["report", str(root / script.RUNS / readme.BOARD_RUNS[0]), "-o", str(target)]) == 0

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
-from kvcodec.codecs.dense import Dense
+from kvcodec.cache.host import LayerCache
+from kvcodec.codec import Dense
 from kvcodec.errors import FormatError, KVError, SpecError
-from kvcodec.fit import about, fit_model
 from kvcodec.integrations.transformers import cache_for, load_cache
-from kvcodec.mix import LayerChoice, Mix, mix_of, read_choices, read_recipe, write_recipe
+from kvcodec.recipe import LayerChoice, read_choices
+from kvcodec.registry import read_recipe, scheme_of, write_recipe
+from kvcodec.scheme import Mix, mix_of
+from kvcodec_lab.fit import about, fit_model
 from tests.conftest import tiny_config
-from tests.eval.tiny import TEXT, tiny_loaded
+from tests.lab.eval.tiny import TEXT, tiny_loaded
 
 CHOICES = [LayerChoice("int-8", "turboquant-4"), LayerChoice("kivi-4", "dense", window=64)]
 
@@ -36,11 +38,11 @@ def test_a_recipe_file_is_a_spec(recipe):
 
 
 def test_windows_come_from_the_presets_whose_codecs_are_used_and_dense_ones_have_none():
-    assert LayerChoice("kivi-4", "dense").scheme().window == kvcodec.get("kivi-4").window
-    assert LayerChoice("dense", "saw-int4").scheme().window == 0
-    both = LayerChoice("kivi-4", "innerq-base").scheme()
+    assert scheme_of(LayerChoice("kivi-4", "dense")).window == kvcodec.get("kivi-4").window
+    assert scheme_of(LayerChoice("dense", "saw-int4")).window == 0
+    both = scheme_of(LayerChoice("kivi-4", "innerq-base"))
     assert (both.sink, both.window) == (32, 128)
-    assert LayerChoice("kivi-4", "innerq-base", sink=0, window=0).scheme().window == 0
+    assert scheme_of(LayerChoice("kivi-4", "innerq-base", sink=0, window=0)).window == 0
 
 
 def test_outer_layers_of_a_preset_are_the_recipe_s_business():
@@ -169,7 +171,7 @@ def test_a_missing_file_and_a_misspelt_spec_are_named(tmp_path):
     with pytest.raises(SpecError, match=r"layer 1: .*Did you mean 'saw-int4'"):
         read_recipe(path)
     with pytest.raises(SpecError, match="not another recipe"):
-        LayerChoice(str(path), "int-4").scheme()
+        scheme_of(LayerChoice(str(path), "int-4"))
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcodec import models
 from kvcodec.errors import ModelError
-from kvcodec.models import SMOLLM2, load, load_text, packaged_file
 from kvcodec.progress import Progress
-from tests.eval.tiny import save_tiny, tiny_llama
+from kvcodec_lab import models
+from kvcodec_lab.models import SMOLLM2, load, load_text, packaged_file
+from tests.lab.eval.tiny import save_tiny, tiny_llama
 
 CONTENT = b"GGUF, or what stands for it" * 1000
 PACKAGED = replace(SMOLLM2, sha256=hashlib.sha256(CONTENT).hexdigest(), module="no_such_package")

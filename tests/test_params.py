@@ -8,13 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvcodec
-from kvcodec import sealed
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import FitError, FormatError, SpecError
-from kvcodec.fit import fit_model
-from kvcodec.integrations import layers
-from kvcodec.params import (
+from kvcodec.files import container as sealed
+from kvcodec.files.params import (
     KIND,
     FittedParams,
     _layout_versions,
@@ -24,8 +22,10 @@ from kvcodec.params import (
     read_params,
     same_weights,
 )
-from tests.eval.leaning import leaning
-from tests.eval.tiny import TEXT, tiny_llama, tiny_loaded
+from kvcodec.integrations.transformers import layers
+from kvcodec_lab.fit import fit_model
+from tests.lab.eval.leaning import leaning
+from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_loaded
 
 SMALL = {"windows": 2, "window_tokens": 96}
 SPECS = ["innerq-base", "hqmq-s24_r3:outliers=3", "ultra-tq:table=calibrated,dense_layers=1"]
@@ -319,7 +319,7 @@ def test_versions_are_those_of_the_model_s_head_dim(dim, version):
 def test_a_foreign_file_is_refused(model, tmp_path):
     path = tmp_path / "cache"
     layers = [kvcodec.LayerCache(kvcodec.get("dense"))]
-    from kvcodec.persist import load_layers, save_layers
+    from kvcodec.files.caches import load_layers, save_layers
 
     save_layers(path, layers, {})
     with pytest.raises(FormatError, match=r"without the mark 'kvcodec-params'; pass a file written by kvcodec fit"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvcodec
-from kvcodec.plot import STYLES, points_of, style_of
-from kvcodec.report import COLUMNS, HTML_NAME, PNG_NAME, columns_of, write_report
+from kvcodec_lab.report.plot import STYLES, points_of, style_of
+from kvcodec_lab.report.presets import COLUMNS, HTML_NAME, PNG_NAME, columns_of, write_report
 
 SOURCES = [Path(kvcodec.__file__).with_name(name) for name in ("report.py", "plot.py")]
 
@@ -31,7 +31,7 @@ META = {"title": "t", "model": "m", "recommendation": "Take saw-int4.", "prompt"
 @pytest.fixture
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write an empty picture: drawing takes a second, and these tests read the page."""
-    monkeypatch.setattr("kvcodec.report.quality_figure", lambda rows, path, title: path.write_bytes(b""))
+    monkeypatch.setattr("kvcodec_lab.report.presets.quality_figure", lambda rows, path, title: path.write_bytes(b""))
 
 
 class Page(HTMLParser):
@@ -170,11 +170,11 @@ def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
 def test_the_report_reads_rows_and_never_measures(path: Path) -> None:
     imported = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
-    assert not [m for m in imported if m.startswith(("kvcodec.eval", "kvcodec.bench", "kvcodec.integrations"))]
+    assert not [m for m in imported if m.startswith(("kvcodec_lab.eval", "kvcodec_lab.bench", "kvcodec.integrations"))]
 
 
 def test_labels_of_the_figure_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcodec import plot
+    from kvcodec_lab.report import plot
 
     boxes: list[tuple[float, float, float, float]] = []
     found = plot._free_box

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcodec.bench.record import key_of, newest, read_rows
+from kvcodec_lab.bench.record import key_of, newest, read_rows
 
 ROOT = Path(__file__).parents[1]
 MACHINES = [path for path in sorted((ROOT / "benchmarks/results").iterdir()) if any(path.glob("*.json"))]

@@ -8,7 +8,7 @@ import torch
 import kvcodec
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
-from kvcodec.integrations import layers
+from kvcodec.integrations.transformers import layers
 from tests.conftest import tiny_model
 
 SAW = kvcodec.get("saw-int4")

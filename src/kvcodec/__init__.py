@@ -5,9 +5,10 @@ Importing this package touches neither CUDA nor Triton nor transformers.
 
 from typing import TYPE_CHECKING, Any
 
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
 from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.compressed import Compressed, compress, fake_quant
+from kvcodec.description import describe
 from kvcodec.errors import (
     FitError,
     FormatError,
@@ -19,13 +20,13 @@ from kvcodec.errors import (
     UnsupportedError,
 )
 from kvcodec.layout import Field, Layout
-from kvcodec.registry import describe, from_json, get, load_file, names, presets, register
+from kvcodec.registry import from_json, get, load_file, names, presets, register
 from kvcodec.scheme import KVScheme
+from kvcodec.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kvcodec.integrations.transformers import cache_for, load_cache
+    from kvcodec.integrations.transformers.cache import cache_for, load_cache
 
-__version__ = "0.1.0"
 __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
     "presets", "get", "names", "describe", "register", "load_file", "from_json",
     "compress", "fake_quant", "Compressed", "LayerCache", "cache_for", "load_cache",

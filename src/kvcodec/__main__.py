@@ -1,8 +1,8 @@
-"""``python -m kvcodec``."""
+"""``python -m kvcodec``: the command line of ``kvcodec_lab``."""
 
 import sys
 
-from kvcodec.cli import main
+from kvcodec_lab.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

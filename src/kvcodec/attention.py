@@ -13,7 +13,7 @@ from kvcodec.codec import Codec, Params
 from kvcodec.errors import ShapeError
 
 if TYPE_CHECKING:
-    from kvcodec.cache import LayerCache
+    from kvcodec.cache.host import LayerCache
 
 
 class Partial(NamedTuple):

@@ -19,7 +19,7 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvcodec.errors import ShapeError
-from kvcodec.layout import Layout
+from kvcodec.layout import Field, Layout
 
 Role = Literal["key", "value"]
 ROLES: tuple[Role, Role] = ("key", "value")
@@ -173,6 +173,49 @@ class Codec(ABC):
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         inner = {k: v.config() if isinstance(v, Codec) else v for k, v in own.items()}
         return {"codec": type(self).__name__, **inner}
+
+
+DenseDtype = Literal["float16", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class Dense(Codec):
+    """The identity in 16 bit: baseline of every table, and the codec of layers that a scheme keeps dense.
+
+    Bytes of a token: D x 2. Bits: 16. A cache fixes the dtype when it first sees the model's tensors (``for_dtype``):
+    bf16 stays bf16, float32 is held as fp16.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16", "float32"} or None
+        None: the 16-bit dtype of the input, fp16 for float32 input.
+    """
+
+    dtype: DenseDtype | None = None
+
+    def for_dtype(self, dtype: torch.dtype) -> "Dense":
+        """Fix what is held for input of ``dtype``."""
+        name: DenseDtype = "bfloat16" if dtype == torch.bfloat16 else "float16"
+        return self if self.dtype else replace(self, dtype=name)
+
+    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What ``data`` is held in: nothing is rounded on the way there."""
+        held = getattr(torch, self.for_dtype(dtype).dtype or "float16")
+        assert isinstance(held, torch.dtype)
+        return held
+
+    def layout(self, head_dim: int) -> Layout:
+        """One field, ``data [D]``."""
+        field = Field("data", self.dtype or "float16", (head_dim,), "dense")
+        return Layout(head_dim, 1, (field,), nominal_bits=field.nbytes * 8 / head_dim)
+
+    def encode(self, x: Tensor, params: Params) -> Payload:
+        """Cast."""
+        return {"data": x.to(getattr(torch, self.dtype or "float16"))}
+
+    def decode(self, payload: Payload, params: Params) -> Tensor:
+        """Cast back to float32."""
+        return payload["data"].float()
 
 
 @dataclass

@@ -29,8 +29,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kvcodec.codec import Codec, Params, Site, roundtrip, storage_dtype
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError, nearest
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme

@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.cache import LayerCache
-from kvcodec.codec import FP16_MAX, Codec, Params, Site, roundtrip, storage_dtype
-from kvcodec.codecs.dense import Dense
+from kvcodec.cache.host import LayerCache
+from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
 from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.registry import get, presets

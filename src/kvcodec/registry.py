@@ -15,14 +15,15 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvcodec.codec import Codec
+from kvcodec.codec import Codec, Dense
 from kvcodec.errors import FormatError, SpecError, nearest
-from kvcodec.scheme import KVScheme
+from kvcodec.recipe import LayerChoice, read_choices, write_choices
+from kvcodec.scheme import KVScheme, Mix, mix_of
 
 Recipe = Callable[..., KVScheme]
 
@@ -122,7 +123,7 @@ def register(
 
 
 def get(spec: "str | KVScheme") -> KVScheme:
-    """Build the scheme that ``spec`` names; the path of a ``.json`` file is a recipe (``mix.py``).
+    """Build the scheme that ``spec`` names; the path of a ``.json`` file is a recipe (``recipe.py``).
 
     Raises
     ------
@@ -141,8 +142,6 @@ def get(spec: "str | KVScheme") -> KVScheme:
     if not isinstance(spec, str):
         raise SpecError(f"got {type(spec).__name__}; expected a spec such as 'saw-int4' or a KVScheme.")
     if spec.endswith(".json"):
-        from kvcodec.mix import read_recipe  # made of schemes that this module finds
-
         return read_recipe(spec)
     method, base, given = _parse(spec)
     base_options = method.presets.get(base, _suffix(method.name, base))
@@ -150,6 +149,64 @@ def get(spec: "str | KVScheme") -> KVScheme:
     changed = {k: v for k, v in given.items() if v != defaults[k]}
     text = ",".join(f"{k}={_text(changed[k])}" for k in method.options if k in changed)
     return replace(method.recipe(**(defaults | given)), spec=f"{base}:{text}" if text else base)
+
+
+def scheme_of(choice: LayerChoice) -> KVScheme:
+    """Scheme of the layer that a line of a recipe describes.
+
+    Raises
+    ------
+    SpecError
+        A spec that does not exist, or is a recipe itself.
+    """
+    for spec in (choice.key, choice.value):
+        if spec.endswith(".json"):
+            raise SpecError(f"{spec!r}: a recipe's layer takes a preset, not another recipe.")
+    key, value = get(choice.key), get(choice.value)
+    held = [s for s, c in ((key, key.key), (value, value.value)) if not isinstance(c, Dense)]
+    sink, window = (max((getattr(s, name) for s in held), default=0) for name in ("sink", "window"))
+    return KVScheme(
+        key.key,
+        value.value,
+        sink if choice.sink is None else choice.sink,
+        window if choice.window is None else choice.window,
+        spec=f"{key}/{value}",
+    )
+
+
+def read_recipe(path: str | Path) -> Mix:
+    """Read a recipe file; its path is the mixture's spec.
+
+    Raises
+    ------
+    FormatError
+        The file is missing, no JSON, of a newer version, or its layers are not as ``recipe.py`` says.
+    SpecError
+        A spec in it that does not exist; the text names the layer.
+    """
+    choices, _ = read_choices(path)
+    layers = []
+    for i, choice in enumerate(choices):
+        try:
+            layers.append(scheme_of(choice))
+        except SpecError as error:
+            raise SpecError(f"{path}, layer {i}: {error}") from error
+    return mix_of(layers, str(path))
+
+
+def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> Mix:
+    """Write a recipe file, whole or not at all, and return its mixture.
+
+    Raises
+    ------
+    SpecError
+        A choice that is none.
+    KVError
+        If the file cannot be written.
+    """
+    mix = mix_of([scheme_of(choice) for choice in choices], str(path))
+    write_choices(path, choices, about)
+    return mix
 
 
 def split_specs(text: str) -> list[str]:
@@ -205,9 +262,8 @@ def from_json(text: str) -> KVScheme:
     try:
         data = json.loads(text)
         if "layers" in data:
-            from kvcodec.mix import from_data
-
-            return from_data(data)
+            kinds = [from_json(json.dumps(kind)) for kind in data["schemes"]]
+            return mix_of([kinds[i] for i in data["layers"]], data["spec"])
         key, value = _codec(data.pop("key")), _codec(data.pop("value"))
         return KVScheme(key=key, value=value, **data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -339,81 +395,3 @@ def _parameter_docs(recipe: Recipe) -> dict[str, str]:
             for name in current:
                 docs[name] = f"{docs[name]} {line.strip()}".strip()
     return docs
-
-
-def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
-    """Everything there is to know about a spec, as plain JSON values.
-
-    Parameters
-    ----------
-    spec : str
-    head_dim : int
-        The bits and bytes are those of this head_dim.
-
-    Returns
-    -------
-    dict
-        ``spec, method, source, summary, key_bits, value_bits, effective_bits, nominal_bits, block_tokens, sink, window,
-        dense_key_layers, dense_value_layers, page_tokens, page_bytes, options, layout, kernels``.
-    """
-    scheme = get(spec)
-    if spec.endswith(".json"):
-        from kvcodec.mix import describe_mix
-
-        return describe_mix(scheme, head_dim)
-    method = method_of(spec)
-    values = options_of(spec)
-    page = scheme.page_layout(head_dim)
-    return {
-        "spec": str(scheme),
-        "method": method.name,
-        "source": method.source,
-        "summary": (inspect.getdoc(method.recipe) or "").split("\n\n")[0].replace("\n", " "),
-        "head_dim": head_dim,
-        "key_bits": scheme.key_bits(head_dim),
-        "value_bits": scheme.value_bits(head_dim),
-        "effective_bits": scheme.effective_bits(head_dim),
-        "nominal_bits": scheme.nominal_bits(head_dim),
-        "block_tokens": max(scheme.key.block_tokens, scheme.value.block_tokens),
-        "sink": scheme.sink,
-        "window": scheme.window,
-        "dense_key_layers": scheme.dense_key_layers,
-        "dense_value_layers": scheme.dense_value_layers,
-        "page_tokens": page.page_tokens,
-        "page_bytes": page.page_bytes,
-        "options": [
-            {
-                "name": o.name,
-                "type": o.type_name,
-                "value": values[o.name],
-                "default": o.default,
-                "choices": list(o.choices),
-                "doc": o.doc,
-            }
-            for o in method.options.values()
-        ],
-        "layout": [
-            {
-                "role": p.role,
-                "field": p.field.name,
-                "part": p.field.part,
-                "dtype": p.field.dtype,
-                "shape": list(p.field.shape),
-                "block_tokens": page.page_tokens // p.blocks,
-                "page_offset": p.offset,
-            }
-            for p in page.planes
-        ],
-        "kernels": kernels_for(scheme, head_dim),
-    }
-
-
-def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
-    """What serves a scheme on a GPU: ``{"encode": ..., "decode": ...}``, each ``triton``, ``cuda`` or ``none``.
-
-    ``encode`` may name both roles, ``key cuda, value none``: what has no kernel is encoded by PyTorch. Neither Triton
-    nor cuda-core is imported.
-    """
-    from kvcodec import engine  # knows every codec; codecs import this module
-
-    return engine.kernels_for(scheme, head_dim)

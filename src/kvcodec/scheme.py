@@ -5,15 +5,17 @@ tokens between are encoded, oldest first, in units of the codec's ``block_tokens
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
 
-so data that is encoded never changes, whatever the split into prefill and decode.
+so data that is encoded never changes, whatever the split into prefill and decode. ``KVScheme`` says it for every layer
+of a model, ``Mix`` for each by itself; ``for_layer`` gives what the cache of one layer takes.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.codec import ROLES, Codec, Dense, Role
 from kvcodec.errors import SpecError
 from kvcodec.layout import PageLayout, page_tokens_for
 
@@ -74,14 +76,17 @@ class KVScheme:
 
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
         """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there."""
-        from kvcodec.codecs.dense import Dense  # a brick; codecs import this module
-
         if not 0 <= layer < num_layers:
             raise SpecError(f"layer={layer}: expected 0 <= layer < num_layers={num_layers}.")
         edge = min(layer, num_layers - 1 - layer)
         key = Dense() if edge < self.dense_key_layers else self.key
         value = Dense() if edge < self.dense_value_layers else self.value
         return replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0)
+
+    @property
+    def layer_schemes(self) -> "tuple[KVScheme, ...]":
+        """Every scheme that a layer may have by the recipe alone: this one, or those of a mixture, in order."""
+        return (self,)
 
     def without_windows(self) -> "KVScheme":
         """Return the same codecs with sink = window = 0, as ``fake_quant`` uses them."""
@@ -124,3 +129,142 @@ def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tok
     """Byte map of a page of two codecs; ``page_tokens`` as in ``KVScheme.page_layout``."""
     layouts = key.layout(key_dim), value.layout(value_dim)
     return PageLayout(*layouts, page_tokens or page_tokens_for(*layouts))
+
+
+@dataclass(frozen=True)
+class Mix(KVScheme):
+    """A mixture: a scheme per layer, keys and values chosen apart; make it with ``mix_of``.
+
+    ``key`` and ``value`` are the first layer's; ``codec(role)`` gives them only where all layers agree.
+
+    Parameters
+    ----------
+    layers : tuple of KVScheme
+        Of the model's KV layers, in order; their own outer layers are not asked.
+    """
+
+    layers: tuple[KVScheme, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the recipe's path, or a count of what the layers take."""
+        if self.spec:
+            return self.spec
+        kinds = dict.fromkeys(str(layer) for layer in self.layers)
+        return f"mix of {len(self.layers)} layers: {', '.join(kinds)}"
+
+    @property
+    def query_error(self) -> float:
+        """Largest of all layers."""
+        return max(layer.query_error for layer in self.layers)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether a codec of any layer takes constants from data."""
+        return any(layer.is_fitted for layer in self.layers)
+
+    def codec(self, role: Role) -> Codec:
+        """Codec of one role, if all layers have the same.
+
+        Raises
+        ------
+        SpecError
+            If they differ.
+        """
+        if len({layer.codec(role) for layer in self.layers}) > 1:
+            raise SpecError(
+                f"{self}: its layers have different codecs; ask for one layer with for_layer(i, {len(self.layers)})."
+            )
+        return super().codec(role)
+
+    def for_layer(self, layer: int, num_layers: int) -> KVScheme:
+        """Scheme of one layer.
+
+        Raises
+        ------
+        SpecError
+            If the mixture is for another number of layers.
+        """
+        if num_layers != len(self.layers):
+            raise SpecError(
+                f"{self} is a recipe for {len(self.layers)} KV layers, not for {num_layers}; "
+                f"make one for this model with `kvcodec advise`."
+            )
+        if not 0 <= layer < num_layers:
+            raise SpecError(f"layer={layer}: expected 0 <= layer < num_layers={num_layers}.")
+        return self.layers[layer]
+
+    @property
+    def layer_schemes(self) -> tuple[KVScheme, ...]:
+        """As ``KVScheme.layer_schemes``: one per KV layer."""
+        return self.layers
+
+    def without_windows(self) -> "Mix":
+        """Return the same codecs with sink = window = 0."""
+        return mix_of([layer.without_windows() for layer in self.layers], self.spec)
+
+    def layout_versions(self, head_dim: int) -> dict[str, Any]:
+        """``Layout.version`` of each role: one, or one per layer."""
+        found = {role: [layer.codec(role).layout(head_dim).version for layer in self.layers] for role in ROLES}
+        return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in found.items()}
+
+    def key_bits(self, head_dim: int) -> float:
+        """Effective bits of a key element, the layers' mean."""
+        return self._mean(lambda layer: layer.key_bits(head_dim))
+
+    def value_bits(self, head_dim: int) -> float:
+        """Effective bits of a value element, the layers' mean."""
+        return self._mean(lambda layer: layer.value_bits(head_dim))
+
+    def nominal_bits(self, head_dim: int) -> float:
+        """Bits of the codes alone, the layers' mean."""
+        return self._mean(lambda layer: layer.nominal_bits(head_dim))
+
+    def encoded_tokens(self, role: Role, tokens: int) -> int:
+        """As ``KVScheme.encoded_tokens``, if all layers agree.
+
+        Raises
+        ------
+        SpecError
+            If they differ.
+        """
+        found = {layer.encoded_tokens(role, tokens) for layer in self.layers}
+        if len(found) > 1:
+            raise SpecError(f"{self}: its layers encode different numbers of tokens; ask for one layer with for_layer.")
+        return found.pop()
+
+    def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
+        """As ``KVScheme.page_layout``, if all layers agree.
+
+        Raises
+        ------
+        SpecError
+            If they differ.
+        """
+        for role in ROLES:
+            self.codec(role)
+        return super().page_layout(head_dim, page_tokens, value_dim=value_dim)
+
+    def to_json(self) -> str:
+        """Return JSON from which ``registry.from_json`` rebuilds an equal mixture; equal layers are written once."""
+        texts = [replace(layer, spec="").to_json() for layer in self.layers]
+        kinds = list(dict.fromkeys(texts))
+        layers = [kinds.index(text) for text in texts]
+        return json.dumps({"schemes": [json.loads(text) for text in kinds], "layers": layers, "spec": self.spec})
+
+    def _mean(self, bits: Callable[[KVScheme], float]) -> float:
+        return sum(map(bits, self.layers)) / len(self.layers)
+
+
+def mix_of(layers: Sequence[KVScheme], spec: str = "") -> Mix:
+    """Make a mixture of one scheme per KV layer.
+
+    Raises
+    ------
+    SpecError
+        No layer, or a mixture among them.
+    """
+    if not layers or any(isinstance(layer, Mix) for layer in layers):
+        raise SpecError("a mixture takes at least one scheme, each of one layer.")
+    first = layers[0]
+    own = tuple(replace(layer, dense_key_layers=0, dense_value_layers=0) for layer in layers)
+    return Mix(first.key, first.value, first.sink, first.window, spec=spec, layers=own)

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Dense, Site, roundtrip
 from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_moment
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
+from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.hadamard import block_hadamard
-from kvcodec.persist import load_layers, save_layers
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
+from kvcodec.cache.device import fused_refusal
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.med import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
-from kvcodec.fused import fused_refusal
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.woven import unweave, weave
 
@@ -363,7 +363,7 @@ def test_which_kernels_read_which_configuration(spec, decode, encode):
 def test_keys_and_values_of_two_kernels_go_to_cuda():
     mixed = kvcodec.KVScheme(key=SawInt4(), value=GroupInt(4, 0))
     assert fused_refusal(mixed, 128, torch.device("cpu")) == "device cpu is not a CUDA GPU"
-    assert kvcodec.registry.kernels_for(mixed) == {"encode": "cuda", "decode": "cuda"}
+    assert kvcodec.description.kernels_for(mixed) == {"encode": "cuda", "decode": "cuda"}
 
 
 def test_a_codec_of_another_package_is_not_taken_for_ours():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import FormatError
-from kvcodec.persist import load_layers, save_layers
+from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.scheme import page_layout
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)

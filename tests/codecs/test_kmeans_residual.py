@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Dense, Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hessian import HessianRotated
 from kvcodec.codecs.kmeans_residual import KMeansResidual
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
+from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.kmeans import fit_centroids, nearest_centroid
-from kvcodec.persist import load_layers, save_layers
 
 SITE = Site(0, "key", 2, 64)
 

@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec import persist
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Dense, Site, roundtrip
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import Hqmq
@@ -17,6 +15,7 @@ from kvcodec.codecs.med import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.wrapper import inside
 from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.files import caches as persist
 from kvcodec.ops.bitpack import unpack
 
 INNERS = [
@@ -402,7 +401,7 @@ def test_what_the_inner_codec_holds_depends_on_the_dtype():
 
 
 def test_which_kernels_know_these_bytes():
-    kernels_for = kvcodec.registry.kernels_for
+    kernels_for = kvcodec.description.kernels_for
     assert kernels_for(kvcodec.get("hqmq-s24_r3:outliers=3")) == {"encode": "cuda", "decode": "cuda"}
     for inner in (SawInt4(), GroupInt(4, 32), InnerQ(3)):
         scheme = kvcodec.KVScheme(key=Med(inner), value=Med(inner))

@@ -119,4 +119,4 @@ def test_bits_and_refusals():
 
 def test_no_kernel_is_promised():
     assert Q40().kernel is None
-    assert "none" in str(kvcodec.registry.describe("q4_0")["kernels"]["encode"])
+    assert "none" in str(kvcodec.description.describe("q4_0")["kernels"]["encode"])

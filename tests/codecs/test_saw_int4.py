@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.cache.device import fused_refusal
 from kvcodec.codec import roundtrip
 from kvcodec.codecs.hessian import HessianRotated
 from kvcodec.codecs.kmeans_residual import KMeansResidual
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
-from kvcodec.fused import fused_refusal
 from kvcodec.ops.bitpack import unpack
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Dense, Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sphere_levels, ultra_tq
 from kvcodec.errors import FitError, ShapeError, SpecError

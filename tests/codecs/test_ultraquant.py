@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Dense, Site, roundtrip
 from kvcodec.codecs.ultraquant import UltraQuant, ultraquant
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
 
 from .support import KINDS, dim_of, fit, gaussian, kv, row_block, same_bits, sides, site_of, supported_dims
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Site
 from kvcodec.layout import PLANE_ALIGN
-from kvcodec.pages import PageStore
 
 from .support import (
     HEAD_DIMS,

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvcodec
-from kvcodec import sealed
-from kvcodec.persist import KIND, load_layers, save_layers
+from kvcodec.files import container as sealed
+from kvcodec.files.caches import KIND, load_layers, save_layers
 
 from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.cache.device import FusedLayerCache
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.fused import FusedLayerCache
 from kvcodec.integrations.transformers import cache_for
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -150,7 +150,7 @@ def case_assisted(device: str) -> None:
 def case_staged(device: str) -> None:
     """A prompt in chunks: history unpacked for flash attention, the chunk itself causal, by the CUDA kernels."""
     if device == "cpu":
-        return  # tests/cuda/test_prefill.py, on the emulator
+        return  # tests/kernels/test_prefill.py, on the emulator
     for name in ("llama-gqa", "llama-mqa"):
         for dtype in (torch.float32, torch.bfloat16):
             model, ids = model_on(device, name).to(dtype), prompt(2, 300).to(device)

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip, storage_dtype
-from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.transformers.plan import plan_for
 
 
 class OracleRole:

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvcodec
 from kvcodec.codec import Codec
 from kvcodec.errors import FormatError, ShapeError
-from kvcodec.integrations import layers
-from kvcodec.integrations.transformers import KVCache, cache_for, load_cache
+from kvcodec.integrations.transformers import KVCache, cache_for, layers, load_cache
 from tests.conftest import tiny_config
 from tests.integrations.oracle import oracle_for
 from tests.integrations.test_generate import SPECS, assert_same, prompt, run
@@ -271,7 +270,7 @@ def test_workspace_of_a_step_is_within_the_reported_bound(spec: str, attention: 
     config._attn_implementation = "kvcodec"
     cache = cache_for(config, spec, attention=attention, probe=False)
     k, v = torch.randn(2, 1, 2, 2600, 64, dtype=torch.bfloat16)
-    from kvcodec.integrations.attention import kvcodec_attention
+    from kvcodec.integrations.transformers.attention import kvcodec_attention
 
     cache.update(k, v, 1)
     q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)

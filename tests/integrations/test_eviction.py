@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache
 
 import kvcodec
-from kvcodec.integrations.attention import ATTENTION_NAME
 from kvcodec.integrations.transformers import cache_for
-from tests.eval.tiny import tiny_llama
+from kvcodec.integrations.transformers.attention import ATTENTION_NAME
+from tests.lab.eval.tiny import tiny_llama
 
 TOKENS, KEPT, NEW = 96, 48, 20
 GUIDE = Path(__file__).parents[2] / "docs/evaluate.md"

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import kvcodec
 from kvcodec.errors import FitError, ShapeError, UnsupportedError
-from kvcodec.integrations.fold import fold_key_norms
+from kvcodec.integrations.transformers.fold import fold_key_norms
 
 from ..conftest import tiny_config, tiny_model
 
@@ -279,7 +279,7 @@ def test_norms_that_cannot_be_folded(params, error, message):
 
 @pytest.mark.slow
 def test_the_real_small_model():
-    from kvcodec.models import load, load_text
+    from kvcodec_lab.models import load, load_text
 
     loaded = load("smollm2-135m", progress=False)
     ids = torch.tensor([loaded.tokenizer(load_text().text[:4000])["input_ids"][:256]])

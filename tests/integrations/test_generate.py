@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.codecs.dense import Dense
+from kvcodec.codec import Dense
 from tests.conftest import MODELS
 from tests.integrations.oracle import oracle_for
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES, Role, roundtrip
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.integrations.vllm.staging import Staging
+from kvcodec.integrations.vllm.pending import Staging
 
 CPU = torch.device("cpu")
 HEADS, DIM, UNIT, BLOCK = 2, 64, 32, 64

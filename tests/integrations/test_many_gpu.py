@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.cuda import flash, prefill
-from kvcodec.cuda.flash import Rules, score
-from kvcodec.engine import kernels_for
 from kvcodec.integrations.transformers import cache_for
+from kvcodec.kernels import flash
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels.engine import kernels_for
+from kvcodec.kernels.flash import Rules, score
 from tests.conftest import tiny_model
-from tests.cuda.test_fused import Reference
 from tests.integrations.test_generate import padded, prompt
+from tests.kernels.test_fused import Reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -224,7 +225,7 @@ def test_what_a_call_needs_is_bounded() -> None:
             torch.cuda.reset_peak_memory_stats()
             out = layer.attend(q)
             torch.cuda.synchronize()
-        from kvcodec.staged import workspace_bytes
+        from kvcodec.cache.many import workspace_bytes
 
         assert torch.cuda.memory_allocated() - before <= out.nbytes + 512
         assert torch.cuda.max_memory_allocated() - before <= workspace_bytes(layer, q) + out.nbytes

@@ -11,9 +11,8 @@ from transformers import BertConfig, JambaConfig, MambaConfig, T5Config, ViTConf
 
 import kvcodec
 from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations import plan
-from kvcodec.integrations.attention import kvcodec_attention, left_padding
-from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers import cache_for, plan
+from kvcodec.integrations.transformers.attention import kvcodec_attention, left_padding
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
 from kvcodec.integrations.vllm.options import check_command, read_options
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
-from kvcodec.mix import mix_of
+from kvcodec.scheme import mix_of
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.vllm.staging import FREE, Staging
+from kvcodec.integrations.vllm.pending import FREE, Staging
 
 CPU = torch.device("cpu")
 UNIT, PAGE, COLUMNS = 8, 16, 6

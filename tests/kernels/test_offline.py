@@ -1,176 +1,118 @@
-"""Compile for sm_90 without a GPU and read the machine code: no spills, an instruction budget.
-
-The budgets are counts of issued instructions per element of K and V in the main loop (resp. in the
-whole encoding program), with a few percent of room.
-"""
-
-import os
-import pathlib
-import re
-import subprocess
+"""What tells registers, spills and loops of compiled kernels tells them right."""
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="the kernels need triton")
-if triton.__version__.split(".")[:2] != ["3", "6"]:
-    pytest.skip(f"budgets are for triton 3.6, not {triton.__version__}", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET", "0") == "1":
-    pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
+from tests.kernels.offline import ARCHITECTURES, compile_kernels, mix, opcode
 
-# ruff: noqa: E402 -- imports that need triton come after the check that it is there
-import triton.backends.nvidia as nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from kvcodec.kernels import _decode, _int4_encode, group_int, saw_int4
-from kvcodec.kernels._common import next_pow2
-
-BIN = pathlib.Path(nvidia.__file__).parent / "bin"
-INT = "i32"
-
-
-def compiled(kernel, types, constants, warps, stages, tmp_path):
-    """Return (SASS instructions, loops as index pairs, registers)."""
-    aligned = [n for n, t in types.items() if t[0] == "*" or n.startswith(("stride_q", "sk", "sv"))]
-    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    signature = {n: types.get(n, "constexpr") for n in kernel.arg_names}
-    constants = {n: constants.get(n) for n in kernel.arg_names if n not in types}
-    source = ASTSource(kernel, signature, constants, attributes)
-    binary = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}
-    )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    run = {"capture_output": True, "text": True, "check": True}
-    text = subprocess.run([BIN / "nvdisasm", cubin], **run).stdout
-    usage = subprocess.run([BIN / "cuobjdump", "-res-usage", cubin], **run)
-    labels, code, loops = {}, [], []
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label.group(1)] = len(code)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction.group(1))
-    for i, x in enumerate(code):
-        target = re.search(r"BRA.*`\((\.L_\w+)\)", x)
-        if target and labels.get(target.group(1), i + 1) <= i:
-            loops.append((labels[target.group(1)], i))
-    return code, loops, int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr).group(1))
-
-
-def decode(tmp_path, dim, tile=8, block=64, warps=1, stages=3, dense=0, codec=saw_int4):
-    types = {
-        "q_ptr": "*bf16", "pages16": "*i16", "pages32": "*i32", "table": "*i32", "seq_lens": "*i32",
-        "part_o": "*fp32", "part_m": "*fp32", "part_l": "*fp32", "stride_qb": INT, "stride_qh": INT,
-        "stride_table": INT, "heads": INT, "group": INT, "scale2": "fp32", "num_splits": INT, "width": INT,
-        "capacity": INT,
-    }  # fmt: skip
-    if dense:
-        types |= {"dense_k": "*bf16", "dense_v": "*bf16", "dense_lens": "*i32"}
-        types |= dict.fromkeys(("skb", "skh", "skn", "svb", "svh", "svn"), INT)
-    block_of_keys = dim & -dim if codec is saw_int4 else 1
-    constants = {
-        "skb": 0, "skh": 0, "skn": 0, "svb": 0, "svh": 0, "svn": 0, "D": dim, "DQ": next_pow2(dim // 4), "P": 64,
-        "BN": block, "NH": tile, "MT": 1, "DENSE": dense > 0, "BND": 32, "KBLOCK": block_of_keys, "ASM": True,
-        "PDL": True,
-        "PAGE_BYTES": codec.page_bytes(dim, 64),
-        **{name.upper(): hook for name, hook in codec.HOOKS._asdict().items()},
-    }  # fmt: skip
-    return compiled(_decode._split_kernel, types, constants, warps, stages, tmp_path)
+SOURCE = """
+#include "platform.cuh"
+using namespace kv;
+// one loop in another: tensor core inside, a reduction outside
+KV_KERNEL void KV_BOUNDS(128, 1) nested(const uint32_t* x, float* y, int n, int m) {
+  KV_DYNAMIC_SHARED(shared);
+  float total = 0;
+  KV_NO_UNROLL
+  for (int i = 0; i < n; ++i) {
+    copy16(shared + thread() * 16, x + i * 512 + thread() * 4);
+    copy_commit();
+    copy_wait<0>();
+    sync_threads();
+    float d[4] = {0, 0, 0, 0};
+    KV_NO_UNROLL
+    for (int k = 0; k < m; ++k) {
+      uint32_t a = ((const uint32_t*)shared)[(k * 32 + thread()) % 512];
+      mma(d, a, a, a, a, transpose8(a), a);
+    }
+    total += exp2_fast(shfl_xor(d[0] + d[3], 1));
+    sync_threads();
+  }
+  y[thread()] = total;
+}
+// a rare branch does more of the same; votes make the compiler provide for a warp that has diverged
+KV_KERNEL void KV_BOUNDS(128, 1) branching(const uint32_t* x, float* y, int n) {
+  float d[4] = {0, 0, 0, 0};
+  KV_NO_UNROLL
+  for (int i = 0; i < n; ++i) {
+    const uint32_t a = x[i * 128 + thread()];
+    if (kv::any(a == 7)) {
+      KV_UNROLL
+      for (int k = 0; k < 3; ++k) mma(d, a + k, a, a, a, shfl_xor(a, 1 + k), a);
+    } else {
+      mma(d, a, a, a, a, shfl_xor(a, 16), a);
+    }
+  }
+  y[thread()] = d[0] + d[1] + d[2] + d[3];
+}
+KV_KERNEL void straight(float* y) { y[thread()] = add(mul(y[thread()], 3.0f), 1.0f); }
+KV_KERNEL void fused(float* y) { y[thread()] = y[thread()] * 3.0f + 1.0f; }
+// 200 numbers that live at once and 64 registers to hold them
+KV_KERNEL void KV_BOUNDS(1024, 1) spilling(const float* x, float* y) {
+  float r[200];
+  KV_UNROLL
+  for (int i = 0; i < 200; ++i) r[i] = x[i * 1024 + thread()];
+  sync_threads();
+  float sum = 0;
+  KV_UNROLL
+  for (int i = 0; i < 200; ++i) sum = sum * r[199 - i] + r[i];
+  y[thread()] = sum;
+}
+"""
 
 
-def encode(tmp_path, dim, pointer="*i64", kind=0, codec=saw_int4):
-    rows, warps = _int4_encode.ENCODE_CONFIG
-    types = dict.fromkeys(("k_ptr", "v_ptr"), pointer) | {
-        "pages16": "*i16", "pages32": "*i32", "table": "*i32", "start": "*i32", "bad": "*i32", "n": INT,
-        "heads": INT, "skb": INT, "skh": INT, "skn": INT, "svb": INT, "svh": INT, "svn": INT, "stride_table": INT,
-        "slots": INT,
-    }  # fmt: skip
-    constants = {"D": dim, "DQ": next_pow2(dim // 4), "P": 64, "BT": rows,
-                 "KBLOCK": dim & -dim if codec is saw_int4 else 1, "VBLOCK": 1, "KIND": kind, "ASM": True,
-                 "PAIRED": codec.PAIRED, "QUANTIZE": codec.quantize}  # fmt: skip
-    return compiled(_int4_encode._encode_kernel, types, constants, warps, 1, tmp_path)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_loops_and_their_instructions(arch):
+    kernels = compile_kernels(SOURCE, arch)
+    assert set(kernels) == {"nested", "branching", "straight", "fused", "spilling"}
+    nested = kernels["nested"]
+    assert len(nested.loops) == 2
+    inner, outer = nested.loop_with("HMMA").code, nested.loop_with("LDGSTS").code
+    assert mix(inner)["HMMA"] == 1
+    assert mix(inner)["MOVM"] == 1
+    assert not {"LDGSTS", "MUFU"} & set(mix(inner))
+    assert {"LDGSTS", "MUFU", "SHFL", "HMMA"} <= set(mix(outer))
+    assert 5 < len(inner) < len(outer) < len(nested.code)
+    assert [x.code for x in nested.loops_with("HMMA", "LDGSTS")] == [outer]
+    assert not nested.loops_with("DADD")
+    assert not kernels["straight"].loops
+    assert not kernels["straight"].loops_with()
+    assert kernels["straight"].code[-1].startswith("BRA")
+    assert sum(opcode(x) == "EXIT" for x in kernels["straight"].code) == 1
 
 
-def opcode(instruction):
-    return re.sub(r"^@!?U?P\w+ ", "", instruction).split()[0].split(".")[0]
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_shortest_way_around_a_loop(arch):
+    loop = compile_kernels(SOURCE, arch)["branching"].loop_with("HMMA", "VOTE")
+    once, often = loop.shortest("HMMA"), loop.shortest("HMMA", 2)
+    assert mix(once)["HMMA"] == 1
+    assert mix(often)["HMMA"] == 3
+    assert mix(loop.code)["HMMA"] == 4
+    assert 8 < len(once) < len(often) < len(loop.code)
+    assert mix(once)["SHFL"] == 1
+    assert mix(often)["SHFL"] == 3
+    assert not any("COLLECTIVE" in x for x in loop.code)
+    with pytest.raises(AssertionError, match="no way around the loop has 5 HMMA"):
+        loop.shortest("HMMA", 5)
 
 
-def spills(code):
-    return [x for x in code if opcode(x) in ("LDL", "STL")]
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_spills_and_registers(arch):
+    kernels = compile_kernels(SOURCE, arch)
+    spilling, nested = kernels["spilling"], kernels["nested"]
+    assert spilling.registers <= 64
+    assert spilling.stack > 4 * 100
+    assert len(spilling.spills()) > 100
+    assert not nested.spills()
+    assert nested.stack == 0
+    assert 16 <= nested.registers <= 64
 
 
-@pytest.mark.parametrize(
-    ("codec", "dim", "budget"),
-    [
-        pytest.param(saw_int4, 128, 1.72, id="saw-int4-128"),
-        pytest.param(saw_int4, 64, 2.35, id="saw-int4-64"),
-        pytest.param(group_int, 128, 1.76, id="int-4-128"),
-        pytest.param(group_int, 64, 2.57, id="int-4-64"),
-    ],
-)
-def test_decode_loop(tmp_path, codec, dim, budget):
-    code, loops, registers = decode(tmp_path, dim, codec=codec)
-    bodies = [code[a : b + 1] for a, b in loops]
-    # the pipelined loop is the one that copies to shared memory asynchronously and multiplies
-    main = [b for b in bodies if any(opcode(x) == "HMMA" for x in b) and any(opcode(x) == "LDGSTS" for x in b)]
-    assert len(main) == 1, f"{len(main)} main loops"
-    kinds = {opcode(x) for x in main[0]}
-    assert not kinds & {"LDL", "STL", "I2F", "I2FP", "HGMMA"}, kinds
-    assert any("LDSM" in x and ".MT88" in x for x in main[0]), "values are not read transposed"
-    per_element = len(main[0]) * 32 / (64 * dim * 2)
-    assert per_element <= budget, f"{per_element:.3f} instructions per element"
-    assert registers <= 255 if dim == 128 else registers <= 168
-    # 16-byte asynchronous copies: two code planes; and two small ones of scales
-    wide = [x for x in main[0] if opcode(x) == "LDGSTS" and ".128" in x]
-    assert len(wide) == 2 * 64 * dim // 2 // 512, len(wide)
+@pytest.mark.parametrize("fma", [True, False])
+def test_contraction(fma):
+    kernels = compile_kernels(SOURCE, 90, fma)
+    assert {"FMUL", "FADD"} <= set(mix(kernels["straight"].code))
+    assert ("FFMA" in mix(kernels["fused"].code)) == fma
 
 
-def test_decode_loop_counts_more_without_assembly(tmp_path, monkeypatch):
-    """The budget can fail: the plain form of the same loop is well above it."""
-    from triton.compiler import ASTSource as Source
-
-    original = Source.__init__
-
-    def plain(self, fn, signature, constexprs=None, attrs=None):
-        original(self, fn, signature, {**constexprs, "ASM": False, "PDL": False}, attrs)
-
-    monkeypatch.setattr(Source, "__init__", plain)
-    _, loops, _ = decode(tmp_path, 128)
-    worst = max(b - a + 1 for a, b in loops) * 32 / (64 * 128 * 2)
-    assert worst > 2.2, worst
-
-
-@pytest.mark.parametrize(
-    ("dim", "options"),
-    [
-        (128, {"dense": 128}),
-        (128, {"tile": 16, "warps": 2}),
-        (256, {"warps": 2, "stages": 2}),
-        (256, {"warps": 2, "stages": 2, "tile": 16, "block": 32}),
-        (128, {"dense": 128, "codec": group_int}),
-        (256, {"warps": 2, "stages": 2, "codec": group_int}),
-    ],
-)  # fmt: skip
-def test_decode_does_not_spill(tmp_path, dim, options):
-    code, _, _ = decode(tmp_path, dim, **options)
-    assert not spills(code), spills(code)[:4]
-    assert not any(opcode(x) == "HGMMA" for x in code)
-
-
-@pytest.mark.parametrize(
-    ("codec", "pointer", "kind", "budget"),
-    [
-        pytest.param(saw_int4, "*i64", 0, 24.0, id="saw-int4-bf16"),
-        pytest.param(saw_int4, "*i64", 1, 24.0, id="saw-int4-fp16"),
-        pytest.param(saw_int4, "*fp32", 2, 31.0, id="saw-int4-fp32"),
-        pytest.param(group_int, "*i64", 0, 22.5, id="int-4-bf16"),
-    ],
-)
-def test_encode(tmp_path, codec, pointer, kind, budget):
-    code, _, registers = encode(tmp_path, 128, pointer, kind, codec)
-    assert not spills(code), spills(code)[:4]
-    assert registers <= 255
-    rows, warps = _int4_encode.ENCODE_CONFIG
-    # both branches (K rotated, V not) are in the program, and each runs one
-    per_element = len(code) * 32 * warps / (2 * rows * 128)
-    assert per_element <= budget, f"{per_element:.2f} instructions per element"
+def test_errors_of_the_source_are_shown():
+    with pytest.raises(Exception, match="no_such_name"):
+        compile_kernels('#include "platform.cuh"\nKV_KERNEL void k(int* x) { *x = no_such_name; }')

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES
-from kvcodec.pages import PageStore
 from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
 
 SERVED = {

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, roundtrip
 from kvcodec.errors import KVError
-from kvcodec.mix import LayerChoice, write_recipe
-from kvcodec.pages import PageStore
+from kvcodec.recipe import LayerChoice
+from kvcodec.registry import write_recipe
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
 BARE = {"window": 0, "sink": 0}

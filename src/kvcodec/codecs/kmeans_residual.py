@@ -80,7 +80,7 @@ class KMeansResidual(Wrapper):
     def id_bytes(self) -> int:
         """Bytes w of a token's id.
 
-        >>> from kvcodec.codecs.dense import Dense
+        >>> from kvcodec.codec import Dense
         >>> [KMeansResidual(Dense(), c).id_bytes for c in (1, 2, 256, 257, 65536)]
         [0, 1, 1, 2, 2]
         """

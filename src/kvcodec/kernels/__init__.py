@@ -1,4 +1,4 @@
-"""Optional Triton kernels; one module per codec, found by the stem of the codec's own module.
+"""Optional CUDA kernels, compiled while the program runs: one skeleton, small readers and encoders per codec.
 
-Nothing here imports triton: the modules of this package do, and only when somebody asks for them.
+Nothing here imports cuda-core: ``build`` does, and only when a kernel is wanted.
 """

@@ -29,7 +29,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvcodec.cuda.build import LEAST
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, check_engine, check_weights
@@ -37,8 +36,9 @@ from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
+from kvcodec.integrations.vllm.pending import Staging
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_refusal, page_step, refusal
-from kvcodec.integrations.vllm.staging import Staging
+from kvcodec.kernels.build import LEAST
 
 logger = init_logger("vllm.kvcodec")
 
@@ -129,7 +129,7 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     def supports_combination(cls, head_size: int, *args: Any, **more: Any) -> str | None:
         """Return why the head size cannot be served, or None."""
         options = current_options()
-        if options is None or getattr(options.scheme, "layers", None):
+        if options is None or len(options.scheme.layer_schemes) > 1:
             return None
         return refusal(options.scheme, head_size, fitted=options.params is not None) or None
 

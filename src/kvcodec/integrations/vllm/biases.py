@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from kvcodec.errors import BrokenPresetError
+from kvcodec.files.params import FittedParams
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.key_bias import KeyBiases, KeyLayer, key_layer
-from kvcodec.params import FittedParams
 
 ALTERNATIVES = ("kivi-4:window=0", "octopus-4:window=0", "int-8")
 """What is tried where a preset breaks, as a server takes it."""

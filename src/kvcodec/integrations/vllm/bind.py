@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcodec.codec import Params
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.plan import plan_for
+from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import PackedLayer

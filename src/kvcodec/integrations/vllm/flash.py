@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcodec.cuda.flash import Flash, Scored
+from kvcodec.kernels.flash import Flash, Scored
 
 
 @lru_cache(maxsize=64)

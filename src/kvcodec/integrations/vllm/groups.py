@@ -27,8 +27,8 @@ from torch import Tensor
 from kvcodec.attention import attend
 from kvcodec.codec import ROLES, Role, storage_dtype
 from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.pending import Staging
 from kvcodec.integrations.vllm.servable import group_tokens
-from kvcodec.integrations.vllm.staging import Staging
 from kvcodec.scheme import KVScheme
 
 
@@ -166,7 +166,7 @@ class GroupedLayer(PackedLayer):
 
         Soft caps and sliding windows take the reference.
         """
-        from kvcodec.cuda.prefill_groups import attend_groups
+        from kvcodec.kernels.history_groups import attend_groups
 
         engine: Any = self.engine(cache.shape[2])
         if rules.softcap or rules.window or engine.many_refusal():

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen, attend
-from kvcodec.cache import LayerCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.pages import PageStore, write_blocks
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
-from kvcodec.cuda.flash import Flash
-from kvcodec.cuda.prefill import workspace_bytes
-from kvcodec.engine import Engine, choose
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
+from kvcodec.kernels.engine import Engine, choose
+from kvcodec.kernels.flash import Flash
+from kvcodec.kernels.history import workspace_bytes
 from kvcodec.layout import PageLayout
-from kvcodec.pages import PageStore, write_blocks
 from kvcodec.scheme import KVScheme
 
 
@@ -329,7 +329,7 @@ class PackedLayer:
 
         Triton's kernels take the reference.
         """
-        from kvcodec.cuda.prefill import attend_chunk
+        from kvcodec.kernels.history import attend_chunk
 
         engine: Any = self.engine(cache.shape[2])
         if engine.many_refusal():

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import SpecError, UnsupportedError, nearest
+from kvcodec.files.params import FittedParams, read_params
 from kvcodec.key_bias import Probe, probe_option
-from kvcodec.mix import Mix
-from kvcodec.params import FittedParams, read_params
 from kvcodec.registry import get
-from kvcodec.scheme import KVScheme
+from kvcodec.scheme import KVScheme, Mix
 
 KEY = "kvcodec"
 DTYPE = "kvcodec"

@@ -21,7 +21,7 @@ PAGE_STEP = 16
 
 def group_tokens(scheme: KVScheme) -> int:
     """Tokens that the scheme of a layer, or a mixture's, encodes together; 1: each alone."""
-    layers = getattr(scheme, "layers", None) or (scheme,)
+    layers = scheme.layer_schemes
     return math.lcm(*(own.codec(role).block_tokens for own in layers for role in ROLES))
 
 

@@ -1,0 +1,476 @@
+"""LayerCache: what one attention layer remembers: sink | encoded pages | window; every token encoded once.
+
+Bare tensors in, decoded tensors or attention out; no model library here. Both roles share the page pool, but each has
+its own schedule (``scheme.py``), so keys may leave their window in blocks while values leave one by one.
+
+A *slot* is a token's place in the pages. Slots are handed out in order and never rewritten while their token lives.
+Cropping or evicting inside a block of a token-grouped codec leaves dead slots behind: nothing is decoded and encoded
+again. ``runs`` lists the live slot ranges of a role.
+"""
+
+import bisect
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensors, drawn
+from kvcodec.errors import ShapeError, SpecError, UnsupportedError
+from kvcodec.layout import PageLayout
+from kvcodec.scheme import KVScheme, page_layout
+
+
+class RoleState:
+    """Keys or values of a layer: dense sink, live runs of slots in the pages, dense window."""
+
+    def __init__(self, role: Role, codec: Codec, site: Site) -> None:
+        self.role, self.codec, self.site = role, codec, site
+        self.params: Params | None = None
+        self.drawn = False  # whether what needs no sample follows from codec and site
+        self.sink: Tensor | None = None
+        self.window: Tensor | None = None
+        self.runs: list[tuple[int, int]] = []
+        self.remembered: Tensor | None = None
+
+    @property
+    def encoded(self) -> int:
+        """Live encoded tokens."""
+        return sum(b - a for a, b in self.runs)
+
+    @property
+    def next_slot(self) -> int:
+        """Slot of the next block to write: behind the last live one, at a block's edge."""
+        unit = self.codec.block_tokens
+        return -(-self.runs[-1][1] // unit) * unit if self.runs else 0
+
+    def extend(self, slots: int) -> None:
+        """Mark ``slots`` more slots live from ``next_slot`` on."""
+        first = self.next_slot
+        if self.runs and self.runs[-1][1] == first:
+            self.runs[-1] = (self.runs[-1][0], first + slots)
+        else:
+            self.runs.append((first, first + slots))
+
+    def remove(self, first: int, last: int) -> None:
+        """Drop the live encoded tokens ``[first, last)``, counted among the encoded ones."""
+        kept, at = [], 0
+        for a, b in self.runs:
+            for lo, hi in ((0, first), (last, at + b - a)):
+                x, y = a + max(lo - at, 0), a + min(hi, at + b - a) - at
+                if x < y:
+                    kept.append((x, y))
+            at += b - a
+        self.runs = kept
+
+    def dense(self, name: str) -> Tensor:
+        """Return ``sink`` or ``window``."""
+        tensor = getattr(self, name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+class LayerCache:
+    """The packed cache of one layer.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Scheme of this layer (``scheme.for_layer``).
+    layer : int
+        Layer index; with ``seed`` it decides the random constants.
+    seed : int
+    params : mapping of role to Params, optional
+        Fitted constants by role (``{"key": ..., "value": ...}``).
+    page_tokens : int, optional
+        P; default 64, rounded up to whole blocks.
+    capacity : int
+        Tokens to allocate pages for at once; 0 grows on demand.
+    first_head : int
+        The model's number of KV head 0 here, ``Site.first_head``.
+    remember : bool
+        Keep what was decoded, so that every slot is decoded once: for evaluations, where time counts and memory does
+        not. What is remembered is not among ``tensors()``; a cache that saves memory never sets it.
+
+    Examples
+    --------
+    >>> import kvcodec, torch
+    >>> cache = LayerCache(kvcodec.get("saw-int4"))
+    >>> k, v = torch.randn(2, 1, 2, 100, 64)
+    >>> cache.append(k, v)
+    >>> len(cache), cache.attend(torch.randn(1, 4, 1, 64)).shape
+    (100, torch.Size([1, 4, 1, 64]))
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        *,
+        layer: int = 0,
+        seed: int = 0,
+        params: Mapping[Role, Params] | None = None,
+        page_tokens: int | None = None,
+        capacity: int = 0,
+        first_head: int = 0,
+        remember: bool = False,
+    ) -> None:
+        if not isinstance(scheme, KVScheme):
+            raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass kvcodec.get({str(scheme)!r}).")
+        if capacity < 0 or (page_tokens is not None and page_tokens < 1):
+            raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
+        self.scheme, self.layer, self.seed = scheme, layer, seed
+        self.fitted = params or {}
+        self.page_tokens, self.reserve, self.first_head = page_tokens, capacity, first_head
+        self.remember = remember
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, the allocation included."""
+        self.roles: dict[Role, RoleState] = {}
+        self.store: PageStore | None = None
+        self.start = 0  # absolute position of the oldest live token
+        self.length = 0  # live tokens
+
+    def __len__(self) -> int:
+        """Live tokens per sequence."""
+        return self.length
+
+    @property
+    def batch(self) -> int:
+        """Sequences held; 0 before the first append."""
+        return self.store.table.shape[0] if self.store else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensors that were appended."""
+        return self._dtype
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        batch, heads = keys.shape[:2]
+        self._dtype = keys.dtype
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            codec = self.scheme.codec(role).for_dtype(keys.dtype)
+            site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device, self.first_head)
+            state = RoleState(role, codec, site)
+            held = codec.held_dtype(keys.dtype)
+            empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
+            state.sink, state.window = empty, empty
+            state.drawn = role not in self.fitted
+            if not state.drawn:
+                state.params = {k: v.to(x.device) for k, v in self.fitted[role].items()}
+            elif not codec.needs_sample:
+                state.params = drawn(codec, site)
+            self.roles[role] = state
+        key, value = self.roles["key"], self.roles["value"]
+        page = page_layout(key.codec, value.codec, key.site.head_dim, value.site.head_dim, self.page_tokens)
+        self.store = PageStore(page, batch, heads, keys.device, self.reserve)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add tokens; whole blocks that leave the window are encoded, once.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[B, H, n, D]``
+            New tokens in the model basis (after RoPE); n may be 0.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504, with the position; the cache is unchanged then.
+        ShapeError
+            Shapes that do not fit each other or the tokens already held.
+        """
+        check_tensors(keys, values)
+        self._check_shapes(keys, values)
+        if self.store is None:
+            self._allocate(keys, values)
+        n = keys.shape[2]
+        before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
+        try:
+            for role, x in zip(ROLES, (keys, values), strict=True):
+                self._append_role(self.roles[role], x.to(self.roles[role].dense("sink").dtype))
+        except BaseException:  # out of memory, an interrupt: keys and values stay in step
+            for state, sink, window, runs, params in before:
+                state.sink, state.window, state.runs, state.params = sink, window, runs, params
+            raise
+        self.length += n
+
+    def _append_role(self, state: RoleState, x: Tensor) -> None:
+        assert self.store is not None
+        leaving = self._pass_window(state, x)
+        count = leaving.shape[2]
+        if count:
+            assert state.params is not None
+            payload = state.codec.encode(state.codec.to_code(leaving.float(), state.params), state.params)
+            first = state.next_slot
+            self.store.ensure(first + count, exact=count > 1 and not state.runs)
+            self.store.write(state.role, first, payload)
+            state.extend(count)
+
+    def _pass_window(self, state: RoleState, x: Tensor) -> Tensor:
+        """Put new tokens into sink and window; return those that leave the window, in whole blocks."""
+        to_sink = min(max(self.scheme.sink - self.start - self.length, 0), x.shape[2])
+        if to_sink:
+            state.sink = torch.cat([state.dense("sink"), x[:, :, :to_sink]], 2)
+            x = x[:, :, to_sink:]
+        pending = torch.cat([state.dense("window"), x], 2) if state.dense("window").shape[2] else x
+        unit = self._unit(state)
+        if state.params is None:  # fitted on the prefill: everything seen so far is the sample
+            if pending.shape[2] + state.dense("sink").shape[2] == 0:
+                return pending
+            sample = torch.cat([state.dense("sink"), pending], 2) if state.dense("sink").shape[2] else pending
+            state.params = state.codec.fit(state.site, sample)
+        count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
+        # a clone, so that no view keeps the prefill's 16-bit tensor alive
+        state.window = pending[:, :, count:].clone()
+        return pending[:, :, :count]
+
+    def _unit(self, state: RoleState) -> int:
+        """Tokens that leave the window together."""
+        return state.codec.block_tokens
+
+    def look_at(self, layout: PageLayout, pages: Tensor, table: Tensor, first: int, last: int) -> None:
+        """Hold the encoded tokens in slots ``[first, last)`` of pages that somebody else owns and writes.
+
+        For engines that keep the pages themselves: ``attend`` and ``decode`` then read these. The cache must have been
+        told its shapes, by an ``append`` of no tokens, and holds no sink and no window.
+
+        Parameters
+        ----------
+        layout : PageLayout
+        pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        table : Tensor ``[B, M]``
+            Page ids; only those of the slots named are read.
+        first, last : int
+        """
+        if self.store is None:
+            raise UnsupportedError("look_at: the shapes are unknown; append keys and values of no tokens first.")
+        self.store.layout, self.store.pages, self.store.table = layout, pages, table
+        self._forget_decoded()
+        for state in self.roles.values():
+            state.runs = [(first, last)] if first < last else []
+        self.length = last - first
+
+    def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape[:3] != values.shape[:3]:
+            raise ShapeError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
+                f"pass both as [batch, kv_heads, tokens, head_dim]."
+            )
+        if keys.dtype != values.dtype or (self.store is not None and keys.dtype != self._dtype):
+            held_dtype = "" if self.store is None else f"; the cache was filled with {self._dtype}"
+            raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout.")
+        if self.store is None:
+            return
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            held = self.roles[role].dense("sink").shape
+            if (x.shape[0], x.shape[1], x.shape[3]) != (held[0], held[1], held[3]):
+                raise ShapeError(
+                    f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={held[0]}, "
+                    f"kv_heads={held[1]}, head_dim={held[3]}; use another cache or reset() this one."
+                )
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Decoded keys and values of the live tokens ``[first, last)``.
+
+        Returns
+        -------
+        (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis, dtype of the input.
+        """
+        if self.store is None:
+            raise UnsupportedError("the cache is empty: append keys and values before decoding.")
+        last = self.length if last is None else last
+        if not 0 <= first <= last <= self.length:
+            raise ShapeError(f"decode({first}, {last}): the cache holds tokens 0..{self.length}; pass a range of them.")
+        return self._decode_role("key", first, last), self._decode_role("value", first, last)
+
+    def _decode_role(self, role: Role, first: int, last: int) -> Tensor:
+        state = self.roles[role]
+        sink, window = state.dense("sink"), state.dense("window")
+        parts = [sink[:, :, first:last].to(self._dtype)] if first < sink.shape[2] else []
+        at = sink.shape[2]
+        for a, b in state.runs:
+            lo, hi = max(first - at, 0), min(last - at, b - a)
+            if lo < hi:
+                decode = self._recall if self.remember else self._decode_slots
+                parts.append(decode(state, a + lo, a + hi))
+            at += b - a
+        if last > at:
+            parts.append(window[:, :, max(first - at, 0) : last - at].to(self._dtype))
+        if not parts:
+            return window[:, :, :0].to(self._dtype)
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def _recall(self, state: RoleState, first: int, last: int) -> Tensor:
+        """``_decode_slots`` of slots that were not decoded before, joined to those that were."""
+        known = state.remembered
+        held = 0 if known is None else known.shape[2]
+        if last > held:
+            new = self._decode_slots(state, held, last)
+            state.remembered = known = new if known is None else torch.cat([known, new], 2)
+        assert known is not None
+        return known[:, :, first:last]
+
+    def _forget_decoded(self) -> None:
+        """Slots mean other tokens from now on."""
+        for state in self.roles.values():
+            state.remembered = None
+
+    def _decode_slots(self, state: RoleState, first: int, last: int) -> Tensor:
+        assert self.store is not None
+        assert state.params is not None
+        payload = self.store.read(state.role, first, last)
+        x = state.codec.from_code(state.codec.decode(payload, state.params), state.params)
+        skip = first - first // state.codec.block_tokens * state.codec.block_tokens
+        x = x[:, :, skip : skip + last - first]
+        # an extreme may decode to beyond fp16's range: saturate, never Inf in the model's dtype
+        return (x.clamp(-FP16_MAX, FP16_MAX) if self._dtype == torch.float16 else x).to(self._dtype)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float | None = None,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        sinks: Tensor | None = None,
+        chunk: int = 1024,
+    ) -> Tensor:
+        """Attention of ``q`` over the live tokens; see ``kvcodec.attention.attend``."""
+        from kvcodec.attention import attend
+
+        return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
+
+    # -- removing and rearranging ----------------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Keep the oldest ``length`` tokens; those behind them are forgotten."""
+        if not 0 <= length <= self.length:
+            raise ShapeError(f"crop({length}): the cache holds {self.length} tokens; pass 0..{self.length}.")
+        self._remove(length, self.length)
+
+    def evict(self, n: int, keep: int = 0) -> None:
+        """Forget the oldest ``n`` tokens behind the first ``keep`` ones.
+
+        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, the middle goes. Positions are the caller's
+        business: a model with rotary embeddings sees the keys as they were rotated when appended.
+        """
+        if n < 0 or keep < 0 or keep + n > self.length:
+            raise ShapeError(
+                f"evict({n}, keep={keep}): the cache holds {self.length} tokens; keep + n may not exceed that."
+            )
+        self._remove(keep, keep + n)
+        self.start += n
+
+    def _remove(self, first: int, last: int) -> None:
+        if first == last or self.store is None:
+            return
+        self._forget_decoded()
+        for state in self.roles.values():
+            sink, window = state.dense("sink"), state.dense("window")
+            s, e = sink.shape[2], state.encoded
+            if first < s:
+                state.sink = torch.cat([sink[:, :, :first], sink[:, :, min(last, s) :]], 2)
+            if first < s + e and last > s:
+                state.remove(max(first - s, 0), min(last - s, e))
+            if last > s + e:
+                a, b = max(first - s - e, 0), last - s - e
+                state.window = torch.cat([window[:, :, :a], window[:, :, b:]], 2)
+        self.length -= last - first
+        self._free_dead_pages()
+
+    def _free_dead_pages(self) -> None:
+        """Give back the pages in which no token lives and into which no role will write."""
+        assert self.store is not None
+        tokens = self.store.layout.page_tokens
+        states = self.roles.values()
+        self.store.trim(max(self.reserve, *(s.next_slot for s in states)))
+        written = min(s.next_slot for s in states) // tokens  # a role that lags behind still writes into later pages
+        live = {page for s in states for a, b in s.runs for page in range(a // tokens, -(-b // tokens))}
+        dead = sorted(set(range(written)) - live)
+        if not dead:
+            return
+        self.store.keep(sorted(set(range(self.store.table.shape[1])).difference(dead)))
+        for state in states:
+            shifts = [tokens * bisect.bisect_left(dead, a // tokens) for a, _ in state.runs]
+            state.runs = [(a - shift, b - shift) for (a, b), shift in zip(state.runs, shifts, strict=True)]
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` of the batch, in that order, repeats allowed (beam search, batch split)."""
+        if self.store is None:
+            return
+        index = torch.as_tensor(indices, device=self.store.table.device)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch:
+            raise ShapeError(
+                f"select: {index.tolist()} does not fit a batch of {self.batch}; pass 0..{self.batch - 1}."
+            )
+        batch = self.batch
+        self._forget_decoded()
+        for state in self.roles.values():
+            state.sink = state.dense("sink").index_select(0, index)
+            state.window = state.dense("window").index_select(0, index)
+            if state.codec.needs_sample and state.params is not None and batch > 1:
+                state.params = {
+                    k: p.index_select(0, index) if p.shape[0] == batch else p for k, p in state.params.items()
+                }
+        self.store.select(index)
+
+    def repeat(self, times: int) -> None:
+        """Repeat every sequence ``times`` times, as ``repeat_interleave`` does."""
+        if self.store is not None:
+            self.select(torch.arange(self.batch).repeat_interleave(times))
+
+    # -- accounting ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held for the sequences (constants of the site are not among them)."""
+        if self.store is not None:
+            yield from self.store.tensors()
+            for state in self.roles.values():
+                yield state.dense("sink")
+                yield state.dense("window")
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes really held, by part; the sum is the bytes of ``tensors()``.
+
+        Keys: ``key.codes``, ``value.scales``, ... (planes of live slots), ``key.sink``, ``key.window``, ...,
+        ``reserve`` (free slots, dead slots and plane padding) and ``table``.
+        """
+        if self.store is None:
+            return {}
+        parts: dict[str, int] = {}
+        used = 0
+        for plane in self.store.layout.planes:
+            state = self.roles["key" if plane.role == "key" else "value"]
+            tokens = self.store.layout.page_tokens // plane.blocks
+            blocks = sum(-(-b // tokens) - a // tokens for a, b in state.runs)
+            held = blocks * plane.field.nbytes * self.batch * self.store.heads
+            name = f"{plane.role}.{plane.field.part}"
+            parts[name] = parts.get(name, 0) + held
+            used += held
+        for role, state in self.roles.items():
+            for name in ("sink", "window"):
+                if bytes_ := _storage_bytes(state.dense(name)):
+                    parts[f"{role}.{name}"] = bytes_
+        parts["reserve"] = _storage_bytes(self.store.pages) - used
+        parts["table"] = _storage_bytes(self.store.table)
+        return parts
+
+    def constant_bytes(self) -> int:
+        """Bytes of the sites' constants (signs, codebooks): fixed per layer, whatever the length."""
+        return sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
+
+    def elements(self) -> int:
+        """Elements of K and V that the live tokens stand for."""
+        dims = sum(s.site.head_dim for s in self.roles.values())
+        return self.batch * (self.store.heads if self.store else 0) * self.length * dims
+
+
+def _storage_bytes(x: Tensor) -> int:
+    """Bytes of the memory behind ``x``: a view that keeps a larger tensor alive counts in full."""
+    return x.untyped_storage().nbytes()

@@ -1,0 +1,1 @@
+"""What is written to disk: one versioned container, and in it caches and fitted constants."""

@@ -1,0 +1,307 @@
+"""The attention function ``kvcodec``: transformers' attention over packed pages, without a decoded copy of them.
+
+A cache layer hands over itself (``PackedKV``) instead of decoded keys and values; the function registered with
+transformers reads the pages from it, chunk by chunk or in the fused kernels. The handle carries the layer, so several
+caches may share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvcodec.attention import Partial, Seen, attend, merge, partial
+from kvcodec.cache import many as staged
+from kvcodec.cache.device import FusedLayerCache
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.integrations.transformers.plan import ATTENTION_NAME
+
+if TYPE_CHECKING:
+    from kvcodec.integrations.transformers.layers import PackedLayer
+
+START = "kvcodec_start"
+"""Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
+RULES = "kvcodec_rules"
+"""Attribute of a mask tensor: what ``_rules`` found it to say, by its arguments."""
+QUERY_CHUNK = 256
+"""Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
+
+
+class PackedKV:
+    """Stands for the K and V of a packed layer; any use of it as a tensor is refused with a sentence."""
+
+    def __init__(self, layer: "PackedLayer") -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and tracing ask for what is not there
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"the model used {name!r} of keys or values that are still packed: its attention is not "
+            f"{ATTENTION_NAME!r}, or it changes K and V behind the cache. Call "
+            f"model.set_attn_implementation({ATTENTION_NAME!r}), or use attention='decoded'."
+        )
+
+
+def kvcodec_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **_ignored: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a packed layer, or over plain tensors; transformers' attention signature.
+
+    Parameters
+    ----------
+    query : Tensor ``[B, HQ, n, D]``
+    key, value : PackedKV, or Tensor ``[B, H, N, D]``
+    attention_mask : Tensor, optional
+        Boolean (True = attend) or additive, ``[B, 1, n, N]``; None is causal.
+    s_aux : Tensor, optional
+        Learned sink logits ``[HQ]`` (GPT-OSS).
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+
+    Returns
+    -------
+    (Tensor ``[B, n, HQ, D]``, None)
+
+    Raises
+    ------
+    UnsupportedError
+        For position biases or dropout, which this function does not compute.
+    """
+    if position_bias is not None:
+        raise UnsupportedError(
+            f"layer {getattr(module, 'layer_idx', '?')}: position_bias is not computed by attention "
+            f"{ATTENTION_NAME!r}; use attention='decoded' with the model's own attention."
+        )
+    if dropout:
+        raise UnsupportedError(
+            f"attention {ATTENTION_NAME!r} has no dropout (got {dropout}); call model.eval() before generating."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not isinstance(key, PackedKV) and attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
+    if isinstance(key, PackedKV):
+        if query.shape[2] > 1 and isinstance(key.layer.cache, FusedLayerCache):
+            several = _several_apart if torch.compiler.is_compiling() else _several
+            out = several(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+        else:
+            out = _packed(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+    elif s_aux is None and not softcap:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, is_causal=causal)
+        return out, None
+    else:
+        out = _dense(query, key, value, attention_mask, scale, causal, s_aux, softcap or 0.0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    query: Tensor,
+    layer: "PackedLayer",
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    cache = layer.cache
+    if layer.attention == "fused" and query.shape[2] == 1:
+        start = None if mask is None else _visible_from(mask, layer)
+        out = cache.attend(query, scale=scale, sinks=sinks, start=start, softcap=softcap)  # type: ignore[call-arg]
+        layer.attended("fused", query)
+        return out
+    if mask is not None:
+        mask = _fit_mask(mask, len(cache), layer.is_sliding)
+    out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+    layer.attended("streamed", query)
+    return out
+
+
+def _several(
+    query: Tensor,
+    layer: "PackedLayer",
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of several query tokens over a fused cache."""
+    cache = layer.cache
+    assert isinstance(cache, FusedLayerCache)
+    if staged.refusal(cache):
+        return _packed(query, layer, mask, scale, causal, sinks, softcap)
+    cache.synchronize()
+    rules = Seen(causal) if mask is None else _rules(mask, layer, staged.tokens(cache))
+    rules = rules._replace(softcap=softcap)
+    if len(rules.start) == 1:
+        rules = rules._replace(start=rules.start * query.shape[0])
+    out = staged.attend(cache, query, scale=scale, sinks=sinks, seen=rules)
+    layer.attended("staged" if rules.flash else "scored", query)
+    return out
+
+
+_several_apart = torch.compiler.disable(_several)  # lengths and masks are looked at on the host
+
+
+def _rules(mask: Tensor, layer: "PackedLayer", held: int) -> Seen:
+    """Read a mask of several queries: as causal, with the layer's window and left padding, if it says just that.
+
+    One host sync for each mask: the layers of a model share it, and it carries what was found.
+    """
+    window, chunk, place = layer.reach(held)
+    asked = (held, window, chunk, place)
+    known: dict[tuple[int, ...], Seen | None] = getattr(mask, RULES, {})
+    if asked not in known:
+        known = {**known, asked: _read_mask(_fit_mask(mask, held, layer.is_sliding), window, chunk, place)}
+        setattr(mask, RULES, known)
+    return known[asked] or Seen(mask=_fit_mask(mask, held, layer.is_sliding))
+
+
+def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None:
+    """Return what ``mask [B, 1, n, N]`` says if it hides only what comes later, what is out of reach and left padding.
+
+    Parameters
+    ----------
+    mask : Tensor
+        Boolean (True = attend) or additive, of the newest n of N tokens.
+    window, chunk, place : int
+        As ``Seen``.
+    """
+    n, held = mask.shape[-2:]
+    rules = Seen(window=window, chunk=chunk, place=place)
+    if mask.shape[1] != 1:
+        return None
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    keys = torch.arange(held, device=mask.device)
+    own = keys[held - n :, None]
+    wanted = keys <= own
+    if window:
+        wanted &= keys > own - window
+    if chunk:
+        wanted &= (place + keys) // chunk == (place + own) // chunk
+    ever = visible.any(2)[:, 0]  # [B, N]
+    start = torch.where(ever.any(-1), ever.to(torch.uint8).argmax(-1), held)
+    same = (visible == (wanted & (keys >= start[:, None, None, None]))).all()
+    if mask.dtype != torch.bool:  # hidden tokens are hidden, not merely weighed less
+        same &= (visible | (mask < torch.finfo(mask.dtype).min / 2)).all()
+    *found, fits = torch.cat([start, same[None]]).tolist()
+    if not fits:
+        return None
+    oldest = rules.first(0, n, held)  # what no query reaches need not be hidden as well
+    padding = tuple(int(s) if s > oldest else 0 for s in found)
+    return rules._replace(start=padding if any(padding) else ())
+
+
+def _visible_from(mask: Tensor, layer: "PackedLayer") -> Tensor:
+    """Turn the mask of one query token into the first visible token of each sequence, int32 ``[B]``."""
+    start = getattr(mask, START, None)
+    if start is None:
+        start = left_padding(mask)
+    # tokens that only a sliding layer's recorded past holds; a static cache is masked to its full capacity
+    older = 0 if layer.is_compileable else len(layer.cache) - mask.shape[-1]
+    tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not layer.mask_checked and not tracing:
+        layer.mask_checked = True  # one host sync per prefill, none per step
+        seen = _seen(mask)
+        runs = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
+        if bool((runs > 1).any()):
+            raise UnsupportedError(
+                "fused attention takes left padding only; this attention mask hides tokens in the middle. "
+                "Use attention='streamed' or 'decoded'."
+            )
+    return start + older
+
+
+def _seen(mask: Tensor) -> Tensor:
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return visible[:, 0, 0]
+
+
+def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
+    """Match the mask's width to the tokens held.
+
+    A sliding layer that records its past holds older tokens than any query sees; a static cache is masked to its full
+    capacity.
+    """
+    missing = held - mask.shape[-1]
+    if missing < 0:
+        return mask[..., :held]
+    if missing and not sliding:
+        raise ShapeError(f"attention mask {tuple(mask.shape)} is narrower than the {held} tokens held by the cache.")
+    if not missing:
+        return mask
+    return pad(mask, (missing, 0), value=False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+
+
+def left_padding(mask: Tensor) -> Tensor:
+    """Count the hidden tokens before the first visible one: int32 ``[B]``, without a host sync.
+
+    Parameters
+    ----------
+    mask : Tensor ``[B, 1, 1, N]``
+        Mask of one query token: boolean, or additive with large negative numbers for hidden tokens.
+    """
+    return _seen(mask).to(torch.uint8).argmax(-1).to(torch.int32)
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention over plain tensors with learned sinks or a soft cap."""
+    b, hq, n, _ = q.shape
+    total = k.shape[2]
+    outs = []
+    for first in range(0, n, QUERY_CHUNK):
+        rows = q[:, :, first : first + QUERY_CHUNK]
+        hidden = None
+        if mask is not None:
+            hidden = mask[:, :, first : first + QUERY_CHUNK, :total]
+        elif causal and n > 1:
+            at = torch.arange(first, first + rows.shape[2], device=q.device) + total - n
+            hidden = torch.arange(total, device=q.device)[None, :] <= at[:, None]
+        if hidden is not None and hidden.dtype == torch.bool:
+            hidden = torch.zeros(hidden.shape, device=q.device).masked_fill_(~hidden, -torch.inf)
+        part = partial(rows, k, v, scale, hidden, softcap)
+        if sinks is not None:
+            logit = sinks.float().reshape(1, hq, 1).expand(b, hq, rows.shape[2])
+            part = merge(part, Partial(logit, torch.ones_like(logit), torch.zeros_like(part.acc)))
+        outs.append((part.acc / part.l.clamp_min(1e-38)[..., None]).to(q.dtype))
+    return torch.cat(outs, 2)
+
+
+def kvcodec_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' SDPA mask; that of one query token also carries where each sequence starts.
+
+    The fused kernel needs only the start, and one reduction over the mask here replaces one in every layer.
+    """
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is not None and mask.shape[-2] == 1 and not torch.compiler.is_compiling():
+        setattr(mask, START, left_padding(mask))
+    return mask
+
+
+AttentionInterface.register(ATTENTION_NAME, kvcodec_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, kvcodec_mask)

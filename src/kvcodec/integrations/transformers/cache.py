@@ -1,0 +1,446 @@
+"""A packed KV cache for Hugging Face ``generate``: ``cache_for``, ``KVCache``, ``load_cache``.
+
+::
+
+    cache = kvcodec.cache_for(model, "saw-int4")
+    model.generate(**inputs, past_key_values=cache)
+    cache.report()
+
+Three ways of attention. ``decoded``: each layer's packed K and V are decoded for the time of its attention; works with
+every attention implementation. ``streamed``: the registered attention function ``kvcodec`` reads the pages a chunk at
+a time, so no decoded copy of a layer exists. ``fused``: the same road with the fused GPU kernels for one-token steps.
+The last two need the attention function, which importing this module registers::
+
+    from kvcodec.integrations.transformers import cache_for
+    model.set_attn_implementation("kvcodec")
+"""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
+
+from kvcodec.cache.host import LayerCache
+from kvcodec.errors import (
+    BrokenPresetError,
+    FitError,
+    FormatError,
+    KVCodecWarning,
+    SpecError,
+    UnsupportedError,
+    nearest,
+)
+from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries, load_params
+from kvcodec.integrations.transformers.layers import Arrivals, PackedLayer, Prefill, WindowedLayer
+from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.key_bias import Probe, biases_of, probe_option
+from kvcodec.probe import OutlierProbe
+from kvcodec.probe import report as probe_report
+from kvcodec.registry import from_json, get
+from kvcodec.scheme import KVScheme
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """The packed cache of a model; made by ``cache_for``, passed as ``past_key_values``.
+
+    Everything that transformers does to a cache works on the packed bytes: beam reordering, cropping, batch selection
+    and repetition, reset, further turns. Each token is encoded once.
+
+    Parameters
+    ----------
+    layers : list
+        One cache layer per layer of the model that has one.
+    scheme : KVScheme
+    plan : ModelPlan
+    options : dict
+        ``prefill, attention, seed, page_tokens`` as given.
+    probe : OutlierProbe or None
+    """
+
+    def __init__(
+        self,
+        layers: list[Any],
+        scheme: KVScheme,
+        plan: ModelPlan,
+        options: dict[str, Any],
+        probe: OutlierProbe | None,
+    ) -> None:
+        super().__init__(layers=layers)
+        self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
+
+    @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers that hold packed K and V."""
+        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    @property
+    def layer_caches(self) -> list[LayerCache]:
+        """The LayerCache of every packed layer."""
+        self.settle()
+        return [layer.cache for layer in self.packed_layers]
+
+    def settle(self) -> None:
+        """Look at what a forward pass that stopped in its middle has left (one host sync); every reader does.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504 in its tokens; they are dropped.
+        """
+        for packed in self.packed_layers[:1]:
+            packed.arrivals.settle()
+
+    def report(self) -> dict[str, Any]:
+        """Measure what the cache holds.
+
+        Returns
+        -------
+        dict
+            ``spec, model, tokens, batch`` (tokens: seen per sequence);
+            ``bytes`` by part and ``layers`` (a list: layer, note, tokens, bytes by part, total_bytes, prefill and
+            attention calls that ran, the kernels that serve it);
+            ``total_bytes``: all bytes held for the sequences; ``constant_bytes``: constants of the sites, beside them;
+            ``effective_bits``: total_bytes x 8 / elements held; ``key_bits, value_bits``: of the codecs, from the
+            layout (None while head_dim is unknown, or where layers differ in it);
+            ``ratio_to_16bit``: bytes of the same tokens in 16 bit / total_bytes;
+            ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
+            a layer or made its pages grow (the copies that encoding a prefill needs are not in it);
+            ``prefill, attention``: as chosen; ``paths``: calls by path that really ran; ``keys``: the outlier probe.
+        """
+        self.settle()
+        layers = [_layer_report(layer) for layer in self.packed_layers]
+        total = sum(layer["total_bytes"] for layer in layers)
+        elements = sum(cache.elements() for cache in self.layer_caches)
+        parts: dict[str, int] = {}
+        for layer in layers:
+            for part, size in layer["bytes"].items():
+                parts[part] = parts.get(part, 0) + size
+        paths: dict[str, int] = {}
+        for packed in self.packed_layers:
+            for path, count in packed.calls.items():
+                paths[path] = paths.get(path, 0) + count
+        dim = self._head_dim()
+        return {
+            "spec": str(self.scheme),
+            "model": self.plan.name,
+            "tokens": int(self.get_seq_length()),
+            "batch": max((cache.batch for cache in self.layer_caches), default=0),
+            "bytes": parts,
+            "total_bytes": total,
+            "constant_bytes": sum(cache.constant_bytes() for cache in self.layer_caches),
+            "effective_bits": total * 8 / elements if elements else 0.0,
+            "key_bits": self.scheme.key_bits(dim) if dim else None,
+            "value_bits": self.scheme.value_bits(dim) if dim else None,
+            "ratio_to_16bit": elements * 2 / total if elements else 0.0,
+            "workspace_bytes": max((_workspace_bytes(layer) for layer in self.packed_layers), default=0),
+            "prefill": self.options["prefill"],
+            "attention": self.options["attention"],
+            "paths": {path: count for path, count in paths.items() if count},
+            "compiled": any(layer.compiled for layer in self.packed_layers),
+            "keys": probe_report(self.probe) if self.probe else {},
+            "layers": layers,
+            "unpacked_layers": [
+                {"layer": i, "note": f"{planned.type}: {_unpacked_note(planned)}"}
+                for i, planned in enumerate(self.plan.layers)
+                if not planned.holds_kv
+            ],
+        }
+
+    def __repr__(self) -> str:
+        """Return spec, tokens, bytes and bits on one line."""
+        seen = self.report()
+        return (
+            f"KVCache({seen['spec']!r}, {len(self.layers)} layers, {seen['batch']} x {seen['tokens']} tokens, "
+            f"{seen['total_bytes'] / 2**20:.2f} MiB, {seen['effective_bits']:.2f} bits, "
+            f"{seen['ratio_to_16bit']:.2f}x smaller than 16-bit; prefill={seen['prefill']!r}, "
+            f"attention={seen['attention']!r})"
+        )
+
+    def _head_dim(self) -> int | None:
+        held = {cache.roles["key"].site.head_dim for cache in self.layer_caches if cache.roles}
+        if len(held) > 1:
+            return None
+        return held.pop() if held else self.plan.head_dim
+
+    def save(self, path: str | Path) -> None:
+        """Write the packed cache to one safetensors file; ``load_cache`` reads it.
+
+        Raises
+        ------
+        UnsupportedError
+            If the model has layers whose state is not packed (linear attention), or the cache is empty.
+        """
+        from kvcodec.files.caches import save_layers
+
+        if kinds := sorted({layer.type for layer in self.plan.layers if layer.holds_state}):
+            raise UnsupportedError(
+                f"{self.plan.name}: {', '.join(kinds)} layers hold a state that is not packed; save is not offered."
+            )
+        if not all(layer.filled for layer in self.packed_layers):
+            raise UnsupportedError("the cache is empty: run the model with it before saving.")
+        meta = {
+            "integration": "transformers",
+            "model": self.plan.name,
+            "scheme": self.scheme.to_json(),
+            "spec": str(self.scheme),
+            "options": self.options,
+            "layers": _described(self.plan),
+            "seen": [int(layer.get_seq_length()) for layer in self.packed_layers],
+        }
+        save_layers(path, self.layer_caches, meta)
+
+
+def cache_for(
+    model_or_config: Any,
+    spec: str | KVScheme,
+    *,
+    prefill: Prefill = "exact",
+    attention: Attention = "decoded",
+    seed: int = 0,
+    params: LayerParams | str | Path | None = None,
+    page_tokens: int | None = None,
+    max_len: int | None = None,
+    probe: Probe | bool = "refuse",
+) -> KVCache:
+    """Make an empty packed cache for a model.
+
+    Parameters
+    ----------
+    model_or_config : PreTrainedModel or PreTrainedConfig
+    spec : str or KVScheme
+        E.g. ``"saw-int4"``, ``"kivi-2:window=64"``.
+    prefill : {"exact", "decoded"}
+        ``exact``: the call that fills the empty cache attends the fresh K and V; every later call attends what is
+        stored. ``decoded``: every call attends what is stored, as papers evaluate.
+    attention : {"decoded", "streamed", "fused"}
+        See the module's text. The last two need ``model.set_attn_implementation("kvcodec")``, called after this module
+        is imported.
+    seed : int
+        Random constants derive from it, the layer, the role and the head.
+    params : path or mapping, optional
+        Fitted constants: a file that ``kvcodec fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
+        them codecs that need a sample are fitted on each prefill.
+    page_tokens : int, optional
+        Tokens of a page; default 64, rounded up to whole blocks.
+    max_len : int, optional
+        Tokens to allocate for at once. With ``fused`` the cache is static then: a decode step neither synchronises nor
+        allocates, so it can be captured in a CUDA graph.
+    probe : {"refuse", "warn", "off"} or bool
+        What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
+        token; outlier channels otherwise on the first prefill. ``refuse``, which True is as well: raise, and name
+        presets that hold; a refused prefill leaves the cache empty. ``warn``: say so and go on. ``off`` or False: do
+        not look.
+
+    Raises
+    ------
+    SpecError
+        Unknown spec or option.
+    ShapeError
+        If a codec cannot take the model's head_dim.
+    FormatError
+        If the params file is damaged, or was fitted for another scheme, model or seed.
+    FitError
+        If the constants need the model's queries and no params are given, or params are given for layers or roles
+        that the model does not have.
+    UnsupportedError
+        If the model or one of its layers cannot be served; the text names the layer and the reason.
+    BrokenPresetError
+        If the codec breaks on the model's key biases; see ``probe``.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig
+    >>> cache_for(LlamaConfig(num_hidden_layers=2), "saw-int4")
+    KVCache('saw-int4', 2 layers, 0 x 0 tokens, 0.00 MiB, 0.00 bits, 0.00x smaller than 16-bit; prefill='exact', \
+attention='decoded')
+    """
+    _check_option("prefill", prefill, get_args(Prefill))
+    _check_option("attention", attention, get_args(Attention))
+    if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
+        raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
+    action = probe_option(probe)
+    scheme = get(spec)
+    if scheme.query_error and attention == "decoded":
+        raise UnsupportedError(
+            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
+            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
+        )
+    plan = plan_for(model_or_config, attention)
+    kv_layers = plan.kv_layers
+    schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
+    check_layouts(plan, schemes, page_tokens)
+    given = _given(params, model_or_config, scheme, seed)
+    check_given(plan.name, [layer.index for layer in kv_layers], given)
+    check_queries(scheme, [layer.index for layer in kv_layers], given)
+    watch = _watch(model_or_config, plan, scheme, given, action)
+    arrivals = Arrivals(len(kv_layers), watch)
+    build = _builder(attention, plan, schemes, model_or_config, max_len, page_tokens)
+    packed = iter(zip(kv_layers, schemes, strict=True))
+    layers: list[Any] = []
+    for planned in plan.layers:
+        if not planned.holds_kv:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
+            continue
+        _, layer_scheme = next(packed)
+        if planned.window is not None:
+            layer_scheme = replace(layer_scheme, sink=0)
+        cache = build(
+            layer_scheme,
+            layer=planned.index,
+            seed=seed,
+            params=given.get(planned.index),
+            page_tokens=page_tokens,
+            capacity=max_len or 0,
+        )
+        if planned.window is None:
+            layers.append(PackedLayer(cache, planned.index, attention, prefill, arrivals))
+        else:
+            common = cache, planned.index, attention, prefill, arrivals
+            layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
+    options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
+    made = KVCache(layers, scheme, plan, options, watch)
+    if watch is not None:
+        watch.undo = made.reset
+    return made
+
+
+def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:
+    """Read a cache that ``KVCache.save`` wrote.
+
+    Parameters
+    ----------
+    path : str or Path
+    model_or_config : PreTrainedModel or PreTrainedConfig
+        The model it shall serve.
+    attention : {"decoded", "streamed"}, optional
+        Default as saved; one saved with ``fused`` is loaded with ``streamed``.
+
+    Raises
+    ------
+    FormatError
+        If the file is cut, altered, foreign or newer, or does not fit the model; the text says which.
+    """
+    from kvcodec.files.caches import load_layers
+
+    held, meta = load_layers(path, device=getattr(model_or_config, "device", "cpu"))
+    if meta.get("integration") != "transformers":
+        raise FormatError(f"{path}: holds no transformers cache; load_cache reads what KVCache.save wrote.")
+    try:
+        options, scheme = dict(meta["options"]), from_json(meta["scheme"])
+        saved, seen = meta["layers"], [int(n) for n in meta["seen"]]
+        saved_attention = options.pop("attention")
+        way = attention or ("streamed" if saved_attention == "fused" else saved_attention)
+        if way == "fused":
+            raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
+        # constants are those of the file, layer by layer
+        fitted = {layer.layer: layer.fitted for layer in held}
+        cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
+    except (KeyError, TypeError, ValueError, FitError) as error:
+        raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
+    reason = check_fits(cache.plan, held)
+    if not reason and saved != _described(cache.plan):
+        reason = f"its layer types differ from those of {cache.plan.name}"
+    if not reason and len(seen) != len(held):
+        reason = f"it states {len(seen)} lengths for {len(held)} layers"
+    if reason:
+        raise FormatError(f"{path} does not fit this model: {reason}. Load it with the model it was saved from.")
+    for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
+        layer.cache = layer_cache
+        layer.filled = layer.is_initialized = True
+        if isinstance(layer, WindowedLayer):
+            layer.cumulative_length = count
+    return cache
+
+
+def _described(plan: ModelPlan) -> list[dict[str, Any]]:
+    """Return what a file says of the packed layers; which others there are depends on transformers' version."""
+    return [{"type": layer.type, "window": layer.window} for layer in plan.kv_layers]
+
+
+def _unpacked_note(planned: LayerPlan) -> str:
+    if planned.holds_state:
+        return "state held as transformers does"
+    return "nothing to hold, the layer has no attention or borrows K and V of an earlier one"
+
+
+def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SpecError(f"{name}={value!r}: expected one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
+
+
+def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme: KVScheme, seed: int) -> LayerParams:
+    """Constants by layer, after checking that they were fitted for this."""
+    if isinstance(params, str | Path):
+        return load_params(params, model_or_config, scheme, seed=seed)
+    if isinstance(params, FittedParams):
+        params.check(model_or_config, scheme, seed=seed)
+    return params or {}
+
+
+def _watch(
+    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams, action: Probe
+) -> OutlierProbe | None:
+    """Refuse, or warn of, a scheme that breaks on the model's key biases; return what watches the first prefill."""
+    if action == "off":
+        return None
+    biases = biases_of(model_or_config, plan)
+    watch = OutlierProbe(scheme, action, biases)
+    if biases and (why := biases.refusal(scheme, params=given)):
+        if action == "refuse":
+            raise BrokenPresetError(why)
+        warnings.warn(why, KVCodecWarning, stacklevel=3)
+        watch.warned = True
+    return watch
+
+
+def _builder(
+    attention: Attention,
+    plan: ModelPlan,
+    schemes: list[KVScheme],
+    model_or_config: Any,
+    max_len: int | None,
+    page_tokens: int | None,
+) -> type[LayerCache]:
+    """Return the class of layer cache, after refusing what the fused kernels cannot take."""
+    if attention != "fused":
+        return LayerCache
+    from kvcodec.cache.device import FusedLayerCache, fused_refusal
+
+    device = getattr(model_or_config, "device", None)
+    if device is not None:
+        for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+            if layer.head_dim is None:
+                continue
+            if reason := fused_refusal(scheme, layer.head_dim, device, max_len or 0, page_tokens, plan.softcap):
+                raise UnsupportedError(
+                    f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
+                )
+    if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
+        raise UnsupportedError(
+            f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
+            f"not; leave max_len out."
+        )
+    return FusedLayerCache
+
+
+def _workspace_bytes(layer: PackedLayer) -> int:
+    store = layer.cache.store
+    return max(layer.workspace_bytes, store.growth_bytes if store else 0)
+
+
+def _layer_report(layer: PackedLayer) -> dict[str, Any]:
+    parts = layer.cache.nbytes()
+    note = layer.note()
+    if layer.cache.roles:
+        note += "".join(f", {role} dense" for role, s in layer.cache.roles.items() if type(s.codec).__name__ == "Dense")
+    return {
+        "layer": layer.index,
+        "note": note,
+        "tokens": len(layer.cache),
+        "bytes": parts,
+        "total_bytes": sum(parts.values()),
+        "calls": {path: count for path, count in layer.calls.items() if count},
+        "kernels": getattr(layer.cache, "kernels", dict)(),
+    }

@@ -1,0 +1,172 @@
+"""What a measuring run does to a model's attention, and undoes: watch it, or let it read a packed cache."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor
+
+from kvcodec.codec import Params, Role
+from kvcodec.errors import UnsupportedError
+from kvcodec.files.params import LayerParams
+from kvcodec.key_bias import Probe
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme
+
+Prefill = Literal["decoded", "exact"]
+RECORDER = "kvcodec_recorder"
+
+Watcher = Callable[[Any, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], None]
+"""Called with (module, query, key, value, mask, options) as the attention function receives them, after RoPE."""
+
+
+@contextmanager
+def implementation(model: Any, name: str) -> Iterator[None]:
+    """Run the block with another attention implementation; the model's own is set again however it ends."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def watched(model: Any, seen: Watcher) -> Iterator[None]:
+    """Show every attention call of the block to ``seen``; the model computes what it always does.
+
+    Raises
+    ------
+    UnsupportedError
+        If the block ran through and nothing was seen: the model does not use transformers' attention interface.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    own = model.config._attn_implementation
+    calls, watcher = 0, seen
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        nonlocal calls
+        calls += 1
+        watcher(module, query, key, value, attention_mask, options)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return AttentionInterface().get_interface(own, eager)(module, query, key, value, attention_mask, **options)
+
+    # the mask must be built as for the model's own implementation
+    AttentionMaskInterface.register(RECORDER, AttentionMaskInterface()[own])
+    AttentionInterface.register(RECORDER, attention)
+    try:
+        with implementation(model, RECORDER):
+            yield
+    finally:
+        # transformers keeps what was registered: it must not keep alive what was recorded
+        watcher = _blind
+    if not calls:
+        raise UnsupportedError(
+            f"{type(model).__name__}: no attention layer was seen; its attention does not go through transformers' "
+            f"attention interface, so its keys, values and queries cannot be recorded."
+        )
+
+
+def _blind(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> None:
+    """See nothing: what is registered once a block has ended."""
+
+
+def attention_of(scheme: KVScheme) -> Literal["decoded", "streamed"]:
+    """How a run reads a scheme's cache: ``streamed`` where queries are rounded inside attention, else ``decoded``."""
+    return "streamed" if scheme.query_error else "decoded"
+
+
+@contextmanager
+def packed_cache(
+    model: Any,
+    spec: str | KVScheme,
+    *,
+    prefill: Prefill = "decoded",
+    seed: int = 0,
+    params: LayerParams | None = None,
+    probe: Probe = "warn",
+) -> Iterator[Any]:
+    """Give an empty ``KVCache``, and the model the attention that the scheme needs for the time of the block."""
+    with CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, probe=probe).attending() as new_cache:
+        yield new_cache()
+
+
+class CacheMaker:
+    """Makes empty caches of one scheme for one model, one after another.
+
+    Constants that no sample decides (signs, rotations, codebooks) are drawn for the first cache alone: the later ones
+    take them over. What is fitted on a prefill is fitted on each. The probe watches the first cache only.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    spec : str or KVScheme
+    prefill, seed, params, probe
+        As ``cache_for`` takes them. Who measures sees what breaks, so it is told (``warn``), not refused.
+    remember : bool
+        ``LayerCache(remember=True)``: each token is decoded once. For scores; never where speed is what is measured.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: str | KVScheme,
+        *,
+        prefill: Prefill = "decoded",
+        seed: int = 0,
+        params: LayerParams | None = None,
+        remember: bool = False,
+        probe: Probe = "warn",
+    ) -> None:
+        self.model, self.scheme, self.prefill, self.seed = model, get(spec), prefill, seed
+        self.params, self.remember, self.probe = params, remember, probe
+        self._first: Any = None
+        self._drawn = False
+
+    @contextmanager
+    def attending(self) -> Iterator[Callable[[], Any]]:
+        """Give the function that makes a cache, and the model the attention that the scheme needs, for the block."""
+        from kvcodec.integrations import transformers  # registers the attention function
+        from kvcodec.integrations.transformers.plan import ATTENTION_NAME
+
+        way = attention_of(self.scheme)
+        name = self.model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
+
+        def new_cache() -> Any:
+            self._keep_constants()
+            cache = transformers.cache_for(
+                self.model,
+                self.scheme,
+                prefill=self.prefill,
+                attention=way,
+                seed=self.seed,
+                params=self.params,
+                probe=self.probe if self._first is None and not self._drawn else "off",
+            )
+            for layer in cache.layer_caches:
+                layer.remember = self.remember
+            if not self._drawn:
+                self._first = cache
+            return cache
+
+        with implementation(self.model, name):
+            yield new_cache
+
+    def _keep_constants(self) -> None:
+        """Take over what the first cache drew, once it holds tokens."""
+        if self._first is None or not all(layer.filled for layer in self._first.packed_layers):
+            return
+        given = self.params or {}
+        kept: dict[int, dict[Role, Params]] = {}
+        for layer in self._first.packed_layers:
+            kept[layer.index] = dict(given.get(layer.index, {}))
+            for role, state in layer.cache.roles.items():
+                if state.params is not None and not state.codec.needs_sample:
+                    kept[layer.index][role] = state.params
+        self.params, self._first, self._drawn = kept, None, True

@@ -1,0 +1,56 @@
+// Arguments of the decode kernels. One struct by value, mirrored field by field in kvcodec/kernels/decode.py:
+// pointers, then 64-bit strides, then 32-bit numbers, so that both compilers lay it out alike.
+#pragma once
+#include "platform.cuh"
+
+namespace kv {
+
+// what keys or values need besides their bytes
+struct Side {
+  const uint8_t* table;     // look-up tables of KV head h at table + h * table_head; may be null
+  // [B or 1, H, D] keys: multiplies q before the rotation; values: the output after it; null: ones
+  const float* factor;
+  int64_t table_head;       // bytes; 0: one table for all heads
+  int64_t table_bytes;      // of a head
+  int64_t factor_batch;     // elements; 0: one for all sequences
+  int64_t block;            // order of the Hadamard rotation, 1 for none
+};
+
+struct DecodeArgs {
+  const void* q;            // [B, HQ, D] model basis
+  const uint8_t* pages;     // [num_pages, H, page_bytes]
+  const int32_t* page_table;  // [B, columns]
+  const int32_t* seq_lens;  // [B]
+  const int32_t* start;     // [B] first live token; null: 0
+  const void* dense_k;      // [B, H, W, D]; null: none
+  const void* dense_v;
+  const int32_t* dense_lens;   // [B] null: W
+  const int32_t* dense_start;  // [B] null: 0
+  const float* sinks;       // [HQ] learned logits; null: none
+  float* part_o;            // [B * HQ, slots, D] partial outputs, code basis (the dense slot: model basis)
+  float* part_m;            // [B * HQ, slots] reference exponent, log2
+  float* part_l;            // [B * HQ, slots]
+  void* out;                // [B, HQ, D]
+  float* lse;               // [B, HQ]
+  Side key, value;
+  int64_t q_batch, q_head;  // strides in elements
+  int64_t table_row;
+  int64_t dense_k_batch, dense_k_head, dense_k_token;
+  int64_t dense_v_batch, dense_v_head, dense_v_token;
+  int64_t out_batch, out_head;
+  int64_t runs;             // of the splits, those that share the tokens of the pages; one more: for dense tokens alone
+  int64_t alike;            // teams of warps: KV heads of a CTA, which have the same tables, H or 1
+  int64_t pieces;           // and the pieces that CTAs of as many heads share out
+  int32_t q_kind, dense_kind, out_kind;  // 0 fp16, 1 bf16, 2 fp32
+  int32_t heads;            // KV heads H
+  int32_t group;            // query heads per KV head
+  int32_t tiles;            // ceil(group / HEADS): CTAs per KV head and split
+  int32_t splits;           // runs of tokens a sequence is cut into
+  int32_t slots;            // splits, and one more for the dense tokens if there are any
+  int32_t capacity;         // tokens that a row of the page table can hold
+  int32_t dense_width;      // W
+  float scale2;             // softmax scale * log2(e)
+  float softcap;            // scores become softcap * tanh(score / softcap); 0: off
+};
+
+}  // namespace kv

@@ -1,0 +1,34 @@
+// Arguments of the encode kernels. One struct by value, mirrored field by field in kvcodec/kernels/encode.py: pointers,
+// then 64-bit numbers, then 32-bit numbers, so that both compilers lay it out alike.
+#pragma once
+#include "platform.cuh"
+
+namespace kv {
+
+// keys or values: where they come from and where their planes begin
+struct EncodeSide {
+  const void* x;            // [B, H, N, D] model basis; channels lie together
+  const uint8_t* tables;    // constants of KV head h at tables + h * table_head; may be null
+  const float* factor;      // [B or 1, H, D] of the role's FACTOR (FACTOR_INVERSE: float64); null without
+  const int32_t* first;     // [B] slot of token 0: token n of sequence b goes to slot first[b] + n
+  int64_t batch, head, token;  // strides of x in elements, multiples of 4: vectors are loaded; x at 16 bytes
+  int64_t table_head;       // bytes; 0: one table for all heads
+  int64_t factor_batch;     // elements; 0: one for all sequences
+  int64_t plane;            // byte of the page at which this role's first plane begins
+  int64_t tokens;           // N
+};
+
+struct EncodeArgs {
+  uint8_t* pages;           // [num_pages, H, page_bytes]
+  const int32_t* page_table;  // [B, columns]
+  int32_t* bad;             // raised to 1: a row that cannot be held, 2: a token past the capacity; may be null
+  EncodeSide key, value;
+  int64_t page_bytes;
+  int64_t table_row;        // elements from one sequence's page ids to the next one's
+  int32_t kind;             // of x: 0 fp16, 1 bf16, 2 fp32
+  int32_t page_tokens;      // P
+  int32_t capacity;         // slots that a row of the page table can hold
+  int32_t heads;            // H
+};
+
+}  // namespace kv

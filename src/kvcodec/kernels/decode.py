@@ -1,0 +1,403 @@
+"""Decode attention over packed pages in CUDA: what the host does around ``decode.cuh``.
+
+One query token per sequence attends to the codes of a page pool, to tokens held dense and to learned sinks, as
+``kvcodec.attention.attend`` defines it. Keys and values may have different codecs: a ``Pair`` is what a program is
+compiled for, together with launch constants from a table.
+
+Shapes and the grid depend only on the capacity of the page table, lengths live on the device, and nothing synchronises,
+so the operator is safe in a CUDA graph and in ``torch.compile``.
+
+Pitfalls: a page id is read for every tile in ``[start, seq_len)``, so those table entries must be valid; entries
+outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.build import Kernel, Program, load, refusal
+from kvcodec.kernels.sides import SideTensors, includes
+from kvcodec.kernels.spec import (
+    H200,
+    Config,
+    Machine,
+    Pair,
+    align,
+    candidates,
+    config_for,
+    machine,
+    pair_for,
+    shared_bytes,
+)
+
+# fmt: off
+__all__ = [
+    "ARGS", "ARGS_FIELDS", "H200", "Config", "Machine", "Pair", "candidates", "config_for", "decode_attention",
+    "machine", "pair_for", "pair_of", "program", "shared_bytes", "splits_of", "text_of", "workspace_numel",
+]
+# fmt: on
+
+LOG2E = 1.4426950408889634
+COMBINE_WARPS = 8
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+MOST_SEQUENCES = 65535
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, heads: int = 8) -> Program:
+    """Return the source of ``kv_decode`` and ``kv_combine``.
+
+    Parameters
+    ----------
+    pair : Pair
+    config : Config
+    cap : bool
+        Whether scores have a soft cap.
+    dense : int
+        Kind of the dense tokens, a value of ``KINDS``; -1: there are none.
+    heads : int
+        Query heads of a CTA, ``Pair.heads``.
+    """
+    dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
+    threads, tile = config.teams * config.warps * 32, align(pair.tile_bytes(config.tile), 128)
+    source = "\n".join(
+        [
+            '#include "decode.cuh"',
+            *includes(pair.key, pair.value),
+            f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
+            f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
+            f"{config.teams}>;",
+            f"static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0, heads)}, "
+            '"shared memory as the host counts it");',
+            f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
+            f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
+            "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
+            f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
+            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{pair.head_dim}, {COMBINE_WARPS}>(a); }}",
+            "",
+        ]
+    )
+    folders = tuple(dict.fromkeys((Program("").folders[0], pair.key.folder, pair.value.folder)))
+    return Program(source, folders=folders)
+
+
+ARGS = struct.Struct("<15Q" + 2 * "2Q4q" + "14q" + "10i2f")
+"""``kv::DecodeArgs``, field by field."""
+ARGS_FIELDS = (
+    *("q", "pages", "page_table", "seq_lens", "start", "dense_k", "dense_v", "dense_lens", "dense_start", "sinks"),
+    *("part_o", "part_m", "part_l", "out", "lse"),
+    *(
+        f"{side}.{name}"
+        for side in ("key", "value")
+        for name in ("table", "factor", "table_head", "table_bytes", "factor_batch", "block")
+    ),
+    *("q_batch", "q_head", "table_row", "dense_k_batch", "dense_k_head", "dense_k_token"),
+    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head"),
+    *("runs", "alike", "pieces"),
+    *("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles", "splits", "slots", "capacity", "dense_width"),
+    *("scale2", "softcap"),
+)
+"""Names of its numbers, in order."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """16-bit rows that 16-byte copies can fetch: themselves, or a copy."""
+    x = x.half() if x.dtype == torch.float32 else x
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, ...]:
+    return (
+        _at(tables),
+        _at(factor),
+        0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
+        0 if tables is None else tables.shape[1],
+        0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
+        order,
+    )
+
+
+def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False) -> int:
+    """Return how many fp32 numbers the partial results of these sizes take."""
+    return batch * num_q_heads * (num_splits + int(dense)) * (head_dim + 2)
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+_PAIRS: dict[str, Pair] = {}
+"""Pairs by the text that stands for them in a compiled graph."""
+
+
+@lru_cache(maxsize=256)
+def text_of(pair: Pair) -> str:
+    """Name a pair for ``decode_attention``, which knows it from then on."""
+    text = repr(tuple(pair))
+    _PAIRS[text] = pair
+    return text
+
+
+def pair_of(text: str) -> Pair:
+    """Return the pair that ``text_of`` named.
+
+    Raises
+    ------
+    UnsupportedError
+        It has not been named here.
+    """
+    if text not in _PAIRS:
+        raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
+    return _PAIRS[text]
+
+
+class Plan(NamedTuple):
+    """What a call launches: found once per pair, sizes and device, because eager decoding pays for every look."""
+
+    config: Config
+    decode: Kernel
+    combine: Kernel
+    shared: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, heads: int,
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    pair = pair_of(text)
+    apart = dense >= 0 and not pair.joins
+    config = Config(*given) if given else config_for(pair, units, capacity, machine(device), apart, heads)
+    # the number of splits is no part of the program
+    decode, combine = load(program(pair, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, pair.name)
+    return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0, heads))
+
+
+def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
+    """Return the splits that ``decode_attention`` chooses for these sizes, with dense tokens or without."""
+    pair = _PAIRS[pair_text]
+    group = q.shape[1] // num_kv_heads
+    units = q.shape[0] * num_kv_heads * pair.tiles(group)
+    apart = dense and not pair.joins
+    capacity = table.shape[1] * pair.page_tokens
+    return config_for(pair, units, capacity, machine(q.device), apart, pair.heads(group)).splits
+
+
+def _attend(
+    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, pair_text: str, num_kv_heads: int,
+    key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
+    value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
+    dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
+    sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None, config: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair = _PAIRS[pair_text]
+    batch, num_q_heads, _, dim = q.shape
+    group = num_q_heads // num_kv_heads
+    tiles = pair.tiles(group)
+    rows = batch * num_q_heads
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
+    dense_strides: tuple[int, ...] = (0,) * 6
+    dense_kind, width = -1, 0
+    if dense_k is not None and dense_v is not None and dense_k.shape[2]:
+        dense_k, dense_v = _rows(dense_k), _rows(dense_v)
+        dense_strides = (*dense_k.stride()[:3], *dense_v.stride()[:3])
+        dense_kind, width = KINDS[dense_k.dtype], dense_k.shape[2]
+    else:
+        dense_k = dense_v = None
+    capacity = table.shape[1] * pair.page_tokens
+    o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
+    if rows == 0:
+        return o, lse
+    units = batch * num_kv_heads * tiles
+    plan = _plan(pair_text, units, capacity, tuple(config), softcap > 0.0, dense_kind, pair.heads(group), q.device)
+    runs = splits = plan.config.splits
+    if dense_k is not None and pair.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
+        splits += 1  # multiprocessors to spare: dense tokens in a CTA of their own
+    slots = splits + (dense_k is not None and not pair.joins)
+    part = 0
+    if slots > 1:
+        if workspace is None:
+            workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
+        part = workspace.data_ptr()
+    size = rows * slots * 4
+    # teams of warps share tables: of all heads, or of each on multiprocessors of its own
+    own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables))
+    alike = 1 if own else num_kv_heads
+    pieces = batch * alike * tiles * splits
+    if plan.config.teams > 1:
+        most = plan.config.resident * machine(q.device).sms * alike // num_kv_heads
+        grid = max(1, min(most, -(-pieces // plan.config.teams))), num_kv_heads // alike, 1
+    else:
+        grid = slots, num_kv_heads * tiles, batch
+    args = ctypes.create_string_buffer(ARGS.size)
+    ARGS.pack_into(
+        args, 0,
+        q.data_ptr(), pages.data_ptr(), table.data_ptr(), seq_lens.data_ptr(), _at(start),
+        _at(dense_k), _at(dense_v), _at(dense_lens), _at(dense_start), _at(sinks),
+        part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
+        *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
+        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
+        runs, alike, pieces,
+        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, splits, slots, capacity, width,
+        scale * LOG2E, softcap,
+    )  # fmt: skip
+    plan.decode.launch(grid, plan.config.teams * plan.config.warps * 32, plan.shared, args)
+    if slots > 1:
+        shared = (COMBINE_WARPS + 1) * (dim + 2) * 4  # kv::combine_shared
+        # its own first instruction waits for the partials, so its launch may run beside the decode kernel
+        plan.combine.launch((rows, 1, 1), COMBINE_WARPS * 32, shared, args, early=True)
+    return o, lse
+
+
+# compiled graphs trace the operator, eager calls skip the dispatcher
+_op = torch.library.custom_op("kvcodec::cuda_decode_attention", _attend, mutates_args=("workspace",))
+
+
+@_op.register_fake
+def _(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def decode_attention(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    *,
+    pair: str,
+    key: SideTensors,
+    value: SideTensors,
+    scale: float,
+    num_kv_heads: int,
+    dense_k: Tensor | None = None,
+    dense_v: Tensor | None = None,
+    dense_lens: Tensor | None = None,
+    dense_start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    start: Tensor | None = None,
+    softcap: float = 0.0,
+    workspace: Tensor | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query token per sequence to packed pages, dense tokens and learned sinks.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, 1, D]``
+        Model basis (not rotated), fp16, bf16 or fp32; last axis contiguous or copied.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    table : Tensor int32 ``[B, max_pages]``
+        Page ids; token t of sequence b lies in page ``table[b, t // P]``, slot ``t % P``.
+    seq_lens : Tensor int32 ``[B]``
+        Encoded tokens per sequence, on the device.
+    pair : str
+        ``text_of`` a pair: codecs, head_dim, page size.
+    key, value : SideTensors
+        The layer's constants, ``sides.tensors_for``.
+    scale : float
+        Multiplies the scores, usually D ** -0.5.
+    num_kv_heads : int
+    dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
+        Tokens kept dense (sinks, window), model basis; fp32 is rounded to fp16, as caches hold it.
+    dense_lens, dense_start : Tensor int32 ``[B]``, optional
+        Live dense tokens are ``[dense_start, dense_lens)``; default all W.
+    sinks : Tensor ``[HQ]``, optional
+        One learned logit per query head that only joins the softmax's denominator.
+    start : Tensor int32 ``[B]``, optional
+        First live encoded token: tokens before it were evicted or are padding.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    workspace : Tensor float32, optional
+        At least ``workspace_numel`` numbers; allocated per call if absent.
+    config : Config, optional
+        Launch constants instead of the table's.
+
+    Returns
+    -------
+    (Tensor ``[B, HQ, 1, D]`` of q's dtype, Tensor float32 ``[B, HQ]``)
+        The output, and the log-sum-exp of the scores (natural, sinks included).
+
+    Raises
+    ------
+    ShapeError, UnsupportedError
+    """
+    _check(q, pages, table, seq_lens, pair, num_kv_heads, dense_k, dense_v, sinks, key, value)
+    run = _op if torch.compiler.is_compiling() else _attend
+    out: tuple[Tensor, Tensor] = run(
+        q, pages, table, seq_lens, float(scale), pair, num_kv_heads, key.tables, key.factor, key.order,
+        value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
+        float(softcap), workspace, list(config or ()),
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, text: str, heads: int,
+    dense_k: Tensor | None, dense_v: Tensor | None, sinks: Tensor | None, key: SideTensors, value: SideTensors,
+) -> None:  # fmt: skip
+    name = "decode_attention"
+    if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in KINDS:
+        raise ShapeError(
+            f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
+            f"sequence."
+        )
+    pair = pair_of(text)
+    batch, num_q_heads, _, dim = q.shape
+    if dim != pair.head_dim or num_q_heads % heads:
+        raise ShapeError(
+            f"{name}: q {list(q.shape)} does not fit head_dim={pair.head_dim} and num_kv_heads={heads}, which must "
+            f"divide the query heads."
+        )
+    want = [heads, pair.tile_bytes(pair.page_tokens)]
+    if pages.dtype != torch.uint8 or list(pages.shape[1:]) != want or not pages.is_contiguous():
+        raise ShapeError(
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, {want[0]}, "
+            f"{want[1]}] is needed."
+        )
+    for what, x in (("table", table), ("seq_lens", seq_lens)):
+        if x.dtype != torch.int32 or x.stride(-1) != 1:
+            raise ShapeError(f"{name}: {what} is {x.dtype}; contiguous int32 is needed.")
+    if not table.shape[0] == seq_lens.shape[0] == batch or batch > MOST_SEQUENCES:
+        raise ShapeError(
+            f"{name}: q has {batch} sequences, table {table.shape[0]}, seq_lens {seq_lens.shape[0]}; they must agree, "
+            f"and be {MOST_SEQUENCES} at most."
+        )
+    if (dense_k is None) != (dense_v is None):
+        raise ShapeError(f"{name}: dense_k and dense_v come together or not at all.")
+    if (
+        dense_k is not None
+        and dense_v is not None
+        and (dense_k.dtype != dense_v.dtype or dense_k.dtype not in KINDS or dense_k.shape != dense_v.shape)
+    ):
+        raise ShapeError(
+            f"{name}: dense_k is {dense_k.dtype} {list(dense_k.shape)}, dense_v {dense_v.dtype} "
+            f"{list(dense_v.shape)}; use one floating dtype and one shape."
+        )
+    if sinks is not None and sinks.numel() != num_q_heads:
+        raise ShapeError(f"{name}: sinks has {sinks.numel()} logits; one per query head, {num_q_heads}, is needed.")
+    for what, side in (("key", key), ("value", value)):
+        if side.factor is not None and side.factor.shape[0] not in (1, batch):
+            raise ShapeError(f"{name}: the {what} constants are of {side.factor.shape[0]} sequences, q has {batch}.")
+    if (reason := _refused(q.device)) != "":
+        raise UnsupportedError(f"{name}: {reason}.")
+
+
+@lru_cache
+def _refused(device: torch.device) -> str:
+    return refusal(device)

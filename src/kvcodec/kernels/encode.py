@@ -1,0 +1,340 @@
+"""Encode keys and values into pages in CUDA: what the host does around ``encode.cuh``.
+
+New tokens in the model's basis become the bytes of the reference codec, in the slots behind ``first``. Both roles go in
+one launch where both are encoded row by row; a role whose blocks span tokens has a launch of its own.
+
+Nothing is refused for its numbers here, because that would synchronise: a row with NaN, Inf or a magnitude above 65504
+is stored as zero bytes and raises a flag on the device to 1, a token past the page table's capacity is dropped and
+raises it to 2.
+"""
+
+import ctypes
+import struct
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.build import Kernel, Program, load, refusal
+from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
+from kvcodec.kernels.sides import Encoder, SideTensors, encoder
+from kvcodec.layout import PageLayout
+
+ROW_THREADS, TABLE_THREADS = 128, 256
+"""Of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
+ROWS_PER_WARP = 4
+"""Of the encoders whose rows are held by eight lanes; the others take four steps."""
+MOST_BLOCKS = 1 << 16
+"""Along the rows of a sequence; more rows than that share blocks."""
+
+
+class Target(NamedTuple):
+    """Where both roles are written, and how; a role that no kernel encodes is None.
+
+    Parameters
+    ----------
+    key, value : Encoder or None
+    head_dim, page_tokens, page_bytes : int
+    key_plane, value_plane : int
+        Byte of a page at which the role's first plane begins.
+    """
+
+    key: Encoder | None
+    value: Encoder | None
+    head_dim: int
+    page_tokens: int
+    page_bytes: int
+    key_plane: int
+    value_plane: int
+
+    def side(self, role: Role) -> Encoder | None:
+        """Encoder of a role."""
+        return self.key if role == "key" else self.value
+
+    @property
+    def name(self) -> str:
+        """Short text for messages."""
+        return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
+
+
+def target_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Target:
+    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it)."""
+    return _target(encoder(key, head_dim, "key"), encoder(value, head_dim, "value"), key, value, head_dim, page_tokens)
+
+
+@lru_cache(maxsize=256)  # every layer of every cache asks
+def _target(k: Encoder | str, v: Encoder | str, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Target:
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
+    return Target(
+        k if isinstance(k, Encoder) else None,
+        v if isinstance(v, Encoder) else None,
+        head_dim,
+        page_tokens,
+        page.page_bytes,
+        at["key"],
+        at["value"],
+    )
+
+
+def _factor(side: Encoder) -> str:
+    return "kv::FACTOR_NONE" if not side.factor else "kv::FACTOR_INVERSE" if side.divide else "kv::FACTOR_TIMES"
+
+
+def _threads(target: Target, side: Encoder) -> int:
+    if side.form == "blocks":
+        return 2 * target.head_dim
+    return TABLE_THREADS if side.form == "table" else ROW_THREADS
+
+
+def _program(target: Target, roles: tuple[Role, ...]) -> Program:
+    """Return the source of ``kv_encode`` for one role, or for both at once."""
+    sides = [side for role in roles if (side := target.side(role)) is not None]
+    first = sides[0]
+    types = [f"kv::Role<{side.type}, {side.order}, {_factor(side)}>" for side in sides]
+    each = f"a.{roles[0]}" if len(sides) == 1 else "kv::block_z() ? a.value : a.key"
+    threads, tell = "kv::ENCODE_THREADS", ""
+    if first.form == "rows":
+        call = f"encode_pair<{', '.join(types)}>(a)" if len(sides) == 2 else f"encode_side<{types[0]}>(a, {each})"
+    elif first.form == "blocks":
+        call = f"encode_blocks<{first.type}, {_factor(first)}>(a, {each})"
+        threads = f"{first.type}::THREADS"
+    else:
+        call = f"encode_with_table<{types[0]}>(a, {each})"
+        threads = "kv::TABLE_THREADS"
+        tell = f"*a.bad = kv::table_bytes<{first.type}>();"
+    source = "\n".join(
+        [
+            *(f'#include "{name}"' for name in sorted({side.header for side in sides})),
+            f'static_assert({threads} == {_threads(target, first)}, "threads as the host counts them");',
+            f"KV_KERNEL void KV_BOUNDS({_threads(target, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
+            f"  kv::{call};",
+            "}",
+            *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),
+            "",
+        ]
+    )
+    folders = tuple(dict.fromkeys((Program("").folders[0], *(side.folder for side in sides))))
+    return Program(source, fma=False, folders=folders)  # the reference's bits: nothing is contracted
+
+
+def programs(target: Target, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Role, ...], Program]:
+    """Return the launches that write these roles: the roles of each, and its program."""
+    there = tuple(role for role in roles if target.side(role) is not None)
+    sides = [side for role in there if (side := target.side(role)) is not None]
+    groups = tuple((role,) for role in there)
+    if len(sides) == 2:
+        key, value = sides
+        alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
+        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
+            return {there: _program(target, there)}
+    return {group: _program(target, group) for group in groups}
+
+
+class Launch(NamedTuple):
+    """A loaded program and the bytes of dynamic shared memory that it takes."""
+
+    kernel: Kernel
+    shared: int
+
+
+@lru_cache(maxsize=256)
+def _launches(text: str, roles: tuple[Role, ...], device: torch.device) -> dict[tuple[Role, ...], Launch]:
+    target, found = _TARGETS[text], {}
+    for group, program in programs(target, roles).items():
+        side = target.side(group[0])
+        assert side is not None
+        if side.form != "table":
+            found[group] = Launch(load(program, ("kv_encode",), device, target.name)[0], 0)
+            continue
+        kernel, tell = load(program, ("kv_encode", "kv_shared"), device, target.name)
+        size = torch.zeros(1, dtype=torch.int32, device=device)
+        args = ctypes.create_string_buffer(ARGS.size)
+        struct.pack_into("<Q", args, ARGS_FIELDS.index("bad") * 8, size.data_ptr())
+        tell.launch((1, 1, 1), 32, 0, args)
+        found[group] = Launch(kernel, int(size))  # waits for the device, once per program
+    return found
+
+
+ARGS = struct.Struct("<3Q" + 2 * "4Q7q" + "2q4i")
+"""``kv::EncodeArgs``, field by field."""
+ARGS_FIELDS = (
+    *("pages", "page_table", "bad"),
+    *(
+        f"{s}.{f}"
+        for s in ("key", "value")
+        for f in (
+            *("x", "tables", "factor", "first", "batch", "head", "token", "table_head", "factor_batch", "plane"),
+            "tokens",
+        )
+    ),
+    *("page_bytes", "table_row", "kind", "page_tokens", "capacity", "heads"),
+)
+"""Names of its numbers, in order."""
+
+_TARGETS: dict[str, Target] = {}
+"""Targets by the text that stands for them in a compiled graph."""
+
+
+@lru_cache(maxsize=256)
+def text_of(target: Target) -> str:
+    """Name a target for ``encode_to_pages``, which knows it from then on."""
+    text = repr(tuple(target))
+    _TARGETS[text] = target
+    return text
+
+
+def _side(x: Tensor | None, tables: Tensor | None, factor: Tensor | None, first: Tensor, plane: int) -> tuple[int, ...]:
+    if x is None:
+        return (0,) * 11
+    return (
+        x.data_ptr(),
+        0 if tables is None else tables.data_ptr(),
+        0 if factor is None else factor.data_ptr(),
+        first.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
+        0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
+        plane,
+        x.shape[2],
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Channels side by side, rows at multiples of four elements, the first one at 16 bytes: as vectors are loaded."""
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 4 for stride in x.stride()[:3]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _encode(
+    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
+    text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
+    value_factor: Tensor | None,
+) -> None:  # fmt: skip
+    target = _TARGETS[text]
+    given: dict[Role, Tensor | None] = {"key": keys, "value": values}
+    x = {role: _rows(part) for role, part in given.items() if part is not None and part.numel()}
+    if not x:
+        return
+    some = next(iter(x.values()))
+    args = ctypes.create_string_buffer(ARGS.size)
+    ARGS.pack_into(
+        args, 0, pages.data_ptr(), table.data_ptr(), 0 if bad is None else bad.data_ptr(),
+        *_side(x.get("key"), key_tables, key_factor, first, target.key_plane),
+        *_side(x.get("value"), value_tables, value_factor, first, target.value_plane),
+        target.page_bytes, table.stride(0), KINDS[some.dtype], target.page_tokens,
+        table.shape[1] * target.page_tokens, pages.shape[1],
+    )  # fmt: skip
+    for group, (kernel, shared) in _launches(text, tuple(x), some.device).items():
+        side = target.side(group[0])
+        assert side is not None
+        blocks = max(_blocks(target, role, x[role]) for role in group)
+        kernel.launch((blocks, some.shape[0], len(group)), _threads(target, side), shared, args)
+
+
+def _blocks(target: Target, role: Role, x: Tensor) -> int:
+    """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
+    side = target.side(role)
+    assert side is not None
+    heads, tokens = x.shape[1], x.shape[2]
+    if side.form == "blocks":
+        return max(1, min(heads * (tokens // side.block), MOST_BLOCKS))
+    rows = ROWS_PER_WARP * _threads(target, side) // 32
+    if side.form == "table":  # a block stays with one head; it loads tables first, which a few steps make up for
+        return heads * max(1, min(-(-tokens // (2 * rows)), MOST_BLOCKS // heads))
+    return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
+
+
+# compiled graphs trace the operator, eager calls skip the dispatcher
+_op = torch.library.custom_op("kvcodec::cuda_encode_to_pages", _encode, mutates_args=("pages", "bad"))
+
+
+@_op.register_fake
+def _(*_args: Any) -> None:
+    return None
+
+
+def encode_to_pages(
+    keys: Tensor | None,
+    values: Tensor | None,
+    pages: Tensor,
+    table: Tensor,
+    first: Tensor,
+    *,
+    target: str,
+    key: SideTensors,
+    value: SideTensors,
+    bad: Tensor | None = None,
+) -> None:
+    """Encode new tokens into their slots.
+
+    Parameters
+    ----------
+    keys, values : Tensor ``[B, H, N, D]`` or None
+        Model basis, fp16, bf16 or fp32; N a multiple of the encoder's block. None: the role is not written.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    table : Tensor int32 ``[B, max_pages]``
+    first : Tensor int32 ``[B]``
+        Slot of token 0, on the device; a multiple of the block.
+    target : str
+        ``text_of`` a target.
+    key, value : SideTensors
+        The layer's constants, ``sides.tensors_for`` the encoders.
+    bad : Tensor int32 ``[1]``, optional
+        Raised to 1 or 2; see the module's text.
+
+    Raises
+    ------
+    ShapeError, UnsupportedError
+    """
+    name = "encode_to_pages"
+    if target not in _TARGETS:
+        raise UnsupportedError(f"{name}: target={target!r} is unknown; pass text_of(target_for(...)).")
+    known = _TARGETS[target]
+    if (
+        pages.dtype != torch.uint8
+        or pages.dim() != 3
+        or pages.shape[2] != known.page_bytes
+        or not pages.is_contiguous()
+    ):
+        raise ShapeError(
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, "
+            f"{known.page_bytes}] is needed."
+        )
+    for what, t in (("table", table), ("first", first)):
+        if t.dtype != torch.int32 or t.stride(-1) != 1:
+            raise ShapeError(f"{name}: {what} is {t.dtype}; contiguous int32 is needed.")
+    for role, x in zip(ROLES, (keys, values), strict=True):
+        if x is None:
+            continue
+        side = known.side(role)
+        if side is None:
+            raise UnsupportedError(f"{name}: no kernel encodes these {role}s; encode them with the codec.")
+        want = [table.shape[0], pages.shape[1], known.head_dim]
+        if x.dim() != 4 or [x.shape[0], x.shape[1], x.shape[3]] != want or x.dtype not in KINDS:
+            raise ShapeError(
+                f"{name}: {role}s are {x.dtype} {list(x.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
+                f"{want[2]}] is needed."
+            )
+        if x.shape[2] % side.block or x.shape[0] > MOST_SEQUENCES:
+            raise ShapeError(
+                f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {side.block} tokens and at "
+                f"most {MOST_SEQUENCES} sequences are needed."
+            )
+    if keys is not None and values is not None and keys.dtype != values.dtype:
+        raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
+    if (reason := _refused(pages.device)) != "":
+        raise UnsupportedError(f"{name}: {reason}.")
+    run = _op if torch.compiler.is_compiling() else _encode
+    run(keys, values, pages, table, first, bad, target, key.tables, key.factor, value.tables, value.factor)
+
+
+@lru_cache
+def _refused(device: torch.device) -> str:
+    return refusal(device)

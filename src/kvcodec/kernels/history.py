@@ -1,0 +1,484 @@
+"""Attention of many query tokens over packed pages: unpacked part by part, dense, for flash attention.
+
+A chunk of a prompt has tens to thousands of queries, so arithmetic and not memory decides: the pages are unpacked once
+per chunk of history, at the speed of memory, and the tensor cores see 16-bit numbers. Nothing is rotated back: queries
+go into the basis of the codes, outputs come out of it, which costs as much as the queries are long. Tokens held dense
+go into it as well and lie beside the unpacked ones, so that one call attends to all.
+
+Numbers are staged as fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one,
+whose last bits bf16 would lose. Beyond 65504 they saturate, which only a rotated key of such a size can reach.
+
+Pitfall: decode attention does not round codes to 16 bits, this does; the two agree to the error of 16-bit attention
+over decoded keys and values.
+"""
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.attention import BEFORE_IT, Seen
+from kvcodec.codec import FP16_MAX
+from kvcodec.errors import ShapeError
+from kvcodec.kernels.build import Kernel, Program, load
+from kvcodec.kernels.decode import Pair, _at, _side, pair_of
+from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Rules, Scored, join, score, with_sinks
+from kvcodec.kernels.sides import SideTensors, includes
+from kvcodec.ops.hadamard import hadamard_signs
+
+STAGING_BYTES = 1 << 30
+"""Most bytes of unpacked keys and values at a time."""
+QUERY_BYTES = 1 << 28
+"""Most bytes of float32 queries at a time; where there are more, the history is unpacked again for the next ones."""
+WARPS = 4
+
+ARGS = struct.Struct("<6Q6q4i")
+"""``kv::UnpackArgs``, field by field."""
+
+
+def tile_tokens(pair: Pair) -> int:
+    """Tokens that a warp unpacks: 16, or a block."""
+    return 32 if pair.blocked else 16
+
+
+def shared_bytes(pair: Pair) -> int:
+    """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
+    tables = _round(-(-pair.key.shared // 16) * 16 + -(-pair.value.shared // 16) * 16)
+    need = tables + WARPS * (_round(pair.tile_bytes(tile_tokens(pair))) + 32 * (pair.head_dim + 8))
+    return max(need, pair.key.reach, pair.value.reach)
+
+
+def _round(n: int) -> int:
+    return -(-n // 128) * 128
+
+
+def program(pair: Pair) -> Program:
+    """Return the source of ``kv_unpack`` for a pair."""
+    source = "\n".join(
+        [
+            '#include "unpack.cuh"',
+            *includes(pair.key, pair.value),
+            f"using Unpack = kv::Unpacker<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
+            f"{tile_tokens(pair)}, {WARPS}>;",
+            f'static_assert(Unpack::SHARED == {shared_bytes(pair)}, "shared memory as the host counts it");',
+            f"KV_KERNEL void KV_BOUNDS({WARPS * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
+            "{ Unpack::run(a); }",
+            "",
+        ]
+    )
+    folders = tuple(dict.fromkeys((Program("").folders[0], pair.key.folder, pair.value.folder)))
+    return Program(source, folders=folders)
+
+
+class Plan(NamedTuple):
+    """What unpacking launches: found once per pair and device, because every layer of every call asks."""
+
+    pair: Pair
+    kernel: Kernel
+    tile: int
+    shared: int
+
+
+@lru_cache(maxsize=256)
+def _kernel(pair: Pair, device: torch.device) -> Kernel:
+    return load(program(pair), ("kv_unpack",), device, f"unpacking {pair.name}")[0]
+
+
+@lru_cache(maxsize=256)
+def _plan(text: str, device: torch.device) -> Plan:
+    pair = pair_of(text)
+    return Plan(pair, _kernel(pair, device), tile_tokens(pair), shared_bytes(pair))
+
+
+class Packed(NamedTuple):
+    """Tokens in pages, and what reads them.
+
+    Parameters
+    ----------
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    table : Tensor int32 ``[B, max_pages]``
+    pair : str
+        ``attention.text_of`` a pair.
+    key, value : SideTensors
+    """
+
+    pages: Tensor
+    table: Tensor
+    pair: str
+    key: SideTensors
+    value: SideTensors
+
+
+def unpack(
+    pages: Tensor, table: Tensor, first: int, count: int, *, pair: str, key: SideTensors, value: SideTensors,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Unpack tokens ``[first, first + count)`` of every sequence.
+
+    Parameters
+    ----------
+    pages, table, pair, key, value
+        As ``Packed``.
+    first, count : int
+        ``first`` a multiple of 16, with blocks of 32.
+    dtype : torch.dtype
+        fp16 or bf16.
+
+    Returns
+    -------
+    (Tensor ``[B, H, count, D]``, Tensor ``[B, H, count, D]``)
+        Keys and values in the basis of the codes, the heads of a token side by side.
+
+    Raises
+    ------
+    ShapeError
+        ``first`` does not begin a tile, or the table does not reach.
+    """
+    packed = Packed(pages, table, pair, key, value)
+    k, v = _room(table.shape[0], count, pages.shape[1], pair_of(pair).head_dim, pages.device, dtype)
+    _unpack_into(packed, first, count, k, v, 0)
+    return k, v
+
+
+def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, row: int) -> None:
+    """Unpack tokens ``[first, first + count)`` into ``k, v [B, H, t, D]``, which are strided alike, from ``row`` on."""
+    plan = _plan(packed.pair, packed.pages.device)
+    if first % plan.tile or first < 0 or first + count > packed.table.shape[1] * plan.pair.page_tokens:
+        raise ShapeError(
+            f"unpack: tokens [{first}, {first + count}) of a table of {packed.table.shape[1]} pages of "
+            f"{plan.pair.page_tokens}; first must be a multiple of {plan.tile} and the tokens lie inside."
+        )
+    batch, heads = packed.table.shape[0], packed.pages.shape[1]
+    if not count * batch:
+        return
+    key, value = packed.key, packed.value
+    k_table, _, k_head, *_ = _side(key.tables, key.factor, key.order)
+    v_table, _, v_head, *_ = _side(value.tables, value.factor, value.order)
+    strides = k.stride()
+    skip = 2 * row * strides[2]
+    args = ctypes.create_string_buffer(ARGS.size)
+    ARGS.pack_into(
+        args, 0, _at(packed.pages), _at(packed.table), k_table, v_table, _at(k) + skip, _at(v) + skip, k_head, v_head,
+        packed.table.stride(0), *strides[:3], heads, first, count, int(k.dtype == torch.bfloat16),
+    )  # fmt: skip
+    plan.kernel.launch((-(-count // (plan.tile * WARPS)), heads, batch), WARPS * 32, plan.shared, args)
+
+
+def _room(
+    batch: int, rows: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor]:
+    """Memory of keys and values ``[B, H, rows, D]``, the heads of a token side by side.
+
+    It is freed with the call, so that the next layer takes the same; rounded up to eighths of a power of two, so that
+    a history that grows does so as well.
+    """
+    pitch = _pitch(rows)
+    size = batch * pitch * heads * dim
+    both = torch.empty(2 * size, dtype=dtype, device=device)
+    shape, strides = (batch, heads, rows, dim), (pitch * heads * dim, dim, heads * dim, 1)
+    return both.as_strided(shape, strides), both.as_strided(shape, strides, size)
+
+
+def _pitch(rows: int) -> int:
+    """Rows that there is room for."""
+    step = max(32, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step
+
+
+# -- the basis of the codes --------------------------------------------------------------------------------------------
+
+
+def into_codes(q: Tensor, key: SideTensors) -> Tensor:
+    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
+    rows = q.transpose(1, 2)
+    if key.factor is not None:
+        rows = _times(rows, key.factor)
+    return _rotated(_halved(rows), key.order, key.order > 1).transpose(1, 2)
+
+
+def out_of_codes(x: Tensor, value: SideTensors) -> Tensor:
+    """Outputs ``[B, HQ, n, D]`` back from the basis of the values' codes, in their dtype; float32 with a factor."""
+    if value.order > 1:
+        x = _rotated(x.transpose(1, 2), value.order).transpose(1, 2)
+    return x if value.factor is None else _times(x.transpose(1, 2), value.factor).transpose(1, 2)
+
+
+def _dense_codes(x: Tensor, side: SideTensors) -> Tensor:
+    """Keys or values ``[B, H, t, D]`` held dense, in the basis of the codes: fp16 ``[B, t, H, D]``."""
+    rows = x.transpose(1, 2)
+    if side.factor is not None:  # what queries or outputs are multiplied with
+        rows = rows / side.factor[:, None]
+    return _rotated(_halved(rows), side.order, side.order > 1)
+
+
+def _halved(rows: Tensor) -> Tensor:
+    return rows if rows.dtype == torch.float16 else rows.half().clamp_(-FP16_MAX, FP16_MAX)
+
+
+def _times(rows: Tensor, factor: Tensor) -> Tensor:
+    """``rows [B, n, HQ, D]`` times one factor per channel of every KV head, ``[B or 1, H, D]``; float32."""
+    batch, heads, dim = factor.shape
+    return (rows.unflatten(2, (heads, -1)) * factor.view(batch, 1, heads, 1, dim)).flatten(2, 3)
+
+
+def _rotated(rows: Tensor, order: int, saturate: bool = False) -> Tensor:
+    """``block_hadamard`` of ``rows [B, n, H, D]`` by float32 sums, rounded to their dtype once.
+
+    One pass of tensor cores: signs are exact in every dtype, and the product's own factor takes the norm.
+    """
+    if order == 1:
+        return rows
+    zero, signs = _signs(order, rows.shape[3], rows.dtype, str(rows.device))
+    out = torch.addmm(zero, rows.reshape(-1, rows.shape[3]), signs, beta=0, alpha=order**-0.5)
+    return (out.clamp_(-FP16_MAX, FP16_MAX) if saturate else out).view(rows.shape)
+
+
+@lru_cache(maxsize=16)
+def _signs(order: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """A zero, and Hadamard matrices of +1 and -1 along the diagonal, ``[D, D]``."""
+    with torch.inference_mode(mode=False):
+        signs = hadamard_signs(order, device)
+        blocks = torch.block_diag(*[signs] * (width // order)).to(dtype)
+        return blocks.new_zeros(1), blocks
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+Dense = tuple[Tensor, Tensor]
+"""Keys and values ``[B, H, t, D]`` of tokens held dense, model basis."""
+
+
+class History(NamedTuple):
+    """All tokens of a call, oldest first: held dense, packed in the slots ``[first, last)``, held dense."""
+
+    packed: Packed
+    first: int
+    last: int
+    sink: Dense | None = None
+    window: Dense | None = None
+
+    @property
+    def before(self) -> int:
+        """Tokens in front of the packed ones."""
+        return 0 if self.sink is None else self.sink[0].shape[2]
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        behind = 0 if self.window is None else self.window[0].shape[2]
+        return self.before + self.last - self.first + behind
+
+    def staged(self, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, high - low, D]`` of the tokens ``[low, high)`` in the basis of the codes, fp16."""
+        packed, before, count = self.packed, self.before, self.last - self.first
+        pair = pair_of(packed.pair)
+        batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], pair.head_dim
+        first, last = (self.first + min(max(at - before, 0), count) for at in (low, high))
+        skip = first % tile_tokens(pair) if first < last else 0  # kernels begin with a tile
+        k, v = _room(batch, skip + high - low, heads, dim, packed.pages.device)
+        if first < last:  # before the sink, on whose rows lie the tokens that are skipped
+            _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
+        if skip:
+            k, v = k[:, :, skip:], v[:, :, skip:]
+        for dense, begin in ((self.sink, 0), (self.window, before + count)):
+            if dense is None or low >= begin + dense[0].shape[2] or high <= begin:
+                continue
+            part = slice(max(low - begin, 0), high - begin)
+            for x, side, to in zip(dense, (packed.key, packed.value), (k, v), strict=True):
+                rows = _dense_codes(x[:, :, part], side)
+                at = max(begin - low, 0)
+                to[:, :, at : at + rows.shape[1]].copy_(rows.transpose(1, 2))
+        return k, v
+
+
+def attend_newest(
+    q: Tensor, sink: Dense | None, window: Dense | None, pages: Tensor, table: Tensor, first: int, last: int, *,
+    pair: str, key: SideTensors, value: SideTensors, scale: float, sinks: Tensor | None = None, seen: Seen = BEFORE_IT,
+) -> Tensor:  # fmt: skip
+    """Attention of the newest n tokens of a cache, which lie in it already, over what they see of it.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis; query i belongs to token N - n + i of N.
+    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``) or None
+        Keys and values held dense before and behind the packed ones, model basis.
+    pages, table, pair, key, value
+        As ``Packed``.
+    first, last : int
+        Slots of the packed tokens.
+    scale : float
+    sinks : Tensor ``[HQ]``, optional
+        One learned logit per query head that only joins the softmax's denominator.
+    seen : Seen
+        Which tokens a query sees; default: all up to its own.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    dense = (None if x is None or not x[0].shape[2] else x for x in (sink, window))
+    return _attend(q, History(Packed(pages, table, pair, key, value), first, last, *dense), scale, sinks, seen)
+
+
+def attend_chunk(
+    q: Tensor, pages: Tensor, table: Tensor, length: int, *, pair: str, key: SideTensors, value: SideTensors,
+    scale: float, seen: Seen = BEFORE_IT, sinks: Tensor | None = None, flash: Flash | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of a sequence's newest n tokens over its first ``length`` slots, where they lie already.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis; query i belongs to slot length - n + i.
+    pages, table, pair, key, value
+        As ``Packed``.
+    length : int
+    scale : float
+    seen : Seen
+        Which tokens a query sees; default: all up to its own.
+    sinks : Tensor ``[HQ]``, optional
+        One learned logit per query head that only joins the softmax's denominator.
+    flash : function, optional
+        Attends where queries see all tokens before them and the history is unpacked at once.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    return _attend(q, History(Packed(pages, table, pair, key, value), 0, length), scale, sinks, seen, flash)
+
+
+def attend_pages(
+    q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, pair: str, key: SideTensors,
+    value: SideTensors, scale: float, causal: bool = False,
+) -> Scored:  # fmt: skip
+    """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis.
+    pages, table, pair, key, value
+        As ``Packed``.
+    first, last : int
+        Slots.
+    scale : float
+    causal : bool
+        Whether the last query sees all tokens, the one before it all but the last, and so on; n <= last - first.
+
+    Returns
+    -------
+    Scored
+        Model basis.
+    """
+    history = History(Packed(pages, table, pair, key, value), first, last)
+    found = _over(into_codes(q, key), history, 0, last - first, scale, Seen(causal=causal))
+    return Scored(out_of_codes(found.out, value), found.lse)
+
+
+def _attend(
+    q: Tensor, history: History, scale: float, sinks: Tensor | None, seen: Seen, flash: Flash | None = None
+) -> Tensor:
+    """As ``attend_newest``; its queries in runs."""
+    n, total, packed = q.shape[2], history.tokens, history.packed
+    if flash is not None and (seen != Seen() or staged_bytes(packed.pages, q, total) > STAGING_BYTES):
+        flash = None
+    staged = None if flash is None else history.staged(0, total)
+    outs = []
+    for row, end, low in _runs(q, total, packed.pages.shape[1], seen):
+        high = total - n + end if seen.causal and seen.mask is None else total
+        part = into_codes(q if end - row == n else q[:, :, row:end], packed.key)
+        if flash is None or staged is None:
+            found = _over(part, history, low, high, scale, seen.of_rows(row, end))
+        else:
+            found = flash(part, staged[0][:, :, :high], staged[1][:, :, :high], scale)
+        outs.append(out_of_codes(with_sinks(found, sinks), packed.value).to(q.dtype))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+
+def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, int, int]]:
+    """Queries that are taken together: the first, the one behind the last, and the oldest token that they may see."""
+    n = q.shape[2]
+    # at most half of the tokens that are unpacked at a time: see ``_over``
+    step = max(1, min(rows_at_once(q), _tokens_at_once(q, heads, seen) // 2))
+    oldest = min(seen.start, default=0)
+    edges = seen.edges(n, total)
+    for begin, stop in pairwise(edges):
+        count = -(-(stop - begin) // step)
+        for i in range(count):
+            row, end = (begin + (stop - begin) * x // count for x in (i, i + 1))
+            yield row, end, min(max(oldest, seen.first(row, n, total)), total - n + row)
+
+
+def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Scored:
+    """Attention of ``q [B, HQ, n, D]``, in the codes' basis, over the tokens ``[low, high)``, unpacked part by part.
+
+    The last query belongs to the last token. Where the mask is the causal one, no part is shorter than the queries are
+    many: so all but the last are seen whole from their other end on.
+    """
+    count = -(-(high - low) // _tokens_at_once(q, history.packed.pages.shape[1], seen))
+    total: Scored | None = None
+    for i in range(count):
+        begin, end = (low + (high - low) * x // count for x in (i, i + 1))
+        k, v = history.staged(begin, end)
+        if seen.mask is not None:
+            rules = Rules(False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
+        else:
+            # counted from the last key of this part, which stands for the last query
+            before = seen.window - 1 - (high - end) if seen.window and high - seen.window > begin else None
+            start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
+            rules = Rules(seen.causal and end == high, before, start if any(start) else (), seen.softcap)
+        found = score(q, k, v, scale, rules)
+        del k, v  # one part at a time
+        total = found if total is None else join(total, found)
+    assert total is not None
+    return total if count == 1 else Scored(total.out.to(q.dtype), total.lse)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def rows_at_once(q: Tensor) -> int:
+    """Query rows of ``q [B, HQ, n, D]`` that are taken at a time."""
+    return max(REFERENCE_ROWS, QUERY_BYTES // max(1, 4 * q.shape[0] * q.shape[1] * q.shape[3]))
+
+
+def _tokens_at_once(q: Tensor, heads: int, seen: Seen) -> int:
+    """Tokens of ``heads`` KV heads that are unpacked at a time; fewer where scores want them in float32 as well."""
+    return max(32, STAGING_BYTES // (1 if seen.flash else 4) // _token_bytes(q.shape[0], heads, q.shape[3]))
+
+
+def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool = True) -> int:
+    """Bound of what ``attend_newest`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
+
+    ``flash``: whether flash attention follows its rules (``attention.Seen.flash``).
+    """
+    batch, num_q_heads, n, dim = q.shape
+    rows, tokens = min(n, rows_at_once(q)), packed + dense
+    token = _token_bytes(batch, heads, dim)
+    most = min(max(STAGING_BYTES // (1 if flash else 4), 32 * token), (tokens + 32) * token)
+    staged = most * 9 // 8 + (64 + 4 * dense) * token  # ``_pitch``; dense tokens on their way
+    if flash:
+        # partial results, where few queries leave multiprocessors idle: flash attention cuts the keys then
+        blocks = batch * num_q_heads * -(-rows // 64)
+        splits = min(-(-tokens // 64), max(1, 512 // blocks))
+        return q.nbytes + staged + 4 * 64 * blocks * (dim + 1) * splits + 16 * 4 * batch * num_q_heads * rows * dim
+    scores = 4 * max(SCORE_BYTES, 4 * batch * num_q_heads * tokens)
+    scores = min(scores, 16 * batch * num_q_heads * rows * tokens)
+    return q.nbytes + 3 * staged + scores + 16 * 4 * batch * num_q_heads * rows * dim
+
+
+def staged_bytes(pages: Tensor, q: Tensor, tokens: int) -> int:
+    """Bytes of the first ``tokens`` tokens of every sequence of ``q [B, HQ, n, D]``, unpacked."""
+    return tokens * _token_bytes(q.shape[0], pages.shape[1], q.shape[3])
+
+
+def _token_bytes(batch: int, heads: int, head_dim: int) -> int:
+    """Bytes of one token's unpacked key and value in every sequence."""
+    return 2 * 2 * batch * heads * head_dim

@@ -1,0 +1,110 @@
+"""Arguments that several commands take: their types, and groups of options."""
+
+import argparse
+from pathlib import Path
+from typing import Any, get_args
+
+from kvcodec.errors import KVError
+from kvcodec.key_bias import Probe
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1 on."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Read token counts; ``k`` is 1024.
+
+    >>> lengths("512,4k")
+    (512, 4096)
+    """
+    parts = [part.strip().lower() for part in text.split(",") if part.strip()]
+    return tuple(positive(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in parts)
+
+
+def depths(text: str) -> tuple[float, ...]:
+    """Read shares between 0 and 1."""
+    try:
+        found = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = (-1.0,)
+    if not found or any(not 0 <= depth <= 1 for depth in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of shares between 0 and 1, e.g. 0,0.5,1")
+    return found
+
+
+def add_model(p: argparse.ArgumentParser) -> None:
+    """Add MODEL."""
+    p.add_argument("model", metavar="MODEL", help="path, .gguf file, hub id, or smollm2-135m")
+
+
+def add_device(p: argparse.ArgumentParser) -> None:
+    """Add ``--device`` and ``--dtype``."""
+    p.add_argument("--device", default="cpu", help="torch device (%(default)s)")
+    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(%(default)s)")
+
+
+def add_head_dim(p: argparse.ArgumentParser) -> None:
+    """Add ``--head-dim``."""
+    p.add_argument("--head-dim", type=positive, default=128, metavar="D", help="(%(default)s)")
+
+
+def add_codec_file(p: argparse.ArgumentParser, default: Any) -> None:
+    """Add ``--codec-file``."""
+    p.add_argument(
+        "--codec-file", metavar="FILE", action="append", default=default, help="a .py file with codecs of your own"
+    )
+
+
+def add_text(p: argparse.ArgumentParser, windows: int | None = 3) -> None:
+    """Add the options of windows of a text."""
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: the packaged head of WikiText-2's test split)")
+    p.add_argument("--windows", type=positive, default=windows, metavar="N", help="windows of text (3)")
+    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="(%(default)s, the protocol's)")
+    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing that would end later than this")
+
+
+def add_reading(p: argparse.ArgumentParser) -> None:
+    """Add what decides how a compressed model is read."""
+    p.add_argument(
+        "--params",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="constants that `kvcodec fit` wrote, for the spec they were fitted for; may be repeated",
+    )
+    p.add_argument(
+        "--prefill",
+        choices=("decoded", "exact"),
+        default="decoded",
+        help="what attention reads; see the docs (%(default)s)",
+    )
+    p.add_argument("--seed", type=int, default=0)
+    add_device(p)
+
+
+def add_probe(p: argparse.ArgumentParser, default: str | None = "refuse") -> None:
+    """Add ``--probe``."""
+    p.add_argument(
+        "--probe",
+        choices=get_args(Probe),
+        default=default,
+        help="a preset that breaks on the model's key biases: refuse it, warn and go on, or do not look (refuse)",
+    )
+
+
+def check_target(option: str, path: str, otherwise: str = "") -> None:
+    """Refuse a file that cannot be written, before any work.
+
+    Raises
+    ------
+    KVError
+    """
+    from kvcodec_lab.eval.rows import check_writable
+
+    check_writable(Path(path).parent)
+    if Path(path).is_dir():
+        raise KVError(f"{option} {path} is a folder; name a file in it{otherwise}.")

@@ -1,0 +1,132 @@
+"""``kvcodec bench decode | encode | prefill | generate | first | serve | page``: arguments, files, order of things.
+
+Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
+everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.registry import get, split_specs
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, require_gpu, stamp
+from kvcodec_lab.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
+from kvcodec_lab.report.publish import page
+from kvcodec_lab.serve import command as serve
+
+DEVICE_LOST = 3
+"""Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
+DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add what only these benches take."""
+    options: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("--shapes", {"metavar": "A,B"}, "names or groups: spine,saw,sweep1 (decode), llm64k,append (encode), "
+         "all,hqmq (prefill), qwen3_8b_b1_32k (generate); default: all"),
+        ("--also", {"metavar": "A,B@X,Y", "action": "append", "default": []}, "of decode, and often: these specs at "
+         "these shapes; without --shapes nothing else"),
+        ("--ways", {"metavar": "A,B"}, "of generate: generate, graph, compiled (all)"),
+        ("--turns", {"metavar": "FILE"}, "of generate: processes that share this file compile at once and are timed "
+         "one by one"),
+        ("--no-dense", {"action": "store_true"}, "of generate: presets alone"),
+        ("--out", {"metavar": "DIR"}, "folder for rows, page and figure; a run goes on from the rows there"),
+        ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
+        ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
+        ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
+        ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
+        ("--engine", {"choices": ("triton",)}, "of decode and encode: these kernels, not those that a cache chooses"),
+        ("--rows-only", {"action": "store_true"}, "write rows and no page"),
+    )  # fmt: skip
+    for option, form, text in options:
+        p.add_argument(option, **form, help=f"GPU benches: {text}")
+    serve.add_arguments(p)
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int:
+    """Run one part; its rows, or the exit status ``DEVICE_LOST``.
+
+    Raises
+    ------
+    KVError
+        Before anything is timed: no GPU, an unknown preset or shape, a folder that cannot be written.
+    """
+    out = None if args.out is None else Path(args.out)
+    if args.what == "page":
+        return page(out, say, None if args.add is None else Path(args.add))
+    for spec in args.specs or ():
+        get(spec)
+    device = require_gpu(args.what, args.device)
+    if out is not None:
+        from kvcodec_lab.eval.rows import check_writable
+
+        check_writable(out)
+    path = None if out is None else out / f"{args.what}.jsonl"
+    recorder = Recorder(path, stamp(device, args.seed, args.commit), say)
+    lost = False
+    try:
+        for _ in rows_of(args, recorder, device):
+            pass
+    except KeyboardInterrupt:
+        say("interrupted: the rows hold what was finished")
+    except DeviceLostError as error:
+        say(str(error))
+        lost = True
+    if out is not None and not args.rows_only:
+        page(out, say)
+    return DEVICE_LOST if lost else recorder.new
+
+
+def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) -> Iterator[Row]:
+    """Rows of the part that ``args.what`` names."""
+    from kvcodec_lab.bench.timing import Timer
+
+    specs: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
+    common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
+    libraries: dict[str, Any] = {"libraries": not args.no_libraries}
+    with_libraries = common | libraries | {"engine": args.engine or ""}
+    if args.what == "decode":
+        from kvcodec_lab.bench.decode import decode_rows
+
+        jobs = [(specs, shapes_named(args.shapes or DECODE_SHAPES))] if args.shapes or not args.also else []
+        jobs += [_also(text) for text in args.also]
+        shared = with_libraries | {"timer": Timer(device)}
+        return itertools.chain.from_iterable(decode_rows(*job, recorder, **shared) for job in jobs)
+    if args.what == "encode":
+        from kvcodec_lab.bench.encode import encode_rows, encode_shapes
+
+        if args.shapes:
+            with_libraries["shapes"], with_libraries["batches"] = encode_shapes(args.shapes)
+        return encode_rows(specs, recorder, timer=Timer(device), **with_libraries)
+    if args.what == "prefill":
+        from kvcodec_lab.bench.prefill import prefill_rows, prefill_shapes
+
+        found = prefill_shapes(args.shapes or "all")
+        return prefill_rows(specs, recorder, timer=Timer(device), shapes=found, **common)
+    if args.what == "first":
+        from kvcodec_lab.bench.first import first_rows, served
+
+        return first_rows(args.specs or served(), recorder, **common)
+    from kvcodec_lab.bench.generate import BATCHES, WAYS, batches_of, generate_rows
+    from kvcodec_lab.bench.turns import Turns
+
+    chosen: dict[str, Any] = {
+        "batches": batches_of(args.shapes) if args.shapes else BATCHES,
+        "ways": args.ways.split(",") if args.ways else WAYS,
+        "turns": Turns(Path(args.turns) if args.turns else None),
+        "dense": not args.no_dense,
+    }
+    return generate_rows(specs, recorder, **common, **libraries, **chosen)
+
+
+def _also(text: str) -> tuple[list[str], list[Shape]]:
+    """Specs and shapes of ``A,B@X,Y``."""
+    specs, _, shapes = text.partition("@")
+    found = split_specs(specs)
+    for spec in found:
+        get(spec)
+    return found, shapes_named(shapes)

@@ -1,0 +1,202 @@
+"""Rows of a GPU bench as they are measured: one line of JSON each, so that whatever stops a run loses one row.
+
+A row has the keys of every result file (``spec``, ``effective_bits``, ``metric``, ``unit``, ``values`` with p20, p50,
+p80, ``shape``, ``gpu``, ``versions``, ``commit``, ``seed``), ``run`` (when the process that measured it began; ratios
+are always within one run) and, where nothing was timed, ``values`` null and ``status`` saying why: ``no kernel: ...``,
+``failed its gate: ...``, ``not installed``.
+"""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.errors import FormatError, KVError, UnsupportedError
+from kvcodec_lab.bench.cache_bench import commit as commit_here
+from kvcodec_lab.bench.cache_bench import device_name, versions
+
+Row = dict[str, Any]
+Values = Mapping[str, float]
+
+
+def require_gpu(what: str, device: str) -> torch.device:
+    """Return the device.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is not a CUDA device that is there.
+    """
+    if torch.device(device).type != "cuda":
+        raise UnsupportedError(
+            f"bench {what} times kernels on a GPU; pass --device cuda. On a CPU: kvcodec bench cache, or bench codec."
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"bench {what}: torch finds no CUDA device here; kvcodec bench codec needs none.")
+    return torch.device(device)
+
+
+def stamp(device: torch.device, seed: int, commit: str | None = None) -> Row:
+    """Return what every row of a run carries."""
+    found = versions()
+    for name in ("triton", "cuda-core", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if device.type == "cuda" and torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return {
+        "gpu": device_name(device),
+        "versions": found,
+        "commit": commit or commit_here(),
+        "seed": seed,
+        "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+class DeviceLostError(KVError):
+    """A kernel broke the CUDA context: only a new process can go on."""
+
+
+def device_lost(device: torch.device) -> bool:
+    """Whether an error before left the device unusable."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+class Recorder:
+    """Rows in a file, appended one by one.
+
+    Parameters
+    ----------
+    path : Path, optional
+        A ``.jsonl`` file, made if it does not exist; rows that it holds count as done. None: rows are only returned.
+    common : mapping
+        Added to every row.
+    say : callable
+        Gets a line of text per row.
+    """
+
+    def __init__(self, path: Path | None, common: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self.path, self.common, self.say = path, common, say
+        self.rows: list[Row] = read_lines(path) if path is not None and path.is_file() else []
+        self.begun = len(self.rows)
+
+    def add(
+        self,
+        spec: str,
+        bits: float | None,
+        metric: str,
+        unit: str,
+        shape: str,
+        values: Values | None,
+        **more: Any,
+    ) -> Row:
+        """Write one row and return it; ``values`` None needs a ``status``."""
+        row = {"spec": spec, "effective_bits": bits, "metric": metric, "unit": unit,
+               "values": None if values is None else dict(values), "shape": shape, **more, **self.common}  # fmt: skip
+        if values is None and "status" not in more:
+            raise ValueError(f"row {spec} {metric} {shape} has neither values nor a status")
+        self.rows.append(row)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        shown = row.get("status") if values is None else f"{values['p50']:.4g} {unit}"
+        self.say(f"{shape:<18} {spec:<22} {metric:<28} {shown}")
+        return row
+
+    def has(self, spec: str, metric: str, shape: str, form: str | None = None) -> bool:
+        """Whether such a row was measured, here or by an earlier run, or broke the device; else it is tried again."""
+        return any(
+            (r["spec"], r["shape"]) == (spec, shape)
+            and (form is None or r.get("form") == form)
+            and (r["metric"] == metric if r["values"] is not None else r["status"].startswith("device lost"))
+            for r in self.rows
+        )
+
+    @property
+    def new(self) -> list[Row]:
+        """Rows of this run."""
+        return self.rows[self.begun :]
+
+
+def read_lines(path: Path) -> list[Row]:
+    """Rows of a ``.jsonl`` file; a last line that was cut is dropped.
+
+    Raises
+    ------
+    FormatError
+        If another line is not JSON.
+    """
+    rows: list[Row] = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if i == len(lines) - 1 and not line.endswith("\n"):
+                break
+            raise FormatError(f"{path}, line {i + 1}: not JSON ({error.msg}); remove the line.") from error
+    return rows
+
+
+def read_rows(paths: Iterable[Path]) -> list[Row]:
+    """Rows of ``.json`` (a list, or an object with ``rows``) and ``.jsonl`` files, in order."""
+    rows: list[Row] = []
+    for path in paths:
+        if path.suffix == ".jsonl":
+            rows += read_lines(path)
+            continue
+        data = json.loads(path.read_text(encoding="utf-8"))
+        data = data.get("rows", [data]) if isinstance(data, dict) else data
+        rows += [row for row in data if isinstance(row, dict)]
+    return rows
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is of: spec, metric, shape, and backend and form of what presets are compared with.
+
+    Ratios name backend and form of the fastest rival of their run, which is no part of what they are.
+    """
+    more = () if str(row.get("metric")).startswith("speedup_") else ("backend", "form")
+    return tuple(row.get(k) for k in ("spec", "metric", "shape", *more))
+
+
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """One row per ``key_of``: that of the latest run, a measured one before a status."""
+    kept: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = key_of(row)
+        old = kept.get(key)
+        rank = (row.get("values") is not None, row.get("run") or "")
+        if old is None or rank >= (old.get("values") is not None, old.get("run") or ""):
+            kept[key] = row
+    return list(kept.values())
+
+
+class Deadline:
+    """Seconds that a run may take, from its making.
+
+    Parameters
+    ----------
+    seconds : float, optional
+        None: no end.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.end = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return self.end is not None and time.monotonic() > self.end

@@ -1,0 +1,56 @@
+"""K_max / K_median of a model's keys, layer by layer: the diagnosis of HQMQ's Fig. 7, as data.
+
+A key is cut into chunks of four neighbouring channels, as ``probe.py`` does; a layer's ratio is the largest norm of a
+chunk over the median one, of all heads together, of each head, and as the largest head's. Beside it stand the channels
+whose root mean square is furthest above the median channel's: those make the ratio.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from kvcodec.probe import outlier_ratio
+from kvcodec_lab.eval import fidelity
+from kvcodec_lab.eval.perplexity import uncompressed
+from kvcodec_lab.eval.rows import Row
+
+TOP = 4
+"""Channels named per layer."""
+
+
+def key_outliers(model: Any, window: Tensor) -> list[Row]:
+    """Run the uncompressed model over ``window [n]`` (token ids) and look at its keys after RoPE.
+
+    Returns
+    -------
+    list of dict
+        ``layer, ratio, worst_head_ratio, head_ratios`` (one per KV head), ``largest`` (|k|) and ``channels``: the
+        strongest as ``{"head", "channel", "times_median"}``, strongest first.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model's attention cannot be watched.
+    """
+    with fidelity.record(model, 1) as records:
+        uncompressed(model, window)
+    return [outliers_of(r.layer, r.k) for r in records if r.source is None]
+
+
+def outliers_of(layer: int, keys: Tensor) -> Row:
+    """Diagnosis of one layer's ``keys [B, H, N, D]``, D a multiple of 4."""
+    ratios = [outlier_ratio(keys[:, h : h + 1]) for h in range(keys.shape[1])]
+    size = keys.float().square().mean((0, 2)).sqrt()  # [H, D]
+    times = size / size.median(-1, keepdim=True).values.clamp_min(1e-12)
+    strongest = times.flatten().topk(min(TOP, times.numel())).indices.tolist()
+    dim = keys.shape[-1]
+    return {
+        "layer": layer,
+        "ratio": outlier_ratio(keys),
+        "worst_head_ratio": max(ratios),
+        "head_ratios": ratios,
+        "largest": float(keys.abs().amax()),
+        "channels": [
+            {"head": i // dim, "channel": i % dim, "times_median": float(times[i // dim, i % dim])} for i in strongest
+        ],
+    }

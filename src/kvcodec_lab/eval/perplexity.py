@@ -1,0 +1,221 @@
+"""Perplexity, KL divergence and top-1 agreement under a compressed cache. The protocol, the same everywhere:
+
+1. The text is tokenized once, from its start, with the tokenizer's defaults.
+2. It is cut into consecutive windows of 2048 tokens that do not overlap. Each window starts with an empty cache.
+3. Tokens 2 ... 2048 of a window are scored; its first token is not.
+4. ``prefill="decoded"`` (default): a window is one call, and attention reads the decoded K and V of every token, its
+   own included, as the papers evaluate. What the cache keeps dense (sinks, the newest tokens) is as it is after the
+   window's last token, so a token in mid-window reads its near past as encoded, although it would be dense while
+   generating: figures of windowed methods err on the pessimistic side.
+   ``prefill="exact"``: a window is fed in calls of 256 tokens. The first attends fresh K and V; the later ones read
+   what is stored, as a chunked prefill does.
+
+Perplexity is ``exp(mean nll)`` in nats over all scored tokens; KL is ``mean_t sum_v p ln(p / q)`` with p the
+uncompressed model (no cache) and q the compressed one; top-1 agreement is the share of positions with equal argmax.
+Standard errors are over tokens; that of the nll's rise is over the paired differences.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import ModelError
+from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.recording import Prefill, packed_cache
+from kvcodec.key_bias import Probe
+from kvcodec.scheme import KVScheme
+
+WINDOW_TOKENS = 2048
+EXACT_CALL_TOKENS = 256
+ROWS_AT_ONCE = 16
+"""Rows of logits scored together: few enough that their passes stay in a core's cache (2x faster than 256)."""
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    """Sums over the scored tokens of a window; ``squares`` are the sums of squares that standard errors need.
+
+    Parameters
+    ----------
+    tokens : int
+        Scored tokens.
+    nll, rise, kl : float
+        Sums of the negative log-likelihood, of its rise over the uncompressed model's, and of KL; nats.
+    agree : int
+        Positions whose most likely token is the uncompressed model's.
+    squares : tuple of float
+        Of nll, rise, kl.
+    """
+
+    tokens: int
+    nll: float
+    rise: float
+    kl: float
+    agree: int
+    squares: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Means over windows, with standard errors over tokens."""
+
+    windows: int
+    tokens: int
+    nll: float
+    nll_se: float
+    nll_rise: float
+    nll_rise_se: float
+    kl: float
+    kl_se: float
+    top1_agreement: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(nll)``; infinite where that overflows."""
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+    @property
+    def perplexity_se(self) -> float:
+        """Standard error of the perplexity, to first order."""
+        return self.perplexity * self.nll_se
+
+
+@dataclass
+class Reference:
+    """The uncompressed model on one window: ``log_p [n, V]`` (float32, nats), and what is read off it once."""
+
+    targets: Tensor
+    log_p: Tensor
+    nll: Tensor = field(init=False)
+    best: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Reduce the log-probabilities."""
+        self.nll = -self.log_p.gather(1, self.targets[:, None])[:, 0].double()
+        self.best = self.log_p.argmax(-1)
+
+    def score_itself(self) -> WindowScore:
+        """Score of the uncompressed model: no rise, no divergence."""
+        n = self.nll.numel()
+        return WindowScore(n, self.nll.sum().item(), 0.0, 0.0, n, (self.nll.square().sum().item(), 0.0, 0.0))
+
+    def score(self, logits: Tensor) -> WindowScore:
+        """Score a compressed run's ``logits [n, V]`` of the same window."""
+        kls, nlls, agree = [], [], 0
+        for a in range(0, self.targets.numel(), ROWS_AT_ONCE):
+            rows = slice(a, a + ROWS_AT_ONCE)
+            p, q = self.log_p[rows], logits[rows].float()
+            lse = torch.logsumexp(q, -1)
+            # sum p (ln p - ln q), with ln q = logit - lse; the rounding of equal rows may fall below 0
+            kls.append((p - q).mul_(p.exp()).sum(-1).add_(lse).clamp_min_(0.0))
+            nlls.append(lse - q.gather(1, self.targets[rows, None])[:, 0])
+            agree += int((q.argmax(-1) == self.best[rows]).sum())
+        nll, kl = torch.cat(nlls).double(), torch.cat(kls).double()
+        rise = nll - self.nll
+        squares = nll.square().sum().item(), rise.square().sum().item(), kl.square().sum().item()
+        return WindowScore(nll.numel(), nll.sum().item(), rise.sum().item(), kl.sum().item(), agree, squares)
+
+
+def tokenize(tokenizer: Any, text: str, tokens: int) -> Tensor:
+    """First ``tokens`` token ids of ``text`` (fewer if the text is shorter), int64 ``[n]``.
+
+    Only a head of a long text is read; the tokens are those of the whole text, because the head reaches well past them.
+    """
+    head = text[: tokens * 16 + 4096]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "sequence is longer than the model's maximum": windows are not
+        ids = tokenizer(head, verbose=False)["input_ids"]
+        if len(ids) < tokens + 64 and len(head) < len(text):
+            ids = tokenizer(text, verbose=False)["input_ids"]
+    return torch.tensor(ids[:tokens], dtype=torch.long)
+
+
+def split_windows(ids: Tensor, windows: int, window_tokens: int) -> list[Tensor]:
+    """Cut ``ids`` into at most ``windows`` whole windows.
+
+    Raises
+    ------
+    ModelError
+        If the text does not fill one window.
+    """
+    if windows < 1 or window_tokens < 2:
+        raise ModelError(f"windows={windows}, window_tokens={window_tokens}: expected at least 1 and 2.")
+    count = min(windows, ids.numel() // window_tokens)
+    if not count:
+        raise ModelError(
+            f"the text has {ids.numel()} tokens and a window takes {window_tokens}; pass a longer text or "
+            f"--window-tokens {max(ids.numel() // 2, 2)}."
+        )
+    return list(ids[: count * window_tokens].view(count, window_tokens))
+
+
+def check_window(config: Any, window_tokens: int) -> None:
+    """Refuse a window that the model's positions cannot hold."""
+    check_positions(positions_of(config), window_tokens)
+
+
+def positions_of(config: Any) -> int | None:
+    """Positions that a model knows; None where its config does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_positions(limit: int | None, window_tokens: int) -> None:
+    """Refuse a window longer than ``limit`` positions."""
+    if limit and window_tokens > limit:
+        raise ModelError(
+            f"a window of {window_tokens} tokens does not fit the model, which knows {limit} positions; "
+            f"pass --window-tokens {limit} or less."
+        )
+
+
+def uncompressed(model: Any, window: Tensor) -> Reference:
+    """Run the model on a window without any cache."""
+    ids = window.to(model.device)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        log_p = logits.sub_(torch.logsumexp(logits, -1, keepdim=True))  # in place: one copy of [n, V] is large enough
+    return Reference(ids[0, 1:], log_p)
+
+
+def compressed_logits(
+    model: Any,
+    spec: str | KVScheme,
+    window: Tensor,
+    *,
+    prefill: Prefill = "decoded",
+    seed: int = 0,
+    params: LayerParams | None = None,
+    probe: Probe = "warn",
+) -> tuple[Tensor, Any]:
+    """Logits ``[n - 1, V]`` of a window read through a compressed cache, and that cache, filled.
+
+    A scheme that rounds queries is read by the attention function ``kvcodec`` (``attention="streamed"``); the model's
+    own is set again afterwards.
+    """
+    ids = window.to(model.device)[None]
+    step = ids.shape[1] if prefill == "decoded" else EXACT_CALL_TOKENS
+    parts = []
+    options: dict[str, Any] = {"prefill": prefill, "seed": seed, "params": params, "probe": probe}
+    with packed_cache(model, spec, **options) as cache, torch.no_grad():
+        for a in range(0, ids.shape[1], step):
+            parts.append(model(input_ids=ids[:, a : a + step], past_key_values=cache, use_cache=True).logits[0])
+    logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return logits[:-1], cache
+
+
+def summarize(scores: Iterable[WindowScore]) -> Quality:
+    """Means and standard errors over the tokens of all windows."""
+    scores = list(scores)
+    n = sum(s.tokens for s in scores)
+    means = [sum(getattr(s, name) for s in scores) / n for name in ("nll", "rise", "kl")]
+    errors = []
+    for i, mean in enumerate(means):
+        variance = max(sum(s.squares[i] for s in scores) / n - mean**2, 0.0)
+        errors.append(math.sqrt(variance / n))
+    agreement = sum(s.agree for s in scores) / n
+    return Quality(len(scores), n, means[0], errors[0], means[1], errors[1], means[2], errors[2], agreement)

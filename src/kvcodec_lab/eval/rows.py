@@ -1,0 +1,132 @@
+"""Result rows: what a row holds, the table people read, and JSON files that are whole or absent."""
+
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.errors import FormatError, KVError
+from kvcodec_lab.report.presets import cell, columns_of, with_reference
+
+Row = dict[str, Any]
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    import kvcodec
+
+    found = {"kvcodec": kvcodec.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if "transformers" in sys.modules:
+        found["transformers"] = sys.modules["transformers"].__version__
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table of plain text, the uncompressed model on top; the columns are the report's."""
+    shown = with_reference(rows)
+    columns = columns_of(shown)
+    lines = [[c.heading for c in columns]] + [[cell(row, c) for c in columns] for row in shown]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for first, *others in lines:
+        cells = [first.ljust(widths[0])] + [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
+        text.append("  ".join(cells).rstrip())
+    text.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(text)
+
+
+def plain(value: Any) -> Any:
+    """Make a value JSON can hold: NaN and infinities become null, tuples lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def write_json(target: str | Path, data: Any) -> None:
+    """Write ``data`` as JSON to a file, whole or not at all; ``-`` is standard output.
+
+    Raises
+    ------
+    KVError
+        If the file cannot be written.
+    """
+    text = json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    _write_whole(Path(target), text)
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``{"rows": [...]}`` as JSON with one row to a line, whole or not at all; errors as ``write_json``."""
+    lines = [json.dumps(plain(row), allow_nan=False, ensure_ascii=False) for row in rows]
+    _write_whole(path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except BaseException:  # a full disk, an interrupt: nothing half written stays
+            part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise KVError(f"cannot write {path}: {error.strerror or error}; choose another file.") from error
+
+
+def check_writable(folder: str | Path) -> Path:
+    """Make ``folder`` and prove that a file can be written there, before hours of work.
+
+    Raises
+    ------
+    KVError
+        If not; the text says why.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise KVError(
+            f"the folder {path} cannot be written ({error.strerror or error}); choose another one or fix its rights."
+        ) from error
+    return path
+
+
+def read_rows(paths: Iterable[str | Path]) -> list[Row]:
+    """Rows of result files: each a list of rows, or an object with ``rows``.
+
+    Raises
+    ------
+    FormatError
+        If a file is missing, is no JSON, or holds no rows.
+    """
+    rows: list[Row] = []
+    for path in map(Path, paths):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from error
+        except ValueError as error:
+            raise FormatError(f"{path} is not JSON ({error}); pass a file that --json wrote.") from error
+        found = data.get("rows") if isinstance(data, dict) else data
+        if not isinstance(found, list) or not found or not all(isinstance(r, dict) and "spec" in r for r in found):
+            raise FormatError(f"{path} holds no result rows; pass a file that `kvcodec compare --json` or demo wrote.")
+        rows += found
+    return rows

@@ -1,0 +1,403 @@
+"""``evaluate``: tasks x specs on one model, into a folder that a later call can go on with.
+
+Order of work, so that an interrupt or a spent budget leaves numbers that can be compared: blocks of items, some of each
+task; in a block every spec, the uncompressed model first. Tasks of one kind share blocks, so that their sequences of
+one length are read together. A window's uncompressed logits are computed once for
+all specs and for all tasks that read that window. Each finished item is a line in the folder at once.
+"""
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.errors import KVError, ModelError, ShapeError, SpecError
+from kvcodec.files.params import FittedParams, match_params
+from kvcodec.integrations.transformers.recording import Prefill, packed_cache
+from kvcodec.progress import Progress
+from kvcodec.scheme import KVScheme, Mix
+from kvcodec_lab.eval.batches import Done, read_answers, read_choices, read_window
+from kvcodec_lab.eval.perplexity import Reference, positions_of, uncompressed
+from kvcodec_lab.eval.rivals import PACKAGES, Rival, RivalMaker, scheme_of
+from kvcodec_lab.eval.rows import Row, versions, write_lines
+from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
+from kvcodec_lab.eval.stats import summarize
+from kvcodec_lab.eval.store import RESULTS, Store
+from kvcodec_lab.eval.tasks import get_task
+from kvcodec_lab.eval.tasks.base import Item, Task, TaskSettings
+from kvcodec_lab.models import LoadedModel
+
+BLOCK_CALLS = 16
+"""Items of a block, in full calls: enough that sequences of one length find each other."""
+OUTPUT_CHARACTERS = 200
+Entry = tuple[Task, Item]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run is done.
+
+    Parameters
+    ----------
+    task : TaskSettings
+        What decides the items; its seed is also that of the codecs' random constants.
+    prefill : {"decoded", "exact"}
+        See ``eval/scoring.py``; in every line.
+    batch : int or None
+        Most sequences of a call; None: 4 on a CPU, else 16.
+    budget : float or None
+        Seconds: no call is begun that would probably end later.
+    changes : mapping
+        What was done to the model before, for ``run.json``: a run with other changes is another run.
+    """
+
+    task: TaskSettings
+    prefill: Prefill = "decoded"
+    batch: int | None = None
+    budget: float | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a run gave: the rows of ``results.json``, how it ended, and where it is."""
+
+    rows: list[Row]
+    status: str
+    folder: Path
+
+
+class _SpentError(Exception):
+    """The budget is spent."""
+
+
+def evaluate(
+    model: LoadedModel,
+    specs: Sequence[str | KVScheme | Rival],
+    tasks: Sequence[str],
+    output: str | Path,
+    settings: RunSettings,
+    *,
+    params: Sequence[str | Path | FittedParams] = (),
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measure schemes and the uncompressed model on tasks, or go on with such a run.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    specs : list of str, KVScheme or Rival
+    tasks : list of str
+        Names (``tasks.task_names()``).
+    output : path
+        The run's folder. One that exists is gone on with: finished items are not done again, specs, tasks and items
+        (a larger limit) may be added.
+    settings : RunSettings
+    params : sequence of path or FittedParams
+        What ``kvcodec fit`` wrote, each for the spec it was fitted for.
+    progress : Progress, optional
+        Default: silent.
+
+    Returns
+    -------
+    Evaluation
+        ``status``: ``complete``, ``budget``, or ``interrupted`` (Ctrl-C; rows of what was finished).
+
+    Raises
+    ------
+    SpecError, ShapeError, UnsupportedError, FormatError, FitError
+        Before any work: specs or params that do not exist or do not fit the model.
+    ModelError
+        Before any work: a model without a tokenizer, a text too short, a prompt longer than the model knows.
+    KVError
+        Missing data, an unknown task, a folder of another run: before any work. A full disk: what was finished is kept.
+    KeyboardInterrupt
+        If nothing was finished yet.
+    """
+    progress = progress or Progress(False)
+    if model.tokenizer is None:
+        raise ModelError(f"{model.name} comes without a tokenizer, and tasks are texts; add its tokenizer files.")
+    if settings.task.positions is None:
+        settings = replace(settings, task=replace(settings.task, positions=positions_of(model.model.config)))
+    schemes = checked_specs(specs)
+    matched = iter(match_params(params, [s for s in schemes if isinstance(s, KVScheme)]))
+    given = [next(matched) if isinstance(s, KVScheme) else None for s in schemes]
+    found = [get_task(name) for name in dict.fromkeys(tasks)]
+    if not found:
+        raise SpecError("no task to run; pass at least one, e.g. perplexity.")
+    common: dict[str, Any] = {"prefill": settings.prefill, "seed": settings.task.seed}
+    for scheme, constants in zip(schemes, given, strict=True):
+        if isinstance(scheme, Rival):
+            RivalMaker(model.model, scheme).new_cache()
+            continue
+        with packed_cache(model.model, scheme, params=constants, **common):
+            pass  # refuses now what it will not serve
+    readers = [Reader(model.model, None, **common)]
+    readers += [Reader(model.model, s, params=p, **common) for s, p in zip(schemes, given, strict=True)]
+    items: dict[str, list[Item]] = {}
+    for task in found:
+        with progress.busy(f"{task.name}: making items"):
+            items[task.name] = task.items(model.tokenizer, settings.task)
+    with progress.busy("hashing the weights"):
+        about = _about(model, found, items, schemes, given, settings)
+    with Store(output, about) as store:
+        return _Evaluator(model, found, items, readers, settings, store, progress).run()
+
+
+def checked_specs(specs: Sequence[str | KVScheme | Rival]) -> list[KVScheme | Rival]:
+    """Schemes of the specs, and caches of other libraries.
+
+    Raises
+    ------
+    SpecError
+        If there is none, an unknown one, or one twice.
+    UnsupportedError
+        If a cache's library is not installed.
+    """
+    schemes = [scheme_of(spec) for spec in specs]
+    if not schemes:
+        raise SpecError("no spec to evaluate; pass at least one, e.g. saw-int4.")
+    names = [str(scheme) for scheme in schemes]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise SpecError(f"given twice: {', '.join(twice)}; name each spec once.")
+    for scheme in schemes:
+        if isinstance(scheme, Rival):
+            scheme.check()
+    return schemes
+
+
+class _Evaluator:
+    def __init__(
+        self,
+        model: LoadedModel,
+        tasks: Sequence[Task],
+        items: Mapping[str, Sequence[Item]],
+        readers: Sequence[Reader],
+        settings: RunSettings,
+        store: Store,
+        progress: Progress,
+    ) -> None:
+        self.model, self.readers, self.settings, self.store, self.progress = model, readers, settings, store, progress
+        self.batch = settings.batch or (4 if model.model.device.type == "cpu" else 16)
+        self.units = list(_units(tasks, items, self.batch * BLOCK_CALLS))
+        wanted = [(r.name, t.name, i.id) for r in readers for entries in self.units for t, i in entries]
+        self.total = len(wanted)
+        self.finished = sum(store.has(*key) for key in wanted)
+        self.begun, self.begun_with = time.monotonic(), self.finished
+        self.call_at, self.longest = self.begun, 0.0
+        self.note = ""
+
+    def run(self) -> Evaluation:
+        """Do the work; write ``results.json`` however it ends."""
+        if self.finished:
+            self.progress.say(f"going on: {self.finished} of {self.total} items are finished in {self.store.folder}.")
+        status = "complete"
+        try:
+            for entries in self.units:
+                self._unit(entries)
+        except _SpentError:
+            spent = time.monotonic() - self.begun
+            self.progress.say(f"{spent:.0f} s of {self.settings.budget:.0f} s are spent: no further call.")
+            status = "budget"
+        except KeyboardInterrupt:
+            if not self.store.lines:
+                raise
+            self.progress.say("interrupted: what was finished is kept; the same command goes on with it.")
+            status = "interrupted"
+        except KVError:
+            with contextlib.suppress(KVError):  # the first error is the one to show
+                self._results("interrupted")
+            raise
+        return Evaluation(self._results(status), status, self.store.folder)
+
+    def _results(self, status: str) -> list[Row]:
+        rows = summarize(self.store.run(), status)
+        write_lines(self.store.folder / RESULTS, rows)
+        return rows
+
+    def _unit(self, entries: Sequence[Entry]) -> None:
+        """Read one block with every spec that has not finished it."""
+        reference: Reference | None = None
+        for reader in self.readers:
+            pending = [(t, i) for t, i in entries if not self.store.has(reader.name, t.name, i.id)]
+            if not pending:
+                continue
+            item = pending[0][1]
+            self.note = f"{reader.name}: {', '.join(dict.fromkeys(t.name for t, _ in pending))}"
+            self._show()
+            if item.kind == "window":
+                reference = self._window(reader, pending, reference)
+                continue
+            read = read_choices if item.kind == "choices" else read_answers
+            tasks = {t.name: t for t, _ in pending}
+            with reader.reading():
+                for done in read(reader, self.model.tokenizer, [i for _, i in pending], self.batch, self._begin):
+                    self._add(reader, tasks[done.item.task], done)
+            self._notes(reader)
+
+    def _window(self, reader: Reader, pending: Sequence[Entry], reference: Reference | None) -> Reference:
+        """Read a window once for all the tasks that score it; return the uncompressed model's logits of it."""
+        begun = time.monotonic()
+        item = pending[0][1]
+        if reference is None:
+            self._begin()
+            reference = uncompressed(self.model.model, torch.tensor(item.ids))
+        with reader.reading():
+            done = read_window(reader, item, reference, self._begin)
+        seconds = time.monotonic() - begun if reader.name == UNCOMPRESSED else done.seconds
+        for task, mine in pending:
+            self._add(reader, task, replace(done, item=mine, seconds=seconds / len(pending)))
+        self._notes(reader)
+        return reference
+
+    def _add(self, reader: Reader, task: Task, done: Done) -> None:
+        line: Row = {
+            "spec": reader.name,
+            "task": task.name,
+            "item": done.item.id,
+            "group": dict(done.item.group),
+            "scores": {},
+            "prefill": self.settings.prefill,
+            "seconds": round(done.seconds, 6),
+            "bytes": done.held.nbytes if done.held else 0,
+            "elements": done.held.elements if done.held else 0,
+        }
+        if done.output is None:
+            line["error"] = done.error
+            if self.store.note(reader.name, f"{task.name}: an item without a result: {done.error}"):
+                self.progress.say(f"{reader.name}, {task.name}: an item without a result: {done.error}")
+        else:
+            line["scores"] = {name: list(score) for name, score in task.score(done.item, done.output).items()}
+            if done.item.kind != "window":
+                line["output"] = task.shown(done.item, done.output)[:OUTPUT_CHARACTERS]
+        self.store.add(line)
+        self.finished += 1
+        self._show()
+
+    def _notes(self, reader: Reader) -> None:
+        for text in reader.notes:
+            if self.store.note(reader.name, text):
+                self.progress.say(f"{reader.name}: {text}")
+
+    def _begin(self) -> None:
+        """Stop before a call that would end beyond the budget, if it takes as long as the longest of late."""
+        now = time.monotonic()
+        self.longest = max(now - self.call_at, self.longest * 0.9)
+        self.call_at = now
+        budget = self.settings.budget
+        if budget is not None and self.finished > self.begun_with and now - self.begun + self.longest > budget:
+            raise _SpentError
+
+    def _show(self) -> None:
+        made = self.finished - self.begun_with
+        left = (time.monotonic() - self.begun) / made * (self.total - self.finished) if made else 0.0
+        ahead = f", about {left / 60:.0f} min left" if left >= 60 else f", about {left:.0f} s left" if made else ""
+        self.progress.bar(
+            "evaluating", self.finished, self.total, f"{self.finished} of {self.total}{ahead}: {self.note}"
+        )
+
+
+def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int) -> Iterator[list[Entry]]:
+    """Blocks of items, some of each task of a kind; a window is a block of its own, with every task that reads it."""
+    windows: dict[tuple[int, ...], list[Entry]] = {}
+    blocks: list[list[list[Entry]]] = []
+    for task in tasks:
+        own = [(task, item) for item in items[task.name]]
+        for entry in own:
+            if entry[1].kind == "window":
+                windows.setdefault(entry[1].ids, []).append(entry)
+        others = [entry for entry in own if entry[1].kind != "window"]
+        blocks.append([others[a : a + size] for a in range(0, len(others), size)])
+    empty: list[Entry] = []
+    columns: list[list[list[Entry]]] = [list(windows.values()), *blocks]
+    for row in zip_longest(*columns, fillvalue=empty):
+        for kind in ("window", "answer", "choices"):
+            if unit := [entry for block in row for entry in block if entry[1].kind == kind]:
+                yield unit
+
+
+# -- run.json ----------------------------------------------------------------------------------------------------------
+
+
+def _about(
+    model: LoadedModel,
+    tasks: Sequence[Task],
+    items: Mapping[str, Sequence[Item]],
+    schemes: Sequence[KVScheme | Rival],
+    params: Sequence[FittedParams | None],
+    settings: RunSettings,
+) -> Row:
+    from kvcodec.integrations.transformers.plan import plan_for
+
+    plan = plan_for(model.model, "decoded")
+    device = model.model.device
+    about: Row = {
+        "model": {
+            "name": model.name,
+            "origin": model.origin,
+            "sha256": weights_sha256(model.model),
+            "dtype": str(model.model.dtype).removeprefix("torch."),
+            "layers": len(plan.kv_layers),
+            "kv_heads": plan.heads,
+            "head_dim": plan.head_dim,
+        },
+        "versions": versions() | {PACKAGES[s.backend][1]: s.version for s in schemes if isinstance(s, Rival)},
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "seed": settings.task.seed,
+        "settings": {"prefill": settings.prefill, **settings.changes},
+        "tasks": {},
+        "specs": [str(scheme) for scheme in schemes],
+        "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},
+        # a file that may be written anew under the same name
+        "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, Mix)},
+        "params": {
+            str(scheme): {"file": given.file, "sha256": given.sha256, "tokens": given.tokens, "text": given.text_name}
+            if given
+            else None
+            for scheme, given in zip(schemes, params, strict=True)
+        },
+    }
+    for task in tasks:
+        mine, source = items[task.name], task.source(settings.task)
+        about["tasks"][task.name] = {
+            **task.about(settings.task),
+            "limit": task.limit(settings.task),
+            "items": len(mine),
+            "source": asdict(source) if source else None,
+            "metrics": {name: asdict(metric) for name, metric in task.metrics.items()},
+            "chance": sum(1 / len(i.continuations) for i in mine) / len(mine) if mine[0].kind == "choices" else None,
+        }
+    return about
+
+
+def _bits(scheme: KVScheme | Rival, head_dim: int | None) -> Row:
+    try:
+        return {"key_bits": scheme.key_bits(head_dim or 128), "value_bits": scheme.value_bits(head_dim or 128)}
+    except ShapeError:
+        return {"key_bits": None, "value_bits": None}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """sha256 over the names and bytes of all weights in order of name; tied weights count once."""
+    digest = hashlib.sha256()
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in sorted(model.state_dict().items()):
+        place = tensor.data_ptr(), tuple(tensor.shape)
+        if place in seen and tensor.numel():
+            continue
+        seen.add(place)
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().contiguous().flatten().cpu()
+        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return digest.hexdigest()

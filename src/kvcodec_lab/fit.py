@@ -1,0 +1,327 @@
+"""``kvcodec fit``: run the uncompressed model over a text and fit every constant that a scheme takes from data.
+
+1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without a past.
+2. Queries, keys and values of every layer that needs them are recorded after RoPE, rounded to 16 bit as a cache holds
+   them; beyond ``max_tokens`` per layer they are kept evenly.
+3. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes.
+4. ``codec.settle`` decides across the layers of a role.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
+from kvcodec.errors import FitError, ModelError
+from kvcodec.files.params import FittedParams, identify, sites_to_fit
+from kvcodec.integrations.transformers.recording import watched
+from kvcodec.progress import Progress
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme
+from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, check_window, split_windows, tokenize
+from kvcodec_lab.models import LoadedModel
+
+WINDOWS = 4
+MAX_TOKENS = 8192
+"""Tokens kept per layer, at most: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
+
+
+@dataclass
+class LayerSample:
+    """What was recorded of one layer, a tensor per window; ``dtype`` is the model's.
+
+    Parameters
+    ----------
+    queries : list of Tensor ``[1, HQ, n, D]``
+    key, value : list of Tensor ``[1, H, n, D]``
+        Empty where that role has nothing to fit.
+    """
+
+    dtype: torch.dtype
+    queries: list[Tensor] = field(default_factory=list)
+    key: list[Tensor] = field(default_factory=list)
+    value: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept."""
+        return sum(x.shape[2] for x in self.queries)
+
+
+@dataclass(frozen=True)
+class _WatchedSite(Site):
+    """A site that notes which heads a codec drew random numbers for."""
+
+    drawn: list[int] = field(default_factory=list)
+
+    def generator(self, head: int, stream: int = 0) -> torch.Generator:
+        """Draw as any site does."""
+        self.drawn.append(head)
+        return super().generator(head, stream)
+
+
+def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKENS) -> None:
+    """Refuse, before a model is loaded, a scheme without anything to fit and a text that is surely too short.
+
+    Raises
+    ------
+    SpecError, FitError, ModelError
+    """
+    scheme = get(spec)
+    if not scheme.is_fitted:
+        raise FitError(f"{scheme} has no constants to fit: it takes nothing from data; use it without a params file.")
+    if (size := len(text.encode())) < window_tokens:  # a token is at least a byte
+        raise ModelError(
+            f"the text has {size} bytes and a window takes {window_tokens} tokens; pass a longer text, or "
+            f"--window-tokens {max(size // 8, 2)}."
+        )
+
+
+def fit_model(
+    model: LoadedModel,
+    spec: str | KVScheme,
+    text: str,
+    *,
+    windows: int = WINDOWS,
+    window_tokens: int = WINDOW_TOKENS,
+    max_tokens: int = MAX_TOKENS,
+    seed: int = 0,
+    text_name: str = "",
+    progress: Progress | None = None,
+) -> FittedParams:
+    """Fit a scheme's constants to a model.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    spec : str or KVScheme
+    text : str
+        Real text of at least one window; not the one that quality is measured on.
+    windows, window_tokens : int
+        At most that many windows of that many tokens.
+    max_tokens : int
+        Tokens kept per layer.
+    seed : int
+        As for ``cache_for``.
+    text_name : str
+        What the text is called in the file.
+    progress : Progress, optional
+        Default: silent.
+
+    Returns
+    -------
+    FittedParams
+        Constants on the CPU; ``save(path)`` writes them, ``cache_for(model, spec, params=...)`` takes them.
+
+    Raises
+    ------
+    FitError
+        Nothing to fit, or a sample that constants cannot be fitted to.
+    ModelError
+        A text too short, or a window that the model cannot hold.
+    SpecError, ShapeError, UnsupportedError
+        An unknown spec, or one that does not fit the model.
+
+    Examples
+    --------
+    >>> from kvcodec_lab.models import load, load_text
+    >>> text = load_text("mine.txt")  # doctest: +SKIP
+    >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
+    >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
+    """
+    from kvcodec.integrations.transformers.plan import check_layouts, plan_for  # needs transformers
+
+    scheme, shown = get(spec), progress or Progress(False)
+    check_fit(scheme, text, window_tokens)
+    plan = plan_for(model.model, "decoded")
+    layers = [layer.index for layer in plan.kv_layers]
+    check_layouts(plan, [scheme.for_layer(i, len(layers)) for i in range(len(layers))])
+    sites = sites_to_fit(scheme, layers)
+    if not sites:
+        raise FitError(f"{scheme}: all {len(layers)} KV layers of {model.name} are dense; there is nothing to fit.")
+    check_window(model.model.config, window_tokens)
+    ids = tokenize(model.tokenizer, text, windows * window_tokens)
+    parts = split_windows(ids, windows, window_tokens)
+    samples = capture(model.model, parts, sites, max_tokens=max_tokens, progress=shown)
+    tokens = min(sample.tokens for sample in samples.values())
+    fitted, seeded = _fit_sites(sites, samples, seed, model.model.device, shown)
+    return FittedParams(
+        scheme=scheme,
+        model=identify(model.model, model.name),
+        layers=fitted,
+        seed=seed,
+        seeded=seeded,
+        tokens=tokens,
+        windows=len(parts),
+        window_tokens=window_tokens,
+        text_name=text_name,
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+def capture(
+    model: Any,
+    windows: Sequence[Tensor],
+    sites: Sequence[tuple[int, Role, Codec]],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    progress: Progress | None = None,
+) -> dict[int, LayerSample]:
+    """Record what calibration needs, layer by layer, on the CPU.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    windows : sequence of Tensor int64 ``[n]``
+    sites : sequence of (layer, role, codec)
+        Which layers and roles, and whose ``held_dtype`` they are rounded to.
+    max_tokens : int
+        Tokens kept per layer: evenly spaced in each window.
+    progress : Progress, optional
+
+    Raises
+    ------
+    FitError
+        NaN, Inf or out-of-range keys or values, with the position; or a layer that was not seen.
+    UnsupportedError
+        If the model's attention cannot be watched.
+    """
+    shown = progress or Progress(False)
+    wanted: dict[int, dict[Role, Codec]] = {}
+    for layer, role, codec in sites:
+        wanted.setdefault(layer, {})[role] = codec
+    share = max(max_tokens // len(windows), 1)
+    samples: dict[int, LayerSample] = {}
+    passed: set[int] = set()  # layers of the present window
+
+    def seen(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if layer not in wanted or layer in passed:
+            return
+        passed.add(layer)
+        sample = samples.setdefault(layer, LayerSample(key.dtype))
+        done = sum(len(s.queries) for s in samples.values())
+        note = f"window {len(sample.queries) + 1} of {len(windows)}, layer {layer}"
+        shown.bar("reading the text", done, len(windows) * len(wanted), note)
+        sample.queries.append(_kept(query, share, storage_dtype(query.dtype)))
+        for role, x in zip(ROLES, (key, value), strict=True):
+            if role in wanted[layer]:
+                try:
+                    check_tensor(f"{role}s of layer {layer}", x)
+                except ValueError as error:
+                    raise FitError(str(error)) from error
+                getattr(sample, role).append(_kept(x, share, wanted[layer][role].held_dtype(x.dtype)))
+
+    # the logits of a window are larger than all that is recorded
+    less = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with watched(model, seen), torch.no_grad():
+        for window in windows:
+            passed.clear()
+            model(input_ids=window.to(model.device)[None], use_cache=False, **less)
+    if missing := sorted(set(wanted) - set(samples)):
+        raise FitError(
+            f"{type(model).__name__}: the attention of layer {missing[0]} was not seen; it cannot be fitted."
+        )
+    return samples
+
+
+def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """At most ``tokens`` tokens of ``x [B, H, N, D]``, evenly spaced, as a tensor of its own on the CPU."""
+    n = x.shape[2]
+    if n > tokens:
+        x = x[:, :, torch.linspace(0, n - 1, tokens, dtype=torch.float64).round().long().to(x.device)]
+    return x.detach().to("cpu", dtype, copy=True)
+
+
+def _fit_sites(
+    sites: Sequence[tuple[int, Role, Codec]],
+    samples: dict[int, LayerSample],
+    seed: int,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[dict[int, dict[Role, Params]], bool]:
+    """Calibrate site by site (``samples`` is emptied on the way), then settle; also whether any codec used the seed."""
+    fitted: dict[Role, dict[int, Params]] = {role: {} for role in ROLES}
+    codecs: dict[Role, Codec] = {}
+    drawn: list[int] = []
+    last = {layer: at for at, (layer, _, _) in enumerate(sites)}
+    for done, (layer, role, codec) in enumerate(sites):
+        progress.bar("fitting", done, len(sites), f"layer {layer}, {role}s")
+        sample = samples[layer]
+        codecs[role] = codec.for_dtype(sample.dtype)
+        x, queries = (torch.cat(parts, 2).to(device) for parts in (getattr(sample, role), sample.queries))
+        site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
+        fitted[role][layer] = codecs[role].calibrate(site, x, queries)
+        if last[layer] == done:
+            del samples[layer]
+    layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}
+    for role, codec in codecs.items():
+        for layer, params in zip(fitted[role], codec.settle(list(fitted[role].values())), strict=True):
+            layers[layer][role] = {name: value.detach().cpu() for name, value in params.items()}
+    return layers, bool(drawn)
+
+
+def about(fitted: FittedParams) -> dict[str, Any]:
+    """What was fitted and on what, as plain JSON values.
+
+    Returns
+    -------
+    dict
+        ``spec, model, text, text_sha256, tokens, windows, window_tokens, seed`` (None where no codec drew from it),
+        ``sha256, layers`` (a list), ``bytes`` and ``constants``: one object per role and constant over all its layers,
+        with ``role, codec, constant, dtype, shapes, layers`` (how many), ``bytes, min, max``.
+    """
+    rows: dict[tuple[Role, str, str], dict[str, Any]] = {}
+    at = fitted.model.layers
+    for layer, roles in fitted.items():
+        scheme = fitted.scheme.for_layer(at.index(layer), len(at))
+        for role, params in roles.items():
+            codec = type(scheme.codec(role)).__name__
+            for name, x in params.items():
+                first: dict[str, Any] = {"role": role, "codec": codec}
+                first |= {"constant": name, "dtype": str(x.dtype).removeprefix("torch."), "shapes": [], "layers": 0}
+                row = rows.setdefault((role, codec, name), first | {"bytes": 0, "min": None, "max": None})
+                row["layers"] += 1
+                row["bytes"] += x.nbytes
+                if list(x.shape) not in row["shapes"]:
+                    row["shapes"].append(list(x.shape))
+                if x.numel():
+                    low, high = x.double().min().item(), x.double().max().item()
+                    row["min"] = low if row["min"] is None else min(row["min"], low)
+                    row["max"] = high if row["max"] is None else max(row["max"], high)
+    return {
+        "spec": fitted.spec,
+        "model": fitted.model.name,
+        "text": fitted.text_name,
+        "text_sha256": fitted.text_sha256,
+        "tokens": fitted.tokens,
+        "windows": fitted.windows,
+        "window_tokens": fitted.window_tokens,
+        "seed": fitted.seed if fitted.seeded else None,
+        "sha256": fitted.sha256,
+        "layers": list(fitted),
+        "bytes": sum(row["bytes"] for row in rows.values()),
+        "constants": list(rows.values()),
+    }
+
+
+def about_text(found: Mapping[str, Any], windows: int) -> str:
+    """``about`` (with ``file`` and ``seconds``) for people; ``windows`` is how many were asked for."""
+    lines = [
+        f"{found['spec']} fitted to {found['model']}: {len(found['layers'])} layers, {found['tokens']} tokens each"
+    ]
+    fewer = f" ({windows} asked for: the text is too short)" if found["windows"] < windows else ""
+    lines.append(f"text: {found['text']}, {found['windows']} x {found['window_tokens']} tokens{fewer}")
+    for c in found["constants"]:
+        shapes = " or ".join("x".join(map(str, shape)) for shape in c["shapes"])
+        span = "" if c["min"] is None else f", {c['min']:.4g} .. {c['max']:.4g}"
+        lines.append(f"  {c['role']}s: {c['constant']} {c['dtype']} [{shapes}] in {c['layers']} layers{span}")
+    lines.append(f"written: {found['file']}, {found['bytes']} bytes of constants, {found['seconds']:.1f} s")
+    return "\n".join(lines)

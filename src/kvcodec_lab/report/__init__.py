@@ -1,0 +1,1 @@
+"""Tables, plots and pages of result files; nothing here runs a model."""

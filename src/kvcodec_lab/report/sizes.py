@@ -1,0 +1,90 @@
+"""Bytes of a whole model's cache at a context, for presets of a run: from layouts, sinks, windows and dense layers.
+
+Pages, block tables and constants are left out: at a context worth compressing they are below a percent. A spec that
+this process does not know (a codec of somebody else's file) is scaled from the bits that the run measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcodec.codec import ROLES
+from kvcodec.errors import KVError
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme
+from kvcodec_lab.report.folder import UNCOMPRESSED, Results, mapping, number
+
+CONTEXTS = tuple(2**k for k in range(8, 24))
+"""Contexts that the page has bytes for; between them they grow evenly."""
+DENSE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's cache holds per token."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+
+def shape_of(about: Mapping[str, object]) -> Shape | None:
+    """Shape of the run's model; None where ``run.json`` does not state it."""
+    model = mapping(about.get("model"))
+    found = [number(model.get(key)) for key in ("layers", "kv_heads", "head_dim")]
+    if any(n is None or n < 1 for n in found):
+        return None
+    return Shape(*(int(n or 0) for n in found))
+
+
+def bytes_at(scheme: KVScheme | None, tokens: int, shape: Shape, bits: float | None = None) -> float | None:
+    """Bytes of one sequence's cache.
+
+    Parameters
+    ----------
+    scheme : KVScheme or None
+        None: ``bits`` an element.
+    tokens : int
+    shape : Shape
+    bits : float or None
+        Bits an element, K and V together; None: not known, and neither are the bytes.
+    """
+    elements = tokens * shape.heads * shape.head_dim
+    if scheme is None:
+        return None if bits is None else 2 * shape.layers * elements * bits / 8
+    total = 0.0
+    for i in range(shape.layers):
+        own = scheme.for_layer(i, shape.layers)
+        for role in ROLES:
+            encoded = own.encoded_tokens(role, tokens)
+            layout = own.codec(role).layout(shape.head_dim)
+            per_token = shape.head_dim * layout.effective_bits / 8
+            total += shape.heads * (encoded * per_token + (tokens - encoded) * shape.head_dim * DENSE_BYTES)
+    return total
+
+
+def sizes(results: Results, contexts: Sequence[int] = CONTEXTS) -> tuple[dict[str, list[float]], list[str]]:
+    """Bytes of each spec at each context, the uncompressed model's among them, and the specs that were scaled.
+
+    Both are empty where the model's shape is not known.
+    """
+    shape = shape_of(results.about)
+    if shape is None:
+        return {}, []
+    found: dict[str, list[float]] = {}
+    scaled: list[str] = []
+    for spec in (UNCOMPRESSED, *results.specs):
+        scheme: KVScheme | None = None
+        bits: float | None = 16.0
+        if spec != UNCOMPRESSED:
+            bits = next((r["effective_bits"] for r in results.rows if r.spec == spec and r["effective_bits"]), None)
+            try:
+                scheme = get(spec)
+                scheme.key_bits(shape.head_dim), scheme.value_bits(shape.head_dim)
+                scheme.for_layer(shape.layers - 1, shape.layers)
+            except KVError:
+                scheme = None
+                scaled.append(spec)
+        held = [bytes_at(scheme, tokens, shape, bits) for tokens in contexts]
+        if None not in held:
+            found[spec] = [x for x in held if x is not None]
+    return found, [spec for spec in scaled if spec in found]

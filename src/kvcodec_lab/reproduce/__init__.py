@@ -1,0 +1,26 @@
+"""``kvcodec reproduce``: what the papers print, recomputed. One module per paper; each registers its tables."""
+
+from kvcodec_lab.reproduce import baselines, hqmq, innerq, octopus, saw_int4, ultraquant  # noqa: F401  # each registers its tables
+from kvcodec_lab.reproduce.claims import (
+    NOT_PRINTED,
+    PAPERS,
+    Axes,
+    Claim,
+    available,
+    cannot,
+    not_recomputed,
+    reproduce_rows,
+    reproduces,
+)
+
+__all__ = [
+    "NOT_PRINTED",
+    "PAPERS",
+    "Axes",
+    "Claim",
+    "available",
+    "cannot",
+    "not_recomputed",
+    "reproduce_rows",
+    "reproduces",
+]

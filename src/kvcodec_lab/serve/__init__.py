@@ -1,0 +1,1 @@
+"""Load of a serving engine over HTTP: clients, metrics, tables."""

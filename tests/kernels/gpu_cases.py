@@ -1,0 +1,396 @@
+"""Random cases of the CUDA kernels on a GPU, against the reference there: bytes of encode, error of decode and prefill.
+
+    python -m tests.kernels.gpu_cases --cases 10000 --out cases.json
+
+A *combination* is a preset, a head_dim and a page size: what programs are compiled for. Each case draws the rest:
+sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens, one of a million for each
+preset), heads, group, first live token, splits (few of them where sequences are long), dense tokens, sinks, soft cap,
+the numbers' law, diffuse and sharp attention. Every token is another one. Keys and values are encoded into pages of a
+pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what the codec
+decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws, bf16's
+roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of the same
+problem (``expected``), and the row says so.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import ROLES, Codec, Params, Payload, Site
+from kvcodec.kernels import build, encode, sides
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import history as prefill
+from kvcodec.layout import PageLayout
+
+DIMS = (64, 96, 128, 256)
+VARIANTS = ("hqmq-s96_r4:outliers=3",)
+"""What is read beside the presets by readers of its own."""
+PAGES = (64, 128, 32)
+FEW = 16
+LENGTHS = (1, 40, 64, 200, 700, 700, 3000)
+LONG, LONGEST = (20_000, 50_000, 131_072), 1 << 20
+"""Tokens of one case in twenty, and of one case for each preset."""
+STEP = 16384
+"""Tokens that the reference encodes and decodes at a time; whole blocks of every codec."""
+SLACK = 2e-4
+"""Where bf16 attention happens to be nearly exact (one token), fp16 queries and scores still round."""
+
+
+class Combination(NamedTuple):
+    preset: str
+    dim: int
+    page: int
+
+
+def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS) -> list[Combination]:
+    """Return what the kernels read, one page size each, in turn."""
+    found = []
+    for preset in presets or (*kvcodec.presets(), *VARIANTS):
+        scheme = kvcodec.get(preset)
+        for dim in dims:
+            page = PAGES[len(found) % len(PAGES)]
+            if not isinstance(attention.pair_for(scheme.key, scheme.value, dim, page), str):
+                found.append(Combination(preset, dim, page))
+    return found
+
+
+def rows(rng: random.Random, gen: torch.Generator, shape: tuple[int, ...], role: str) -> Tensor:
+    x = torch.randn(shape, generator=gen, device=gen.device)
+    law = rng.choice(("plain", "plain", "loud", "shifted", "spread", "small"))
+    if law == "loud":
+        x[..., :: rng.choice((7, 16, 31))] *= rng.choice((5.0, 20.0))
+    elif law == "shifted":
+        x += rng.choice((-3.0, 2.0))
+    elif law == "spread":
+        x *= 2.0 ** torch.randint(-4, 5, (*shape[:3], 1), generator=gen, device=gen.device)
+    elif law == "small":
+        x *= 0.02
+    if shape[2] and rng.random() < 0.3:
+        x[:, :, rng.randrange(shape[2])] = 0.0
+    return x if role == "value" or law != "plain" else x * rng.choice((0.5, 1.0, 2.0))
+
+
+class Layer(NamedTuple):
+    """One layer's pages, as a cache would hold them, and what they decode to."""
+
+    store: PageStore
+    pair: str
+    key: sides.SideTensors
+    value: sides.SideTensors
+    keys: Tensor
+    values: Tensor
+    note: str
+
+
+def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Layer:
+    """Encode random keys and values with the kernels; raise if a byte is not the codec's."""
+    scheme, device = kvcodec.get(c.preset), gen.device
+    codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
+    pair = attention.pair_for(scheme.key, scheme.value, c.dim, c.page)
+    assert not isinstance(pair, str)
+    target = encode.target_for(scheme.key, scheme.value, c.dim, c.page)
+    layout = PageLayout(scheme.key.layout(c.dim), scheme.value.layout(c.dim), c.page)
+    columns = -(-tokens // c.page)
+    store = PageStore(layout, batch, heads, device)
+    spare = 3
+    store.pages = torch.randint(
+        0, 256, (batch * columns + spare, heads, layout.page_bytes), generator=gen, device=device, dtype=torch.uint8
+    )
+    order = torch.randperm(batch * columns + spare, generator=gen, device=device)[: batch * columns]
+    store.table = order.to(torch.int32).view(batch, columns).contiguous()
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    first = torch.zeros(batch, dtype=torch.int32, device=device)
+    decoded, tensors, note = {}, {}, []
+    for role in ROLES:
+        codec = codecs[role]
+        site = Site(rng.randrange(8), role, heads, c.dim, rng.randrange(1000), device)
+        x = rows(rng, gen, (batch, heads, tokens, c.dim), role).clamp(-60000, 60000).to(dtype)
+        x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
+        params: Params = codec.fit(site, x.float() if codec.needs_sample else None)
+        params = {name: value.to(device) for name, value in params.items()}
+        parts = range(0, tokens, STEP)
+        payloads = [codec.encode(codec.to_code(x[:, :, at : at + STEP].float(), params), params) for at in parts]
+        side = target.side(role)
+        if side is None:
+            _write(store, role, payloads)
+            note.append(role)
+        else:
+            before = store.pages.clone()
+            held = sides.tensors_for(side, params, heads, c.dim)
+            given = {"keys": x if role == "key" else None, "values": x if role == "value" else None}
+            none = sides.SideTensors(None, None, 1)
+            bad = torch.zeros(1, dtype=torch.int32, device=device)
+            encode.encode_to_pages(
+                pages=store.pages, table=store.table, first=first, target=encode.text_of(target), bad=bad,
+                key=held if role == "key" else none, value=held if role == "value" else none, **given,
+            )  # fmt: skip
+            written = store.pages
+            store.pages = before
+            _write(store, role, payloads)
+            if int(bad) or not torch.equal(written, store.pages):
+                wrong = int((written != store.pages).sum())
+                raise AssertionError(f"encode: {role}: {wrong} bytes differ, bad={int(bad)}, {dtype}")
+        found = sides.reader(codec, c.dim, role)
+        assert isinstance(found, sides.Reader)
+        tensors[role] = sides.tensors_for(found, params, heads, c.dim)
+        back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), params) for at in parts)
+        decoded[role] = torch.cat([codec.from_code(part, params) for part in back], 2)
+    return Layer(store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"],
+                 ",".join(note))  # fmt: skip
+
+
+def _write(store: PageStore, role: str, payloads: list[Payload]) -> None:
+    for i, payload in enumerate(payloads):
+        store.write(role, i * STEP, payload)
+
+
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None,
+    rounds: bool = False,
+):  # fmt: skip
+    """Attention in float64 of one sequence: ``q [HQ, n, D]`` over ``k, v [H, t, D]``; ``rounds``: weights in bf16."""
+    (hq, n, dim), heads = q.shape, k.shape[0]
+    k, v = k.double(), v.double()
+    s = (q.double().reshape(heads, hq // heads * n, dim) @ k.mT).view(hq, n, k.shape[1]) * scale
+    s = cap * torch.tanh(s / cap) if cap else s
+    s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], -1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
+    if not s.shape[-1]:
+        return torch.zeros_like(q, dtype=torch.float64)
+    p = s.softmax(-1)
+    p = p.bfloat16().double() if rounds else p
+    return (p.view(heads, hq // heads * n, p.shape[-1]) @ v).view(hq, n, dim)
+
+
+def rounded(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, hidden: Tensor | None = None
+):
+    """The same as PyTorch's attention computes it from bf16 tensors (its own kernel unless a cap or sinks forbid)."""
+    group = q.shape[0] // k.shape[0]
+    q, k, v = (x.bfloat16() for x in (q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)))
+    if not cap and sinks is None and k.shape[1]:
+        seen = None if hidden is None else ~hidden
+        return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], seen, scale=scale)[0]
+    s = (q.float() @ k.float().mT) * scale
+    s = cap * torch.tanh(s / cap) if cap else s
+    s = s if hidden is None else s.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.float()[:, None, None].expand(-1, s.shape[1], 1)], -1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
+    return (s.softmax(-1).bfloat16().float() @ v.float()).bfloat16()
+
+
+DRAWS = 16
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None, want: Tensor, gen: torch.Generator
+) -> float:
+    """Error of bf16 attention, root mean square over ``DRAWS`` roundings of the same numbers.
+
+    Keys and values are multiplied by a random number in [1, 2) for each channel, rounded, and divided by it; so are
+    queries, unless they are bf16 and bf16 attention takes them as they are.
+    """
+
+    def once(x: Tensor) -> Tensor:
+        factor = 1 + torch.rand(x.shape[-1], generator=gen, device=x.device)
+        return (x.float() * factor).bfloat16().double() / factor
+
+    errors = []
+    for _ in range(DRAWS):
+        got = truth(q if q.dtype == torch.bfloat16 else once(q), once(k), once(v), scale, cap, sinks, rounds=True)
+        errors.append(distance(got, want))
+    return math.sqrt(sum(e * e for e in errors) / DRAWS)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def of_programs(c: Combination) -> tuple[list[int], bool]:
+    """What decides which programs are compiled, the better part of the time, is drawn once for a combination.
+
+    Heads that share a KV head, up to 4 and more; whether scores may have a soft cap.
+    """
+    rng = random.Random(repr(c))
+    return [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)], rng.random() < 0.5
+
+
+def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
+    """One random case of encode, decode attention and, sometimes, prefill; its errors."""
+    rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
+    batch, heads = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4))
+    groups, capped = of_programs(c)
+    group, length = rng.choice(groups), rng.choice(LENGTHS)
+    few_splits = longest or rng.random() < 0.05
+    if longest:
+        batch, heads, group, length = 1, 1, groups[0], LONGEST
+    elif few_splits:
+        batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
+    block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
+    tokens = -(-length // block) * block
+    layer = fill(c, rng, gen, batch, heads, tokens)
+    some = (tokens, rng.randint(tokens // 2, tokens)) if few_splits else (0, 1, 15, tokens, tokens)
+    lens = [rng.choice((*some, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
+    begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
+    hq, cap, sinks = heads * group, rng.choice((0.0, 0.0, 0.0, 30.0)) if capped else 0.0, None
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * rng.choice((0.1, 0.5, 1.0, 4.0))
+    if rng.random() < 0.3:
+        sinks = torch.randn(hq, generator=gen, device=device)
+    dense: list[Tensor | None] = [None, None]
+    if rng.random() < 0.4:
+        dense = [
+            torch.randn(batch, heads, rng.choice((1, 33, 130)), c.dim, generator=gen, device=device).bfloat16()
+        ] * 2
+    scale = c.dim**-0.5 * rng.choice((1.0, 1.0, 0.3))
+    config = None
+    if rng.random() < (0.8 if few_splits else 0.4):
+        pair = attention.pair_of(layer.pair)
+        machine, apart = attention.machine(q.device), dense[0] is not None and not pair.joins
+        config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
+        config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
+        teams = config._replace(
+            tile=min(32, config.tile), warps=rng.choice((1, 2)), resident=1, teams=rng.choice((2, 3))
+        )
+        if not apart and rng.random() < 0.3 and attention.shared_bytes(pair, teams) <= machine.shared_block:
+            config = teams
+    o, lse = attention.decode_attention(
+        q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), pair=layer.pair,
+        key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
+        sinks=sinks, softcap=cap, config=config,
+        start=torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None,
+    )  # fmt: skip
+    worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
+    for b in range(batch):
+        live = slice(begins[b], lens[b])
+        k, v = layer.keys[b, :, live], layer.values[b, :, live]
+        if dense[0] is not None and dense[1] is not None:
+            k, v = torch.cat([k, dense[0][b].float()], 1), torch.cat([v, dense[1][b].float()], 1)
+        want = truth(q[b], k, v, scale, cap, sinks)
+        error = distance(o[b], want) if float(want.norm()) else float(o[b].abs().max())
+        base = distance(rounded(q[b], k, v, scale, cap, sinks), want) if float(want.norm()) else 0.0
+        ratio, drawn = error / (2 * base + SLACK), {}
+        if math.isfinite(error) and ratio > 1:
+            drawn = {"bf16_once": base}
+            base = max(base, expected(q[b], k, v, scale, cap, sinks, want, gen))
+            ratio = error / (2 * base + SLACK)
+        if not ratio <= worst["ratio"]:  # a NaN as well
+            worst = {"error": error, "bf16": base, "ratio": ratio, **drawn}
+        if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
+            worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
+    result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "reference_encode": layer.note}
+    if rng.random() < 0.2 and tokens >= 2:
+        result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
+    return result
+
+
+def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generator, tokens: int, scale: float):
+    n, (batch, hq, _, dim) = rng.choice((2, 16, 77)), like.shape
+    q = torch.randn(batch, hq, n, dim, generator=gen, device=like.device).to(like.dtype)
+    first = rng.choice((0, rng.randint(0, tokens - 1)))
+    last = rng.randint(first + 1, tokens)
+    got = prefill.attend_pages(
+        q, layer.store.pages, layer.store.table, first, last, pair=layer.pair, key=layer.key, value=layer.value,
+        scale=scale,
+    )  # fmt: skip
+    worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
+    for b in range(batch):
+        k, v = layer.keys[b, :, first:last], layer.values[b, :, first:last]
+        want = truth(q[b], k, v, scale, 0.0, None)
+        error, base = distance(got.out[b], want), distance(rounded(q[b], k, v, scale, 0.0, None), want)
+        if not error / (2 * base + SLACK) <= worst["ratio"]:
+            worst = {"error": error, "bf16": base, "ratio": error / (2 * base + SLACK)}
+    return worst
+
+
+def run_combination(job: tuple[Combination, int, int, str]) -> list[dict[str, Any]]:
+    """Run cases ``[first, first + count)`` of one combination; a case that raises is a failure with its text."""
+    c, first, count, device = job
+    out: list[dict[str, Any]] = []
+    for seed in range(first, first + count):
+        try:
+            out.append(decode_case(c, seed, device, longest=seed == first and c.dim == 128))
+        except Exception as error:  # every failure is counted and shown
+            out.append({**c._asdict(), "seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]})
+            if "CUDA" in str(error) or "cuda" in str(error):
+                break  # the context is lost
+    return out
+
+
+def bad(row: dict[str, Any]) -> bool:
+    return "failed" in row or any(not row[k]["ratio"] <= 1 for k in ("decode", "prefill") if k in row)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--presets", default="")
+    parser.add_argument("--dims", default="64,96,128,256")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=8, help="processes; 0: this one, as a sanitizer wants it")
+    parser.add_argument("--deadline", type=float, default=1e9)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    started = time.time()
+    wanted = combinations(args.presets.split(",") if args.presets else None, tuple(map(int, args.dims.split(","))))
+    # hqmq's encoder tables take seconds of a processor for each case, so it gets fewer of them
+    slow = sum(c.preset.startswith("hqmq") for c in wanted)
+    least = -(-args.cases // len(wanted))
+    few = min(FEW, least)
+    each = least if slow == len(wanted) else -(-(args.cases - slow * few) // (len(wanted) - slow))
+    counts = [few if c.preset.startswith("hqmq") and slow < len(wanted) else each for c in wanted]
+    jobs = [(c, args.seed + i * each, n, "cuda") for i, (c, n) in enumerate(zip(wanted, counts, strict=True))]
+    if reason := build.refusal(torch.device("cuda", 0)):
+        print(f"no case can run: {reason}", file=sys.stderr)
+        return 2
+    results: list[dict[str, Any]] = []
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=context) if args.jobs else nullcontext() as pool:
+        futures = [pool.submit(run_combination, job) for job in jobs] if pool else [None] * len(jobs)
+        for job, future in zip(jobs, futures, strict=True):
+            if time.time() - started > args.deadline:
+                if future is not None:
+                    future.cancel()
+                continue
+            part = future.result() if future is not None else run_combination(job)
+            results += part
+            wrong = [row for row in part if bad(row)]
+            top = max((row["decode"]["ratio"] for row in part if "decode" in row), default=math.nan)
+            note = next((row["reference_encode"] for row in part if row.get("reference_encode")), "")
+            print(
+                f"{time.time() - started:6.1f}s {job[0]} cases={len(part)} wrong={len(wrong)} worst ratio {top:.2f}"
+                f"{' reference encodes ' + note if note else ''}", flush=True,
+            )  # fmt: skip
+            for row in wrong[:1]:
+                print("    ", json.dumps(row)[:240], flush=True)
+    failures = [row for row in results if bad(row)]
+    print(f"{len(results)} cases, {len(failures)} wrong, {time.time() - started:.0f} s")
+    if args.out:
+        text = {
+            "cases": len(results),
+            "wrong": failures[:100],
+            "bf16_over_several_roundings": [row for row in results if "bf16_once" in row.get("decode", {})],
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(),
+        }
+        args.out.write_text(json.dumps(text, indent=1))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

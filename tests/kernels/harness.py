@@ -1,0 +1,264 @@
+"""Kernels of kvcodec/kernels/csrc compiled by g++ against emulator.h, and called with PyTorch tensors.
+
+A test writes a few lines of C++ that include the headers under test and launch them::
+
+    library = build('''
+        #include "platform.cuh"
+        KV_KERNEL void twice(const float* x, float* y) { y[kv::thread()] = 2 * x[kv::thread()]; }
+        extern "C" void run(const float* x, float* y) { kv::launch(1, 1, 1, 32, 0, twice, x, y); }
+    ''')
+    library.call("run", x, Out(y))
+
+What emulator.h finds wrong (deadlock, access out of bounds, undefined behaviour) is raised as EmulationError.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+HEADERS = ROOT / "src/kvcodec/kernels/csrc"
+CACHE = ROOT / ".pytest_cache/emulated"
+# what a GPU faults on or leaves undefined: traps, so that it is raised with the thread's number
+_CHECKS = "alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow,return,unreachable"
+# -O1: compiling is most of these tests' time, and -O2 takes half as long again
+FLAGS = (
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-DKV_EMULATE", "-Wall", "-Werror=return-type", "-Werror=uninitialized"),
+    "-ffp-contract=off",  # add and mul of platform.cuh are rounded one by one
+    "-fno-strict-aliasing",  # as nvcc: bytes are read as words
+    *("-fsanitize=" + _CHECKS, "-fsanitize-undefined-trap-on-error"),
+    "-fno-gnu-unique",
+)
+LINK = ("-shared", "-Wl,-Bsymbolic")  # a kernel named as a function of libc is not that function
+
+
+class EmulationError(RuntimeError):
+    """What the emulator found wrong with a kernel."""
+
+
+class Out(NamedTuple):
+    """An argument of Library.call that the kernel may write."""
+
+    tensor: torch.Tensor
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class _Buffer(NamedTuple):
+    tensor: torch.Tensor
+    start: int  # address of the tensor's copy
+    base: int  # address and size of the allocation
+    size: int
+    write: bool
+
+
+class Memory:
+    """Copies of tensors that end at a page nobody may touch; those not ``write`` are read-only."""
+
+    def __init__(self, library: "Library") -> None:
+        self._library = library
+        self._buffers: list[_Buffer] = []
+
+    def put(self, tensor: torch.Tensor, write: bool = False) -> int:
+        """Address of a copy of ``tensor`` (any strides: the gaps are copied too), as aligned as it was to 16 bytes."""
+        if tensor.device.type != "cpu":
+            raise ValueError(f"tensor on {tensor.device}")
+        for other in self._buffers:
+            if other.tensor is tensor and other.write == write:
+                return other.start
+        bytes_, offset = _extent(tensor), tensor.data_ptr() % 16
+        size = offset + bytes_
+        base = self._library.raw.kv_emulated_alloc(size)
+        if not base:
+            raise MemoryError(size)
+        ctypes.memmove(base + offset, tensor.data_ptr(), bytes_)
+        if not write:
+            self._library.raw.kv_emulated_protect(base, size)
+        self._buffers.append(_Buffer(tensor, base + offset, base, size, write))
+        return base + offset
+
+    def _close(self, back: bool) -> None:
+        over = []
+        for i, b in enumerate(self._buffers):
+            bytes_ = _extent(b.tensor)
+            if back and b.write:
+                ctypes.memmove(b.tensor.data_ptr(), b.start, bytes_)
+            slack = ctypes.string_at(b.base + b.size, -b.size % 16)
+            if slack.strip(b"\xff"):
+                over.append(f"wrote behind the end of buffer {i}: {tuple(b.tensor.shape)} {b.tensor.dtype}")
+            self._library.raw.kv_emulated_free(b.base, b.size)
+        self._buffers.clear()
+        if back and over:
+            raise EmulationError("; ".join(over))
+
+
+class Library:
+    """A compiled source."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.raw = ctypes.CDLL(str(path))
+        self.raw.kv_emulated_error.restype = ctypes.c_char_p
+        self.raw.kv_emulated_alloc.restype = ctypes.c_void_p
+        self.raw.kv_emulated_alloc.argtypes = [ctypes.c_size_t]
+        self.raw.kv_emulated_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.raw.kv_emulated_protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.raw.kv_emulated_seed.argtypes = [ctypes.c_uint64]
+        self.raw.kv_emulated_exchanges.restype = ctypes.c_int64
+
+    @contextmanager
+    def memory(self) -> Iterator[Memory]:
+        """Buffers for a call; at the end those with ``write`` go back to their tensors.
+
+        Raises
+        ------
+        EmulationError
+            If a kernel wrote behind the end of one.
+        """
+        memory = Memory(self)
+        try:
+            yield memory
+        except BaseException:
+            memory._close(back=False)
+            raise
+        memory._close(back=True)
+
+    def enter(self, name: str, *args: Any, seed: int = 0, result: Any = None) -> Any:
+        """Call the function ``name`` with plain ctypes arguments.
+
+        Parameters
+        ----------
+        seed
+            Order of blocks, warps and lanes; 0: one after another.
+        result
+            The ctypes type it returns.
+
+        Raises
+        ------
+        EmulationError
+            What a launch inside it found wrong.
+        """
+        function = self.raw[name]
+        function.restype = result
+        self.raw.kv_emulated_clear()
+        self.raw.kv_emulated_seed(seed)
+        value = function(*args)
+        if error := self.raw.kv_emulated_error():
+            raise EmulationError(self._located(error.decode()))
+        return value
+
+    def call(self, name: str, *args: Any, seed: int = 0, result: Any = None) -> Any:
+        """Call ``name``: tensors become pointers (written only as ``Out(tensor)``), None a null pointer.
+
+        An int is passed as int64_t, a float as double, ctypes values as they are. Other arguments are as in ``enter``.
+        """
+        with self.memory() as memory:
+            return self.enter(name, *(_argument(memory, a) for a in args), seed=seed, result=result)
+
+    def _located(self, message: str) -> str:
+        tool = shutil.which("addr2line")
+        code = re.search(r"at code (0x[0-9a-f]+)", message)
+        if not tool or not code:
+            return message
+        command = [tool, "-i", "-s", "-e", str(self.path), code.group(1)]
+        lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+        return f"{message} ({' in '.join(x for x in lines if x)})"
+
+
+def _argument(memory: Memory, value: Any) -> Any:
+    if isinstance(value, Out):
+        return ctypes.c_void_p(memory.put(value.tensor, write=True))
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(memory.put(value))
+    if value is None:
+        return ctypes.c_void_p(None)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return value
+
+
+def _run(command: Sequence[str], source: str) -> str:
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-20000:]}")
+    return done.stdout
+
+
+@functools.cache
+def _prune() -> None:
+    for old in CACHE.glob("*.*"):
+        if old.is_file() and old.stat().st_mtime < time.time() - 3 * 86400:
+            old.unlink(missing_ok=True)
+
+
+def _kept(
+    kind: str, command: Sequence[str], more: Sequence[str] = (), file: str = "-", source: str = ""
+) -> pathlib.Path:
+    """Compile a file or ``source``; the result lives in a cache by what the preprocessor makes of it."""
+    text = _run([*command, "-E", file], source)
+    version = _run([command[0], "-dumpfullversion", "-dumpmachine"], "")
+    key = hashlib.sha256("\0".join((text, version, *command, *more)).encode()).hexdigest()[:24]
+    path = CACHE / f"{key}.{kind}"
+    if path.exists():
+        os.utime(path)
+    else:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        _prune()
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            _run([*command, *more, "-o", f"{folder}/made", file], source)
+            os.replace(f"{folder}/made", path)
+    return path
+
+
+@functools.cache
+def _precompiled(command: tuple[str, ...]) -> str:
+    """Path to include ``platform.cuh`` by: all sources begin with it, and its parsing is a fifth of their time."""
+    command = tuple(x if x != "c++" else "c++-header" for x in command)
+    return str(_kept("gch", command, file=str(HEADERS / "platform.cuh")).with_suffix(""))
+
+
+@functools.cache
+def build(source: str, flags: tuple[str, ...] = ()) -> Library:
+    """Compile C++ that includes headers of csrc; the library lives in a cache by what the preprocessor makes of it.
+
+    Skips the test when there is no g++.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    includes = ("-I", str(HEADERS), "-I", str(ROOT / "tests/cuda"))
+    command = (compiler, "-x", "c++", *includes, *FLAGS, *flags)
+    return Library(_kept("so", command, ("-include", _precompiled(command), *LINK), source=source))
+
+
+def same_for_any_order(run: Callable[[int], Sequence[torch.Tensor]], seeds: Sequence[int] = (1, 2, 3)) -> None:
+    """Assert that ``run(seed)`` gives the same bytes for seed 0 and for ``seeds``: else threads race."""
+
+    def as_bytes(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.contiguous().view(-1).view(torch.uint8).clone() for x in outputs]
+
+    expected = as_bytes(run(0))
+    for seed in seeds:
+        for i, (a, b) in enumerate(zip(expected, as_bytes(run(seed)), strict=True)):
+            assert torch.equal(a, b), f"output {i} differs between the orders 0 and {seed}: a race"

@@ -1,0 +1,418 @@
+"""The first token of a new cache: constants are built once in a process, no number is looked at in a prefill's middle.
+
+Times are a GPU's to tell (``kvcodec bench``); what costs them is counted here: operations, and looks at numbers.
+"""
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvcodec
+from kvcodec import probe
+from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.codec import ROLES, SHARED, Dense, Shared, Site, drawn
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.med import Med
+from kvcodec.codecs.octopus import Octopus
+from kvcodec.errors import KVCodecWarning
+from kvcodec.integrations.transformers import cache_for, layers
+from kvcodec.kernels import build, encode
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels.engine import CudaEngine, choose
+from kvcodec.kernels.hqmq_tables import hqmq_table
+from kvcodec.kernels.sides import encoder, reader, tensors_for
+from kvcodec.probe import OutlierProbe
+from kvcodec.scheme import KVScheme
+from tests.conftest import tiny_config
+
+DIM, HEADS, LAYERS = 64, 4, 5
+CPU = torch.device("cpu")
+VIEWS = ("view", "slice", "select", "expand", "detach", "unsqueeze", "transpose", "alias", "unbind", "permute")
+LOOKS = ("_local_scalar_dense", "nonzero", "equal", "unique_dim")
+"""Operations that wait for a GPU."""
+SERVED = [s for s in kvcodec.presets() if kvcodec.describe(s)["kernels"]["decode"] == "cuda"]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that torch is asked for, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.seen.update([] if name in VIEWS else [name])
+        return func(*args, **(kwargs or {}))
+
+
+class Idle:
+    def launch(self, *args: Any, **options: Any) -> None:
+        """Do nothing: what the host does is counted."""
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that do nothing, on a machine where every look at a number waits."""
+    for module in (attention, encode, prefill):
+        monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
+    for module in (attention, encode):
+        monkeypatch.setattr(module, "_refused", lambda device: "")
+    monkeypatch.setattr(build, "refusal", lambda device: "")
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for kept in (attention._plan, encode._launches, prefill._kernel):
+        kept.cache_clear()
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which a look at a number waits, as a GPU's does."""
+    for module in (layers, probe):
+        monkeypatch.setattr(module, "waits", lambda x: True)
+
+
+def rows(tokens: int, seed: int = 0, bias: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.randn(2, 1, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    k[..., 5::16] += bias
+    return k, v
+
+
+def model_cache(spec: str, **options: Any) -> Any:
+    config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    return cache_for(config, spec, attention="fused", **options)
+
+
+@pytest.mark.parametrize("max_len", [None, 512])
+@pytest.mark.parametrize("spec", [*SERVED, "hqmq-s24_r3:outliers=3", "int-4:outliers=3"])
+def test_a_second_cache_costs_few_operations_and_no_look(
+    spec: str, max_len: int | None, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)  # kernels that do nothing break on all keys
+    k, v = rows(300)
+    if max_len and isinstance(why := choose(kvcodec.get(spec), DIM, CPU, static=True), str):
+        pytest.skip(why)
+    for _turn in range(2):
+        cache = model_cache(spec, max_len=max_len)
+        counts = []
+        for layer in range(LAYERS):
+            with Counted() as counted:
+                cache.update(k, v, layer)
+            counts.append(counted.seen)
+        packed = [c for c in cache.layer_caches if not isinstance(c.roles["key"].codec, Dense)]
+        assert len(cache.probe.found) == len(packed)
+    middle, settled = counts[LAYERS // 2], counts[-1].total() - counts[0].total()
+    assert settled <= 170
+    if "torch" in cache.layer_caches[0].kernels().values():
+        return  # PyTorch encodes
+    assert not [name for name in LOOKS if middle[name]]
+    medians = 35 * ("outliers" in spec)  # of the prefill's chunks
+    assert middle.total() <= (34 if max_len is None else 50) + medians, middle
+
+
+def test_hqmqs_tables_take_few_operations_for_all_heads() -> None:
+    params = Hqmq(24, 3).fit(Site(0, "key", 8, DIM))
+    hqmq_table(params["secondary"][0])
+    with Counted() as counted:
+        hqmq_table(params["secondary"][0])
+    assert counted.seen.total() < 200
+
+
+def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None:
+    k, v = rows(80)
+    for made in (kvcodec.get("octopus-3"), kvcodec.get("hqmq-s24_r3"), KVScheme(Med(Hqmq(24, 3)), Med(Hqmq(24, 3)))):
+        made = replace(made, window=0, spec="")
+        caches = [FusedLayerCache(made, layer=layer, capacity=128) for layer in (1, 1, 2)]
+        for cache in caches:
+            cache.append(k, v)
+        one, two, other = (cache.engine for cache in caches)
+        assert isinstance(one, CudaEngine)
+        assert isinstance(two, CudaEngine)
+        assert isinstance(other, CudaEngine)
+        assert one.writing["key"].tables is two.writing["key"].tables
+        assert one.reading["key"].tables is two.reading["key"].tables
+        alike = isinstance(made.key, Octopus)  # its tables know no layer, its signs do
+        assert (one.writing["key"].tables is other.writing["key"].tables) == alike
+        assert one.writing["key"].factor is not other.writing["key"].factor or isinstance(made.key, Hqmq)
+        if isinstance(made.key, Med):  # thresholds are the prefill's
+            assert one.writing["key"].factor is not two.writing["key"].factor
+        else:
+            assert caches[0].roles["key"].params is caches[1].roles["key"].params
+        before = [x.clone() for x in one.tensors()]
+        caches[1].select(torch.tensor([0, 0]))
+        caches[1].append(*(x.repeat(2, 1, 1, 1)[:, :, :5] for x in (k, v)))
+        caches[1].reset()
+        caches[1].append(*(2 * x for x in (k, v)))
+        for x, held in zip(one.tensors(), before, strict=True):
+            assert torch.equal(x, held)
+
+
+@pytest.mark.parametrize("spec", SERVED)
+def test_tables_that_are_called_alike_are_the_same_in_all_layers(spec: str) -> None:
+    scheme = kvcodec.get(spec)
+    for role in ROLES:
+        codec = scheme.codec(role)
+        for side in (reader(codec, DIM, role), encoder(codec, DIM, role)):
+            assert not isinstance(side, str)
+            if side.tables is None or codec.needs_sample:
+                continue
+            sites = Site(0, role, 2, DIM), Site(7, role, 3, DIM, seed=5)
+            one, other = (tensors_for(side, codec.fit(site), site.num_heads, DIM).tables for site in sites)
+            assert one is not None
+            assert other is not None
+            assert side.alike == (one.shape == other.shape and torch.equal(one, other))
+
+
+def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:
+    built: list[int] = []
+
+    def build(number: int) -> dict[str, torch.Tensor]:
+        built.append(number)
+        return {"x": torch.full((256,), float(number))}  # 1 KiB
+
+    shared = Shared(3 << 10)
+    for number in (0, 1, 2, 0, 3, 0, 1):
+        shared.get(number, CPU, lambda number=number: build(number))
+    assert built == [0, 1, 2, 3, 1]  # 1 had to leave for 3; 0 had been asked for since
+    with torch.inference_mode():
+        weight = shared.get("in inference mode", CPU, lambda: build(9))["x"]
+    (weight * torch.ones(256, requires_grad=True)).sum().backward()
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(shared.get("raced", CPU, lambda: build(5)))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1]
+    shared.clear()
+    assert shared.get(9, CPU, lambda: build(9))["x"][0] == 9
+    site = Site(0, "key", 2, DIM)
+    assert drawn(Octopus(3, 1), site) is drawn(Octopus(3, 1), replace(site))
+    assert drawn(Octopus(3, 1), site) is not drawn(Octopus(3, 1), replace(site, seed=1))
+    assert SHARED.limit >= 1 << 28
+
+
+@pytest.mark.parametrize("bias", [0.0, 60.0])
+@pytest.mark.parametrize("spec", [*kvcodec.presets(), "hqmq-s24_r3:outliers=3", "saw-int4:hessian=true"])
+def test_layers_judged_together_are_judged_as_alone(
+    spec: str, bias: float, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels and without them; some layers are of other keys."""
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    scheme = kvcodec.get(spec)
+    if scheme.key.needs_queries:
+        scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
+    kinds: list[type[LayerCache]] = [LayerCache]
+    if not isinstance(choose(scheme, DIM, CPU), str):
+        kinds.append(FusedLayerCache)
+    found = []
+    for kind in kinds:
+        alone, together = OutlierProbe(scheme), OutlierProbe(scheme)
+        for number in range(LAYERS):
+            cache, (k, v) = kind(scheme.for_layer(8, 24), layer=number), rows(192, number, bias * (number > 0))
+            cache.append(k, v)
+            alone(number, cache, k)
+            with monkeypatch.context() as patch:
+                patch.setattr(probe, "waits", lambda x: True)
+                together(number, cache, k)
+        assert not together.found
+        together.settle()
+        assert alone.found.keys() == together.found.keys()
+        for number, one in alone.found.items():
+            both = (one.outlier_ratio, one.channel_error), (
+                together.found[number].outlier_ratio, together.found[number].channel_error,
+            )  # fmt: skip
+            assert both[0] == pytest.approx(both[1], rel=1e-5)
+        found.append(alone.found)
+    for one, other in zip(found[0].values(), found[-1].values(), strict=True):  # kernels write the codec's bytes
+        assert one.channel_error == pytest.approx(other.channel_error, rel=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["fused", "streamed"])
+def test_a_prefill_is_judged_when_its_last_layer_is_full(
+    attention: str, machine: dict[str, Any], waiting: None
+) -> None:
+    (k, v), cache = rows(100, bias=60.0), model_cache("int-4", probe="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layer in range(LAYERS - 1):
+            cache.update(k, v, layer)
+        assert cache.probe.found == {}
+    with pytest.warns(KVCodecWarning, match="int-4 breaks on this model's keys: in layer 0") as seen:
+        cache.update(k, v, LAYERS - 1)
+    assert len(seen) == 1
+    assert set(cache.report()["keys"]) == set(range(LAYERS))
+    # a model that leaves layers out is judged at its next step
+    cache = model_cache("int-4", probe="warn")
+    cache.update(k, v, 0)
+    with pytest.warns(KVCodecWarning, match="int-4 breaks"):
+        cache.update(k[:, :, :1], v[:, :, :1], 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 66_000.0])
+@pytest.mark.parametrize("max_len", [None, 256])
+def test_a_prefill_that_no_codec_holds_is_taken_back(
+    value: float, max_len: int | None, machine: dict[str, Any], waiting: None
+) -> None:
+    (k, v), cache = rows(100), model_cache("saw-int4", max_len=max_len)
+    wrong = v.clone()
+    wrong[0, 1, 70, 9] = value
+    for layer in range(LAYERS - 1):
+        cache.update(k, wrong if layer == 1 else v, layer)
+    with pytest.raises(ValueError, match="layer 1: a key or value of the prefill is not finite or above 65504"):
+        cache.update(k, v, LAYERS - 1)
+    assert not any(layer.filled for layer in cache.packed_layers)
+    assert cache.probe.found == {}
+    for layer in range(LAYERS):
+        cache.update(k, v, layer)
+    good = model_cache("saw-int4", max_len=max_len)
+    for layer in range(LAYERS):
+        good.update(k, v, layer)
+    for one, other in zip(cache.layer_caches, good.layer_caches, strict=True):
+        for a, b in zip(one.decode(), other.decode(), strict=True):
+            assert torch.equal(a, b)
+    assert cache.report()["keys"].keys() == good.report()["keys"].keys()
+
+
+def contents(cache: Any) -> list[Any]:
+    held = []
+    for layer in cache.packed_layers:
+        held += [len(layer.cache), layer.get_seq_length(), layer.cache.nbytes(), layer.cache.seq_lens.tolist()]
+        held += [x.clone() for x in layer.cache.decode()]
+    return held
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+    return all(same)
+
+
+def turn(cache: Any, tokens: int, seed: int = 0, wrong: tuple[int, float] = (-1, 0.0), last: int = LAYERS) -> None:
+    """Give several tokens to the first layers; of one of them, with a number that no codec holds."""
+    k, v = rows(tokens, seed)
+    bad = k.clone()
+    bad[0, 1, tokens // 2, 9] = wrong[1]
+    for layer in range(last):
+        cache.update(bad if layer == wrong[0] else k, v, layer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 70_000.0])
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-4", "octopus-3", "kivi-2", "innerq-base"])
+def test_a_later_turn_that_no_codec_holds_is_taken_back(
+    spec: str, value: float, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    cache, good = model_cache(spec), model_cache(spec)
+    for one in (cache, good):
+        turn(one, 100)
+    before = contents(cache)
+    turn(cache, 150, 1, (2, value), last=2)
+    with Counted() as counted:
+        k, v = rows(150, 1)
+        k[0, 1, 75, 9] = value
+        cache.update(k, v, 2)
+    assert not [name for name in LOOKS if counted.seen[name]]
+    cache.update(*rows(150, 1), 3)
+    with pytest.raises(ValueError, match=r"layer 2: a key or value of the call .* as it was before the call"):
+        cache.update(*rows(150, 1), 4)
+    assert alike(contents(cache), before)
+    for one in (cache, good):
+        turn(one, 70, 2)
+        for layer in range(LAYERS):
+            one.update(*rows(1, 3), layer)
+    assert alike(contents(cache), contents(good))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda cache: cache.report(),
+        lambda cache: cache.crop(50),
+        lambda cache: cache.layer_caches[0].decode(),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.update(*rows(1), 0),
+        lambda cache: cache.update(*rows(5), 0),
+    ],
+)
+def test_a_pass_that_stopped_in_its_middle_is_looked_at_first(act: Any, machine: dict[str, Any], waiting: None) -> None:
+    cache = model_cache("saw-int4")
+    turn(cache, 100)
+    before = contents(cache)
+    turn(cache, 40, 1, (1, float("nan")), last=3)
+    with pytest.raises(ValueError, match="layer 1: a key or value of the call"):
+        act(cache)
+    assert alike(contents(cache), before)
+    act(cache)
+    turn(cache := model_cache("saw-int4"), 100)
+    turn(cache, 40, 1, (1, float("nan")), last=3)
+    cache.reset()
+    turn(cache, 100)
+    turn(cache := model_cache("saw-int4"), 100)
+    turn(cache, 40, 1, last=3)  # nothing is wrong with these
+    act(cache)
+
+
+def test_what_a_decode_step_could_not_hold_is_told_by_the_next_turn(machine: dict[str, Any], waiting: None) -> None:
+    cache = model_cache("saw-int4")
+    turn(cache, 100)
+    for layer in range(LAYERS):
+        k, v = rows(1)
+        cache.update(k * (float("nan") if layer == 3 else 1.0), v, layer)
+    for _turn in range(2):
+        with pytest.raises(ValueError, match="layer 3: a key or value appended in a decode step"):
+            turn(cache, 40, 1)
+        assert [len(layer.cache) for layer in cache.packed_layers] == [101] * LAYERS
+    cache.reset()
+    turn(cache, 100)
+
+
+@pytest.mark.parametrize("fresh", [40, 200])
+def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting: None) -> None:
+    """Of a layer that attended already, and dropped what no later query sees."""
+    arrivals, scheme = layers.Arrivals(2), kvcodec.get("saw-int4")
+    window = layers.WindowedLayer(
+        FusedLayerCache(scheme, layer=0), 0, "fused", "exact", arrivals, window=96, kind="sliding_attention"
+    )
+    full = layers.PackedLayer(FusedLayerCache(scheme, layer=1), 1, "fused", "exact", arrivals)
+    for layer in (window, full):
+        layer.update(*rows(150))
+    before = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]
+    k, v = rows(fresh, 1)
+    window.update(k, v)
+    window.attended("staged", torch.zeros(1, HEADS, fresh, DIM))
+    with pytest.raises(ValueError, match="layer 1"):
+        full.update(k, v * float("inf"))
+    now = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]
+    assert alike(now, before)
+    assert len(full.cache) == 150
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SERVED)
+def test_nothing_waits_for_the_gpu_in_a_prefills_middle(spec: str) -> None:
+    k, v = (x.cuda() for x in rows(700))
+    config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    for turn in range(2):
+        cache = cache_for(config, spec, attention="fused")
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            for layer in range(LAYERS - 1):
+                cache.update(k, v, layer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        cache.update(k, v, LAYERS - 1)
+    packed = [c for c in cache.layer_caches if not isinstance(c.roles["key"].codec, Dense)]
+    assert len(cache.report()["keys"]) == len(packed)

@@ -1,0 +1,306 @@
+"""FusedLayerCache on the CUDA engine against LayerCache, step by step; the kernels run on the emulated machine."""
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.host import LayerCache, RoleState
+from kvcodec.codec import ROLES, Dense
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.med import Med
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels import build, sides
+from kvcodec.kernels.engine import CudaEngine, TritonEngine, choose
+from kvcodec.scheme import KVScheme
+
+DIM, HEADS, BATCH = 64, 1, 2
+CPU = torch.device("cpu")
+
+
+class Reference(LayerCache):
+    """The reference, its roles leaving the window together as in the fused cache."""
+
+    def _unit(self, state: RoleState) -> int:
+        return math.lcm(*(self.scheme.codec(role).block_tokens for role in ROLES))
+
+
+def scheme(spec: str, sink: int = 0, window: int = 0) -> KVScheme:
+    return replace(kvcodec.get(spec), sink=sink, window=window, spec="")
+
+
+def rows(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, BATCH, HEADS, tokens, DIM, generator=generator).half()
+    return k, v
+
+
+def same(fused: FusedLayerCache, reference: LayerCache, seed: int = 1, **options: Any) -> None:
+    """Both hold the same tokens, give the same attention, and count their bytes."""
+    q = torch.randn(reference.batch, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(fused.attend(q, **options), reference.attend(q, **options), rtol=0, atol=4e-3)
+    assert len(fused) == len(reference)
+    sizes = fused.nbytes()
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fused.tensors()}
+    assert sum(sizes.values()) == sum(held.values())
+
+
+WINDOWED = {
+    "saw": scheme("saw-int4", 2, 5),
+    "kivi": scheme("kivi-2", 0, 5),
+    "innerq": scheme("innerq-hybrid", 3, 6),
+    "octopus": scheme("octopus-3", 0, 4),
+    "hqmq": scheme("hqmq-s24_r3"),
+    "outliers": KVScheme(key=Med(Hqmq(24, 3), 1.5), value=Med(Hqmq(24, 3), 1.5), window=5),
+    "sinks": scheme("int-8", 2, 3),
+}
+
+
+@pytest.mark.parametrize("capacity", [0, 192])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity: int, machine: dict[str, Any]) -> None:
+    k, v = rows(120)
+    fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), Reference(WINDOWED[name])
+    sinks = torch.tensor([0.3, -0.5])
+    at = 0
+    for n in (40, 1, 1, 30, *(1,) * 36):  # through the end of a block, token by token
+        for cache in (fused, reference):
+            cache.append(k[:, :, at : at + n], v[:, :, at : at + n])
+        at += n
+        if n > 1 or at % 12 == 0 or at in (73, 74, 75):
+            same(fused, reference, sinks=sinks)
+    unit = fused.unit
+    assert fused.kernels() == {"decode": "cuda", "encode.key": "cuda", "encode.value": "cuda"}
+    encoded = max(0, (at - fused.scheme.sink - fused.scheme.window) // unit * unit)
+    fused.decode()  # brings the host's state up to date
+    assert fused.roles["key"].encoded == fused.roles["value"].encoded == encoded
+    for decoded, wanted in zip(fused.decode(3, 30), reference.decode(3, 30), strict=True):
+        assert torch.equal(decoded, wanted)  # the same bytes, where both have encoded
+    fused.crop(at - 2)
+    reference.crop(at - 2)
+    same(fused, reference)
+    for cache in (fused, reference):
+        cache.select(torch.tensor([1, 0, 1]))
+    same(fused, reference)
+    for cache in (fused, reference):
+        cache.append(k[[1, 0, 1], :, :1], v[[1, 0, 1], :, :1])
+    same(fused, reference)
+    fused.check()
+
+
+@pytest.mark.parametrize("capacity", [0, 128])
+def test_left_padding_beside_sink_and_window(capacity: int, machine: dict[str, Any]) -> None:
+    """Padding that ends in the sink, in the pages, in the window, and nowhere."""
+    k, v = rows(50)
+    made = scheme("int-8", 4, 6)
+    fused, reference = FusedLayerCache(made, capacity=capacity), Reference(made)
+    for cache in (fused, reference):
+        cache.append(k, v)
+    q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(4))
+    for start in ((0, 2), (4, 20), (44, 47), (49, 5)):
+        visible = torch.arange(50)[None, None, None] >= torch.tensor(start)[:, None, None, None]
+        got = fused.attend(q, start=torch.tensor(start, dtype=torch.int32))
+        torch.testing.assert_close(got, reference.attend(q, mask=visible), rtol=0, atol=4e-3)
+
+
+def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any]) -> None:
+    """After a reset the norms are those of the next prefill, in the tensors that captured graphs know."""
+    made = scheme("innerq-base", 0, 4)
+    fused = FusedLayerCache(made, capacity=128)
+    for seed in (0, 1):
+        k, v = rows(60, seed)
+        k = k * (1 + 3 * seed)
+        reference = Reference(made)
+        fused.reset()
+        for cache in (fused, reference):
+            cache.append(k[:, :, :50], v[:, :, :50])
+            cache.append(k[:, :, 50:51], v[:, :, 50:51])
+        same(fused, reference)
+        assert isinstance(fused.engine, CudaEngine)
+        where = [x.data_ptr() for x in fused.engine.tensors()]
+        if seed == 0:
+            before = where
+    assert where == before
+
+
+@pytest.mark.parametrize("capacity", [0, 192])
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machine: dict[str, Any]) -> None:
+    """Before the first token and after it; constants that come from a prefill wait for it."""
+    if isinstance(choose(scheme(spec), DIM, CPU, static=capacity > 0), str):
+        pytest.skip("no kernels")
+    made, (k, v) = kvcodec.get(spec).for_layer(8, 24), rows(70)
+    fused, plain = FusedLayerCache(made, capacity=capacity), FusedLayerCache(made, capacity=capacity)
+    fused.append(k[:, :, :0], v[:, :, :0])
+    assert len(fused) == 0
+    if fused.roles["key"].params is None or not capacity:
+        with pytest.raises(ShapeError, match="the cache is empty"):
+            fused.attend(k[:, :, :1])
+    for at, end in ((0, 66), (66, 66), (66, 67)):
+        fused.append(k[:, :, at:end], v[:, :, at:end])
+        if end > at:
+            plain.append(k[:, :, at:end], v[:, :, at:end])
+    for cache in (fused, plain):
+        cache.synchronize()
+    assert fused.store is not None
+    assert plain.store is not None
+    assert torch.equal(fused.store.pages, plain.store.pages)
+    for decoded, wanted in zip(fused.decode(), plain.decode(), strict=True):
+        assert torch.equal(decoded, wanted)
+
+
+def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> None:
+    k, v = rows(100)
+    cache = FusedLayerCache(scheme("int-8", 0, 3), capacity=64)
+    cache.append(k[:, :, :66], v[:, :, :66])
+    cache.append(k[:, :, 66:67], v[:, :, 66:67])
+    cache.check()
+    cache.append(k[:, :, 67:68], v[:, :, 67:68])
+    with pytest.raises(ShapeError, match="is full"):
+        cache.check()
+    with pytest.raises(ShapeError, match="do not fit"):
+        FusedLayerCache(scheme("int-8", 0, 3), capacity=64).append(k, v)
+
+
+def test_copies_go_on_by_themselves(machine: dict[str, Any]) -> None:
+    k, v = rows(40)
+    made = scheme("turboquant-3")
+    fused, reference = FusedLayerCache(made), Reference(made)
+    for cache in (fused, reference):
+        cache.append(k[:, :, :30], v[:, :, :30])
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        other.append(k[:, :, 30:], v[:, :, 30:])
+        assert len(other) == 40
+    same(fused, reference)
+
+
+def test_layers_with_a_dense_role_are_served_too(machine: dict[str, Any]) -> None:
+    k, v = rows(40)
+    for key, value in ((Dense(), kvcodec.get("octopus-3").value), (Dense(), Dense())):
+        made = KVScheme(key=key, value=value, window=3)
+        for x, y in ((k, v), (k.bfloat16(), v.bfloat16())):
+            fused, reference = FusedLayerCache(made), Reference(made)
+            for cache in (fused, reference):
+                cache.append(x, y)
+            same(fused, reference)
+
+
+def test_what_has_no_encoder_is_encoded_by_the_reference(machine: dict[str, Any], monkeypatch: Any) -> None:
+    made = scheme("fp8", 0, 2)
+    monkeypatch.setattr(sides, "_ENCODERS", {k: v for k, v in sides._ENCODERS.items() if k is not type(made.key)})
+    k, v = rows(20)
+    fused, reference = FusedLayerCache(made), Reference(made)
+    for at in range(0, 20, 10):
+        for cache in (fused, reference):
+            cache.append(k[:, :, at : at + 10], v[:, :, at : at + 10])
+    same(fused, reference)
+    assert fused.kernels() == {"decode": "cuda", "encode.key": "torch", "encode.value": "torch"}
+    assert kvcodec.description.kernels_for(made) == {"encode": "none", "decode": "cuda"}
+    with pytest.raises(UnsupportedError, match="would synchronise in every step; leave max_len out"):
+        FusedLayerCache(made, capacity=64).append(k, v)
+
+
+def test_a_crop_into_an_encoded_block_is_refused(machine: dict[str, Any]) -> None:
+    k, v = rows(80)
+    cache = FusedLayerCache(scheme("kivi-2", 0, 2))
+    cache.append(k, v)
+    with pytest.raises(UnsupportedError, match=r"crop\(40\) cuts a block of 32 tokens.*crop to 32"):
+        cache.crop(40)
+    cache.crop(66)
+    cache.crop(32)
+    assert len(cache) == 32
+
+
+def test_refusals_name_the_reason() -> None:
+    assert choose(scheme("kivi-2"), 128, CPU) == "device cpu is not a CUDA GPU"
+    assert choose(scheme("saw-int4"), 128, CPU) == "device cpu is not a CUDA GPU"
+    assert "no CUDA kernel reads Additive" in str(choose(scheme("additive-k48_r4"), 128, CPU))
+    assert "the kernels sketch at head_dim 64, 128 and 256, not 96" in str(
+        choose(KVScheme(key=OctopusQJL(), value=Dense()), 96, CPU)
+    )
+    assert "head_dim 64, 96, 128, 256, not 80" in str(choose(scheme("kivi-2"), 80, CPU))
+    assert "page_tokens=48 is not a multiple of 32" in str(choose(scheme("kivi-2"), 128, CPU, 48))
+    with pytest.raises(UnsupportedError, match=r"device cpu is not a CUDA GPU\. Use attention='decoded' or 'streamed'"):
+        FusedLayerCache(scheme("kivi-2")).append(*rows(3))
+
+
+def test_cuda_serves_what_it_can_and_triton_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    gpu, amd = torch.device("cuda"), "CUDA kernels do not run on an AMD GPU"
+    for reason, kind in (("", CudaEngine), (amd, TritonEngine)):
+        monkeypatch.setattr(build, "refusal", lambda device, reason=reason: reason)
+        for spec in ("saw-int4", "int-4"):
+            for static in (False, True):
+                assert type(choose(scheme(spec), 128, gpu, static=static)) is kind
+            assert type(choose(scheme(spec), 80, gpu)) is TritonEngine
+    assert choose(scheme("kivi-2"), 128, gpu) == amd
+    assert choose(scheme("int-4"), 48, gpu) == (
+        "the CUDA kernels take head_dim 64, 96, 128, 256, not 48 (GroupInt(bits=4, group=0, along='channels', "
+        "symmetric=False)); head_dim=48; the int-4 kernels take (64, 80, 96, 128, 192, 256)"
+    )
+
+
+@pytest.mark.parametrize("size", [66_000.0, -3e5, 1.5e6])
+@pytest.mark.parametrize("spec", ["saw-int4", "int-4", "int-8"])
+def test_a_token_beyond_fp16_is_flagged(spec: str, size: float, machine: dict[str, Any]) -> None:
+    """A decode step does not stop for a number that no codec holds: the row is zeros, and ``check`` says so."""
+    for place in range(2):
+        new = [x.bfloat16() for x in rows(4)]
+        cache = FusedLayerCache(scheme(spec))
+        cache.append(*(x[:, :, :3] for x in new))
+        cache.check()
+        new[place][1, 0, 3, 17] = size
+        cache.append(*(x[:, :, 3:] for x in new))
+        with pytest.raises(ValueError, match="above 65504"):
+            cache.check()
+        with pytest.raises(ValueError, match="above 65504"):
+            cache.decode()
+        cache.bad.zero_()
+        assert (cache.decode()[place][:, 0, 3] == 0).all(-1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any]) -> None:
+    """What `kvcodec list` says of a preset is what a cache would use on a GPU."""
+    made = kvcodec.get(spec)
+    listed = kvcodec.describe(spec)["kernels"]
+    engine = choose(made, 128, CPU)
+    if listed["decode"] == "cuda":
+        assert isinstance(engine, CudaEngine)
+        assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}
+        for layer in range(4):
+            assert isinstance(choose(made.for_layer(layer, 4), 128, CPU), CudaEngine)
+    else:
+        assert listed == {"encode": "none", "decode": "none"}
+        assert isinstance(engine, str)
+
+
+@pytest.mark.parametrize("name", ["innerq", "octopus", "hqmq"])
+def test_a_step_of_a_static_cache_is_one_graph(name: str, machine: dict[str, Any]) -> None:
+    """Traced without a break, and once: tokens leave the window, or not, by what the device knows."""
+    k, v = rows(80)
+    traced, plain = (FusedLayerCache(WINDOWED[name], capacity=192) for _ in range(2))
+    q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(5))
+
+    def step(cache: FusedLayerCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        cache.append(k, v)
+        return cache.attend(q)
+
+    for cache in (traced, plain):
+        cache.append(k[:, :, :40], v[:, :, :40])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for at in range(40, 80):
+            new = k[:, :, at : at + 1], v[:, :, at : at + 1]
+            assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
+    assert len(traced) == len(plain) == 80
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,52 @@
+"""The random cases for a GPU, some of them in the emulator: what is right passes, and what is wrong is seen."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import gpu_cases
+from tests.kernels.gpu_cases import Combination, bad, decode_case, truth
+
+CASE = Combination("int-4", 64, 64)
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths for the emulator; several steps of the reference in each."""
+    monkeypatch.setattr(gpu_cases, "LENGTHS", (1, 70))
+    monkeypatch.setattr(gpu_cases, "LONG", (200,))
+    monkeypatch.setattr(gpu_cases, "LONGEST", 300)
+    monkeypatch.setattr(gpu_cases, "STEP", 64)
+    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: ([2], False))  # one program
+
+
+@pytest.mark.usefixtures("_short")
+def test_a_case_of_each_kind_passes_and_a_wrong_answer_does_not(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine == {}
+    found = [decode_case(CASE, seed, "cpu") for seed in range(3)] + [decode_case(CASE, 3, "cpu", longest=True)]
+    assert not any(bad(row) for row in found)
+    assert found[-1]["tokens"] == 300
+    true = gpu_cases.attention.decode_attention
+
+    def shifted(*args: Any, **options: Any) -> Any:
+        o, lse = true(*args, **options)
+        return o * 1.02, lse
+
+    monkeypatch.setattr(gpu_cases.attention, "decode_attention", shifted)
+    assert bad(decode_case(CASE, 3, "cpu", longest=True))
+
+
+def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:
+    q, k, v = torch.randn(6, 2, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    hidden, sinks = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]).bool(), torch.randn(6)
+    together = truth(q, k, v, 0.3, 30.0, sinks, hidden)
+    for i in range(6):
+        alone = truth(q[i : i + 1], k[i // 3 : i // 3 + 1], v[i // 3 : i // 3 + 1], 0.3, 30.0, sinks[i : i + 1], hidden)
+        torch.testing.assert_close(together[i], alone[0])
+    s = torch.cat([30 * torch.tanh(q[4].double() @ k[1].double().T * 0.3 / 30), sinks[4].double().expand(2, 1)], 1)
+    p = s.masked_fill(torch.nn.functional.pad(hidden, (0, 1)), -torch.inf).softmax(-1)[:, :5]
+    torch.testing.assert_close(together[4], p @ v[1].double())
+    nothing = truth(q, k[:, :0], v[:, :0], 0.3, 0.0, None)
+    assert torch.equal(nothing, torch.zeros(6, 2, 8, dtype=torch.float64))
+    assert torch.equal(truth(q, k[:, :0], v[:, :0], 0.3, 0.0, sinks), nothing)

@@ -1,0 +1,140 @@
+"""An engine's layer of token groups on a GPU, decode steps as a captured graph, against the reference on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.integrations.vllm.layer import Rules
+from kvcodec.integrations.vllm.pending import Staging
+from tests.integrations.test_groups import BLOCK, HEADS, RULES, SINKS, SPECS, UNIT, made, pool, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+ROWS, COLUMNS, STARTS, STEPS = 4, 3, (61, 33, 1), 40
+
+
+class Served:
+    """Three requests on a device; a fourth row is the padding of a captured batch."""
+
+    def __init__(self, spec: str, device: torch.device, rules: Rules, *, kernels: bool) -> None:
+        if rules.sinks is not None:
+            rules = rules._replace(sinks=rules.sinks.to(device))
+        self.rules, self.kernels, self.device = rules, kernels, device
+        params = made(spec).cache.fitted
+        self.layer = made(spec, device=device, params=params)
+        self.cache = pool(self.layer).to(device)
+        self.staged = Staging(self.layer.slots, UNIT, BLOCK, ROWS, device)
+        self.data = [[x.to(device) for x in tokens(seed=i)] for i in range(3)]
+        self.blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+        self.table = torch.zeros(ROWS, COLUMNS, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(ROWS + 1, dtype=torch.int32, device=device)
+        self.q, self.k, self.v = (
+            torch.zeros(ROWS, heads, x.shape[2], dtype=x.dtype, device=device)
+            for heads, x in zip((2 * HEADS, HEADS, HEADS), self.data[0], strict=True)
+        )
+
+    def announce(self, which: list[int], lengths: list[int], new: int) -> None:
+        table = torch.zeros(ROWS, COLUMNS, dtype=torch.int32)
+        table[: len(which)] = self.blocks[which]
+        padding = [0] * (ROWS - len(which))
+        starts = torch.tensor([0, *[new] * len(which), *padding]).cumsum(0).int()
+        self.table.copy_(table)
+        self.lengths.copy_(torch.tensor([*lengths, *padding], dtype=torch.int32))
+        self.starts.copy_(starts)
+
+    def put(self, requests: Any) -> None:
+        where = torch.zeros(len(self.data[0][0]), dtype=torch.int64, device=self.device)
+        self.staged.put(self.table, self.lengths, self.starts, where, requests)
+
+    def prompt(self, r: int, first: int, last: int) -> torch.Tensor:
+        q, k, v = (x[first:last] for x in self.data[r])
+        self.announce([r], [last], last - first)
+        self.put([r])
+        row, layer = self.table[0], self.layer
+        own = layer.take_chunk(k, v, self.cache, row, last, self.staged.slot[:1], kernels=self.kernels)
+        attend = layer.prefill_own if self.kernels else layer.attend_own
+        return attend(q, self.cache, row, last, self.rules, own)
+
+    def load(self, newest: list[tuple[int, int]]) -> None:
+        for to, part in ((self.q, 0), (self.k, 1), (self.v, 2)):
+            to[: len(newest)] = torch.stack([self.data[r][part][t] for r, t in newest])
+
+    def step(self, space: torch.Tensor) -> torch.Tensor:
+        given = (self.cache, self.table, self.lengths, self.staged, self.rules, space)
+        return self.layer.step_groups(self.q, self.k, self.v, *given)
+
+
+@contextmanager
+def unsynchronised() -> Iterator[None]:
+    """What waits for the device is an error."""
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:
+    there, here = (Served(spec, d, rules, kernels=d is device) for d in (device, torch.device("cpu")))
+    lengths = list(STARTS)
+    for r, length in enumerate(lengths):
+        for first, last in ((0, length // 2), (length // 2, length)):
+            if first < last:
+                close(there.prompt(r, first, last), here.prompt(r, first, last))
+    size = there.layer.workspace_bytes(ROWS, 2 * HEADS, there.cache, COLUMNS, there.rules)
+    space = torch.empty(-(-size // 4), device=device)
+    replay, out = (lambda: None), torch.empty(0)
+    if graph:
+        there.staged.blank(ROWS)
+        there.step(space)  # programs are loaded outside of a graph
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out = there.step(space)
+        replay = captured.replay
+    for step in range(STEPS):
+        which = [[0, 1, 2], [2, 0], [1]][step % 3]
+        for r in which:
+            lengths[r] += 1
+        now = [lengths[r] for r in which]
+        there.announce(which, now, 1)
+        there.load([(r, lengths[r] - 1) for r in which])
+        if graph:
+            with unsynchronised():
+                there.put(which if step % 2 else torch.tensor(which).numpy())
+                replay()
+        else:
+            there.put(which)
+            out = there.step(space)
+        for i, r in enumerate(which):
+            close(out[i : i + 1], here.prompt(r, lengths[r] - 1, lengths[r]))
+    assert torch.equal(there.cache.cpu(), here.cache)
+    assert lengths[0] > 2 * UNIT + 20
+
+
+def close(found: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(found.cpu(), want, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("rules", ["plain", "all"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_captured_steps_are_the_references(spec: str, rules: str) -> None:
+    run(spec, RULES[rules], torch.device("cuda"), graph=True)
+
+
+def test_slots_by_their_block_need_no_synchronisation() -> None:
+    """As the first model runner's batches are: rows of the runner's table are not named."""
+    served = Served(SPECS[0], torch.device("cuda"), Rules(0.125, sinks=SINKS), kernels=True)
+    torch.cuda.synchronize()
+    for length in range(1, 70):
+        served.announce([1], [length], 1)
+        with unsynchronised():
+            served.put(None)
+        assert int(served.staged.held[0]) == (length - 1) % UNIT + 1
+        assert int(served.staged.slot[0]) < served.layer.slots

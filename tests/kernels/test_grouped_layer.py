@@ -1,0 +1,137 @@
+"""An engine's layer of token groups on the kernels against the reference; the kernels run on the emulated machine."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.layer import Rules
+from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.kernels import history_groups as prefill_groups
+from tests.integrations.test_groups import (
+    BLOCK,
+    CPU,
+    CUTS,
+    HEADS,
+    RULES,
+    SINKS,
+    SPECS,
+    UNIT,
+    fed,
+    made,
+    pool,
+    tokens,
+)
+from tests.kernels.test_packed_layer import EngineFlash, emulated  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+
+@pytest.mark.parametrize("own_flash", [False, True])
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks_of_a_prompt_are_the_references(spec: str, own_flash: bool, machine: dict[str, Any]) -> None:
+    layer = made(spec)
+    layer.flash = EngineFlash() if own_flash else None
+    wanted, written = pool(layer), pool(layer)
+    rules = Rules(0.125, sinks=SINKS)
+    want = fed(layer, wanted, CUTS["across"], rules)
+    for cut in ("across", "at once"):
+        written.fill_(0xFF)
+        found = fed(layer, written, CUTS[cut], rules, kernels=True)
+        torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
+        assert torch.equal(written, wanted)
+    assert machine["kv_unpack"].launches
+    assert isinstance(layer.flash, EngineFlash) == own_flash
+    assert not own_flash or layer.flash.queries  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [UNIT, 2 * UNIT])
+def test_queries_that_come_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_groups, "rows_at_once", lambda q: rows)
+    layer = made(SPECS[0])
+    wanted, written = pool(layer), pool(layer)
+    want = fed(layer, wanted, CUTS["across"], RULES["plain"])
+    for flash in (None, EngineFlash()):
+        layer.flash = flash
+        found = fed(layer, written, CUTS["across"], RULES["plain"], kernels=True)
+        torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
+
+
+def test_what_flash_attention_cannot_do_takes_the_reference(machine: dict[str, Any]) -> None:
+    layer = made(SPECS[0])
+    cache, other = pool(layer), pool(layer)
+    found = fed(layer, cache, CUTS["across"], RULES["all"], kernels=True)
+    assert torch.equal(found, fed(layer, other, CUTS["across"], RULES["all"]))
+    assert "kv_unpack" not in machine
+
+
+class Batch:
+    """Three requests that decode side by side, and the same ones one by one by the reference."""
+
+    def __init__(self, spec: str, rules: Rules, lengths: list[int]) -> None:
+        self.layer, self.rules, self.lengths = made(spec), rules, list(lengths)
+        self.rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+        self.data = [tokens(seed=i) for i in range(3)]
+        self.caches = [pool(self.layer) for _ in range(2)]
+        self.staged = Staging(self.layer.slots, UNIT, BLOCK, 5, CPU)
+        self.own: GroupedLayer = made(spec)  # its slots are the reference's
+        for i, (length, (_, k, v)) in enumerate(zip(lengths, self.data, strict=True)):
+            if length:
+                slot = torch.tensor([i])
+                row = torch.tensor(self.rows[i], dtype=torch.int32)
+                self.put([i], [length])
+                self.layer.take_chunk(k[:length], v[:length], self.caches[0], row, length, self.staged.slot[:1])
+                self.own.take_chunk(k[:length], v[:length], self.caches[1], row, length, slot)
+        columns = 5
+        size = self.layer.workspace_bytes(4, 2 * HEADS, self.caches[0], columns, rules)
+        self.space = torch.full((-(-size // 4),), torch.nan)
+
+    def put(self, which: list[int], new: list[int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.zeros(len(which) + padding, 5, dtype=torch.int32)
+        for i, r in enumerate(which):
+            table[i, :3] = torch.tensor(self.rows[r])
+        lengths = torch.tensor([self.lengths[r] for r in which] + [0] * padding, dtype=torch.int32)
+        starts = torch.tensor([0, *new, *[0] * padding]).cumsum(0).int()
+        self.staged.put(table, lengths, starts, torch.zeros(sum(new), dtype=torch.int64))
+        return table, lengths
+
+    def step(self, which: list[int], padding: int) -> None:
+        for r in which:
+            self.lengths[r] += 1
+        table, lengths = self.put(which, [1] * len(which), padding)
+        last = [(r, self.lengths[r] - 1) for r in which]
+        newest = [torch.stack([self.data[r][part][t] for r, t in last]) for part in range(3)]
+        q, k, v = (torch.cat([x, x[:1].expand(padding, -1, -1)]) for x in newest)
+        given = (self.caches[0], table, lengths, self.staged, self.rules, self.space)
+        found = self.layer.step_groups(q, k, v, *given)
+        for i, (r, t) in enumerate(last):
+            row, slot = torch.tensor(self.rows[r], dtype=torch.int32), torch.tensor([r])
+            own = self.own.take_chunk(k[i : i + 1], v[i : i + 1], self.caches[1], row, t + 1, slot)
+            want = self.own.attend_own(q[i : i + 1], self.caches[1], row, t + 1, self.rules, own)
+            torch.testing.assert_close(found[i : i + 1], want, rtol=0, atol=4e-3)
+        assert torch.equal(*self.caches)
+
+
+CASES = [*((spec, "plain") for spec in SPECS), (SPECS[0], "all"), (SPECS[0], "narrow"), (SPECS[3], "all")]
+
+
+@pytest.mark.parametrize(("spec", "rules"), CASES)
+def test_decoding_is_the_references(spec: str, rules: str) -> None:
+    """Through the ends of groups and of blocks, some requests left out, with the padding of a captured batch."""
+    batch = Batch(spec, RULES[rules], [61, 31, 1])
+    for step in range(6):
+        batch.step([[0, 1, 2], [2, 0], [1]][step % 3], padding=step % 2)
+    assert batch.lengths == [65, 35, 5]
+
+
+def test_a_captured_batch_without_requests_writes_nothing() -> None:
+    batch = Batch(SPECS[0], RULES["plain"], [5, 0, 0])
+    layer, cache = batch.layer, batch.caches[0]
+    before = [cache.clone(), *(layer.staged[r][: layer.slots].clone() for r in ("key", "value"))]
+    batch.staged.blank(3)
+    q, k, v = (x[:3] for x in batch.data[0])
+    table, lengths = torch.zeros(3, 5, dtype=torch.int32), torch.full((3,), 320, dtype=torch.int32)
+    layer.step_groups(q, k, v, cache, table, lengths, batch.staged, batch.rules, batch.space)
+    after = [cache, *(layer.staged[r][: layer.slots] for r in ("key", "value"))]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,372 @@
+"""What the host does around the CUDA kernels: compiled programs in the cache, structs, launch constants, refusals."""
+
+import ctypes
+import os
+import pathlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.codec import ROLES, Params
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels import build, encode, sides
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels.build import Program
+from tests.kernels import harness
+
+CPU = torch.device("cpu")
+SAW = kvcodec.get("saw-int4:rotate=kv")
+
+# -- structs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "struct", "packed", "names"),
+    [
+        ("args.cuh", "kv::DecodeArgs", attention.ARGS, attention.ARGS_FIELDS),
+        ("encode_args.cuh", "kv::EncodeArgs", encode.ARGS, encode.ARGS_FIELDS),
+    ],
+    ids=["decode", "encode"],
+)
+def test_structs_are_laid_out_as_the_compiler_does(
+    header: str, struct: str, packed: Any, names: tuple[str, ...]
+) -> None:
+    offsets = ", ".join(f"(int)__builtin_offsetof({struct}, {name})" for name in names)
+    sizes = ", ".join(f"(int)sizeof((({struct}*)0)->{name})" for name in names)
+    library = harness.build(
+        f'#include "{header}"\nconstexpr int O[] = {{{offsets}}}, S[] = {{{sizes}}};\n'
+        f'extern "C" int size() {{ return sizeof({struct}); }}\n'
+        'extern "C" int offset(int i) { return O[i]; }\nextern "C" int bytes(int i) { return S[i]; }\n'
+    )
+
+    def ask(name: str, *args: int) -> int:
+        return library.enter(name, *args, result=ctypes.c_int)
+
+    assert ask("size") == packed.size
+    codes = packed.format.removeprefix("<")
+    flat = [c for number, c in _codes(codes) for _ in range(number)]
+    assert len(flat) == len(names)
+    at = 0
+    for i, (name, code) in enumerate(zip(names, flat, strict=True)):
+        assert (ask("offset", i), ask("bytes", i)) == (at, {"Q": 8, "q": 8, "i": 4, "f": 4}[code]), name
+        at += ask("bytes", i)
+
+
+def _codes(text: str) -> list[tuple[int, str]]:
+    found, number = [], ""
+    for c in text:
+        if c.isdigit():
+            number += c
+        else:
+            found.append((int(number or 1), c))
+            number = ""
+    return found
+
+
+# -- the cache of compiled programs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sources(tmp_path: pathlib.Path) -> Program:
+    (tmp_path / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
+    (tmp_path / "b.cuh").write_text('#pragma once\n#ifdef KV_EMULATE\n#include "emulator.h"\n#endif\nint b;\n')
+    (tmp_path / "c.cuh").write_text("int c;\n")
+    return Program('#include "a.cuh"\n', folders=(str(tmp_path),))
+
+
+def test_a_program_is_kept_by_all_it_is_made_of(sources: Program) -> None:
+    folder = pathlib.Path(sources.folders[0])
+    assert [pathlib.Path(p).name for p in build.included(sources)] == ["a.cuh", "b.cuh"]
+    key = build.cache_key(sources, "sm_90", "nvrtc 13.0")
+    assert key == build.cache_key(sources, "sm_90", "nvrtc 13.0")
+    (folder / "c.cuh").write_text("int changed;\n")
+    assert key == build.cache_key(sources, "sm_90", "nvrtc 13.0")  # not included
+    others = [
+        build.cache_key(sources, "sm_80", "nvrtc 13.0"),
+        build.cache_key(sources, "sm_90", "nvrtc 13.1"),
+        build.cache_key(sources._replace(fma=False), "sm_90", "nvrtc 13.0"),
+        build.cache_key(sources._replace(source='#include "a.cuh"\n\n'), "sm_90", "nvrtc 13.0"),
+    ]
+    (folder / "b.cuh").write_text("int changed;\n")
+    others.append(build.cache_key(sources, "sm_90", "nvrtc 13.0"))
+    assert len({key, *others}) == 6
+    with pytest.raises(FileNotFoundError, match=r"'gone\.cuh' is in none of"):
+        build.included(sources._replace(source='#include "gone.cuh"\n'))
+
+
+def test_a_copy_of_the_package_elsewhere_finds_the_same_programs(sources: Program, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("a.cuh", "b.cuh"):
+        (other / name).write_bytes((tmp_path / name).read_bytes())
+    moved = sources._replace(folders=(str(other),))
+    assert build.cache_key(moved, "sm_90", "x") == build.cache_key(sources, "sm_90", "x")
+
+
+def test_damaged_programs_are_not_taken_from_the_cache(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "deep" / "x.cubin"
+    assert build.read_cached(path) is None
+    build.write_cached(path, b"machine code")
+    assert build.read_cached(path) == b"machine code"
+    assert [p.name for p in path.parent.iterdir()] == ["x.cubin"]
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", whole[:-1] + b"?", b"?" + whole[1:], b"machine code"):
+        path.write_bytes(damaged)
+        assert build.read_cached(path) is None
+    build.write_cached(path, b"again")
+    assert build.read_cached(path) == b"again"
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    build.write_cached(blocked / "x.cubin", b"code")  # no folder can be made there: only slower
+
+
+def test_writers_at_once_leave_one_whole_program(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.cubin"
+    contents = [bytes([i]) * 100_000 for i in range(8)]
+    seen: list[bytes | None] = []
+
+    def write(i: int) -> None:
+        for _ in range(20):
+            build.write_cached(path, contents[i])
+            seen.append(build.read_cached(path))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(x in contents for x in seen)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.cubin"]
+
+
+def test_a_program_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, sources: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compiler_version", lambda: "nvrtc 13.0")
+    monkeypatch.setattr(build, "_nvrtc", lambda program, arch: compiled.append(arch) or arch.encode())
+    for arch in ("sm_90", "sm_90", "sm_80"):
+        assert build.compile_program(sources, arch, "a test") == arch.encode()
+    assert compiled == ["sm_90", "sm_80"]
+    said = capsys.readouterr().err
+    assert said.count("compiling a test for sm_90") == 2  # that it starts, and how long it took
+    file = next((tmp_path / "cache" / "kvcodec" / "cuda").glob("*.cubin"))
+    file.write_bytes(file.read_bytes()[:-1])
+    for arch in ("sm_90", "sm_80"):
+        assert build.compile_program(sources, arch) == arch.encode()
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_nvrtc_compiles_what_the_operators_ask_for(
+    arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        build.compiler_version()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    pair = attention.pair_for(SAW.key, SAW.value, 128, 64)
+    config = attention.config_for(pair, 4, 65536, attention.H200)
+    code = build.compile_program(attention.program(pair, config), arch)
+    assert code.startswith(b"\x7fELF")
+    assert b"kv_decode" in code
+    assert b"kv_combine" in code
+    with pytest.raises(Exception, match="static assertion failed"):
+        build.compile_program(Program('#include "decode.cuh"\nstatic_assert(sizeof(kv::DecodeArgs) == 1, "no");'), arch)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert build.refusal(CPU) == "device cpu is not a CUDA GPU"
+    monkeypatch.setattr(build, "_capability", lambda device: (7, 5))
+    monkeypatch.setattr(build, "_installed", lambda name: name == "cuda.bindings")
+    assert build.refusal(gpu) == "cuda-core is not installed; pip install kvcodec[cuda]"
+    monkeypatch.setattr(build, "_installed", lambda name: True)
+    assert build.refusal(gpu) == "the GPU has compute capability 7.5; 8.0 is the least"
+    monkeypatch.setattr(build, "_capability", lambda device: (8, 0))
+    assert build.refusal(gpu) == ""
+    assert build.architecture(gpu) == "sm_80"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert build.refusal(gpu) == "CUDA kernels do not run on an AMD GPU"
+    monkeypatch.setattr(build.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    with pytest.raises(UnsupportedError, match=r"need cuda-core.*pip install kvcodec\[cuda\]"):
+        build._core()
+
+
+def _q(**changes: Any) -> dict[str, Any]:
+    pair = attention.pair_for(SAW.key, SAW.value, 64, 64)
+    side = sides.SideTensors(None, None, 64)
+    given = {
+        "q": torch.zeros(2, 4, 1, 64),
+        "pages": torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8),
+        "table": torch.zeros(2, 1, dtype=torch.int32),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        "pair": attention.text_of(pair),
+        "key": side,
+        "value": side,
+        "scale": 1.0,
+        "num_kv_heads": 2,
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        ({"q": torch.zeros(2, 4, 2, 64)}, ShapeError, "one query token per sequence"),
+        ({"q": torch.zeros(2, 4, 1, 64, dtype=torch.float64)}, ShapeError, "q is torch.float64"),
+        ({"q": torch.zeros(2, 4, 1, 128)}, ShapeError, "does not fit head_dim=64"),
+        ({"q": torch.zeros(2, 3, 1, 64)}, ShapeError, "must divide the query heads"),
+        ({"pair": "int-5"}, UnsupportedError, "is unknown"),
+        ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, 2, 4608\] is needed"),
+        ({"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
+        ({"dense_k": torch.zeros(2, 2, 1, 64)}, ShapeError, "come together"),
+        (
+            {"dense_k": torch.zeros(2, 2, 1, 64), "dense_v": torch.zeros(2, 2, 1, 64).half()},
+            ShapeError,
+            "one floating dtype",
+        ),
+        ({"sinks": torch.zeros(3)}, ShapeError, "one per query head, 4"),
+        ({"key": sides.SideTensors(None, torch.ones(3, 2, 64), 1)}, ShapeError, "constants are of 3 sequences"),
+    ],
+)
+def test_decode_refuses_what_does_not_fit(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        attention.decode_attention(**_q(**changes))
+
+
+def test_encode_refuses_what_does_not_fit() -> None:
+    target = encode.Target(sides.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
+    side = sides.SideTensors(None, None, 1)
+    given = {
+        "keys": torch.zeros(2, 2, 3, 64),
+        "values": None,
+        "pages": torch.zeros(3, 2, 4608, dtype=torch.uint8),
+        "table": torch.zeros(2, 1, dtype=torch.int32),
+        "first": torch.zeros(2, dtype=torch.int32),
+        "target": encode.text_of(target),
+        "key": side,
+        "value": side,
+    }
+    for changes, error, text in (
+        ({}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        ({"target": "?"}, UnsupportedError, "is unknown"),
+        ({"values": torch.zeros(2, 2, 3, 64)}, UnsupportedError, "no kernel encodes these values"),
+        ({"keys": torch.zeros(2, 2, 3, 32)}, ShapeError, r"\[2, 2, N, 64\] is needed"),
+        ({"keys": torch.zeros(2, 2, 3, 64).long()}, ShapeError, "torch.int64"),
+        ({"pages": torch.zeros(3, 2, 100, dtype=torch.uint8)}, ShapeError, "4608"),
+        ({"first": torch.zeros(2)}, ShapeError, "first is torch.float32"),
+    ):
+        with pytest.raises(error, match=text):
+            encode.encode_to_pages(**(given | changes))
+
+
+# -- which codec has which kernel ------------------------------------------------------------------------------------
+
+
+def test_a_subclass_is_not_taken_for_its_parent() -> None:
+    class Odd(SawInt4):
+        pass
+
+    assert isinstance(sides.reader(SawInt4(), 128, "key"), sides.Reader)
+    assert sides.reader(Odd(), 128, "key") == "no CUDA kernel reads " + str(Odd())
+    assert "head_dim 64, 96, 128, 256, not 80" in sides.reader(SawInt4(), 80, "key")
+
+
+def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(GroupInt):
+        pass
+
+    monkeypatch.setattr(sides, "_READERS", dict(sides._READERS))
+    mine = sides.Reader("mine::Read<64>", "mine.cuh", folder="/elsewhere")
+    sides.add_reader(Mine, lambda codec, dim, role: mine if role == "value" else "keys are not read")
+    assert attention.pair_for(SawInt4(), Mine(), 128, 64).value == mine
+    assert attention.pair_for(Mine(), Mine(), 128, 64) == "keys are not read"
+    pair = attention.pair_for(SawInt4(), Mine(), 128, 64)
+    made = attention.program(pair, attention.Config(64, 4, 2, 1, 1))
+    assert made.folders == (str(build.CSRC), "/elsewhere")
+    assert '#include "mine.cuh"' in made.source
+
+
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
+    scheme = kvcodec.get(spec)
+    for role in ROLES:
+        codec = scheme.codec(role)
+        for found in (sides.reader(codec, 128, role), sides.encoder(codec, 128, role)):
+            if isinstance(found, str):
+                assert str(codec) in found or type(codec).__name__ in found
+                continue
+            assert pathlib.Path(found.folder, found.header).is_file(), found
+            assert found.block == codec.block_tokens
+    pair = attention.pair_for(scheme.key, scheme.value, 128, 64)
+    if not isinstance(pair, str):
+        assert pair.tile_bytes(64) == scheme.page_layout(128, 64).page_bytes
+
+
+# -- launch constants ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [s for s in kvcodec.presets() if s != "dense"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
+    scheme = kvcodec.get(spec)
+    a100, ada = attention.Machine(108, 166912, 167936), attention.Machine(128, 101376, 102400)
+    for page in (64, 128) if scheme.key.block_tokens + scheme.value.block_tokens > 2 else (16, 64, 128):
+        pair = attention.pair_for(scheme.key, scheme.value, dim, page)
+        if isinstance(pair, str):
+            pytest.skip(pair)
+        for machine in (attention.H200, a100, ada):
+            for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
+                if machine is not attention.H200 and not _fits(pair, machine):
+                    continue
+                config = attention.config_for(pair, units, capacity, machine)
+                need = attention.shared_bytes(pair, config)
+                assert need <= machine.shared_block
+                assert config.resident * (need + 1024) <= machine.shared_sm
+                assert page % config.tile == 0
+                assert config.tile % (32 if pair.blocked else 16) == 0
+                assert 1 <= config.splits <= max(1, capacity // (config.tile * config.warps) + 1)
+
+
+def _fits(pair: attention.Pair, machine: attention.Machine) -> bool:
+    least = attention.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
+    return attention.shared_bytes(pair, least) + 1024 <= machine.shared_block
+
+
+def test_launch_constants_that_fit_nowhere_are_refused() -> None:
+    pair = attention.pair_for(SAW.key, SAW.value, 128, 64)
+    with pytest.raises(UnsupportedError, match="this GPU has 1024"):
+        attention.config_for(pair, 1, 64, attention.Machine(1, 1024, 1024))
+
+
+def test_constants_become_what_the_kernels_take() -> None:
+    heads, dim = 3, 64
+    norm = torch.rand(2, heads, dim) + 0.5
+    side = sides.Reader("kv::X", "x.cuh", factor="norm", order=4)
+    params: Params = {"norm": norm.double()}
+    found = sides.tensors_for(side, params, heads, dim)
+    assert found.tables is None
+    assert found.order == 4
+    assert torch.equal(found.factor, norm)
+    one = sides.tensors_for(side, {"norm": norm[:1, :1]}, heads, dim).factor
+    assert one.shape == (1, heads, dim)
+    assert one.is_contiguous()
+    wrong = sides.Reader("kv::X", "x.cuh", tables=lambda params: torch.zeros(2, 8, dtype=torch.uint8))
+    with pytest.raises(UnsupportedError, match=r"expected uint8 \[3 or 1, bytes\]"):
+        sides.tensors_for(wrong, params, heads, dim)
+    assert os.path.isdir(build.CSRC)

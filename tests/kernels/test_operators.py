@@ -1,0 +1,246 @@
+"""The operators around the CUDA kernels, complete: on CPU tensors, with what they launch run by the emulator.
+
+Their programs are compiled by g++; the launches that they would make on a GPU are made there, with the same structs.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import ROLES, Codec, Site
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import encode, sides
+from kvcodec.layout import PageLayout
+from tests.kernels.decode_cases import each_in_turn
+
+CPU = torch.device("cpu")
+SAW = kvcodec.get("saw-int4:rotate=kv")
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, dense: tuple[Tensor, Tensor] | None, lens: Any, start: Any, sinks: Any,
+              softcap: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention in float64: output [B, HQ, 1, D] and log-sum-exp."""
+    b, hq, _, d = q.shape
+    group = hq // k.shape[1]
+    out, lse = torch.zeros(b, hq, 1, d, dtype=torch.float64), torch.full((b, hq), -torch.inf, dtype=torch.float64)
+    for i in range(b):
+        keys, values = (x[i, :, start[i] : lens[i]].double() for x in (k, v))
+        if dense is not None:
+            keys, values = (torch.cat([x, y[i].double()], 1) for x, y in zip((keys, values), dense, strict=True))
+        for n in range(hq):
+            s = keys[n // group] @ q[i, n, 0].double() * d**-0.5
+            if softcap:
+                s = softcap * torch.tanh(s / softcap)
+            if sinks is not None:
+                s = torch.cat([s, sinks[n : n + 1].double()])
+            if len(s):
+                p = s.softmax(0)
+                lse[i, n] = s.logsumexp(0)
+                out[i, n, 0] = p[: values.shape[1]] @ values[n // group]
+    return out, lse
+
+
+def fill(key: Codec, value: Codec, dim: int, heads: int, lens: list[int], page: int) -> tuple[Any, ...]:
+    """Pages in a random order with encoded random tokens; also the decoded keys and values, and the constants."""
+    rng = torch.Generator().manual_seed(1)
+    b, tokens = len(lens), -(-max(lens) // page) * page
+    layout = PageLayout(key.layout(dim), value.layout(dim), page)
+    store = PageStore(layout, b, heads, CPU, tokens)
+    store.table = torch.randperm(store.pages.shape[0], generator=rng).to(torch.int32).view_as(store.table)
+    params, decoded = {}, []
+    for role, codec in zip(ROLES, (key, value), strict=True):
+        x = torch.randn(b, heads, tokens, dim, generator=rng)
+        site = Site(0, role, heads, dim)
+        params[role] = codec.fit(site, x if codec.needs_sample else None)
+        payload = codec.encode(codec.to_code(x, params[role]), params[role])
+        store.write(role, 0, payload)
+        decoded.append(codec.from_code(codec.decode(payload, params[role]), params[role]))
+    return store, params, decoded
+
+
+@pytest.mark.parametrize("case", ["plain", "split", "everything", "override"])
+def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
+    """Strides, page tables, lengths of 0, dense tokens, sinks, soft cap, launch constants given."""
+    dim, heads, group, page = 64, 2, 3, 64
+    lens, start = ([100, 0, 37], [0, 0, 0]) if case != "everything" else ([130, 5, 64], [17, 5, 0])
+    store, params, (k, v) = fill(SAW.key, SAW.value, dim, heads, lens, page)
+    pair = attention.pair_for(SAW.key, SAW.value, dim, page)
+    rng = torch.Generator().manual_seed(2)
+    q = torch.randn(3, 1, heads * group, dim, generator=rng).transpose(1, 2)  # as a model's projection leaves it
+    options: dict[str, Any] = {}
+    dense = sinks = None
+    if case == "split":
+        options["config"] = attention.Config(32, 2, 2, 1, 3)
+    if case == "override":
+        options["config"] = attention.Config(16, 1, 2, 1, 1)
+    if case == "everything":
+        dense = tuple(torch.randn(3, heads, 7, dim, generator=rng).bfloat16() for _ in ROLES)
+        sinks = torch.randn(heads * group, generator=rng).bfloat16()
+        options = {
+            "dense_k": dense[0],
+            "dense_v": dense[1],
+            "sinks": sinks,
+            "start": torch.tensor(start, dtype=torch.int32),
+            "softcap": 20.0,
+            "config": attention.Config(32, 2, 3, 1, 2),
+        }
+    got, lse = attention.decode_attention(
+        q,
+        store.pages,
+        store.table,
+        torch.tensor(lens, dtype=torch.int32),
+        pair=attention.text_of(pair),
+        key=sides.tensors_for(pair.key, params["key"], heads, dim),
+        value=sides.tensors_for(pair.value, params["value"], heads, dim),
+        scale=dim**-0.5,
+        num_kv_heads=heads,
+        **options,
+    )
+    want, want_lse = reference(q, k, v, dense, lens, start, sinks, options.get("softcap", 0.0))
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-3)
+    chosen = options.get("config") or attention.config_for(pair, 6, store.table.shape[1] * page, attention.H200)
+    slots = chosen.splits + (dense is not None)
+    grid, threads, shared, early = machine["kv_decode"].launches[0]
+    assert (grid, threads, early) == ((slots, heads, 3), chosen.warps * 32, False)
+    assert shared == attention.shared_bytes(pair, chosen)
+    merged = [launch[0] for launch in machine["kv_combine"].launches]
+    assert merged == ([(3 * heads * group, 1, 1)] if slots > 1 else [])
+
+
+def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> None:
+    store, params, (k, v) = fill(SAW.key, SAW.value, 64, 1, [50], 64)
+    pair = attention.pair_for(SAW.key, SAW.value, 64, 64)
+    q = torch.randn(1, 11, 1, 64, generator=torch.Generator().manual_seed(3)).half()
+    tensors = sides.tensors_for(pair.key, params["key"], 1, 64)
+    got, _ = attention.decode_attention(
+        q, store.pages, store.table, torch.tensor([50], dtype=torch.int32), pair=attention.text_of(pair), key=tensors,
+        value=tensors, scale=64**-0.5, num_kv_heads=1,
+    )  # fmt: skip
+    assert machine["kv_decode"].launches[0][0][1:] == (2, 1)
+    assert got.dtype == torch.float16
+    want, _ = reference(q, k, v, None, [50], [0], None, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
+
+
+WRITTEN = (
+    *("int-3", "int-4:group=32", "int-3:symmetric=true", "fp8", "fp8:scale=none", "saw-int4", "kivi-2", "innerq-base"),
+    *("saw-int4:rotate=kv,zero=float", "innerq-hybrid", "innerq-base:symmetric=full", "ultraquant"),
+    *("ultraquant:scale=real", "ultra-tq", "dense", "dense:dtype=bfloat16", "turboquant-3", "turboquant-qjl-3"),
+    *("octopus-3", "octopus-qjl-2", "hqmq-s24_r3", "hqmq-s24_r3:outliers=3"),
+    # other numbers of bits; the encoders' own tests have them too
+    *(pytest.param(x, marks=pytest.mark.wide) for x in ("int-2", "int-4", "int-8", "kivi-4", "innerq-small")),
+)
+
+
+@pytest.mark.parametrize("spec", WRITTEN)
+def test_encode_to_pages_complete(spec: str, machine: dict[str, Any]) -> None:
+    """The reference's bytes in the right slots, nothing elsewhere, from tensors that are views."""
+    scheme, dim, heads, page = kvcodec.get(spec), 64, 2, 64
+    store, (target, given, params) = target_of(scheme, dim, heads, 2, 128, page)
+    before = store.pages.clone()
+    x = torch.randn(2, 70, 2, heads, dim, generator=torch.Generator().manual_seed(5)).half()
+    tokens = 64 if scheme.key.block_tokens > 1 or scheme.value.block_tokens > 1 else 37
+    rows = [x[:, 6 : 6 + tokens, i].transpose(1, 2) for i in range(2)]  # [B, H, N, D], strided
+    first = 32
+    bad = torch.zeros(1, dtype=torch.int32)
+    encode.encode_to_pages(
+        *(part if target.side(role) else None for role, part in zip(ROLES, rows, strict=True)),
+        store.pages,
+        store.table,
+        torch.full((2,), first, dtype=torch.int32),
+        target=encode.text_of(target),
+        key=given["key"],
+        value=given["value"],
+        bad=bad,
+    )
+    expected = PageStore(store.layout, 2, heads, CPU)
+    expected.pages, expected.table = before, store.table
+    for role, part in zip(ROLES, rows, strict=True):
+        if target.side(role):
+            codec = scheme.codec(role)
+            expected.write(role, first, codec.encode(codec.to_code(part.float(), params[role]), params[role]))
+    assert torch.equal(store.pages, expected.pages)
+    assert not bad.item()
+    assert target.key is not None or target.value is not None
+
+
+def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page: int) -> Any:
+    """Pages full of 0xA5, their target, and the constants of both roles."""
+    layout = PageLayout(scheme.key.layout(dim), scheme.value.layout(dim), page)
+    store = PageStore(layout, batch, heads, CPU, capacity)
+    store.pages.fill_(0xA5)
+    rng = torch.Generator().manual_seed(6)
+    store.table = torch.randperm(store.pages.shape[0], generator=rng).to(torch.int32).view_as(store.table)
+    target = encode.target_for(scheme.key, scheme.value, dim, page)
+    params, given = {}, {}
+    for role in ROLES:
+        codec = scheme.codec(role)
+        sample = torch.randn(batch, heads, 40, dim, generator=rng) if codec.needs_sample else None
+        params[role] = codec.fit(Site(0, role, heads, dim), sample)
+        side = target.side(role)
+        given[role] = (
+            sides.SideTensors(None, None, 1) if side is None else sides.tensors_for(side, params[role], heads, dim)
+        )
+    return store, (target, given, params)
+
+
+READ = (
+    *("dense", "dense:dtype=bfloat16", "saw-int4", "int-4", "kivi-2", "innerq-hybrid", "fp8", "ultraquant", "ultra-tq"),
+    *("ultraquant:scale=real", "turboquant-3", "octopus-3", "hqmq-s24_r3"),
+)
+"""As many readers as there are ways of the host to serve them; every reader has tests of its own."""
+
+
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READ, (64, 96)))
+def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]) -> None:
+    scheme, heads = kvcodec.get(spec), 2
+    pair = attention.pair_for(scheme.key, scheme.value, dim, 64)
+    if isinstance(pair, str):
+        pytest.skip(pair)
+    store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, [75, 33], 64)
+    q = torch.randn(2, 4, 1, dim, generator=torch.Generator().manual_seed(8))
+    given = [
+        sides.tensors_for(side, params[role], heads, dim)
+        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+    ]
+    got, _ = attention.decode_attention(
+        q, store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32), pair=attention.text_of(pair),
+        key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads,
+        config=attention.Config(32, 2, 2, 1, 1),
+    )  # fmt: skip
+    want, _ = reference(q, k, v, None, [75, 33], [0, 0], None, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("spec", ["int-4", "kivi-2", "ultra-tq"])
+def test_what_cannot_be_stored_is_flagged(spec: str, machine: dict[str, Any]) -> None:
+    """A row of NaN becomes zero bytes and a flag of 1; tokens behind the capacity are dropped and make it 2."""
+    scheme = kvcodec.get(spec)
+    store, (target, given, _) = target_of(scheme, 64, 1, 1, 64, 64)
+    bad = torch.zeros(1, dtype=torch.int32)
+    x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(7))
+    x[0, 0, 3, 5] = torch.nan
+
+    def put(first: int) -> int:
+        parts = (x if target.side(role) else None for role in ROLES)
+        encode.encode_to_pages(
+            *parts, store.pages, store.table, torch.tensor([first], dtype=torch.int32), target=encode.text_of(target),
+            key=given["key"], value=given["value"], bad=bad,
+        )  # fmt: skip
+        return int(bad)
+
+    assert put(0) == 1
+    for role in ROLES:
+        if target.side(role):
+            held = store.read(role, 0, 32)
+            for part in held.values():  # [B, H, blocks, *shape]
+                row = part[0, 0, 3 if part.shape[2] == 32 else 0]
+                assert not row.view(torch.uint8).any()
+    held = store.pages.clone()
+    assert put(64) == 2
+    assert torch.equal(store.pages, held)

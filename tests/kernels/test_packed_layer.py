@@ -1,0 +1,137 @@
+"""An engine's layer on the kernels against the same layer on the codecs; the kernels run on the emulated machine."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.attention import partial
+from kvcodec.integrations.vllm import layer as served
+from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels.engine import CudaEngine
+from kvcodec.kernels.flash import Scored
+from tests.integrations.test_serving import BLOCK, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
+
+SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
+
+
+@pytest.fixture
+def emulated(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """CUDA engines are chosen although tensors lie on the CPU."""
+    monkeypatch.setattr(
+        served, "choose", lambda s, dim, device, tokens, *, static: CudaEngine(s.key, s.value, dim, tokens)
+    )
+    return machine
+
+
+def places(where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the backend's ``Slots`` works them out."""
+    stored = where >= 0
+    page, place = torch.where(stored, where // BLOCK, 0), torch.where(stored, where % BLOCK, BLOCK)
+    return page.int(), place.int()
+
+
+def filled(layer: PackedLayer, tokens: int = TOKENS) -> torch.Tensor:
+    cache, (k, v) = pool(layer), rows()
+    layer.write(k[:tokens], v[:tokens], cache, slots(0, tokens))
+    return cache
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict[str, Any]) -> None:
+    layer = made(spec)
+    cache, (k, v) = pool(layer), rows()
+    where = torch.cat([slots(0, 30), torch.tensor([-1, -1])])
+    layer.encode(k[:32], v[:32], cache, *places(where))  # the last two are padding of a captured batch
+    assert torch.equal(cache, filled(layer, 30))
+    layer.encode(k[30:31], v[30:31], cache, *places(slots(30, 31)))
+    assert torch.equal(cache, filled(layer, 31))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks_of_a_prompt_are_the_codecs_bytes(spec: str, emulated: dict[str, Any]) -> None:
+    """Cut anywhere, also into single tokens, across blocks that do not follow each other."""
+    layer = made(spec)
+    cache, (k, v) = pool(layer), rows()
+    for first, last in ((0, 1), (1, 20), (20, 21), (21, TOKENS)):
+        layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
+    assert torch.equal(cache, filled(layer))
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("spec", ["int-8", "ultraquant"])
+def test_decoding_is_the_references(spec: str, rules: str, emulated: dict[str, Any]) -> None:
+    """Three requests in one pool, one of them padding without tokens; tables as wide as the longest request may get."""
+    layer, rule = made(spec), RULES[rules]
+    cache, lengths = filled(layer), [TOKENS, 0, 17]
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    table[0, :5], table[2, :5] = ROW, ROW
+    q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    start = (seq_lens - rule.window).clamp(min=0) if rule.window else None
+    size = layer.workspace_bytes(4, 2 * HEADS, cache, 6, rule)
+    space = torch.full((-(-size // 4),), torch.nan)
+    found = layer.decode(q, cache, table, seq_lens, rule, start, space)
+    for i, length in enumerate(lengths):
+        if length:
+            want = layer.attend(q[i : i + 1], cache, table[i], length, rule)
+            torch.testing.assert_close(found[i : i + 1], want, rtol=0, atol=4e-3)
+    assert bool((found[1] == 0).all())
+
+
+@pytest.mark.parametrize("length", [16, 41, TOKENS])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 200])
+def test_chunks_of_a_prompt_are_the_references(window: int, length: int, emulated: dict[str, Any]) -> None:
+    """Every cut of the last tokens, in windows that are shorter and longer than it."""
+    layer = made("int-8")
+    cache = filled(layer)
+    for n in (1, 7, 16):
+        for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):
+            rules = Rules(0.125, window, sinks=sinks)
+            q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(n)).half()
+            row = ROW.clone()
+            found = layer.prefill(q, cache, row, length, rules)
+            want = layer.attend(q, cache, row, length, rules)
+            torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
+    assert emulated["kv_unpack"].launches
+
+
+@pytest.mark.parametrize(("spec", "softcap", "window"), [("octopus-qjl-2:window=0", 0.0, 0), ("int-8", 2.0, 9)])
+def test_sketches_and_soft_caps(spec: str, softcap: float, window: int, emulated: dict[str, Any]) -> None:
+    layer = made(spec)
+    cache, rules = filled(layer), Rules(0.125, window, softcap)
+    q = torch.randn(5, 2 * HEADS, DIM).half()
+    found, want = layer.prefill(q, cache, ROW, TOKENS, rules), layer.attend(q, cache, ROW, TOKENS, rules)
+    torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
+    assert emulated["kv_unpack"].launches
+
+
+class EngineFlash:
+    """Stands for vLLM's: causal attention of the newest tokens, with its log-sum-exp."""
+
+    queries = 0
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Scored:
+        assert 0 < q.shape[2] <= k.shape[2]
+        self.queries += q.shape[2]
+        hidden = torch.full((q.shape[2], k.shape[2]), -torch.inf).triu(k.shape[2] - q.shape[2] + 1)
+        part = partial(q, k, v, scale, hidden)
+        return Scored((part.acc / part.l[..., None]).to(q.dtype), part.m + part.l.log())
+
+
+@pytest.mark.parametrize("spec", ["int-8", "turboquant-4"])
+@pytest.mark.parametrize("n", [1, 7, 41])
+def test_an_engines_own_flash_attention(spec: str, n: int, emulated: dict[str, Any], monkeypatch: Any) -> None:
+    """One call for history and chunk; rows by rows where they are many."""
+    layer, flash = made(spec), EngineFlash()
+    cache = filled(layer)
+    q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(n)).half()
+    monkeypatch.setattr(prefill, "rows_at_once", lambda q: 16)
+    layer.flash = flash
+    for rules in (Rules(0.125), Rules(0.125, sinks=torch.linspace(-1, 1, 2 * HEADS))):
+        flash.queries = 0
+        found = layer.prefill(q, cache, ROW, TOKENS, rules)
+        assert flash.queries == n
+        torch.testing.assert_close(found, layer.attend(q, cache, ROW, TOKENS, rules), rtol=0, atol=4e-3)
+    assert layer.prefill_bytes(n, TOKENS, 2 * HEADS, Rules(0.125)) > 0

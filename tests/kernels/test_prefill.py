@@ -1,0 +1,520 @@
+"""Attention of many query tokens: unpacked pages, and a fused cache against the reference; kernels on the emulator."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.attention import Seen, attend
+from kvcodec.cache import many as staged
+from kvcodec.cache.device import FusedLayerCache
+from kvcodec.codec import ROLES
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.integrations.transformers import attention as attention_module
+from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
+from kvcodec.integrations.transformers.layers import PackedLayer
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import flash, sides
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels.engine import CudaEngine
+from kvcodec.kernels.flash import Rules, Scored, join, score, with_sinks
+from kvcodec.scheme import KVScheme
+from tests.conftest import tiny_model
+from tests.integrations.test_generate import padded, prompt
+from tests.kernels.test_fused import Reference, scheme
+from tests.kernels.test_operators import fill
+
+SPECS = (
+    # each number of hqmq's products and of its radii once: the other presets read both as these do
+    *(s for s in kvcodec.presets() if not s.startswith("hqmq")),
+    *("hqmq-s24_r3", "hqmq-s48_r4", "hqmq-s96_r6", "hqmq-s192_r4"),
+    *("dense:dtype=bfloat16", "saw-int4:rotate=kv", "saw-int4:rotate=kv,zero=float", "int-4:group=32"),
+    *("int-3:symmetric=true", "fp8:scale=none", "innerq-base:symmetric=full", "ultraquant:scale=real"),
+    "hqmq-s24_r3:outliers=3",
+)
+DIMS = (64, 96, 128, 256)
+
+
+def readers() -> Iterator[Any]:
+    """Every pairing that is read, at one head_dim in turn; the others are for wide runs."""
+    turn = 0
+    for spec in SPECS:
+        made = kvcodec.get(spec)
+        pairs = {dim: attention.pair_for(made.key, made.value, dim, 64) for dim in DIMS}
+        found = [dim for dim, pair in pairs.items() if not isinstance(pair, str)]
+        for dim in found:
+            yield pytest.param(spec, dim, marks=[] if dim == found[turn % len(found)] else [pytest.mark.wide])
+        turn += bool(found)
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("spec", "dim"), readers())
+def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine: dict[str, Any]) -> None:
+    made, heads, tokens = kvcodec.get(spec), 2, 128
+    pair = attention.pair_for(made.key, made.value, dim, 64)
+    assert not isinstance(pair, str)
+    store, params, (k, v) = fill(made.key, made.value, dim, heads, [tokens, tokens], 64)
+    key, value = (
+        sides.tensors_for(side, params[role], heads, dim)
+        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+    )
+    constants = {"pair": attention.text_of(pair), "key": key, "value": value}
+    for first, count in ((0, tokens), (32, 77)):
+        found = prefill.unpack(store.pages, store.table, first, count, **constants)
+        part = slice(first, first + count)
+        # the products with every unit vector are the keys themselves
+        units = prefill.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
+        assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
+        assert far(prefill.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
+        short = prefill.unpack(store.pages, store.table, first, count, **constants, dtype=torch.bfloat16)
+        for a, b in zip(short, found, strict=True):
+            assert a.dtype == torch.bfloat16
+            assert far(a.float(), b.float()) < 8e-3
+    grid, threads, _, early = machine["kv_unpack"].launches[1]
+    assert (grid, threads, early) == ((-(-77 // (prefill.tile_tokens(pair) * 4)), heads, 2), 128, False)
+
+
+def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) -> None:
+    made = kvcodec.get("kivi-2")
+    store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
+    pair = attention.pair_for(made.key, made.value, 64, 64)
+    key, value = (sides.tensors_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
+    for first, count in ((16, 10), (-32, 10), (32, 33)):
+        with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
+            prefill.unpack(store.pages, store.table, first, count, pair=attention.text_of(pair), key=key, value=value)
+
+
+# -- sums over parts ---------------------------------------------------------------------------------------------------
+
+
+RULES_OF = {
+    "causal": Rules(),
+    "all": Rules(causal=False),
+    "window": Rules(before=9),
+    "window of the earlier": Rules(causal=False, before=100),
+    "padding": Rules(start=(30, 0)),
+    "padding behind queries": Rules(start=(120, 7)),
+    "padding and window": Rules(before=20, start=(95, 110)),
+    "soft cap": Rules(softcap=2.0, before=40),
+}
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps in float64; zeros and -inf for queries that see nothing."""
+    keys, values = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q.double() @ keys.mT * scale
+    if softcap:
+        s = softcap * (s / softcap).tanh()
+    s = s.masked_fill(~seen, -torch.inf)
+    return s.softmax(-1).nan_to_num() @ values, s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("n", [2, 77])
+@pytest.mark.parametrize("name", RULES_OF)
+def test_what_rules_say_is_seen(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, rules, gen = 130, RULES_OF[name], torch.Generator().manual_seed(n)
+    monkeypatch.setattr(flash, "SCORE_BYTES", 4 * 2 * 6 * tokens * 10)  # ten rows at a time
+    q, k, v = (torch.randn(2, h, t, 32, generator=gen) for h, t in ((6, n), (2, tokens), (2, tokens)))
+    own, keys = torch.arange(tokens - n, tokens)[:, None], torch.arange(tokens)
+    seen = (keys <= own) | (not rules.causal)
+    if rules.before is not None:
+        seen = seen & (keys >= own - rules.before)
+    if rules.start:
+        seen = seen & (keys >= torch.tensor(rules.start)[:, None, None, None])
+    found, want = score(q, k, v, 0.2, rules), attended(q, k, v, 0.2, seen, rules.softcap)
+    torch.testing.assert_close(found.out.double(), want[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.lse.double(), want[1], rtol=0, atol=1e-5)
+    masked = score(q, k, v, 0.2, Rules(softcap=rules.softcap, mask=seen))
+    torch.testing.assert_close(masked.out, found.out, rtol=0, atol=1e-6)
+
+
+def test_attention_over_nothing() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    nothing = score(q, q[:, :1, :0], q[:, :1, :0], 1.0)
+    assert bool((nothing.lse == -torch.inf).all())
+    assert not nothing.out.any()
+    some = score(q, torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8), 1.0)
+    for a, b in ((nothing, some), (some, nothing)):
+        assert torch.equal(join(a, b).out, some.out)
+    assert bool((join(nothing, nothing).lse == -torch.inf).all())
+    for lse in (-torch.inf, torch.inf):  # either stands for no token
+        alone = with_sinks(Scored(nothing.out, torch.full_like(nothing.lse, lse)), torch.zeros(2))
+        assert torch.equal(alone, nothing.out)
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+WINDOWED = {
+    "kivi": scheme("kivi-2", 0, 5),
+    "innerq": scheme("innerq-hybrid", 3, 6),
+    "octopus": scheme("octopus-3", 0, 40),
+    "hqmq": scheme("hqmq-s24_r3"),
+    "sinks": scheme("int-8", 2, 3),
+    "turboquant": scheme("turboquant-3", 4, 0),
+    "dense values": KVScheme(key=kvcodec.get("fp8").key, value=kvcodec.get("dense").value, window=17),
+}
+
+
+def rows(batch: int, heads: int, tokens: int, dim: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Any:
+    return torch.randn(2, batch, heads, tokens, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"), [*((name, 0) for name in WINDOWED), *((name, 320) for name in ("innerq", "octopus", "hqmq"))]
+)
+def test_chunks_of_a_prompt_attend_as_the_reference(
+    name: str, capacity: int, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through sink, blocks and window, several tokens at a time, unpacked in one part and in many."""
+    heads, group, dim = 2, 3, 64
+    k, v = rows(2, heads, 260, dim)
+    fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), Reference(WINDOWED[name])
+    logits, gen = torch.linspace(-1, 2, heads * group), torch.Generator().manual_seed(1)
+    at = 0
+    for n in (2, 16, 77, 1, 31, 2, 77, 16, 3):
+        for cache in (fused, reference):
+            cache.append(k[:, :, at : at + n], v[:, :, at : at + n])
+        at += n
+        if n == 1:
+            continue
+        q = torch.randn(2, n, heads * group, dim, generator=gen).transpose(1, 2)
+        for staging, queries in ((1 << 30, 1 << 28), (64 * 2 * heads * dim * 4, 1)):
+            monkeypatch.setattr(prefill, "STAGING_BYTES", staging)
+            monkeypatch.setattr(prefill, "QUERY_BYTES", queries)
+            monkeypatch.setattr(prefill, "REFERENCE_ROWS", 256 if queries > 1 else 7)
+            for sinks in (None, logits):
+                got = fused.attend(q, sinks=sinks, scale=0.2)
+                want = reference.attend(q, sinks=sinks, scale=0.2)
+                torch.testing.assert_close(got, want, rtol=0, atol=4e-3)
+    assert machine["kv_unpack"].launches
+    monkeypatch.setattr(prefill, "STAGING_BYTES", 1 << 30)  # one part, which begins inside a tile
+    if not capacity:
+        for cache in (fused, reference):
+            cache.evict(53)
+        q = torch.randn(2, heads * group, 5, dim, generator=gen)
+        torch.testing.assert_close(fused.attend(q), reference.attend(q), rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_outputs_have_the_dtype_of_the_queries(dtype: torch.dtype, machine: dict[str, Any]) -> None:
+    k, v = rows(1, 1, 90, 64, dtype=dtype)
+    made = scheme("innerq-base", 0, 8)
+    fused, reference = FusedLayerCache(made), Reference(made)
+    for cache in (fused, reference):
+        cache.append(k, v)
+    q = torch.randn(1, 4, 20, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    got, want = fused.attend(q), reference.attend(q)
+    assert got.dtype == dtype
+    assert got.shape == q.shape
+    limit = 2e-2 if dtype == torch.bfloat16 else 4e-3  # bf16: a bit of the output, and of decoded tokens
+    torch.testing.assert_close(got, want, rtol=0, atol=limit)
+
+
+def test_a_whole_prompt_attends_to_itself(machine: dict[str, Any]) -> None:
+    k, v = rows(2, 1, 100, 64)
+    made = scheme("octopus-2", 4, 11)
+    fused, reference = FusedLayerCache(made), Reference(made)
+    for cache in (fused, reference):
+        cache.append(k, v)
+    q = torch.randn(2, 2, 100, 64, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(fused.attend(q), reference.attend(q), rtol=0, atol=4e-3)
+    with pytest.raises(ShapeError, match="101 queries over 100 tokens"):
+        fused.attend(torch.randn(2, 2, 101, 64))
+
+
+KINDS = {
+    "window": Seen(window=13),
+    "wide window": Seen(window=80),
+    "padding": Seen(start=(17, 0)),
+    "padding of new tokens": Seen(start=(100, 3)),
+    "padding and window": Seen(window=21, start=(90, 60)),
+    "chunks": Seen(chunk=24, place=5),
+    "all": Seen(causal=False),
+    "soft cap": Seen(softcap=0.5),
+    "soft cap and window": Seen(softcap=0.5, window=30, start=(40, 0)),
+    "mask": Seen(mask=torch.rand(2, 1, 40, 118, generator=torch.Generator().manual_seed(9)) < 0.6),
+    "weights": Seen(mask=torch.randn(2, 1, 1, 118, generator=torch.Generator().manual_seed(9)), softcap=2.0),
+}
+
+
+def mask_of(seen: Seen, n: int, held: int) -> Tensor:
+    """Which tokens the newest n queries see."""
+    own, keys = torch.arange(held - n, held)[:, None], torch.arange(held)
+    mask = (keys <= own) | (not seen.causal)
+    if seen.window:
+        mask &= keys > own - seen.window
+    if seen.chunk:
+        mask &= (keys + seen.place) // seen.chunk == (own + seen.place) // seen.chunk
+    return mask & (keys >= torch.tensor(seen.start or (0,))[:, None, None, None])
+
+
+OTHERS = ("turboquant-qjl-3", "saw-int4", "octopus-qjl-2")
+"""Of these a few: the rules do not know the codec."""
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [*((n, "int-8") for n in KINDS), *((n, s) for n in ("padding and window", "soft cap", "chunks") for s in OTHERS)],
+)
+def test_what_queries_see(name: str, spec: str, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, left padding, chunks, soft caps and masks; unpacked in one part and in many, with and without sinks."""
+    n, held, seen = 40, 118, KINDS[name]
+    k, v = rows(2, 2, held, 64)
+    made = scheme(spec, 3, 9)
+    fused, reference = FusedLayerCache(made), Reference(made)
+    for cache in (fused, reference):
+        cache.append(k, v)
+    assert isinstance(fused.engine, CudaEngine)
+    q = torch.randn(2, 4, n, 64, generator=torch.Generator().manual_seed(3))
+    mask = mask_of(seen, n, held) if seen.mask is None else seen.mask
+    for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):
+        want = attend(q, reference, mask=mask, sinks=sinks, softcap=seen.softcap, scale=0.2)
+        for staging, queries in ((1 << 30, 1 << 28), (4 * 64 * 2 * 2 * 64 * 2, 1)):
+            monkeypatch.setattr(prefill, "STAGING_BYTES", staging)
+            monkeypatch.setattr(prefill, "QUERY_BYTES", queries)
+            monkeypatch.setattr(prefill, "REFERENCE_ROWS", 256 if queries > 1 else 7)
+            found = staged.attend(fused, q, scale=0.2, sinks=sinks, seen=seen)
+            assert far(found, want) < 1.5e-3
+    # no more is unpacked than what is seen
+    if name == "window":
+        grids = [grid[0] for grid, *_ in machine["kv_unpack"].launches]
+        assert max(grids) == 1  # 64 tokens: 52 and what lies before them in a tile
+
+
+def test_what_is_not_served_says_why(machine: dict[str, Any]) -> None:
+    k, v = rows(1, 1, 40, 64)
+    fused, reference = FusedLayerCache(scheme("int-8")), Reference(scheme("int-8"))
+    assert staged.refusal(fused) == "the cache is empty"
+    with pytest.raises(ShapeError, match="the cache is empty"):
+        fused.attend(torch.randn(1, 2, 8, 64))
+    for cache in (fused, reference):
+        cache.append(k, v)
+    q = torch.randn(1, 2, 8, 64)
+    assert staged.refusal(fused) == ""
+    mask = torch.rand(1, 1, 8, 40, generator=torch.Generator().manual_seed(1)) < 0.5
+    for options in ({"mask": mask}, {"causal": False}, {"softcap": 3.0}):
+        torch.testing.assert_close(fused.attend(q, **options), attend(q, reference, **options), rtol=0, atol=4e-3)
+    padded_rows = mask_of(Seen(start=(7,)), 8, 40)
+    found = fused.attend(q, start=torch.tensor([7], dtype=torch.int32))
+    torch.testing.assert_close(found, reference.attend(q, mask=padded_rows), rtol=0, atol=4e-3)
+    with pytest.raises(UnsupportedError, match="no mask of a single query token"):
+        fused.attend(q[:, :, :1], mask=mask[:, :, :1])
+    for seen in (Seen(start=(1, 2)), Seen(window=3, causal=False)):
+        with pytest.raises(ShapeError, match="one start for each of 1 sequences"):
+            staged.attend(fused, q, seen=seen)
+    with pytest.raises(ShapeError, match=r"mask \(1, 1, 8, 39\) does not fit 8 queries over 40 tokens"):
+        staged.attend(fused, q, seen=Seen(mask=mask[..., :39]))
+
+
+def test_a_flagged_token_is_told_before_more_come(machine: dict[str, Any]) -> None:
+    """The next append of several tokens looks at the device anyway; without single tokens, attention need not."""
+    k, v = rows(1, 1, 40, 64)
+    fused = FusedLayerCache(scheme("int-8"))
+    fused.append(k, v)
+    assert not fused.unchecked
+    fused.append(torch.full_like(k[:, :, :1], torch.nan), v[:, :, :1])
+    assert fused.unchecked
+    for _ in range(2):
+        with pytest.raises(ValueError, match="appended in a decode step is not finite"):
+            fused.append(k, v)
+        with pytest.raises(ValueError, match="appended in a decode step is not finite"):
+            fused.attend(torch.randn(1, 2, 8, 64))
+    fused.reset()
+    fused.append(k, v)
+    fused.append(k[:, :, :1], v[:, :, :1])
+    fused.append(k, v)
+    assert not fused.unchecked
+    bad = k.clone()
+    bad[0, 0, 7, 3] = torch.nan
+    for given in ((bad, v), (v, bad)):
+        with pytest.raises(ValueError, match=r"\[batch=0, head=0, token=7, channel=3\] = nan is not finite"):
+            fused.append(*given)
+    assert len(fused) == 81
+
+
+def test_the_bound_of_the_workspace_counts_what_is_staged(machine: dict[str, Any]) -> None:
+    k, v = rows(1, 1, 96, 64)
+    fused = FusedLayerCache(scheme("int-8"))
+    q = torch.randn(1, 2, 8, 64).half()
+    assert staged.workspace_bytes(fused, q) == 0
+    fused.append(k, v)
+    assert staged.workspace_bytes(fused, q) >= 96 * 2 * 2 * 64
+    scores = 4 * 2 * 8 * 96
+    assert staged.workspace_bytes(fused, q, flash=False) >= staged.workspace_bytes(fused, q) - (1 << 20) + scores
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def chunked(model: Any, attention: str, spec: Any, ids: Tensor, cuts: tuple[int, ...], **options: Any) -> Any:
+    """Logits of a prompt given in chunks, and the paths that ran."""
+    mask = options.pop("mask", None)
+    cache = cache_for(model, spec, attention=attention, probe=False, **options)
+    logits, at = [], 0
+    with torch.no_grad():
+        for end in (*cuts, ids.shape[1]):
+            given = {} if mask is None else {"attention_mask": mask[:, :end]}
+            logits.append(model(ids[:, at:end], past_key_values=cache, **given).logits)
+            at = end
+    return torch.cat(logits, 1), cache.report()["paths"]
+
+
+def kvcodec_model(name: str, **changed: Any) -> Any:
+    model = tiny_model(name, **changed)
+    model.set_attn_implementation("kvcodec")
+    return model
+
+
+@pytest.mark.parametrize("max_len", [None, 96])
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])
+def test_a_prompt_in_chunks_takes_the_staged_path(name: str, max_len: int | None, machine: dict[str, Any]) -> None:
+    model, ids, made = kvcodec_model(name), prompt(2, 60), scheme("int-8", 2, 7)
+    cuts = (20, 22, 50, 51)
+    wanted, _ = chunked(model, "streamed", made, ids, cuts)
+    found, paths = chunked(model, "fused", made, ids, cuts, max_len=max_len)
+    layers = model.config.num_hidden_layers
+    assert paths == {"exact": layers, "fused": layers, "staged": 3 * layers}
+    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.std())
+
+
+@pytest.mark.parametrize("spec", ["int-8", "turboquant-qjl-3", "saw-int4"])
+def test_learned_sinks_beside_a_sliding_window(spec: str, machine: dict[str, Any]) -> None:
+    model, ids, made = kvcodec_model("gpt-oss"), prompt(1, 60), scheme(spec)
+    wanted, _ = chunked(model, "streamed", made, ids, (25, 40))
+    found, paths = chunked(model, "fused", made, ids, (25, 40))
+    layers = model.config.num_hidden_layers
+    assert paths == {"exact": layers, "staged": 2 * layers}
+    assert far(found, wanted) < 0.01
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "llama4"])
+def test_left_padding(name: str, machine: dict[str, Any]) -> None:
+    """Also before windows; chunks count from a sequence's first token, so padding takes them out of step."""
+    model, made = kvcodec_model(name), scheme("int-8", 0, 4)
+    ids, mask = padded(40, 31)
+    wanted, _ = chunked(model, "streamed", made, ids, (20,), mask=mask)
+    found, paths = chunked(model, "fused", made, ids, (20,), mask=mask)
+    layers = model.config.num_hidden_layers
+    scored = list(getattr(model.config, "layer_types", None) or ()).count("chunked_attention")
+    kinds = {"exact": layers, "staged": layers - scored, "scored": scored}
+    assert paths == {path: count for path, count in kinds.items() if count}
+    limit = 0.05 * float(wanted.std())
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=0, atol=limit)
+    _, paths = chunked(model, "fused", made, ids, (20,), mask=torch.ones_like(mask))
+    assert paths == {"exact": layers, "staged": layers}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+@pytest.mark.parametrize("prefill", ["exact", "decoded"])
+def test_windows_and_chunks_of_a_model(name: str, prefill: str, machine: dict[str, Any]) -> None:
+    """Parts shorter and longer than a window of 12, in layers that forget what nobody sees any more."""
+    model, ids, made = kvcodec_model(name), prompt(2, 70), scheme("int-8", 0, 3)
+    cuts = (20, 25, 26, 60)
+    wanted, _ = chunked(model, "streamed", made, ids, cuts, prefill=prefill)
+    found, paths = chunked(model, "fused", made, ids, cuts, prefill=prefill)
+    layers = model.config.num_hidden_layers
+    assert paths == {
+        "fused": layers,
+        **({"exact": layers} if prefill == "exact" else {}),
+        "staged": layers * (3 + (prefill == "decoded")),
+    }
+    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.std())
+
+
+@pytest.mark.parametrize("max_len", [None, 96])
+def test_soft_caps_of_a_model(max_len: int | None, machine: dict[str, Any]) -> None:
+    model = kvcodec_model("gemma2") if max_len is None else kvcodec_model("gemma2", layer_types=["full_attention"] * 2)
+    ids, made = prompt(2, 60), scheme("int-8")
+    cuts = (30, 40, 41)
+    wanted, _ = chunked(model, "streamed", made, ids, cuts)
+    found, paths = chunked(model, "fused", made, ids, cuts, max_len=max_len)
+    layers = model.config.num_hidden_layers
+    assert paths == {"exact": layers, "fused": layers, "scored": 2 * layers}
+    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.std())
+    model.set_attn_implementation("eager")  # transformers' own, over decoded keys and values
+    own, _ = chunked(model, "decoded", made, ids, cuts)
+    assert float((found - own).abs().max()) < 0.05 * float(own.std())
+
+
+def test_a_mask_of_any_shape_is_scored(machine: dict[str, Any]) -> None:
+    """A mask of four axes with holes, as an own sampler may give it."""
+    model, ids, made = kvcodec_model("llama-gqa"), prompt(1, 40), scheme("int-8")
+    seen = torch.ones(1, 1, 20, 40, dtype=torch.bool).tril(20)
+    seen[..., 7] = False
+    outs = {}
+    for way in ("streamed", "fused"):
+        cache = cache_for(model, made, attention=way, probe=False)
+        with torch.no_grad():
+            model(ids[:, :20], past_key_values=cache)
+            outs[way] = model(ids[:, 20:], past_key_values=cache, attention_mask=seen).logits
+    layers = model.config.num_hidden_layers
+    assert cache.report()["paths"] == {"exact": layers, "scored": layers}
+    assert float((outs["fused"] - outs["streamed"]).abs().max()) < 0.05 * float(outs["streamed"].std())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_a_mask_is_taken_for_what_it_says(dtype: torch.dtype) -> None:
+    def given(seen: Tensor) -> Tensor:
+        if dtype == torch.bool:
+            return seen
+        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min).to(dtype)
+
+    for window, chunk, place in ((0, 0, 0), (4, 0, 0), (0, 5, 3)):
+        for start in ((0, 0), (3, 0), (9, 12)):
+            said = Seen(window=window, chunk=chunk, place=place, start=start)
+            mask = mask_of(said, 5, 12)
+            read = _read_mask(given(mask), window, chunk, place)
+            assert read is not None
+            assert torch.equal(mask_of(read, 5, 12).expand_as(mask), mask)
+            assert bool(read.start) == any(s > read.first(0, 5, 12) for s in start)
+            for b, i, j in ((0, 4, 11), (1, 0, 7), (1, 3, 9), (0, 2, 11), (1, 4, 0)):
+                wrong = mask.clone()
+                wrong[b, 0, i, j] = ~wrong[b, 0, i, j]
+                other = _read_mask(given(wrong), window, chunk, place)
+                assert other is None or torch.equal(mask_of(other, 5, 12).expand_as(wrong), wrong)
+    assert _read_mask(given(mask).expand(2, 3, 5, 12), 0, 0, 0) is None
+    biased = torch.zeros(1, 1, 5, 12).masked_fill(~mask_of(Seen(), 5, 12), -torch.inf)
+    assert _read_mask(biased, 0, 0, 0) == Seen()
+    biased[0, 0, 0, 2] = -0.5
+    assert _read_mask(biased, 0, 0, 0) is None
+
+
+def test_a_compiled_call_takes_several_tokens(machine: dict[str, Any]) -> None:
+    """As ``generate(prefill_chunk_size=...)`` does with a static cache: graphs leave out what the host decides."""
+    module, (k, v) = torch.nn.Module(), rows(1, 2, 80, 64, dtype=torch.float32)
+    q = torch.randn(1, 4, 80, 64, generator=torch.Generator().manual_seed(3))
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    outs, torch_dynamo = [], importlib.import_module("torch._dynamo")
+    for compiled in (False, True):
+        layer = PackedLayer(FusedLayerCache(scheme("int-8"), capacity=96), 0, "fused", "exact")
+
+        def call(first: int, last: int, layer: PackedLayer = layer) -> Tensor:
+            part = slice(first, last)
+            keys, values = layer.update(k[:, :, part], v[:, :, part])
+            return kvcodec_attention(module, q[:, :, part], keys, values, None)[0]
+
+        torch_dynamo.reset()
+        run = torch.compile(call, backend="eager") if compiled else call
+        with torch.no_grad():
+            outs.append(torch.cat([run(*part) for part in ((0, 32), (32, 64), (64, 80))], 1))
+        assert layer.calls["staged"] == 2
+        assert layer.calls["streamed"] == 0
+    torch.testing.assert_close(*outs)
+
+
+def test_layers_share_what_was_read_of_a_mask(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    monkeypatch.setattr(attention_module, "_read_mask", lambda *given: reads.append(given) or _read_mask(*given))
+    model = kvcodec_model("gemma3")  # two windows of the same size, and a layer without
+    chunked(model, "fused", scheme("int-8"), prompt(1, 40), (20,))
+    assert len(reads) == 2

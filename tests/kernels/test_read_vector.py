@@ -1,0 +1,340 @@
+"""Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
+from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
+from kvcodec.codecs.octopus import JOINT_BITS, Octopus
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.kernels.tables_vector import (
+    hqmq_reader,
+    hqmq_shared,
+    hqmq_tables,
+    octopus_reader,
+    octopus_shared,
+    octopus_tables,
+)
+from kvcodec.ops.hadamard import power_of_two_divisor
+from kvcodec.ops.parts import pack_parts
+from tests.kernels import harness
+from tests.kernels.decode_cases import CASES, Side, check_all, each_in_turn, two_dims_in_turn
+from tests.kernels.offline import architectures_in_turn, compile_kernels
+
+DIMS = [64, 96, 128, 192, 256]
+
+UNPACK = """
+#include "tile.cuh"
+#include "{header}"
+using Reader = {reader};
+template <int N, class Channel, class Weight>
+KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight,
+                  int* bad) {{
+  for (int e = 0; e < 2 * N; ++e) {{
+    const float x = kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16));
+    const int c = channel(part, e);
+    if (!(x - x == 0.0f)) *bad = 1;
+    if (c >= 0) row[c] = row[c] == -1.0f ? scale * weight(e) * x : 1e30f;  // a channel is written once
+  }}
+}}
+KV_KERNEL void unpack(const uint8_t* tile, const uint8_t* source, float* out, int* bad, int values) {{
+  KV_DYNAMIC_SHARED(table);
+  const kv::Planes<Reader, {tokens}> planes{{tile}};
+  const int lane = kv::thread() % 32, warp = kv::thread() / 32;
+  Reader::fill(table, source, kv::thread(), 64);
+  kv::sync_threads();
+  for (int token = 8 * warp; token < {tokens}; token += 16) {{
+    {body}
+  }}
+}}
+extern "C" void run(const uint8_t* tile, const uint8_t* source, float* out, int* bad, int64_t values) {{
+  kv::launch(1, 1, 1, 64, Reader::TABLE, unpack, tile, source, out, bad, (int)values);
+}}
+extern "C" int table_bytes() {{ return Reader::TABLE; }}
+"""
+KEYS = """
+    if (!values) {
+      const int at = token + lane / 4;
+      uint32_t r[Reader::K_REGS];
+      Reader::keys(planes, table, at, lane % 4, lane, r);
+      store(out + at * {D}, lane % 4, r, Reader::k_scale(planes, at, 0), Reader::k_channel, Reader::k_weight, bad);
+    }"""
+VALUES = """
+    if (values) {
+      for (int odd = 0; odd < 2; ++odd) {
+        const int at = token + lane % 4 * 2 + odd;
+        uint32_t r[Reader::V_REGS];
+        Reader::values(planes, table, at, lane / 4, lane, r);
+        store(out + at * {D}, lane / 4, r, Reader::v_scale(planes, at), Reader::v_channel, Reader::v_weight, bad);
+      }
+    }"""
+
+
+def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role) -> Tensor:
+    """What a reader makes of a tile: float32 ``[tokens, dim]``; of bytes 255 without a payload."""
+    octopus = isinstance(codec, Octopus)
+    if octopus:
+        assert isinstance(codec, Octopus)
+        reader, header, shared, table = (
+            octopus_reader(codec, dim), "read_octopus.cuh", octopus_shared(codec), octopus_tables(codec)(params),
+        )  # fmt: skip
+    else:
+        assert isinstance(codec, Hqmq)
+        reader, header, shared, table = (
+            hqmq_reader(codec, dim),
+            "read_hqmq.cuh",
+            hqmq_shared(codec),
+            hqmq_tables(params),
+        )
+    body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
+    lib = harness.build(UNPACK.format(header=header, reader=reader, tokens=tokens, body=body))
+    assert lib.enter("table_bytes", result=ctypes.c_int) == shared
+    out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
+    tile = tile_of(codec, dim, payload, tokens)
+    lib.call("run", tile, table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
+    if payload is not None:
+        assert not bad.item()
+    return out
+
+
+def tile_of(codec: Codec, dim: int, payload: Payload | None, tokens: int) -> Tensor:
+    """Bytes of the planes of one role; all 255 without a payload."""
+    planes = []
+    for field in codec.layout(dim).fields:
+        size = field.nbytes * tokens
+        plane = torch.full((-(-size // 16) * 16,), 255, dtype=torch.uint8)
+        if payload is not None:
+            plane[:size] = payload[field.name][0, 0].contiguous().view(torch.uint8).flatten()
+        planes.append(plane)
+    return torch.cat(planes)
+
+
+PAIR = """
+#include "tile.cuh"
+#include "read_hqmq.cuh"
+template <int N, class Channel, class Weight>
+KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight) {{
+  for (int e = 0; e < 2 * N; ++e) {{
+    float& to = row[channel(part, e)];
+    to = to == -1.0f ? scale * weight(e) * kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) : 1e30f;
+  }}
+}}
+using K = {key};
+using V = {value};
+template <bool DEAD>
+KV_DEV void both(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys, float* values) {{
+  KV_DYNAMIC_SHARED(shared);
+  const kv::Planes<K, {tokens}> planes{{tile}};
+  const int lane = kv::thread() % 32, warp = kv::thread() / 32;
+  K::fill(shared, k_source, kv::thread(), 64);
+  V::fill(shared + K::TABLE, v_source, kv::thread(), 64);
+  kv::sync_threads();
+  for (int token = 8 * warp; token < {tokens}; token += 16) {{
+    int at = token + lane / 4;
+    uint32_t k[K::K_REGS], v[V::V_REGS];
+    float unit[1];
+    kv::Unpacks<K, DEAD>::Reader::keys(planes, shared, at, lane % 4, lane, k);
+    K::k_scales(planes, at, unit);
+    store(keys + at * {D}, lane % 4, k, unit[0] * K::K_SCALE_UNIT, K::k_channel, K::k_weight);
+    for (int odd = 0; odd < 2; ++odd) {{
+      at = token + lane % 4 * 2 + odd;
+      kv::Unpacks<V, DEAD>::Reader::values(planes, shared + K::TABLE, at, lane / 4, lane, v);
+      store(values + at * {D}, lane / 4, v, V::v_scale(planes, at), V::v_channel, V::v_weight);
+    }}
+  }}
+}}
+KV_KERNEL void alive(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                     float* values) {{
+  both<false>(tile, k_source, v_source, keys, values);
+}}
+KV_KERNEL void dead(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                    float* values) {{
+  both<true>(tile, k_source, v_source, keys, values);
+}}
+extern "C" void run(const uint8_t* tile, const uint8_t* k_source, const uint8_t* v_source, float* keys,
+                    float* values, int64_t slots) {{
+  constexpr int TABLES = K::TABLE + V::TABLE;
+  if (slots) kv::launch(1, 1, 1, 64, TABLES, dead, tile, k_source, v_source, keys, values);
+  else kv::launch(1, 1, 1, 64, kv::with_reach<K, V>(TABLES), alive, tile, k_source, v_source, keys, values);
+}}
+"""
+
+
+def unpacked_pair(
+    codec: Hqmq, dim: int, payload: Payload | None, params: tuple[Params, Params], tokens: int, dead: bool = False
+) -> Tensor:
+    """What the readers of keys and values make of the same tile, with a table each: float32 ``[2, tokens, dim]``.
+
+    ``dead``: as tiles with dead slots are read, and no shared memory but the tables.
+    """
+    readers = {role: hqmq_reader(codec, dim, role) for role in ("key", "value")}
+    lib = harness.build(PAIR.format(tokens=tokens, D=dim, **readers))
+    keys, values = torch.full((2, tokens, dim), -1.0)
+    sources = [hqmq_tables(constants)[:1] for constants in params]
+    lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values), int(dead))
+    return torch.stack([keys, values])
+
+
+def codes_everywhere(count: int, places: int) -> tuple[Tensor, int]:
+    """Codes ``[1, 1, tokens, places]`` that take every value at every place, and how many tokens that takes."""
+    tokens = -(-count // 16) * 16
+    return ((torch.arange(tokens)[:, None] + 37 * torch.arange(places)) % count)[None, None], tokens
+
+
+def numbers(tokens: int) -> Tensor:
+    """Scales over the whole range of fp16: ``[1, 1, tokens, 1]``."""
+    return (
+        torch.exp2(torch.arange(tokens) % 29 - 14.0).mul(1 + torch.arange(tokens) % 7 / 8).half()[None, None, :, None]
+    )
+
+
+OCTOPUS = [
+    Octopus(3, 1),
+    Octopus(4, 2),
+    Octopus(5, 3, norm="fp32"),
+    Octopus(3, 2),
+    Octopus(4, 3),
+    Octopus(2, 6),
+    Octopus(5, 4),
+    Octopus(1, 1),
+]
+
+
+@pytest.mark.parametrize(("codec", "dim"), two_dims_in_turn(OCTOPUS, (64, 96, 192)), ids=str)
+def test_octopus_codes(codec: Octopus, dim: int) -> None:
+    params = codec.fit(Site(1, "key", 1, dim))
+    codes, tokens = codes_everywhere(2**codec.code_bits, -(-dim // 3))
+    if dim not in (64, 96) and codec.code_bits > JOINT_BITS:  # each 15th of many: every bit of each place still varies
+        codes = codes[:, :, ::15]
+        tokens = codes.shape[2] // 16 * 16
+        codes = codes[:, :, :tokens]
+    norm = numbers(tokens) if codec.norm == "fp16" else numbers(tokens).float() * 1.1
+    payload = {**pack_parts(codes, codec.code_bits, codec.low_bits), "norm": norm}
+    want = codec.decode(payload, params)[0, 0]
+    got = unpacked(codec, dim, payload, params, tokens, "key")
+    steps = 1 if codec.code_bits <= JOINT_BITS else 3  # a direction, a length and their product are rounded
+    scale = norm[0, 0].float()
+    torch.testing.assert_close(got / scale, want / scale, rtol=steps * 2.0**-11 * 1.001, atol=1e-6)
+    unpacked(codec, dim, None, params, tokens, "key")  # dead slots hold any bits: reads outside of shared memory fault
+
+
+HQMQ = [Hqmq(s, r, codebook="int8" if (s, r) == (48, 3) else "fp16") for s in SIZES for r in RADII]
+
+
+def hqmq_payload(codec: Hqmq, dim: int) -> tuple[Payload, int]:
+    """All codes at all places, with all radii, and how many tokens that takes."""
+    codes, tokens = codes_everywhere(24 * codec.s, dim // 4)
+    radii = (torch.arange(tokens)[:, None] // 3 + 5 * torch.arange(dim // 4)) % 2**codec.r
+    return {**codec.pack(codes, radii[None, None]), "scale": numbers(tokens)}, tokens
+
+
+def assert_decoded(codec: Hqmq, payload: Payload, params: Params, got: Tensor) -> None:
+    scale = payload["scale"][0, 0].float()
+    want = codec.decode(payload, params)[0, 0] / scale
+    rounded = 2 if codec.codebook == "int8" else 1  # the product, and the table
+    torch.testing.assert_close(got / scale, want, rtol=2.0**-11 * (rounded + 0.001), atol=2.0**-14)
+
+
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS), ids=str)
+def test_hqmq_codes(codec: Hqmq, dim: int) -> None:
+    for role in ROLES:
+        params = codec.fit(Site(1, role, 1, dim))
+        payload, tokens = hqmq_payload(codec, dim)
+        assert_decoded(codec, payload, params, unpacked(codec, dim, payload, params, tokens, role))
+        unpacked(codec, dim, None, params, tokens, role)  # any bits
+
+
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS[::-1]), ids=str)
+def test_hqmq_codes_of_both_roles(codec: Hqmq, dim: int) -> None:
+    """Tables of keys and values beside each other; other ones, so that none stands in for the other."""
+    params = codec.fit(Site(1, "key", 1, dim)), codec.fit(Site(1, "value", 1, dim))
+    payload, tokens = hqmq_payload(codec, dim)
+    for dead in (False, True):
+        if codec.s == 24 or not dead:  # the tables that are woven, read as where slots are dead
+            both = unpacked_pair(codec, dim, payload, params, tokens, dead)
+            for constants, got in zip(params, both, strict=True):
+                assert_decoded(codec, payload, constants, got)
+        unpacked_pair(codec, dim, None, params, tokens, dead)
+
+
+SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+
+
+def octopus_side(codec: Octopus) -> Side:
+    return Side(
+        codec,
+        octopus_reader(codec, 0).replace("<0,", "<{D},"),
+        "read_octopus.cuh",
+        order=power_of_two_divisor,
+        table=lambda params, dim: octopus_tables(codec)(params),
+        factor=lambda params, dim: params["signs"],
+    )
+
+
+def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
+    reader = hqmq_reader(codec, 0, role).replace("<0,", "<{D},")
+    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
+
+
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 256]), ids=str)
+def test_octopus_decode(codec: Octopus, dim: int) -> None:
+    check_all(octopus_side(codec), SAW, dim, CASES)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192, 24), (3, 4, 4, 6, 4)), (64, 96, 128, 256))
+)
+def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
+    # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
+    cases = [replace(case, slack=2.0) if case.spread else case for case in CASES]
+    check_all(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, cases)
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_hqmq_beside_another_codec(role: Role) -> None:
+    side = hqmq_side(Hqmq(24, 3), None)
+    check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES)
+
+
+DECODER = """
+#include "decode.cuh"
+#include "read_hqmq.cuh"
+#include "read_octopus.cuh"
+#include "read_saw.cuh"
+using Kernel = kv::Decoder<{key}, {value}, 128, 64, 32, 8, 2, false, -1, {heads}>;
+KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("codec", "heads", "products", "most", "arch"),
+    architectures_in_turn(
+        [
+            (Octopus(3, 1), 8, 50, 2.2),
+            (Octopus(4, 2), 8, 50, 2.25),
+            (Octopus(5, 3), 8, 50, 2.6),
+            (Hqmq(24, 3), 8, 48, 2.55),
+            (Octopus(3, 1), 4, 40, 1.75),
+            (Octopus(4, 2), 4, 40, 1.8),
+            (Octopus(5, 3), 4, 36, 2.4),
+            (Hqmq(24, 3), 4, 32, 2.35),
+        ]
+    ),
+    ids=str,
+)
+def test_machine_code(codec: Codec, heads: int, products: int, most: float, arch: int) -> None:
+    """No spills, and at most so many instructions for a number of the cache on sm_90, a quarter more elsewhere."""
+    if isinstance(codec, Octopus):
+        pair = octopus_reader(codec, 128), "kv::ReadSaw<128>"
+    else:
+        assert isinstance(codec, Hqmq)
+        pair = hqmq_reader(codec, 128, "key"), hqmq_reader(codec, 128, "value")
+    kernel = compile_kernels(DECODER.format(key=pair[0], value=pair[1], heads=heads), arch)["decode"]
+    assert kernel.stack == 0
+    assert not kernel.spills()
+    ways = [loop.shortest("HMMA", products) for loop in kernel.loops_with("HMMA", "LDGSTS")]
+    assert min(map(len, ways)) * 32 / (2 * 32 * 128) <= most * (1 if arch == 90 else 1.25)

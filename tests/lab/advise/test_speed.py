@@ -1,0 +1,29 @@
+"""What is timed is what is advised: its tokens per second are those through its own cache."""
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec_lab.advise import speed as module
+from kvcodec_lab.eval import generation
+from kvcodec_lab.eval.generation import Generation
+from tests.lab.eval.tiny import tiny_loaded
+
+
+def test_each_figure_is_of_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scheme = tiny_loaded().model, kvcodec.get("int-4")
+    filled, greedy = [], module.greedy
+
+    def timed(model, prompt, new_tokens, cache):
+        greedy(model, prompt, new_tokens, cache)
+        filled.append(cache)
+        return Generation([], [1 / len(filled)], 0.0)
+
+    monkeypatch.setattr(module, "greedy", timed)
+    monkeypatch.setattr(generation, "greedy", timed)
+    found = module.speed(model, scheme, torch.arange(3, 60), 0)
+    packed, plain = filled
+    assert {layer.cache.scheme for layer in packed.layers} == {scheme}
+    assert packed.get_seq_length() == plain.get_seq_length() == 41 + module.NEW_TOKENS - 1
+    assert not isinstance(plain, type(packed))
+    assert (found["tokens_per_s"], found["uncompressed_tokens_per_s"], found["prompt_tokens"]) == (1.0, 2.0, 41)

@@ -1,0 +1,43 @@
+"""Stand-ins for the GPU: a clock that counts calls, and a packed cache whose attention is the reference's."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvcodec.cache.host import LayerCache
+from kvcodec_lab.bench import bf16, packed
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Calls once; every time is 100 us, or what ``next_times`` holds."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.next_times: list[float] = []
+
+    def cold(self, call: Callable[[], object], reps: int = 30) -> dict[str, float]:
+        call()
+        self.calls += 1
+        us = self.next_times.pop(0) if self.next_times else 100.0
+        return {"p20": us * 0.9, "p50": us, "p80": us * 1.2}
+
+    clean = eager = cold
+
+    def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> dict[str, float]:
+        return self.cold(call)
+
+
+class ReferenceCache(LayerCache):
+    """What the benches need of a fused cache, served by the reference."""
+
+    def _push(self) -> None:
+        pass
+
+
+def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "FusedLayerCache", ReferenceCache)
+    monkeypatch.setattr(packed, "fused_refusal", lambda *_: "")
+    monkeypatch.setattr(bf16, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})

@@ -1,0 +1,231 @@
+"""``kvcodec fit``: what is recorded, what codecs are given, and what is refused before the model runs."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvcodec
+from kvcodec.codec import Site
+from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
+from kvcodec.files.params import load_params, sites_to_fit
+from kvcodec_lab import fit as module
+from kvcodec_lab.eval import fidelity, perplexity
+from kvcodec_lab.fit import about, about_text, capture, fit_model
+from kvcodec_lab.models import LoadedModel, load, load_text
+from tests.conftest import tiny_model
+from tests.lab.eval.leaning import Leaning, leaning
+from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
+
+SMALL = {"windows": 2, "window_tokens": 96}
+LAYERS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_loaded()
+
+
+def windows_of(count=2, size=96):
+    return perplexity.split_windows(perplexity.tokenize(tiny_tokenizer(), TEXT, count * size), count, size)
+
+
+def cached(model, role, layer):
+    """Keys or values as transformers' own cache holds them, the windows side by side, fp16."""
+    parts = []
+    for window in windows_of():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(window[None], past_key_values=cache)
+        parts.append(getattr(cache.layers[layer], "keys" if role == "key" else "values"))
+    return torch.cat(parts, 2).half()
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_keys_and_values_are_those_that_a_cache_receives(model):
+    sites = sites_to_fit(kvcodec.get("hqmq-s24_r3:outliers=3"), LAYERS)
+    samples = capture(model.model, windows_of(), sites)
+    assert list(samples) == list(LAYERS)
+    for layer, sample in samples.items():
+        for role in ("key", "value"):
+            held = torch.cat(getattr(sample, role), 2)
+            assert held.dtype == torch.float16
+            torch.testing.assert_close(held, cached(model.model, role, layer), atol=2e-3, rtol=2e-3)
+
+
+def test_queries_are_those_of_attention_and_roles_without_constants_are_left_out(model):
+    window = windows_of(1)
+    with torch.no_grad(), fidelity.record(model.model, queries=96) as records:
+        model.model(window[0][None], use_cache=False)
+    samples = capture(model.model, window, sites_to_fit(kvcodec.get("innerq-base"), LAYERS))
+    for record in records:
+        assert torch.equal(samples[record.layer].queries[0], record.q.half())
+        assert samples[record.layer].value == []
+
+
+def test_tokens_beyond_the_bound_are_left_out_evenly(model):
+    sites = sites_to_fit(kvcodec.get("innerq-base"), LAYERS)
+    whole, some = capture(model.model, windows_of(), sites), capture(model.model, windows_of(), sites, max_tokens=20)
+    kept = [0, 11, 21, 32, 42, 53, 63, 74, 84, 95]
+    for part in range(2):
+        assert torch.equal(some[1].key[part], whole[1].key[part][:, :, kept])
+        assert torch.equal(some[1].queries[part], whole[1].queries[part][:, :, kept])
+    assert (whole[1].tokens, some[1].tokens) == (192, 20)
+
+
+def test_a_bf16_model_is_held_in_bf16():
+    sites = sites_to_fit(kvcodec.get("innerq-base"), LAYERS)
+    sample = capture(tiny_llama().bfloat16(), windows_of(1), sites)[0]
+    assert (sample.key[0].dtype, sample.queries[0].dtype, sample.dtype) == (torch.bfloat16,) * 3
+
+
+def test_the_models_attention_is_its_own_again_also_after_an_error(model, monkeypatch):
+    sites = sites_to_fit(kvcodec.get("innerq-base"), LAYERS)
+    monkeypatch.setattr(module, "_kept", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        capture(model.model, windows_of(), sites)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_keys_that_no_cache_takes_are_refused_with_their_layer():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(1e6)
+    with pytest.raises(FitError, match=r"keys of layer 1\[batch=0, .* is above 65504"):
+        capture(model, windows_of(), sites_to_fit(kvcodec.get("innerq-base"), LAYERS))
+
+
+# -- what codecs make of it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["innerq-base", "hqmq-s24_r3:outliers=3", "ultra-tq:table=calibrated,dense_layers=1"])
+def test_constants_are_what_fit_gives_for_the_caches_own_site(model, spec):
+    fitted = fit_model(model, spec, TEXT, seed=5, **SMALL)
+    scheme = kvcodec.get(spec)
+    edge = scheme.dense_key_layers
+    assert list(fitted) == list(range(edge, 3 - edge))
+    for layer, roles in fitted.items():
+        assert set(roles) == {r for r in ("key", "value") if scheme.codec(r).needs_sample}
+        for role, params in roles.items():
+            expected = scheme.codec(role).fit(Site(layer, role, 2, 64, 5), cached(model.model, role, layer))
+            assert params.keys() == expected.keys()
+            for name in expected:
+                torch.testing.assert_close(params[name], expected[name], atol=2e-3, rtol=2e-3)
+    assert fitted.seeded == spec.startswith("hqmq"), "only codebooks are drawn from the seed"
+    assert (fitted.tokens, fitted.windows, fitted.window_tokens, fitted.seed) == (192, 2, 96, 5)
+
+
+def test_queries_reach_the_codec_and_layers_are_settled_together(model, monkeypatch):
+    calls, original = [], Leaning.calibrate
+
+    def watched(self, site, sample, queries):
+        calls.append((site.layer, site.role, tuple(sample.shape), tuple(queries.shape), sample.dtype))
+        return original(self, site, sample, queries)
+
+    monkeypatch.setattr(Leaning, "calibrate", watched)
+    fitted = fit_model(model, leaning(), TEXT, **SMALL)
+    assert calls == [(i, "key", (1, 2, 192, 64), (1, 4, 192, 64), torch.float16) for i in LAYERS]
+    assert [fitted[i]["key"]["place"].item() for i in LAYERS] == [0, 1, 2]
+    assert max(fitted[i]["key"]["lean"].max().item() for i in LAYERS) == 1
+    assert not fitted.seeded
+    assert fit_model(model, leaning(drawing=True), TEXT, **SMALL).seeded
+
+
+def test_boundary_layers_are_neither_fitted_nor_settled(model):
+    fitted = fit_model(model, leaning(dense_layers=1), TEXT, **SMALL)
+    assert list(fitted) == [1]
+    assert fitted[1]["key"]["place"].item() == 0
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt-oss", "gemma3n", "lfm2"])
+def test_models_with_other_layers_are_fitted_where_they_cache(name):
+    more = {"vocab_size_per_layer_input": 256} if name == "gemma3n" else {}
+    made = tiny_model(name, vocab_size=256, **more)
+    fitted = fit_model(LoadedModel(made, tiny_tokenizer(), name, "made here"), leaning(), TEXT, **SMALL)
+    cache = kvcodec.cache_for(made, leaning(), params=fitted)
+    assert list(fitted) == [layer.index for layer in cache.packed_layers]
+    with torch.no_grad():
+        made(windows_of(1)[0][None], past_key_values=cache)
+    assert cache.layer_caches[0].constant_bytes() > 0
+
+
+def test_the_same_text_gives_the_same_constants(model):
+    a, b = (fit_model(model, "innerq-base", TEXT, **SMALL) for _ in range(2))
+    assert all(torch.equal(a[i]["key"]["norm"], b[i]["key"]["norm"]) for i in LAYERS)
+
+
+def test_a_short_text_gives_the_windows_it_has(model):
+    fitted = fit_model(model, "innerq-base", TEXT[:150], **SMALL)
+    assert (fitted.windows, fitted.tokens) == (1, 96)
+    text = about_text(about(fitted) | {"file": "f", "seconds": 1.0}, 2)
+    assert "1 x 96 tokens (2 asked for: the text is too short)" in text
+
+
+def test_about_says_what_was_fitted(model):
+    found = about(fit_model(model, "innerq-base", TEXT, text_name="my.txt", **SMALL))
+    (row,) = found["constants"]
+    assert (row["role"], row["codec"], row["constant"], row["shapes"]) == ("key", "InnerQ", "norm", [[1, 2, 64]])
+    assert (row["layers"], row["bytes"], found["bytes"]) == (3, 3 * 2 * 64 * 4, 3 * 2 * 64 * 4)
+    assert 0 < row["min"] < row["max"]
+    assert (found["seed"], found["text"], found["tokens"], found["layers"]) == (None, "my.txt", 192, [0, 1, 2])
+    text = about_text(found | {"file": "f.safetensors", "seconds": 1.0}, 2)
+    assert f"keys: norm float32 [1x2x64] in 3 layers, {row['min']:.4g} .. {row['max']:.4g}" in text
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "error", "message"),
+    [
+        ("saw-int4", {}, FitError, "saw-int4 has no constants to fit: it takes nothing from data"),
+        ("ultra-tq:table=calibrated", {}, FitError, "all 3 KV layers of tiny are dense"),
+        ("innerq-bse", {}, SpecError, "Did you mean 'innerq-base'"),
+        ("innerq-base", {"window_tokens": 600}, ModelError, "does not fit the model, which knows 512 positions"),
+        ("innerq-base", {"window_tokens": 5000}, ModelError, "the text has 1420 bytes and a window takes 5000 tokens"),
+    ],
+    ids=["nothing-to-fit", "all-dense", "unknown", "positions", "short"],
+)
+def test_mistakes_are_refused_before_the_model_runs(model, monkeypatch, spec, options, error, message):
+    monkeypatch.setattr(module, "capture", lambda *_, **__: pytest.fail("the model was run"))
+    with pytest.raises(error, match=message):
+        fit_model(model, spec, TEXT, **{**SMALL, **options})
+
+
+def test_a_text_of_fewer_tokens_than_bytes_is_refused_before_the_model_runs(model, monkeypatch):
+    monkeypatch.setattr(module, "capture", lambda *_, **__: pytest.fail("the model was run"))
+    monkeypatch.setattr(module, "tokenize", lambda *_: torch.arange(50))
+    with pytest.raises(ModelError, match="the text has 50 tokens and a window takes 96"):
+        fit_model(model, "innerq-base", TEXT, **SMALL)
+
+
+def test_a_head_dim_or_a_model_that_does_not_fit_is_refused():
+    odd = LoadedModel(tiny_model("llama-gqa", head_dim=36, vocab_size=256), tiny_tokenizer(), "odd", "")
+    with pytest.raises(ShapeError, match="head_dim=36"):
+        fit_model(odd, "innerq-base", TEXT, **SMALL)
+    latent = LoadedModel(tiny_model("deepseek-v3", vocab_size=256), tiny_tokenizer(), "latent", "")
+    with pytest.raises(UnsupportedError, match="multi-head latent attention"):
+        fit_model(latent, "innerq-base", TEXT, **SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_real_model_is_fitted_saved_and_served(tmp_path):
+    try:
+        real = load("smollm2-135m", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    text = load_text().text
+    fitted = fit_model(real, "innerq-base", text, windows=1, window_tokens=256)
+    assert list(fitted) == list(range(30))
+    fitted.save(tmp_path / "p")
+    window = perplexity.tokenize(real.tokenizer, text, 512)[256:]
+    reference = perplexity.uncompressed(real.model, window)
+    given = load_params(tmp_path / "p", real.model, "innerq-base")
+    own, served = (
+        reference.score(perplexity.compressed_logits(real.model, "innerq-base", window, params=params)[0]).kl / 255
+        for params in (None, given)
+    )
+    assert served != own
+    assert served < 0.1, "constants of one text serve the next"
