@@ -5,6 +5,7 @@ import sys
 import zipfile
 
 ALWAYS = ("kvcodec/py.typed", "kvcodec/__init__.py", "kvcodec_lab/cli.py")
+PACKAGES = ("kvcodec/", "kvcodec_lab/")
 
 
 def main(wheel: str) -> int:
