@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from kvcodec.registry import get, split_specs
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, require_gpu, stamp
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, require_gpu
 from kvcodec_lab.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
 from kvcodec_lab.report.publish import page
 from kvcodec_lab.serve import command as serve
+from kvcodec_lab.stamp import stamp
 
 DEVICE_LOST = 3
 """Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""

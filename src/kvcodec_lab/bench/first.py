@@ -30,9 +30,9 @@ import torch
 from kvcodec.description import describe
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import presets
-from kvcodec_lab.bench.cache_bench import spread
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
 from kvcodec_lab.bench.targets import most_ms
+from kvcodec_lab.bench.timing import synchronize
 from kvcodec_lab.eval.generation import FORMS, attention_backends
 
 PROMPTS = (512, 1024, 4096, 16384)
@@ -123,7 +123,7 @@ class Runner:
     @torch.no_grad()
     def first(self, make: Callable[[], Any], n: int) -> tuple[float, Any]:
         """Milliseconds to make a cache and get the first token of a prompt, and the cache."""
-        self.wait()
+        synchronize(self.device)
         begun = time.perf_counter()
         cache = make()
         self.token(cache, n)
@@ -133,15 +133,10 @@ class Runner:
     def turn(self, make: Callable[[], Any], n: int) -> tuple[float, Any]:
         """Milliseconds to the first token of a turn of ``n`` tokens over a filled cache, and the cache."""
         cache = self.filled(make)
-        self.wait()
+        synchronize(self.device)
         begun = time.perf_counter()
         self.token(cache, n)
         return (time.perf_counter() - begun) * 1e3, cache
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def repeated(one: Callable[[], tuple[float, Any]], repeats: int) -> tuple[dict[str, float], dict[str, Any]]:

@@ -32,10 +32,10 @@ import torch
 
 from kvcodec.description import describe
 from kvcodec.errors import KVError, SpecError, UnsupportedError
-from kvcodec_lab.bench.cache_bench import spread
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
-from kvcodec_lab.bench.rivals import rivals
+from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
 from kvcodec_lab.bench.targets import DECODE
+from kvcodec_lab.bench.timing import synchronize
 from kvcodec_lab.bench.turns import Turns
 from kvcodec_lab.eval.generation import FORMS, attention_backends
 
@@ -247,7 +247,7 @@ def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[
     found = [Job("dense", kind, partial(Filler.dense, kind=kind), form) for form in forms if dense]
     found += [Job(s, "kvcodec fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
     if libraries and dense and way == "generate":
-        for rival in rivals(128):
+        for rival in quantizer_rivals(128):
             backend, _, bits = rival.name.partition("-")
             if int(bits) == QUANTIZED_BITS:
                 make = partial(Filler.quantized, backend=backend)
@@ -297,11 +297,6 @@ def _clean(device: torch.device) -> int:
     return torch.cuda.memory_allocated()
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 class Stamps:
     """A processor of logits that changes nothing and notes when they came; on a GPU, when the GPU had them."""
 
@@ -331,14 +326,14 @@ def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> 
     model, device = filler.model, filler.model.device
     before = _clean(device)
     cache, stamps = filler.filled(make()), Stamps(device)
-    _wait(device)
+    synchronize(device)
     n = UNCOUNTED + new_tokens
     noting = importlib.import_module("transformers").LogitsProcessorList([stamps])
     model.generate(
         filler.ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False,
         attention_mask=torch.ones_like(filler.ids), logits_processor=noting,
     )  # fmt: skip
-    _wait(device)
+    synchronize(device)
     found: dict[str, Any] = {"values": spread(stamps.milliseconds()[UNCOUNTED - 1 :])}
     if device.type == "cuda":
         found |= {"peak_bytes": torch.cuda.max_memory_allocated() - before,

@@ -22,13 +22,14 @@ import torch
 from kvcodec.errors import KVError, SpecError
 from kvcodec.progress import Progress
 from kvcodec_lab.arguments import lengths, positive
-from kvcodec_lab.bench.record import Deadline, Recorder, Row, stamp
+from kvcodec_lab.bench.record import Deadline, Recorder, Row
 from kvcodec_lab.report.publish import page
 from kvcodec_lab.serve.client import Target
 from kvcodec_lab.serve.http import Endpoint
 from kvcodec_lab.serve.loads import Asked, Load, Point, Prompts, Run, Sessions, send_load
 from kvcodec_lab.serve.metrics import Figure, capacity, counted, errors_of, flat, latencies, residency, throughput
 from kvcodec_lab.serve.server import About, RefusedToStartError, Start, about, default_endpoint, start_of, started
+from kvcodec_lab.stamp import stamp
 
 DONE, START = "requests_done", "start"
 FAILED, INTERRUPTED = 1, 130

@@ -8,9 +8,10 @@ import torch
 
 from kvcodec.errors import UnsupportedError
 from kvcodec_lab.bench import first
-from kvcodec_lab.bench.record import Deadline, Recorder, stamp
+from kvcodec_lab.bench.record import Deadline, Recorder
 from kvcodec_lab.bench.targets import most_ms
 from kvcodec_lab.cli import main
+from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU
 
 pytest.importorskip("transformers")
