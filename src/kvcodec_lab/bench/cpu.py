@@ -431,7 +431,9 @@ def _codec_rows(
         decode = _in_turn([work.decode, base.decode], device, repeats)
         both = {"encode": encode, "decode": decode}
         rates = [row(name, bits, f"{job}_tokens_per_s", [done / a for a in t[0]], **more) for job, t in both.items()]
-        ratios = [row(name, bits, f"{job}_vs_{than}", _ratios(*t, tokens / done), **more) for job, t in both.items()]
+        ratios = [
+            row(name, bits, f"{job}_vs_{than}", _ratios(t[0], t[1], tokens / done), **more) for job, t in both.items()
+        ]
         return rates + ratios
 
     base = CodecWork(BASE, kv, seed)

@@ -34,7 +34,6 @@ from kvcodec.description import describe
 from kvcodec.errors import KVError, SpecError, UnsupportedError
 from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
-from kvcodec_lab.bench.targets import DECODE
 from kvcodec_lab.bench.timing import synchronize
 from kvcodec_lab.bench.turns import Turns
 from kvcodec_lab.eval.generation import FORMS, attention_backends
@@ -170,7 +169,7 @@ def generate_rows(
     new_tokens: int = 16,
     model: Any = None,
 ) -> Iterator[Row]:
-    """Time transformers' caches and presets, every preset of the targets first; what is there already is left out.
+    """Time transformers' caches and presets; what is there already is left out.
 
     Parameters
     ----------
@@ -212,10 +211,9 @@ def generate_rows(
         importlib.import_module("kvcodec.integrations.transformers.cache")  # registers the attention function
     except ModuleNotFoundError as error:
         raise UnsupportedError("bench generate needs transformers; run: pip install 'kvcodec[transformers]'") from error
-    ordered = sorted(specs, key=lambda spec: spec not in DECODE)
     for way in ways:
         for batch in batches:
-            jobs = _jobs(way, ordered, dense, libraries)
+            jobs = _jobs(way, specs, dense, libraries)
             metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
             jobs = [job for job in jobs if not recorder.has(job.spec, metric, name, job.form or None)]
             if not jobs:

@@ -14,7 +14,6 @@ import torch
 from kvcodec.registry import split_specs
 from kvcodec_lab.bench import command, decode, encode, generate, prefill, timing
 from kvcodec_lab.bench.record import DeviceLostError
-from kvcodec_lab.bench.targets import DECODE
 from kvcodec_lab.cli import main
 from tests.lab.bench.gpu_stubs import CPU, Clock
 from tests.lab.bench.test_summary import ROWS
@@ -258,7 +257,7 @@ def test_every_step_of_a_plan_is_a_command_that_parses(visit, tmp_path, monkeypa
 def test_the_plans_hold_what_is_asked_of_them(visit):
     studies, rivals = visit.PLANS["studies"], visit.PLANS["rivals"]
     sweeps = next(s for s in studies if s.name == "sweeps")
-    assert set(sweeps.specs) == set(DECODE)
+    assert set(sweeps.specs) == set(visit.ASKED)
     assert "sweep32,sweep8,sweep1" in sweeps.options
     assert "--ways graph,generate" in next(s for s in studies if s.part == "generate").options
     assert not any("--no-libraries" in s.options for s in rivals if s.part == "decode")
@@ -269,7 +268,7 @@ def test_processes_that_compile_share_the_specs_and_a_lock(visit, tmp_path, monk
     told, _ = plan(visit, tmp_path, monkeypatch, *arguments)
     told.sort(key=lambda a: "--no-dense" in a)
     specs = [split_specs(a[a.index("--specs") + 1]) for a in told]
-    assert sorted(itertools.chain(*specs)) == sorted(DECODE)
+    assert sorted(itertools.chain(*specs)) == sorted(visit.ASKED)
     assert {a[a.index("--turns") + 1] for a in told} == {str(tmp_path / "out" / "turns")}
     assert ["--no-dense" in a for a in told] == [False, True, True, True]
 
