@@ -28,9 +28,10 @@ from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number
 from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec_lab.eval.generation import CUDNN_OFF
-from kvcodec_lab.report.board import read_runs, sentences
-from kvcodec_lab.report.plot import SPEED_TITLES, speed_figure
-from kvcodec_lab.report.presets import cell, columns_of, with_reference
+from kvcodec_lab.report import figures, pictures
+from kvcodec_lab.report.figures import SPEED_TITLES
+from kvcodec_lab.report.pages.leaderboard import read_runs, sentences
+from kvcodec_lab.report.tables import cell, columns_of, with_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
@@ -167,7 +168,7 @@ def write_figure(root: Path) -> bool:
     """Draw SPEED_FIGURE if there are rows for it; whether there are."""
     points = speed_points(decode_rows(root))
     if points:
-        speed_figure(points, root / SPEED_FIGURE)
+        pictures.write(figures.speed(points), root / SPEED_FIGURE, size=(4.6, 4.6))
     return bool(points)
 
 

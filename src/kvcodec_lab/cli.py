@@ -264,7 +264,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from kvcodec_lab.eval.rows import check_writable, read_rows
     from kvcodec_lab.report import command
-    from kvcodec_lab.report.presets import write_report
+    from kvcodec_lab.report.pages.compare import write_report
 
     if command.wants_page(args.files):
         page = command.run(args)
