@@ -7,8 +7,8 @@ import aiohttp
 import numpy as np
 import pytest
 
+from kvcodec_lab.serve.bench import figures_of
 from kvcodec_lab.serve.client import Reply, Target
-from kvcodec_lab.serve.command import figures_of
 from kvcodec_lab.serve.http import Endpoint, RequestError
 from kvcodec_lab.serve.loads import Point, Prompts, Run, Sessions, arrivals, send_load
 from kvcodec_lab.serve.metrics import (
