@@ -29,7 +29,7 @@ from drift import Heads, filled
 
 from kvcodec.errors import KVError
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench.bf16 import MOST_ERROR, Dense, library_rivals, torch_rivals
+from kvcodec_lab.bench.attention_rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
 from kvcodec_lab.bench.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[1]

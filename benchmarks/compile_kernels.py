@@ -30,7 +30,7 @@ from kvcodec.kernels.spec import Machine, Pair
 from kvcodec.registry import get, split_specs
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench import first
-from kvcodec_lab.bench.bf16 import Dense, library_rivals, missing
+from kvcodec_lab.bench.attention_rivals import Dense, library_rivals, missing
 from kvcodec_lab.bench.generate import BATCHES, PROMPT
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.shapes import PRESETS, Shape, shapes_named

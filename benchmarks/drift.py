@@ -35,7 +35,8 @@ from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import FusedLayerCache, fused_refusal
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench.record import Deadline, Recorder, device_lost, read_rows, stamp
+from kvcodec_lab.bench.record import Deadline, Recorder, device_lost, read_rows
+from kvcodec_lab.stamp import stamp
 
 LAYER, LAYERS = 16, 32
 """A middle layer: presets that hold the outer layers dense pack this one."""

@@ -39,7 +39,6 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from kvcodec.registry import split_specs  # noqa: E402
 from kvcodec_lab.bench.shapes import KMEANS, PRESETS  # noqa: E402
-from kvcodec_lab.bench.targets import DECODE  # noqa: E402
 
 PARTS = ("compile", "tests", "cases", "decode", "encode", "prefill", "generate", "first")
 DEVICE_LOST = 3
@@ -70,8 +69,11 @@ class Step(NamedTuple):
     workers: int = 1
 
 
-ASKED = tuple(DECODE)
-OTHERS = tuple(spec for spec in PRESETS if spec not in DECODE)
+ASKED = (
+    "saw-int4", "int-4", "ultraquant", "innerq-base", "innerq-small", "innerq-hybrid", "kivi-2", "ultra-tq",
+    "turboquant-4", "octopus-2", "octopus-3", "octopus-4", "hqmq-s24_r3", "hqmq-s96_r4",
+)  # fmt: skip
+OTHERS = tuple(spec for spec in PRESETS if spec not in ASKED)
 ALONE = "--no-libraries"
 GENERATE = "--shapes qwen3_8b_b1_32k,qwen3_8b_b8_32k"
 STUDIES = {

@@ -138,7 +138,7 @@ def decode_rows(root: Path) -> list[dict[str, Any]]:
 
 
 def kernels_block(root: Path) -> str:
-    """One table: speed-ups at the spine's shapes, marked by what was asked, and the break-even context; the figure."""
+    """One table: speed-ups at the spine's shapes, and the break-even context; the figure."""
     rows = decode_rows(root)
     measured = [line for line in lines(rows) if any(line.speedups.values())]
     if not measured:
@@ -151,15 +151,15 @@ def kernels_block(root: Path) -> str:
     for line in sorted(measured, key=lambda x: -(x.speedups["b32_32k"] or 0)):
         cells = [f"`{line.spec}`", number(line.bits, ".2f")]
         for shape in SHAPES:
-            gain, missed = line.speedups[shape], line.verdicts[shape] == "must missed"
-            cells.append("–" if gain is None else f"{gain:.2f}x{' ✗' if missed else ''}")
+            gain = line.speedups[shape]
+            cells.append("–" if gain is None else f"{gain:.2f}x")
         cells += [str(break_even(table, line.spec, batch) or "–") for batch in SWEEP_BATCHES]
         out.append(f"| {' | '.join(cells)} |")
     gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
     return "\n".join(out) + (
         f"\n\nTimes as fast as the fastest 16-bit attention of the same run ({gpus}; cold L2, CUDA graph, medians, "
-        f"pages in random order); ✗: below what the project asks of it. Break-even: tokens per sequence from which a "
-        f"preset is the faster one at every longer measured length."
+        f"pages in random order). Break-even: tokens per sequence from which a preset is the faster one at every "
+        f"longer measured length."
     )
 
 

@@ -197,8 +197,7 @@ def _describe(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from kvcodec.progress import Progress
-    from kvcodec_lab.bench.cache_bench import bench_rows
-    from kvcodec_lab.bench.codec_bench import codec_rows
+    from kvcodec_lab.bench.cpu import cache_rows, codec_rows
 
     if args.url is not None and args.what != "serve":
         raise KVError(f"bench {args.what} takes no address; {args.url!r} would be that of bench serve.")
@@ -217,7 +216,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.what == "codec":
         return _stream(args, codec_rows(args.specs or kvcodec.presets(), **shape, **common), _bench_text)
     heads = {"batch": args.batch, "query_heads": args.query_heads, "dtype": args.dtype}
-    rows = bench_rows(args.specs or ["dense", "saw-int4"], **heads, **shape, **common)
+    rows = cache_rows(args.specs or ["dense", "saw-int4"], **heads, **shape, **common)
     return _stream(args, rows, _bench_text)
 
 

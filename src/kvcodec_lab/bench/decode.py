@@ -24,7 +24,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvcodec.errors import KVError, UnsupportedError
-from kvcodec_lab.bench.bf16 import MOST_ERROR, QUANTIZED_ERROR, Dense, Rival, library_rivals, missing, torch_rivals
+from kvcodec_lab.bench.attention_rivals import (
+    MOST_ERROR,
+    QUANTIZED_ERROR,
+    AttentionRival,
+    Dense,
+    library_rivals,
+    missing,
+    torch_rivals,
+)
 from kvcodec_lab.bench.packed import Packed, gate, packed_operator
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec_lab.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
@@ -50,7 +58,7 @@ class Times(Protocol):
 class Bar(NamedTuple):
     """A rival that ran: its times by state, and the call that was timed."""
 
-    rival: Rival
+    rival: AttentionRival
     times: dict[str, dict[str, float]]
     call: Callable[[], object]
 
@@ -137,7 +145,7 @@ def decode_rows(
 
 @torch.no_grad()
 def _rival_rows(
-    rival: Rival,
+    rival: AttentionRival,
     dense: Dense,
     recorder: Recorder,
     timer: Times,

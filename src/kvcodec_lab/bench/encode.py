@@ -30,8 +30,8 @@ from kvcodec.ops.qjl import hadamard_matrix
 from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, Times
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.packed_encode import Encoding, differing_bytes, encode_operator
+from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
-from kvcodec_lab.bench.rivals import rivals
 from kvcodec_lab.bench.shapes import SHAPES, Shape, shapes_named
 
 ENCODE_SHAPES = tuple(SHAPES[name] for name in ("llm64k", "video", "audio", "b32_8k"))
@@ -231,7 +231,7 @@ def _library_rows(
     size = (shape.kv_heads * shape.tokens * shape.batch, shape.head_dim)
     generator = torch.Generator(device).manual_seed(seed)
     kv = [torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) for _ in ROLES]
-    for rival in rivals(shape.head_dim):
+    for rival in quantizer_rivals(shape.head_dim):
         more = {"job": rival.job, "sizes": shape.sizes()}
         if recorder.has(rival.name, "encode_us", shape.name):
             continue

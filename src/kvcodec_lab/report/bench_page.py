@@ -1,4 +1,4 @@
-"""One self-contained page of GPU rows: what was reached and missed, rivals, the papers' studies, how it was timed."""
+"""One self-contained page of GPU rows: speed-ups, times, rivals, the papers' studies, how it was timed."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -6,25 +6,21 @@ from typing import Any
 
 from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number, studies
-from kvcodec_lab.bench.summary import RIVALS, Line, Point, Table, lines, misses, speed_points, steps_of_a_model
-from kvcodec_lab.bench.targets import APART_US, DECODE, ENCODE_US, SHAPE_NAMES, verdict
+from kvcodec_lab.bench.summary import RIVALS, SPINE_NAMES, Line, Point, Table, lines, speed_points, steps_of_a_model
 from kvcodec_lab.report.plot import SPEED_TITLES, style_of
 from kvcodec_lab.report.presets import STYLE
 
 Row = Mapping[str, Any]
-SHAPES = (*SHAPE_NAMES, "video")
-MARKS = {"aim met": "good", "must met": "fair", "must missed": "bad", None: ""}
 MORE_STYLE = """
 table { font-size: .9rem; } th, td { padding: .35rem .45rem; }
-td.good { background: #00805533; } td.fair { background: #80800022; } td.bad { background: #c0303044; }
 .drawings { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
 th { white-space: normal; vertical-align: bottom; }
 td.why { text-align: left; color: var(--soft); white-space: normal; min-width: 8rem; }
 svg text { font: 11px system-ui, sans-serif; }
 """
-ASKED = (
-    "Behind a speed-up, in brackets, what must be reached and what is aimed at; beside it microseconds, and the bytes "
-    "that a step must read at 4.3 TB/s in percent of them."
+FLOOR = (
+    "Beside a speed-up microseconds, and in brackets the time that reading all bytes of a step at 4.3 TB/s takes, in "
+    "percent of them."
 )
 METHOD = (
     "One layer, one step, in a CUDA graph between two events; bf16 queries and output; pages of 64 tokens in random "
@@ -47,11 +43,10 @@ def page_html(rows: Sequence[Row]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>kvcodec: kernels</title><style>{STYLE}{MORE_STYLE}</style></head><body>",
         "<h1>Attention over packed caches on a GPU</h1>",
-        _lead(rows),
         "<h2>Decode: times as fast as the fastest 16-bit attention</h2>",
-        f"<p>{ASKED}</p>",
+        f"<p>{FLOOR}</p>",
         _decode(lines(rows)),
-        _drawings(speed_points(rows, SHAPES)),
+        _drawings(speed_points(rows, SPINE_NAMES)),
         "<h2>Break-even context</h2>",
         "<p>Tokens per sequence from which a preset is faster than 16-bit attention at every longer measured length; "
         "32 query heads, 8 KV heads, head_dim 128, cold.</p>",
@@ -82,30 +77,18 @@ def grid(headings: Sequence[str], cells: Sequence[Sequence[tuple[str, str]]]) ->
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
-def _lead(rows: Sequence[Row]) -> str:
-    missed = misses(rows)
-    if not missed:
-        return ""
-    items = "".join(f"<li>{_text(one)}</li>" for one in missed)
-    return f'<div class="lead">Short of what was asked:<ul>{items}</ul></div>'
-
-
 def _decode(found: Sequence[Line]) -> str:
     if not found:
         return "<p>Not measured yet.</p>"
     headings = ["preset", "bits"]
-    for shape in SHAPES:
+    for shape in SPINE_NAMES:
         headings += [SPEED_TITLES[shape], "us (floor)"]
     cells = []
     for line in found:
         row = [(line.spec, ""), (number(line.bits, ".2f"), "")]
-        for shape in SHAPES:
-            gain, mark, us = line.speedups[shape], line.verdicts[shape], line.microseconds[shape]
-            asked = ""
-            if line.spec in DECODE and shape in SHAPE_NAMES:
-                i = SHAPE_NAMES.index(shape)
-                asked = f" ({DECODE[line.spec].must[i]:g}, {DECODE[line.spec].aim[i]:g})"
-            row.append((f"{gain:.2f}x{asked}" if gain is not None else "–", MARKS[mark]))
+        for shape in SPINE_NAMES:
+            gain, us = line.speedups[shape], line.microseconds[shape]
+            row.append((f"{gain:.2f}x" if gain is not None else "–", ""))
             row.append(("–" if us is None else f"{us:.1f} ({_percent(line.shares[shape])})", ""))
         cells.append([*row, (line.status, "why")])
     return _with_reasons(headings, cells)
@@ -137,22 +120,19 @@ def _encode(table: Table) -> str:
         if row is None:
             continue
         us = table.median(spec, "encode_us", "llm64k")
-        mark = MARKS[None if us is None else verdict(spec, "llm64k", "encode_us", us)]
-        must, aim = ENCODE_US.get(spec, (None, None))
         floor = table.median(spec, "encode_roofline_us", "llm64k")
         times = None if us is None or not floor else us / floor
         cells.append([
-            (spec, ""), (number(us), mark), (number(must, "g"), ""), (number(aim, "g"), ""), (number(floor), ""),
-            (number(times), ""), (str(row.get("status", "")), "why"),
+            (spec, ""), (number(us), ""), (number(floor), ""), (number(times), ""), (str(row.get("status", "")), "why"),
         ])  # fmt: skip
-    headings = ["preset", "us", "must", "aim", "byte floor", "times the floor"]
+    headings = ["preset", "us", "byte floor", "times the floor"]
     return _with_reasons(headings, cells) if cells else "<p>Not measured yet.</p>"
 
 
 def _rivals(table: Table) -> str:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in table.rows:
-        if row["spec"] in RIVALS and row["metric"] == "decode_us_cold" and row["shape"] in SHAPES:
+        if row["spec"] in RIVALS and row["metric"] == "decode_us_cold" and row["shape"] in SPINE_NAMES:
             found.setdefault((str(row.get("backend")), str(row.get("form"))), {})[row["shape"]] = row
     if not found:
         return "<p>Not measured yet.</p>"
@@ -160,15 +140,10 @@ def _rivals(table: Table) -> str:
     for (backend, form), rows in found.items():
         any_row = next(iter(rows.values()))
         why = dict.fromkeys(str(r["status"]) for r in rows.values() if r.get("values") is None)
-        times = [number(rows[s]["values"]["p50"]) if s in rows and rows[s].get("values") else "–" for s in SHAPES]
+        times = [number(rows[s]["values"]["p50"]) if s in rows and rows[s].get("values") else "–" for s in SPINE_NAMES]
         bits = number(any_row.get("effective_bits"), "g")
         cells.append([(f"{backend}, {form}", ""), (bits, ""), *((x, "") for x in times), ("; ".join(why), "why")])
-    here = {form for (_, form), rows in found.items() if any(r.get("values") for r in rows.values())}
-    for name, apart in APART_US.items():
-        if name not in here:
-            times = [*(number(x) for x in apart), "–"]
-            cells.append([(f"vLLM 0.33: {name}; measured apart", ""), ("", ""), *((x, "") for x in times), ("", "why")])
-    return _with_reasons(["microseconds, cold", "bits", *(SPEED_TITLES[s] for s in SHAPES)], cells)
+    return _with_reasons(["microseconds, cold", "bits", *(SPEED_TITLES[s] for s in SPINE_NAMES)], cells)
 
 
 def _generate(rows: Sequence[Row]) -> str:

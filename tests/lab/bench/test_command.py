@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench import command, decode, encode, generate, prefill, timing
+from kvcodec_lab.bench import decode, encode, generate, prefill, record, timing
 from kvcodec_lab.bench.record import DeviceLostError
-from kvcodec_lab.bench.targets import DECODE
 from kvcodec_lab.cli import main
 from tests.lab.bench.gpu_stubs import CPU, Clock
 from tests.lab.bench.test_summary import ROWS
@@ -36,7 +35,7 @@ def test_without_cuda_it_says_so(capsys, monkeypatch):
 
 @pytest.fixture
 def _gpu(monkeypatch):
-    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(record, "require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
 
 
@@ -130,7 +129,7 @@ def test_shapes_are_named_in_every_part(monkeypatch, tmp_path):
     assert (names[0], names[-1]) == ("prefill_b1_t2048_q1", "prefill_b8_t8192_q16")
     chosen = told["generate"]
     assert (chosen["batches"], chosen["ways"], chosen["dense"]) == ((1,), ["graph", "compiled"], False)
-    assert chosen["turns"].path == tmp_path / "t"
+    assert chosen["lock"].path == tmp_path / "t"
     assert main(["bench", "prefill", "--device", "cuda", "--shapes", "spine"]) == 2
 
 
@@ -244,7 +243,7 @@ def test_every_step_of_a_plan_is_a_command_that_parses(visit, tmp_path, monkeypa
 
     for module, part in ((decode, "decode"), (encode, "encode"), (prefill, "prefill"), (generate, "generate")):
         monkeypatch.setattr(module, f"{part}_rows", note(part))
-    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(record, "require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
     for arguments in told:
         if "bench" in arguments:
@@ -258,7 +257,7 @@ def test_every_step_of_a_plan_is_a_command_that_parses(visit, tmp_path, monkeypa
 def test_the_plans_hold_what_is_asked_of_them(visit):
     studies, rivals = visit.PLANS["studies"], visit.PLANS["rivals"]
     sweeps = next(s for s in studies if s.name == "sweeps")
-    assert set(sweeps.specs) == set(DECODE)
+    assert set(sweeps.specs) == set(visit.ASKED)
     assert "sweep32,sweep8,sweep1" in sweeps.options
     assert "--ways graph,generate" in next(s for s in studies if s.part == "generate").options
     assert not any("--no-libraries" in s.options for s in rivals if s.part == "decode")
@@ -269,7 +268,7 @@ def test_processes_that_compile_share_the_specs_and_a_lock(visit, tmp_path, monk
     told, _ = plan(visit, tmp_path, monkeypatch, *arguments)
     told.sort(key=lambda a: "--no-dense" in a)
     specs = [split_specs(a[a.index("--specs") + 1]) for a in told]
-    assert sorted(itertools.chain(*specs)) == sorted(DECODE)
+    assert sorted(itertools.chain(*specs)) == sorted(visit.ASKED)
     assert {a[a.index("--turns") + 1] for a in told} == {str(tmp_path / "out" / "turns")}
     assert ["--no-dense" in a for a in told] == [False, True, True, True]
 

@@ -9,8 +9,9 @@ from kvcodec_lab.bench import encode, packed_encode
 from kvcodec_lab.bench.encode import append_shape, append_times, encode_rows
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.packed_encode import differing_bytes, encode_operator
-from kvcodec_lab.bench.record import Recorder, stamp
+from kvcodec_lab.bench.record import Recorder
 from kvcodec_lab.bench.shapes import PRESETS, Shape
+from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU, Clock
 
 SMALL = Shape("llm64k", 2, 4, 2, 64, 200)

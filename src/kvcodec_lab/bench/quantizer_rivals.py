@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rival:
+class QuantizerRival:
     """One quantizer of another library.
 
     Parameters
@@ -103,10 +103,10 @@ _DECODE: dict[str, Callable[[Any], Tensor]] = {"hqq.core.quantize": _hqq_decode,
 _NBYTES: dict[str, Callable[[Any], int]] = {"hqq.core.quantize": _hqq_nbytes, "optimum.quanto": _quanto_nbytes}
 
 
-def rivals(head_dim: int) -> list[Rival]:
+def quantizer_rivals(head_dim: int) -> list[QuantizerRival]:
     """Quantizers that do the job of ``int-4`` and ``int-2`` at this head_dim."""
     return [
-        Rival(f"{library}-{bits}", module, f"int-{bits}", bits, head_dim)
+        QuantizerRival(f"{library}-{bits}", module, f"int-{bits}", bits, head_dim)
         for library, module in (("hqq", "hqq.core.quantize"), ("quanto", "optimum.quanto"))
         for bits in (4, 2)
     ]

@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-from kvcodec_lab.bench import bf16, vllm_rivals
-from kvcodec_lab.bench.bf16 import Dense, library_rivals
+from kvcodec_lab.bench import attention_rivals as rivals
+from kvcodec_lab.bench.attention_rivals import Dense, library_rivals
 from kvcodec_lab.bench.shapes import Shape
-from kvcodec_lab.bench.targets import APART_US
 from tests.lab.bench.gpu_stubs import CPU
 
 ODD = Shape("odd", 2, 4, 2, 128, 77)
@@ -19,7 +18,7 @@ ODD = Shape("odd", 2, 4, 2, 128, 77)
 
 def test_blocks_hold_every_token_once():
     dense = Dense(ODD, CPU)
-    blocks = vllm_rivals.Blocks(dense, 32, 2)
+    blocks = rivals.VllmBlocks(dense, 32, 2)
     assert blocks.bytes.shape == (2 * 3, 32, 2, 2)
     seen, keys = [], []
     for key, value, slots in blocks.each():
@@ -33,14 +32,13 @@ def test_blocks_hold_every_token_once():
 
 
 def test_rotation_is_its_own_inverse():
-    matrix = vllm_rivals.hadamard(64, CPU)
+    matrix = rivals.hadamard(64, CPU)
     torch.testing.assert_close(matrix @ matrix, torch.eye(64))
 
 
-def test_rivals_have_the_names_of_what_was_measured_apart():
+def test_vllms_quantized_caches_are_rivals():
     forms = {r.form: r for r in library_rivals(Dense(ODD, CPU)) if r.backend == "vllm"}
-    assert set(vllm_rivals.QUANTIZED) == set(forms)
-    assert {name for name in APART_US if "Triton" in name} <= set(forms)
+    assert set(rivals.VLLM_QUANTIZED) == set(forms)
     assert {r.spec for r in forms.values()} == {"rival"}
     assert all(2 < r.bits < 5 for r in forms.values())
 
@@ -50,7 +48,7 @@ def test_a_rivals_error_is_of_any_shape():
     right = dense.sdpa(False)
     assert dense.error_of(right) == dense.error_of(right[:, :, 0]) == dense.error_of(right.transpose(1, 2)) == 0
     assert dense.error_of(torch.zeros(2, 4, 128)) == 1
-    assert bf16.MOST_ERROR[16.0] < bf16.MOST_ERROR[8.0] < bf16.QUANTIZED_ERROR < 1
+    assert rivals.MOST_ERROR[16.0] < rivals.MOST_ERROR[8.0] < rivals.QUANTIZED_ERROR < 1
 
 
 INTERPRETED = """
@@ -58,16 +56,16 @@ import sys, torch
 from triton.backends import backends
 for backend in backends.values():
     backend.driver.is_active = staticmethod(lambda: backend is backends["nvidia"])  # or vLLM does without Triton
-from kvcodec_lab.bench.bf16 import Dense
+from kvcodec_lab.bench.attention_rivals import Dense
 from kvcodec_lab.bench.shapes import Shape
-from kvcodec_lab.bench import vllm_rivals
+from kvcodec_lab.bench import attention_rivals as rivals
 dense = Dense(Shape("odd", 1, 2, 2, 128, 40), torch.device("cpu"))
 dense.q, dense.k, dense.v = (x.half() for x in (dense.q, dense.k, dense.v))  # the interpreter has no bf16 products
-print(dense.error_of(vllm_rivals.QUANTIZED[sys.argv[1]][1](dense)()))
+print(dense.error_of(rivals.VLLM_QUANTIZED[sys.argv[1]][1](dense)()))
 """
 
 
-@pytest.mark.parametrize("form", [form for form in vllm_rivals.QUANTIZED if not form.startswith("ultraquant")])
+@pytest.mark.parametrize("form", [form for form in rivals.VLLM_QUANTIZED if not form.startswith("ultraquant")])
 def test_vllms_kernels_attend(form):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
