@@ -26,7 +26,7 @@ def drawing() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="system-ui, sans-serif" role="img">',
-        "<title>The way of a token: from the model's K and V through the cache, the codec and a page to attention</title>",
+        "<title>The way of a token: model, cache of a layer, codec, page, kernel or reference, attention</title>",
         f"<style>{STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<polygon points="0,0 8,4 0,8" style="fill: var(--line)"/></marker></defs>',
@@ -43,15 +43,7 @@ def drawing() -> str:
         '<path d="M274 50 V70 H311 V112"/>',
         _text(268, 82, "append", "small"),
         # the codec
-        *_box(
-            LEFT,
-            212,
-            RIGHT - LEFT,
-            46,
-            "codec: to_code, encode",
-            "rotate or scale, then round; each block once",
-            "code",
-        ),
+        *_box(LEFT, 212, RIGHT - LEFT, 46, "codec: to_code, encode", "rotate or scale, round; each block once", "code"),
         '<path d="M311 166 V210"/>',
         _text(306, 190, "leaves the window", "small", "end"),
         # a page

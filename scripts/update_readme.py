@@ -10,7 +10,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     results     table of benchmarks/results/cpu/smollm2-135m.json
     columns     what its columns mean
     speed       the speed sentence, from the rows in benchmarks/results/nvidia-h200/
-    kernels     speed-up of every preset with a kernel, break-even context, and the figure SPEED_FIGURE, from DECODE there
+    kernels     speed-up of every preset with a kernel, break-even lengths, and SPEED_FIGURE, from DECODE there
     generate    the same through generate, from GENERATE_FILE there
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
@@ -161,8 +161,8 @@ def kernels_block(root: Path) -> str:
     gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
     return "\n".join(out) + (
         f"\n\nTimes as fast as the fastest 16-bit attention of the same run ({gpus}; cold L2, CUDA graph, medians, "
-        f"pages in random order). Break-even: tokens per sequence from which a preset is the faster one at every longer "
-        f"measured length."
+        f"pages in random order). Break-even: tokens per sequence from which a preset is the faster one at every "
+        f"longer measured length."
     )
 
 
@@ -316,12 +316,12 @@ def numbers_block(root: Path) -> str:
     return (
         f"Preset `{ours}` beside bf16, on one {row['gpu']}:\n\n"
         f"- **Memory**: {fits:,.0f} tokens fit instead of {held:,.0f}, {fits / held:.2f} times as many (vLLM "
-        f"{row['versions']['vllm']}, a model of Qwen3-8B's shape). Its price: a perplexity of {price['perplexity']:.2f} "
-        f"instead of {price['uncompressed']['perplexity']:.2f} ({price['model']}, WikiText-2).\n"
-        f"- **Decode**: attention that reads the packed pages is {min(gains):.1f} to {max(gains):.1f} times as fast as "
-        f"the fastest 16-bit attention (one layer and step, four shapes of 32k to 1M tokens, cold L2).\n"
-        f"- **Served**: a decode step of {sizes['sequences']} sequences of {sizes['tokens']:,} tokens takes {step:.1f} ms "
-        f"instead of {dense:.1f}, and {load['sessions']} sessions of {load['rounds']} rounds get {rate / rate16:.1f} "
+        f"{row['versions']['vllm']}, a model of Qwen3-8B's shape). Its price: a perplexity of "
+        f"{price['perplexity']:.2f} instead of {price['uncompressed']['perplexity']:.2f} ({price['model']}, WikiText-2).\n"
+        f"- **Decode**: attention that reads the packed pages is {min(gains):.1f} to {max(gains):.1f} times as fast "
+        f"as the fastest 16-bit attention (one layer and step, four shapes of 32k to 1M tokens, cold L2).\n"
+        f"- **Served**: a decode step of {sizes['sequences']} sequences of {sizes['tokens']:,} tokens takes "
+        f"{step:.1f} ms instead of {dense:.1f}, and {load['sessions']} sessions of {load['rounds']} rounds get {rate / rate16:.1f} "
         f"times the output tokens per second (random weights; in 16 bit the sessions evict each other's prefixes).\n\n"
         f"Where nothing is gained: one client with a short prompt ({one / one16:.2f} times the tokens per second), and "
         f"CPUs: there **every preset is slower than no compression today**, {min(speeds[1:]):.1f} to "

@@ -170,7 +170,8 @@ def test_three_numbers_are_ratios_of_the_rows(tmp_path: Path) -> None:
         "on one G", "8,000 tokens fit instead of 4,000, 2.00 times as many (vLLM 0.9",
         "a perplexity of 21.00 instead of 20.00 (m", "1.5 to 4.5 times as fast",
         "a decode step of 32 sequences of 8,192 tokens takes 7.5 ms instead of 15.0",
-        "5 sessions of 6 rounds get 2.0 times the output tokens per second", "one client with a short prompt (0.91 times",
+        "5 sessions of 6 rounds get 2.0 times the output tokens per second",
+        "one client with a short prompt (0.91 times",
         "slower than no compression today**, 4.0 to 9.0 tokens per second beside 16.0",
     ):  # fmt: skip
         assert words in told, words
