@@ -313,19 +313,21 @@ def numbers_block(root: Path) -> str:
     price = _one(rows_of(root / ALL_RESULTS), SPEED_SPEC)
     demo = with_reference(rows_of(root / RESULTS))
     speeds = [r["tokens_per_s"] for r in demo]
+    model, vllm = price["model"], row["versions"]["vllm"]
     return (
         f"Preset `{ours}` beside bf16, on one {row['gpu']}:\n\n"
-        f"- **Memory**: {fits:,.0f} tokens fit instead of {held:,.0f}, {fits / held:.2f} times as many (vLLM "
-        f"{row['versions']['vllm']}, a model of Qwen3-8B's shape). Its price: a perplexity of "
-        f"{price['perplexity']:.2f} instead of {price['uncompressed']['perplexity']:.2f} ({price['model']}, WikiText-2).\n"
+        f"- **Memory**: {fits:,.0f} tokens fit instead of {held:,.0f}, {fits / held:.2f} times as many (vLLM {vllm}, a "
+        f"model of Qwen3-8B's shape). Its price: a perplexity of {price['perplexity']:.2f} instead of "
+        f"{price['uncompressed']['perplexity']:.2f} ({model}, WikiText-2).\n"
         f"- **Decode**: attention that reads the packed pages is {min(gains):.1f} to {max(gains):.1f} times as fast "
         f"as the fastest 16-bit attention (one layer and step, four shapes of 32k to 1M tokens, cold L2).\n"
         f"- **Served**: a decode step of {sizes['sequences']} sequences of {sizes['tokens']:,} tokens takes "
-        f"{step:.1f} ms instead of {dense:.1f}, and {load['sessions']} sessions of {load['rounds']} rounds get {rate / rate16:.1f} "
-        f"times the output tokens per second (random weights; in 16 bit the sessions evict each other's prefixes).\n\n"
+        f"{step:.1f} ms instead of {dense:.1f}, and {load['sessions']} sessions of {load['rounds']} rounds get "
+        f"{rate / rate16:.1f} times the output tokens per second (random weights; in 16 bit the sessions evict each "
+        f"other's prefixes).\n\n"
         f"Where nothing is gained: one client with a short prompt ({one / one16:.2f} times the tokens per second), and "
         f"CPUs: there **every preset is slower than no compression today**, {min(speeds[1:]):.1f} to "
-        f"{max(speeds[1:]):.1f} tokens per second beside {speeds[0]:.1f} ({price['model']}, two cores)."
+        f"{max(speeds[1:]):.1f} tokens per second beside {speeds[0]:.1f} ({model}, two cores)."
     )
 
 
