@@ -165,7 +165,9 @@ def _spelled(value: Any) -> str:
 
 
 def _prose(text: str) -> str:
-    return " ".join(text.split())
+    """Return a docstring's paragraph as Markdown that begins like a sentence."""
+    text = " ".join(text.split()).replace("``", "`")
+    return text if re.match(r"[\w-]*[\d_]", text) else text[:1].upper() + text[1:]
 
 
 def _method(spec: str) -> str:
