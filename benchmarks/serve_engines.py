@@ -264,7 +264,7 @@ class Worker:
         from prometheus_client import generate_latest
 
         from kvcodec.progress import Progress
-        from kvcodec_lab.serve.command import Bench, Server
+        from kvcodec_lab.serve.bench import Bench, Server
         from kvcodec_lab.serve.engine import EngineTarget
         from kvcodec_lab.serve.loads import Prompts
         from kvcodec_lab.serve.metrics import flat

@@ -1,4 +1,4 @@
-"""Write the measured tables and drawings of docs/serve.md from benchmarks/results/nvidia-h200/serve.json.
+"""Write the measured tables and drawings of docs/serve-results.md from benchmarks/results/nvidia-h200/serve.json.
 
 ``--check`` only compares: 1 if something would change. The block lies between ``<!-- serve:start -->`` and
 ``<!-- serve:end -->``, drawings in docs/img.
@@ -16,7 +16,7 @@ from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/nvidia-h200/serve.json")
-PAGE = Path("docs/serve.md")
+PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
          "round-ttft-s": "serve-round-ttft.svg",

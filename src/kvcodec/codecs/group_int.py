@@ -1,4 +1,4 @@
-"""GroupInt: b-bit integers with one fp16 scale per group, along channels or along tokens; the brick of int and KIVI.
+"""GroupInt: b-bit integers with one fp16 scale per group, along channels or along tokens; int and KIVI are built of it.
 
 Asymmetric (KIVI, arXiv:2402.02750; InnerQ, Eq. 10-12), a float offset Z, L = 2^b - 1::
 

@@ -32,10 +32,10 @@ import torch
 
 from kvcodec.description import describe
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec_lab.bench.gpu_lock import GpuLock
 from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
 from kvcodec_lab.bench.timing import synchronize
-from kvcodec_lab.bench.turns import Turns
 from kvcodec_lab.eval.generation import FORMS, attention_backends
 
 WAYS = ("generate", "graph", "compiled")
@@ -164,7 +164,7 @@ def generate_rows(
     ways: Sequence[str] = WAYS,
     libraries: bool = True,
     dense: bool = True,
-    turns: Turns | None = None,
+    lock: GpuLock | None = None,
     prompt: int = PROMPT,
     new_tokens: int = 16,
     model: Any = None,
@@ -185,7 +185,7 @@ def generate_rows(
         Whether to time QuantizedCache as well.
     dense : bool
         Whether to time the 16-bit caches.
-    turns : Turns, optional
+    lock : GpuLock, optional
         Shared with processes that time other specs at the same time.
     prompt, new_tokens : int
     model : PreTrainedModel, optional
@@ -203,7 +203,7 @@ def generate_rows(
     SpecError
         A way that there is not.
     """
-    deadline, turns = deadline or Deadline(), turns or Turns()
+    deadline, lock = deadline or Deadline(), lock or GpuLock()
     if unknown := set(ways) - set(WAYS):
         raise SpecError(f"bench generate: no way {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}.")
     try:
@@ -219,7 +219,7 @@ def generate_rows(
             if not jobs:
                 continue
             if model is None and not deadline.passed:
-                with turns.together():
+                with lock.shared():
                     model = make_model(device)
             filler = None
             for job in jobs:
@@ -227,7 +227,7 @@ def generate_rows(
                     recorder.say(f"out of time before {way} of {job.spec}, {batch} sequences; run again to go on")
                     return
                 filler = filler or Filler(model, batch, prompt, new_tokens + 32)
-                yield _row(job, way, filler, new_tokens, recorder, turns)
+                yield _row(job, way, filler, new_tokens, recorder, lock)
 
 
 class Job(NamedTuple):
@@ -253,7 +253,7 @@ def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[
     return found
 
 
-def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, turns: Turns) -> Row:
+def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, lock: GpuLock) -> Row:
     model, device = filler.model, filler.model.device
     model.set_attn_implementation("kvcodec" if job.cache == "kvcodec fused" else "sdpa")
     model.generation_config.disable_compile = way != "compiled"
@@ -266,9 +266,9 @@ def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder
     try:
         with attention_backends(job.form):
             if way != "graph":
-                with turns.together():
+                with lock.shared():
                     timed(filler, make, UNCOUNTED + 2)  # compiles
-            with turns.alone():
+            with lock.exclusive():
                 found = timed(filler, make, new_tokens)
     except Exception as error:  # one cache that fails must not lose the others' figures
         lost = device_lost(device)

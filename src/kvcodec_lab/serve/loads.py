@@ -29,7 +29,7 @@ Tick = Callable[[int, int, int], None]
 
 
 class Asked(Protocol):
-    """What a load needs of ``serve_client.Target``."""
+    """What a load needs of ``client.Target``."""
 
     async def complete(self, prompt: list[int], output: int, want_ids: bool = False) -> Reply:
         """Send one prompt."""

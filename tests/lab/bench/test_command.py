@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench import command, decode, encode, generate, prefill, timing
+from kvcodec_lab.bench import decode, encode, generate, prefill, record, timing
 from kvcodec_lab.bench.record import DeviceLostError
 from kvcodec_lab.cli import main
 from tests.lab.bench.gpu_stubs import CPU, Clock
@@ -35,7 +35,7 @@ def test_without_cuda_it_says_so(capsys, monkeypatch):
 
 @pytest.fixture
 def _gpu(monkeypatch):
-    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(record, "require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
 
 
@@ -129,7 +129,7 @@ def test_shapes_are_named_in_every_part(monkeypatch, tmp_path):
     assert (names[0], names[-1]) == ("prefill_b1_t2048_q1", "prefill_b8_t8192_q16")
     chosen = told["generate"]
     assert (chosen["batches"], chosen["ways"], chosen["dense"]) == ((1,), ["graph", "compiled"], False)
-    assert chosen["turns"].path == tmp_path / "t"
+    assert chosen["lock"].path == tmp_path / "t"
     assert main(["bench", "prefill", "--device", "cuda", "--shapes", "spine"]) == 2
 
 
@@ -243,7 +243,7 @@ def test_every_step_of_a_plan_is_a_command_that_parses(visit, tmp_path, monkeypa
 
     for module, part in ((decode, "decode"), (encode, "encode"), (prefill, "prefill"), (generate, "generate")):
         monkeypatch.setattr(module, f"{part}_rows", note(part))
-    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(record, "require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
     for arguments in told:
         if "bench" in arguments:

@@ -108,7 +108,7 @@ def test_the_command_names_the_part(monkeypatch, capsys):
     assert main(["bench", "first"]) == 2
     assert "bench first times kernels on a GPU" in capsys.readouterr().err
     told = []
-    monkeypatch.setattr("kvcodec_lab.bench.command.require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr("kvcodec_lab.bench.record.require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(first, "first_rows", lambda specs, recorder, **options: told.append(specs) or iter([]))
     assert main(["bench", "first", "--device", "cuda", "--specs", "int-4,kivi-2"]) == 0
     assert main(["bench", "first", "--device", "cuda"]) == 0

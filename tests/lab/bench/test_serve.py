@@ -23,7 +23,8 @@ from kvcodec.errors import KVError, SpecError
 from kvcodec_lab.cli import main
 from kvcodec_lab.report.figures import curve_styles
 from kvcodec_lab.report.pages.serve import drawing, page_html
-from kvcodec_lab.serve import command as serve
+from kvcodec_lab.serve import bench as serve
+from kvcodec_lab.serve import command
 from kvcodec_lab.serve import server as serve_server
 from kvcodec_lab.serve.client import Reply
 from kvcodec_lab.serve.http import endpoint_of
@@ -76,7 +77,7 @@ def test_rows_of_a_running_server(tmp_path, capsys):
 
 def test_two_clients_get_twice_the_tokens_per_second(tmp_path, monkeypatch):
     monkeypatch.setattr(asyncio, "run", functools.partial(run_with, Fake(0.01, 0.002).serve))
-    assert bench("http://fake:80", *SWEEP, "--out", tmp_path) == 0
+    assert bench("http://127.0.0.1:80", *SWEEP, "--out", tmp_path) == 0
     rates = by(read(tmp_path), "output_tokens_per_s")
     alone = 4 / (0.01 + 3 * 0.002)
     assert [row["values"]["p50"] for row in rates.values()] == pytest.approx([alone, 2 * alone])
@@ -524,7 +525,7 @@ DOCS = (Path(__file__).parents[3] / "docs/bench-serve.md").read_text()
 
 def test_the_docs_name_every_option_and_no_other():
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    command.add_arguments(parser)
     options = {o for a in parser._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
     theirs = {"--enable-prompt-tokens-details", "--kv-cache-metrics", "--kv-cache-metrics-sample", "--kv-cache-dtype",
               "--port", "--out", "--add"}  # fmt: skip

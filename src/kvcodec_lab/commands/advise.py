@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import UnsupportedError
-from kvcodec.registry import split_specs
-from kvcodec_lab.arguments import add_device, add_model, add_probe, positive
+from kvcodec_lab.arguments import add_device, add_model, add_probe, positive, specs
+from kvcodec_lab.result import Result
 
 OUTPUT = "kvcodec-advice"
 INTERRUPTED = 130
@@ -45,9 +45,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (%(default)s)")
     p.add_argument("--text", metavar="FILE", help="UTF-8 text like yours (default: the packaged head of WikiText-2)")
-    p.add_argument(
-        "--specs", type=split_specs, metavar="A,B", help="candidates (default: the presets with GPU kernels)"
-    )
+    p.add_argument("--specs", type=specs, metavar="A,B", help="candidates (default: the presets with GPU kernels)")
     p.add_argument(
         "--windows", type=positive, default=2, metavar="N", help="windows that the found is measured on (%(default)s)"
     )
@@ -61,8 +59,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_device(p)
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
-    """Run the command; return its result, what it prints, and the exit status."""
+def run(args: argparse.Namespace) -> Result:
+    """Advise, and write the folder."""
     from kvcodec.progress import Progress
     from kvcodec.registry import get
     from kvcodec_lab.advise.run import Request, advise
@@ -91,11 +89,11 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
         result = advise(model, text.text, request, output=out, text_name=text.name, progress=progress)
     except KeyboardInterrupt:
         kept = f"interrupted: what was measured is kept in {out}; the same command goes on there."
-        return {"partial": True, "model": args.model, "output": str(out)}, kept, INTERRUPTED
+        return Result({"partial": True, "model": args.model, "output": str(out)}, kept, INTERRUPTED)
     write_json(out / "advice.json", result)
     written = [out / "advice.json", *figures(result, out)]
     told = show(plain(result)) + "\n" + "\n".join(f"written: {path}" for path in written)
-    return result, told, 0 if result["met"] else NOT_MET
+    return Result(result, told, 0 if result["met"] else NOT_MET)
 
 
 def figures(result: Mapping[str, Any], out: Path) -> list[Path]:

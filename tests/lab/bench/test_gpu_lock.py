@@ -7,13 +7,13 @@ import sys
 import threading
 from unittest import mock
 
-from kvcodec_lab.bench.turns import Turns
+from kvcodec_lab.bench.gpu_lock import GpuLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from kvcodec_lab.bench.turns import Turns
-with getattr(Turns(Path(sys.argv[1])), sys.argv[2])():
+from kvcodec_lab.bench.gpu_lock import GpuLock
+with getattr(GpuLock(Path(sys.argv[1])), sys.argv[2])():
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -27,7 +27,7 @@ def other(path, how):
     return process
 
 
-def waits(turns, how):
+def waits(lock, how):
     """Whether one must wait for the others, by what the lock says, not by how long it takes; the thread that asked."""
     said, flock = queue.SimpleQueue(), fcntl.flock
 
@@ -39,7 +39,7 @@ def waits(turns, how):
             flock(file, kind)
 
     def work():
-        with getattr(turns, how)():
+        with getattr(lock, how)():
             said.put(False)
 
     thread = threading.Thread(target=work)
@@ -49,13 +49,13 @@ def waits(turns, how):
 
 
 def test_who_is_alone_waits_for_the_others_and_they_for_it(tmp_path):
-    turns = Turns(tmp_path / "turns")
+    lock = GpuLock(tmp_path / "turns")
     for theirs, ours, expected in (
-        ("together", "together", False), ("together", "alone", True), ("alone", "together", True),
-        ("alone", "alone", True),
+        ("shared", "shared", False), ("shared", "exclusive", True), ("exclusive", "shared", True),
+        ("exclusive", "exclusive", True),
     ):  # fmt: skip
-        process = other(turns.path, theirs)
-        found, thread = waits(turns, ours)
+        process = other(lock.path, theirs)
+        found, thread = waits(lock, ours)
         process.communicate("")
         thread.join(600)
         assert found == expected, (theirs, ours)
@@ -63,16 +63,16 @@ def test_who_is_alone_waits_for_the_others_and_they_for_it(tmp_path):
 
 
 def test_a_process_that_dies_gives_its_turn_back(tmp_path):
-    process = other(tmp_path / "turns", "alone")
+    process = other(tmp_path / "turns", "exclusive")
     with process:
         process.kill()
-    found, thread = waits(Turns(tmp_path / "turns"), "alone")
+    found, thread = waits(GpuLock(tmp_path / "turns"), "exclusive")
     thread.join(600)
     assert not found
 
 
 def test_without_a_file_nobody_waits():
-    with Turns().alone():
-        found, thread = waits(Turns(), "alone")
+    with GpuLock().exclusive():
+        found, thread = waits(GpuLock(), "exclusive")
         assert not found
     thread.join(600)

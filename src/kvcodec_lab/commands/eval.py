@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcodec.errors import KVError, SpecError
-from kvcodec.registry import split_specs
-from kvcodec_lab.arguments import add_model, add_probe, add_reading, add_text, depths, lengths, positive
-from kvcodec_lab.eval.rows import Row, check_writable, plain
+from kvcodec.errors import SpecError
+from kvcodec_lab.arguments import add_model, add_probe, add_reading, add_text, depths, lengths, positive, specs
+from kvcodec_lab.commands.compare import NEW_TOKENS, measure, read_constants
+from kvcodec_lab.result import Result
 
-WINDOWS, NEW_TOKENS = 3, 32
-"""Defaults of ``--spec``: those of ``compare``."""
+WINDOWS = 3
+"""Default of ``--spec``: that of ``compare``."""
 TASKS = "perplexity,kl,needle"
 OUTPUT = "kvcodec-eval"
 SINGLE = "--spec in place of --specs"
@@ -27,11 +27,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
     add_model(p)
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--specs", type=split_specs, metavar="A,B", help=SPECS)
+    which.add_argument("--specs", type=specs, metavar="A,B", help=SPECS)
     which.add_argument("--spec", metavar="SPEC", help="one preset and no tasks: everything that `compare` measures")
     p.add_argument(
         "--tasks",
-        type=split_specs,
+        type=specs,
         metavar="T,U",
         help=f"of: {', '.join(task_names())} ({TASKS}); T:limit=N for a limit of its own",
     )
@@ -62,8 +62,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_reading(p)
 
 
-def run(args: argparse.Namespace) -> tuple[list[Row], str]:
-    """Run the command; return its rows and what it prints."""
+def run(args: argparse.Namespace) -> Result:
+    """Run the tasks, or measure one preset."""
     if args.spec is not None:
         return _one(args)
     for option, instead in (("windows", "--limit"), ("new_tokens", SINGLE), ("probe", SINGLE)):
@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> tuple[list[Row], str]:
     return _tasks(args)
 
 
-def _one(args: argparse.Namespace) -> tuple[list[Row], str]:
+def _one(args: argparse.Namespace) -> Result:
     """One preset through ``compare``."""
     from kvcodec_lab.demo import about
     from kvcodec_lab.eval.rivals import rival_of
+    from kvcodec_lab.eval.rows import plain
 
     for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "stress"):
         if getattr(args, option) is not None:
@@ -88,50 +89,12 @@ def _one(args: argparse.Namespace) -> tuple[list[Row], str]:
     row = plain(rows[0])
     width = max(map(len, row))
     lines = [f"{key:<{width}}  {_scalar(value)}" for key, value in row.items() if not isinstance(value, dict | list)]
-    return rows, "\n".join([*lines, "", about(rows)])
+    return Result(rows, "\n".join([*lines, "", about(rows)]))
 
 
-def measure(args: argparse.Namespace, wanted: Sequence[str]) -> list[Row]:
-    """Load text and model, and compare; everything that can be refused is refused before the model loads."""
+def _tasks(args: argparse.Namespace) -> Result:
     from kvcodec.progress import Progress
-    from kvcodec_lab.eval.compare import Settings, compare
-    from kvcodec_lab.models import load, load_text
-
-    params = _params(args, wanted)
-    text = load_text(args.text)
-    progress = Progress()
-    settings = Settings(
-        windows=args.windows,
-        window_tokens=args.window_tokens,
-        prefill=args.prefill,
-        seed=args.seed,
-        budget=args.budget,
-        new_tokens=args.new_tokens,
-        text_name=text.name,
-        text_sha256=text.sha256,
-        probe=args.probe or "refuse",
-    )
-    model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
-    return compare(model, wanted, text.text, settings, params=params, progress=progress)
-
-
-def _params(args: argparse.Namespace, wanted: Sequence[str]) -> list[Any]:
-    """Files of fitted constants, each matched to one of the specs."""
-    from kvcodec.files.params import match_params, read_params
-    from kvcodec.registry import get
-    from kvcodec_lab.eval.rivals import rival_of
-
-    schemes = [get(spec) for spec in wanted if rival_of(spec) is None]
-    try:
-        params = [read_params(path) for path in args.params]
-    except OSError as error:
-        raise KVError(str(error)) from error
-    match_params(params, schemes)
-    return params
-
-
-def _tasks(args: argparse.Namespace) -> tuple[list[Row], str]:
-    from kvcodec.progress import Progress
+    from kvcodec_lab.eval.rows import check_writable
     from kvcodec_lab.eval.run import RunSettings, checked_specs, evaluate
     from kvcodec_lab.eval.stress import parse_stress, stress
     from kvcodec_lab.eval.tasks import get_task
@@ -139,9 +102,9 @@ def _tasks(args: argparse.Namespace) -> tuple[list[Row], str]:
     from kvcodec_lab.models import load, load_text
 
     checked_specs(args.specs)
-    names, limits = task_list(args.tasks or split_specs(TASKS))
+    names, limits = task_list(args.tasks or TASKS.split(","))
     data, data_of = data_paths(args.data)
-    params = _params(args, args.specs)
+    params = read_constants(args.params, args.specs)
     asked = None if args.stress is None else parse_stress(args.stress)
     settings = TaskSettings(
         text=load_text(args.text),
@@ -158,12 +121,13 @@ def _tasks(args: argparse.Namespace) -> tuple[list[Row], str]:
         get_task(name).check(settings)
     folder, progress = check_writable(args.output or OUTPUT), Progress()
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
-    changes: Row = {}
+    changes: dict[str, Any] = {}
     if asked is not None:
         changes["stress"] = stress(model, *asked, seed=args.seed).settings()
     chosen = RunSettings(settings, args.prefill, args.batch, args.budget, changes)
     found = evaluate(model, args.specs, names, folder, chosen, params=params, progress=progress)
-    return found.rows, f"{tables(found.rows)}\n\nwritten: {found.folder} (rows in results.json, items in items.jsonl)"
+    written = f"written: {found.folder} (rows in results.json, items in items.jsonl)"
+    return Result(found.rows, f"{tables(found.rows)}\n\n{written}")
 
 
 def task_list(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:
