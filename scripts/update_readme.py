@@ -168,7 +168,7 @@ def write_figure(root: Path) -> bool:
     """Draw SPEED_FIGURE if there are rows for it; whether there are."""
     points = speed_points(decode_rows(root))
     if points:
-        pictures.write(figures.speed(points), root / SPEED_FIGURE, size=(4.6, 4.6))
+        pictures.write(figures.speed(points), root / SPEED_FIGURE)
     return bool(points)
 
 
