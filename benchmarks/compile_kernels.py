@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
+from checkout import environment
 
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
@@ -35,7 +35,6 @@ from kvcodec_lab.bench.generate import BATCHES, PROMPT
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.shapes import PRESETS, Shape, shapes_named
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 36
 WARM = (Shape("warm", 1, 28, 4, 128, 2048), Shape("warm", 20, 32, 8, 128, 2048))
 """The spine's heads with few tokens: what rivals compile depends on heads, and on whether sequences are split."""
@@ -101,9 +100,7 @@ def start_rivals() -> list[subprocess.Popen[bytes]]:
     forms = [
         f"{r.backend}, {r.form}" for r in library_rivals(Dense(Shape("one", 1, 2, 1, 64, 16), torch.device("cpu")))
     ]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path}
-    return [subprocess.Popen([sys.executable, __file__, "--rival", form], env=env) for form in forms]
+    return [subprocess.Popen([sys.executable, __file__, "--rival", form], env=environment()) for form in forms]
 
 
 def main() -> int:

@@ -11,8 +11,6 @@ one-sided shows), ``plain`` and ``sharp`` (a few tokens count).
 A row passes if the error is at most ``LIMIT`` times that of bf16 SDPA, and ``SLACK``. ``bias`` is the mean error over
 the mean absolute error: near 1 or -1 where the error is one-sided. Rows go to ``DIR/drift.<worker>.jsonl`` as they are
 measured and to ``DIR/drift.json``; the same call again goes on. Exit status 1: a row failed.
-
-Only the library's public interface is used, so that another checkout can be measured: ``PYTHONPATH=OTHER/src``.
 """
 
 import argparse
