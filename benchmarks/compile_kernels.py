@@ -51,7 +51,7 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
         return
     holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
-    # the number of splits, for which the capacity counts, is no part of the program
+    # the number of splits, which depends on the capacity, is not part of the program
     heads = pair.heads(shape.group)
     config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
@@ -78,7 +78,7 @@ def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> l
 def compile_one(program: Program, arch: str) -> float:
     """Compile one program in a process of its own; seconds."""
     begun = time.monotonic()
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  a line for each program helps nobody
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  not a line for each program
     compile_program(program, arch)
     return time.monotonic() - begun
 
@@ -89,7 +89,7 @@ def warm_rival(form: str) -> None:
         rival = next(r for r in library_rivals(Dense(shape, torch.device("cuda"))) if f"{r.backend}, {r.form}" == form)
         try:
             rival.make()()
-        except Exception as error:  # whatever it is, the bench meets it again
+        except Exception as error:  # the bench meets it again and writes it into a row
             print(f"{form}: {missing(error)}")
             return
     print(f"{form}: compiled")
