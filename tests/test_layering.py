@@ -41,7 +41,7 @@ SAME_PAPER = {("octopus_qjl", "kvcodec.codecs.octopus")}
 """A method and its extension, each with a page of its own."""
 
 ONLY_IN = {
-    "triton": {"kvcodec/kernels"},
+    "triton": set(),
     "transformers": {"kvcodec/integrations", "kvcodec_lab"},
     "vllm": {"kvcodec/integrations"},
     "lm_eval": {"kvcodec_lab/eval"},

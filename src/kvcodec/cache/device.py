@@ -29,17 +29,14 @@ ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. 
 
 
 def fused_refusal(
-    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None,
-    softcap: float = 0.0,
-) -> str:  # fmt: skip
+    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
+) -> str:
     """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
 
-    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``, ``softcap`` as in its ``attend``.
+    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
     found = choose(scheme, head_dim, device, page_tokens, static=capacity > 0)
-    if isinstance(found, str):
-        return found
-    return f"Triton's kernels serve it, which have no soft cap (got {softcap})" if softcap > found.softcap else ""
+    return found if isinstance(found, str) else ""
 
 
 class FusedLayerCache(LayerCache):
