@@ -179,7 +179,7 @@ class GroupedLayer(PackedLayer):
             row[None],
             length,
             self.unit,
-            pair=engine.pair,
+            spec=engine.decode_spec,
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,
