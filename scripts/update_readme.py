@@ -145,7 +145,7 @@ def kernels_block(root: Path) -> str:
     rows = decode_rows(root)
     measured = [line for line in lines(rows) if any(line.speedups.values())]
     if not measured:
-        return "Not measured yet: `benchmarks/visit_h200.py` makes the rows."
+        return "Not measured yet: `benchmarks/run.py` makes the rows."
     table = Table(rows)
     out = [f"![Speed-up over 16-bit attention over effective bits](img/{SPEED_FIGURE.name})", ""]
     heads = ["preset", "bits", *(SPEED_TITLES[shape] for shape in SHAPES)]

@@ -21,7 +21,7 @@ PRESETS = ["spin-4", "spin-3"]
 
 def code_block() -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.S | re.M)
-    assert len(blocks) == 1, "the tutorial has one Python block: the whole file"
+    assert len(blocks) == 2, "the tutorial has two Python files: the codec, and what names its reader"
     return blocks[0]
 
 
