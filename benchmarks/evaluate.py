@@ -48,7 +48,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import kvcodec  # noqa: E402
 from kvcodec.registry import split_specs  # noqa: E402
-from kvcodec_lab.eval.command import task_list  # noqa: E402
+from kvcodec_lab.commands.eval import task_list  # noqa: E402
 from kvcodec_lab.eval.merge import PACKED, merge, missing, pack, unpack  # noqa: E402
 from kvcodec_lab.eval.scoring import UNCOMPRESSED  # noqa: E402
 from kvcodec_lab.eval.store import ITEMS, RUN, Run, read_run  # noqa: E402

@@ -1,15 +1,17 @@
 """The command line: valid JSON, mistakes explained on one line, interrupts that keep what was finished."""
 
 import json
+import pkgutil
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
 import kvcodec
 from kvcodec.registry import split_specs
-from kvcodec_lab import cli
+from kvcodec_lab import arguments, cli, commands
 from kvcodec_lab.demo import recommend
 from kvcodec_lab.eval import compare as compare_module
 from kvcodec_lab.eval import perplexity
@@ -44,6 +46,42 @@ def refused(capsys, *arguments):
     assert err.startswith("kvcodec: error: ")
     assert err.count("\n") == 1
     return err
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+PARTS_OF_TORCH = ("torch", "numpy", "transformers", "matplotlib")
+HEAVY = pytest.mark.xfail(strict=True, reason="its modules import torch at their top")
+HELP = [pytest.param([name, "--help"], marks=[HEAVY] * (name in ("bench", "report"))) for name in cli.COMMANDS]
+
+
+@pytest.mark.parametrize("line", [["--help"], ["--version"], *HELP], ids=" ".join)
+def test_help_is_printed_without_torch(line):
+    code = (
+        "import sys, kvcodec_lab.cli as cli\n"
+        f"try: cli.main({line})\n"
+        f"finally: print([m for m in {PARTS_OF_TORCH} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout
+    assert done.stderr == "[]\n"
+
+
+def test_help_lists_every_command_and_each_has_its_file(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    files = {m.name for m in pkgutil.iter_modules(commands.__path__)}
+    assert files == set(cli.COMMANDS)
+    for name, summary in cli.COMMANDS.items():
+        assert f"    {name} " in out
+        assert summary.split()[0] in out
+
+
+def test_the_choices_of_probe_are_the_librarys():
+    from kvcodec.key_bias import Probe
+
+    assert get_args(Probe) == arguments.PROBE
 
 
 # -- list, describe ----------------------------------------------------------------------------------------------------

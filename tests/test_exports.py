@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import pkgutil
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -36,6 +39,20 @@ def test_nothing_else_is_public():
     submodules = {p.stem for p in Path(kvcodec.__file__).parent.iterdir()}
     leaks = {n for n in vars(kvcodec) if not n.startswith("_")} - set(kvcodec.__all__) - submodules
     assert leaks <= {"Any", "TYPE_CHECKING"}
+
+
+def test_no_submodule_has_the_name_of_an_export():
+    """Importing it would put the module in the place of the function."""
+    assert not {m.name for m in pkgutil.iter_modules(kvcodec.__path__)} & set(kvcodec.__all__)
+
+
+def test_importing_the_package_imports_nothing_heavy_and_its_names_are_there():
+    code = (
+        "import sys, kvcodec; assert 'torch' not in sys.modules; assert set(kvcodec.__all__) <= set(dir(kvcodec)); "
+        "from kvcodec import KVScheme, get; assert isinstance(get('int-4'), KVScheme); "
+        "assert kvcodec.registry.get is get"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_name_is_an_attribute_error():

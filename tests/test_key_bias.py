@@ -339,10 +339,10 @@ def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.M
         assert cli.main([*command, *common, "--new-tokens", "0", "--probe", "warn"]) == 0
         assert "key biases" in json.loads((tmp_path / "rows").read_text())[0]["notes"][0]
     assert cli.main(["eval", "m", "--specs", "saw-int4", "--probe", "warn"]) == 2
-    parsed = cli._parser().parse_args(["advise", "m", "--context", "9", "--probe", "off"])
+    parsed = cli.parse(["advise", "m", "--context", "9", "--probe", "off"])
     assert isinstance(parsed, argparse.Namespace)
     assert parsed.probe == "off"
-    assert cli._parser().parse_args(["demo"]).probe == "refuse"
+    assert cli.parse(["demo"]).probe == "refuse"
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------

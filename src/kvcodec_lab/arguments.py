@@ -2,10 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from kvcodec.errors import KVError
-from kvcodec.key_bias import Probe
+
+PROBE = ("refuse", "warn", "off")
+"""The choices of ``kvcodec.key_bias.Probe``, written here because that module needs torch; a test compares them."""
 
 
 def positive(text: str) -> int:
@@ -13,6 +15,13 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
+
+
+def specs(text: str) -> list[str]:
+    """Read a list of specs: ``int-4,kivi-2:window=64,sink=4``."""
+    from kvcodec.registry import split_specs
+
+    return split_specs(text)
 
 
 def lengths(text: str) -> tuple[int, ...]:
@@ -90,7 +99,7 @@ def add_probe(p: argparse.ArgumentParser, default: str | None = "refuse") -> Non
     """Add ``--probe``."""
     p.add_argument(
         "--probe",
-        choices=get_args(Probe),
+        choices=PROBE,
         default=default,
         help="a preset that breaks on the model's key biases: refuse it, warn and go on, or do not look (refuse)",
     )

@@ -11,9 +11,9 @@ seed; all query heads of its group are divided alike.
 The factor goes where the key is last scaled channel by channel: the gains of q_norm and k_norm where there are such
 norms (they are shared by the heads of a layer, so the heads share their pairs), else the rows of W_Q and W_K with
 their biases, in projections of their own or fused with W_V (``qkv_proj``). What a model does to q and k in between is
-not believed but watched: queries and keys are recorded as attention receives them, before and after, at positions far
-from 0, with pairs (i, i + D/2) and then (2i, 2i + 1), and a model in which neither gives exactly what was asked is
-refused and put back.
+verified: queries and keys are recorded as attention receives them, before and after, at positions far from 0, with
+pairs (i, i + D/2) and then (2i, 2i + 1); a model in which neither gives exactly what was asked is refused, and its
+weights are put back.
 
 Keys of Qwen2.5-7B have a few channels like that: the largest chunk of four is 80 to 280 times the median one (HQMQ,
 Sec. 3.4 and 4.3). The defaults give SmolLM2-135M about the same figures.
@@ -22,7 +22,7 @@ Sec. 3.4 and 4.3). The defaults give SmolLM2-135M about the same figures.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,12 @@ from torch import Tensor, nn
 from kvcodec.codec import Site
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.transformers.recording import watched
+from kvcodec.integrations.transformers.weights import (
+    ChangedWeights,
+    attention_modules,
+    check_linear,
+    rotated_share,
+)
 
 FACTOR = 64.0
 PAIRS = 1
@@ -43,11 +49,11 @@ EXACT, ROUNDED = 2e-3, 0.2
 """Relative error of a channel that passes the trial, in float32 and in 16 bit; a wrong pair's is above 1."""
 
 Pairing = Literal["halves", "neighbours"]
+PAIRINGS: tuple[Pairing, ...] = ("halves", "neighbours")
 
 
-@dataclass
-class Stressed:
-    """What ``stress`` did, and the way back.
+class Stressed(ChangedWeights):
+    """What ``stress`` did, and how to undo it; a ``with`` block does so at its end.
 
     Parameters
     ----------
@@ -55,34 +61,23 @@ class Stressed:
         The model's class.
     factor : float
     pairs, seed : int
-    channels : dict
-        Layer -> the outlier channels of each KV head, ascending.
     pairing : {"halves", "neighbours"}
         Which channels a rotary pair is made of: (i, i + D/2) or (2i, 2i + 1).
+
+    Attributes
+    ----------
+    channels : dict
+        Layer -> the outlier channels of each KV head, ascending.
     """
 
-    name: str
-    factor: float
-    pairs: int
-    seed: int
-    channels: dict[int, list[list[int]]] = field(default_factory=dict)
-    pairing: Pairing = "halves"
-    _before: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
-
-    def __enter__(self) -> "Stressed":
-        """Stress for the length of a ``with`` block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Undo."""
-        self.undo()
+    def __init__(self, name: str, factor: float, pairs: int, seed: int, pairing: Pairing) -> None:
+        super().__init__()
+        self.name, self.factor, self.pairs, self.seed, self.pairing = name, factor, pairs, seed, pairing
+        self.channels: dict[int, list[list[int]]] = {}
 
     def undo(self) -> None:
-        """Put the weights back, bit for bit; a second call does nothing. Of two stresses the later is undone first."""
-        with torch.no_grad():
-            for parameter, before in reversed(self._before):
-                parameter.copy_(before)
-        self._before.clear()
+        """Put the weights back, bit for bit; a second call does nothing. Of two stresses undo the later one first."""
+        super().undo()
         self.channels.clear()
 
     def settings(self) -> dict[str, Any]:
@@ -170,19 +165,19 @@ def stress(model: Any, factor: float = FACTOR, pairs: int = PAIRS, seed: int = 0
         raise UnsupportedError(
             f"{plan.name}: the last {shared} layers read keys of earlier ones, so no query could be divided for them."
         )
-    sides = [
-        _side_of(f"{plan.name}, layer {layer.index}", model.get_decoder(), layer.index, config)
+    layers = [
+        _scaled_layer(f"{plan.name}, layer {layer.index}", model.get_decoder(), layer.index, config)
         for layer in plan.kv_layers
     ]
     reasons = []
     with _evaluating(model):
         before = _seen(model, config)
-        for pairing in ("halves", "neighbours"):
-            done = Stressed(plan.name, float(factor), pairs, seed, pairing=pairing)
+        for pairing in PAIRINGS:
+            done = Stressed(plan.name, float(factor), pairs, seed, pairing)
             try:
-                for layer, side in zip(plan.kv_layers, sides, strict=True):
-                    done.channels[layer.index] = side.draw(layer.index, pairs, seed, pairing)
-                    side.scale(done, layer.index)
+                for layer, scaled in zip(plan.kv_layers, layers, strict=True):
+                    done.channels[layer.index] = scaled.draw(layer.index, pairs, seed, pairing)
+                    scaled.scale(done, layer.index)
                 reason = _difference(done, before, _seen(model, config))
             except BaseException:
                 done.undo()
@@ -208,7 +203,7 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Side:
+class _ScaledLayer:
     """Where one layer's queries and keys get their factor; ``shared``: one factor for all heads."""
 
     where: str
@@ -236,8 +231,8 @@ class _Side:
         """Multiply the rows of this layer; what was there before is kept in ``done``."""
         key = factors(done, layer, self.head_dim)
         query = 1 / key.repeat_interleave(self.query_heads // self.kv_heads, 0)
-        for factor, side in ((key, self.key), (query, self.query)):
-            for rows in side:
+        for factor, parts in ((key, self.key), (query, self.query)):
+            for rows in parts:
                 self._multiply(done, rows, factor)
 
     def _multiply(self, done: Stressed, rows: _Rows, factor: Tensor) -> None:
@@ -246,17 +241,8 @@ class _Side:
             factor = factor[0]
         # a bias or gains, [D], [H D] or [H, D], or the rows of a weight
         factor = factor.reshape(part.shape if part.numel() == factor.numel() else (-1, 1))
-        wide = torch.promote_types(part.dtype, torch.float32)
-        factor = factor.to(part.device, wide)
-        with torch.no_grad():
-            scaled = (((part.to(wide) + rows.offset) * factor) - rows.offset).to(part.dtype)
-            if not bool(scaled.isfinite().all()):
-                raise UnsupportedError(
-                    f"{self.where}: a factor of {done.factor:g} pushes a {part.dtype} weight beyond its range; pass a "
-                    f"smaller one, or load the model in bfloat16 or float32."
-                )
-            done._before.append((part, part.detach().clone()))
-            part.copy_(scaled)
+        cause, remedy = f"{self.where}: a factor of {done.factor:g}", "pass a smaller one, or "
+        done.scale(part, factor, cause, offset=rows.offset, remedy=remedy)
 
 
 def factors(done: Stressed, layer: int, head_dim: int) -> Tensor:
@@ -268,15 +254,9 @@ def factors(done: Stressed, layer: int, head_dim: int) -> Tensor:
     return factor
 
 
-def _side_of(where: str, decoder: nn.Module, layer: int, config: Any) -> _Side:
+def _scaled_layer(where: str, decoder: nn.Module, layer: int, config: Any) -> _ScaledLayer:
     """Find what scales the layer's queries and keys last."""
-    known = ({"q_proj", "k_proj"}, {"qkv_proj"})
-    found = [
-        module
-        for module in decoder.modules()
-        if getattr(module, "layer_idx", None) == layer
-        and any(names <= dict(module.named_children()).keys() for names in known)
-    ]
+    found = attention_modules(decoder, layer, {"q_proj", "k_proj"}, {"qkv_proj"})
     if len(found) != 1:
         raise UnsupportedError(
             f"{where}: {len(found)} attention modules with q_proj and k_proj, or with qkv_proj; projections in another "
@@ -286,35 +266,29 @@ def _side_of(where: str, decoder: nn.Module, layer: int, config: Any) -> _Side:
     heads, query_heads = getattr(config, "num_key_value_heads", None), config.num_attention_heads
     dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
     dim, heads = dim or config.hidden_size // query_heads, heads or query_heads
-    rotary = int(dim * _rotated_share(config))
+    rotary = int(dim * rotated_share(config))
     sizes = {"query_heads": query_heads, "kv_heads": heads, "head_dim": dim, "rotary": rotary}
     children = dict(attention.named_children())
     if norms := {name: child for name, child in children.items() if "norm" in name}:
         query, key = _gains(where, norms, dim)
         shared = any(rows.parameter.numel() == dim for rows in (*query, *key))
-        return _Side(where, query, key, shared=shared, **sizes)
+        return _ScaledLayer(where, query, key, shared=shared, **sizes)
     if "qkv_proj" in children:
         rows = query_heads * dim, (query_heads + heads) * dim
-        _check_linear(where, decoder, "qkv_proj", children["qkv_proj"], (query_heads + 2 * heads) * dim)
+        _check_rows(where, decoder, "qkv_proj", children["qkv_proj"], (query_heads + 2 * heads) * dim)
         held = _parameters(children["qkv_proj"])
         query = tuple(_Rows(p, 0, rows[0]) for p in held)
-        return _Side(where, query, tuple(_Rows(p, *rows) for p in held), shared=False, **sizes)
+        return _ScaledLayer(where, query, tuple(_Rows(p, *rows) for p in held), shared=False, **sizes)
     for name, n in (("q_proj", query_heads * dim), ("k_proj", heads * dim)):
-        _check_linear(where, decoder, name, children[name], n)
+        _check_rows(where, decoder, name, children[name], n)
     query = tuple(_Rows(p, 0, query_heads * dim) for p in _parameters(children["q_proj"]))
-    return _Side(
+    return _ScaledLayer(
         where, query, tuple(_Rows(p, 0, heads * dim) for p in _parameters(children["k_proj"])), shared=False, **sizes
     )
 
 
 def _parameters(module: nn.Module) -> list[Tensor]:
     return [p for p in (module.weight, getattr(module, "bias", None)) if isinstance(p, Tensor)]
-
-
-def _rotated_share(config: Any) -> float:
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [r for r in rope.values() if isinstance(r, dict)] or [rope]
-    return float(min((r.get("partial_rotary_factor") or 1.0 for r in nested), default=1.0))
 
 
 def _gains(where: str, norms: dict[str, nn.Module], dim: int) -> tuple[tuple[_Rows, ...], tuple[_Rows, ...]]:
@@ -349,16 +323,10 @@ def _added_to_gain(norm: nn.Module, held: list[Tensor]) -> float:
     return 1.0 if bool(tried.any()) else 0.0
 
 
-def _check_linear(where: str, decoder: nn.Module, name: str, linear: nn.Module, rows: int) -> None:
-    if type(linear) is not nn.Linear or linear.weight.is_meta or linear.weight.dtype.itemsize < 2:
-        raise UnsupportedError(
-            f"{where}: {name} is {type(linear).__name__}; stress takes a plain nn.Linear of 16 bits or more in "
-            f"memory. Load the model without quantization, adapters or offloading."
-        )
+def _check_rows(where: str, decoder: nn.Module, name: str, linear: Any, rows: int) -> None:
+    check_linear(where, decoder, name, linear)
     if linear.out_features != rows:
         raise UnsupportedError(f"{where}: {name} gives {linear.out_features} channels, {rows} were expected.")
-    if sum(p is linear.weight for _, p in decoder.named_parameters(remove_duplicate=False)) != 1:
-        raise UnsupportedError(f"{where}: the weight of {name} serves another place as well.")
 
 
 # -- what attention received, before and after -------------------------------------------------------------------------
@@ -397,7 +365,7 @@ def _seen(model: Any, config: Any) -> Seen:
 
 def _difference(done: Stressed, before: Seen, after: Seen) -> str:
     """Say what the factors changed beside the keys and queries, or ``""`` for nothing."""
-    rounded = any(x.dtype.itemsize < 4 for x, _ in done._before)
+    rounded = any(dtype.itemsize < 4 for dtype in done.dtypes)
     allowed = ROUNDED if rounded else EXACT
     least = torch.finfo(torch.float32).eps
     for layer, channels in done.channels.items():

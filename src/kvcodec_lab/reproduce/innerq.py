@@ -12,9 +12,12 @@ from kvcodec.codecs.innerq import GROUP, InnerQ, Reading
 from kvcodec.compressed import compress
 from kvcodec.registry import get
 from kvcodec_lab.reproduce.claims import NOT_PRINTED, Claim, cannot, reproduces
-from kvcodec_lab.reproduce.innerq_tables import LATENCY, LONG_SCORES, QUANTIZE, SCORES
-from kvcodec_lab.reproduce.measure import adds_up, codec_error, gauss, printed_rows
+from kvcodec_lab.reproduce.measure import adds_up, codec_error, gauss, printed_table
 
+SCORES = printed_table("innerq-1")
+LONG_SCORES = printed_table("innerq-2")
+LATENCY = printed_table("innerq-4")
+QUANTIZE = printed_table("innerq-5")
 READINGS: tuple[Reading, ...] = ("literal", "signed", "full")
 VARIANTS = ("base", "hybrid", "small")
 LENGTHS = (512, 2048, 8192, 32768)
@@ -58,25 +61,23 @@ def innerq_evictions(quick: bool) -> Iterator[Claim]:
 @reproduces("innerq", "Fig. 4")
 def innerq_speed_ups(quick: bool) -> Iterator[Claim]:
     """Speed-ups out of the printed latencies, means over the seven lengths."""
-    table = printed_rows(LATENCY)
     note = "arithmetic on the printed latencies"
     printed = {"FP16": ("2.7", "2.7", "2.7"), "KIVI": ("1.3", "1.3", "1.3"), "TurboQuant": ("1.2", "1.3", "1.3")}
     spec = {("FP16", "hybrid"): "2.79", ("FP16", "small"): "2.82"}
     for other, figures in printed.items():
         for variant, figure in zip(VARIANTS, figures, strict=True):
-            ours = _speed_up(table, other, variant)
+            ours = _speed_up(LATENCY, other, variant)
             yield Claim(f"{variant} over {other}", "speed_up", figure, ours, 0.0, note, spec.get((other, variant), ""))
-    last = table["total, KIVI"][-1] / table["total, Small"][-1]
+    last = LATENCY["total, KIVI"][-1] / LATENCY["total, Small"][-1]
     yield Claim("small over KIVI, 32768 tokens", "speed_up", "1.4", last, 0.0, note)
 
 
 @reproduces("innerq", "Tables 1, 2, averages")
 def innerq_averages(quick: bool) -> Iterator[Claim]:
     """Averages and differences that the text takes of the printed scores."""
-    scores = printed_rows(SCORES)
-    rows = {label: row for label, row in scores.items() if not label.endswith("Average")}
+    rows = {label: row for label, row in SCORES.items() if not label.endswith("Average")}
     sums = averages = 0
-    for label, row in scores.items():
+    for label, row in SCORES.items():
         if label.endswith("Average"):
             task = [r for name, r in rows.items() if name.split(", ")[0] == label.split(", ")[0]]
             averages += len(row)
@@ -95,8 +96,7 @@ def innerq_averages(quick: bool) -> Iterator[Claim]:
         ("KIVI_Sink over KIVI", "1.7", sink - kivi, plain),
     ):
         yield Claim(f"Table 1, {item}", "points", printed, ours, 0.0, note)
-    long = printed_rows(LONG_SCORES)
-    kivi, sink, base, hybrid, small = (sum(r[i] for r in long.values()) / len(long) for i in range(1, 6))
+    kivi, sink, base, hybrid, small = (sum(r[i] for r in LONG_SCORES.values()) / len(LONG_SCORES) for i in range(1, 6))
     for item, printed, ours in (
         ("KIVI_Sink over KIVI", "0.2", sink - kivi),
         ("base over KIVI", "0.4", base - kivi),
@@ -111,18 +111,16 @@ def innerq_averages(quick: bool) -> Iterator[Claim]:
 @reproduces("innerq", "Tables 4-6, sums")
 def innerq_sums(quick: bool) -> Iterator[Claim]:
     """Totals of the printed latencies."""
-    table = printed_rows(LATENCY)
-    totals = [(name.removeprefix("total, "), row) for name, row in table.items() if name.startswith("total")]
+    totals = [(name.removeprefix("total, "), row) for name, row in LATENCY.items() if name.startswith("total")]
     good = sum(
-        adds_up([table[f"key, {name}"][i], table[f"value, {name}"][i]], total, 1.0)
+        adds_up([LATENCY[f"key, {name}"][i], LATENCY[f"value, {name}"][i]], total, 1.0)
         for name, row in totals
         for i, total in enumerate(row)
     )
     yield Claim("Table 4", "totals_that_add_up", "42.0", good)
-    quantize = printed_rows(QUANTIZE)
-    good = sum(adds_up([k, v], t, 0.1) for k, v, t in zip(*quantize.values(), strict=True))
+    good = sum(adds_up([k, v], t, 0.1) for k, v, t in zip(*QUANTIZE.values(), strict=True))
     yield Claim("Table 5", "totals_that_add_up", "5.0", good)
-    hybrid = table["value, Hybrid"]
+    hybrid = LATENCY["value, Hybrid"]
     for tokens, printed, same in ((1024, "59.0", 1), (4096, "214.4", 3), (16384, "841.9", 5), (32768, "1685.4", 6)):
         note = "Table 6 at 99 % against Table 4, whole microseconds"
         yield Claim(f"Table 6, {tokens} tokens", "microseconds", printed, hybrid[same], 0.003, note)
@@ -206,10 +204,9 @@ def _pair_max(largest: Tensor) -> Tensor:
 
 
 def _bandwidth() -> Iterator[Claim]:
-    table = printed_rows(LATENCY)
 
     def speed(part: str, method: str, bits: float, elements: int = TABLE_4_ELEMENTS) -> float:
-        return 32768 * elements * bits / 8 / table[f"{part}, {method}"][-1] / 1e3  # bytes a microsecond -> GB/s
+        return 32768 * elements * bits / 8 / LATENCY[f"{part}, {method}"][-1] / 1e3  # bytes a microsecond -> GB/s
 
     note = "32768 tokens of 128 channels in 4593 us; the module peaks at 59.7 GB/s, so Table 4 is 32 heads"
     yield Claim("FP16 keys, 8 KV heads", "gb_per_s", "14.6", speed("key", "FP16", 16, 8 * 128), 0.0, note)

@@ -1,7 +1,9 @@
 """What several papers' tables measure: Gaussian tensors, errors of reconstruction and of scores, bytes of a token."""
 
+import csv
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -63,10 +65,11 @@ def unit_vectors(tokens: int, dim: int, seed: int = 0) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
-def printed_rows(text: str) -> dict[str, list[float]]:
-    """Parse lines ``label | number number ...`` of a printed table."""
-    split = (line.split(" | ") for line in text.strip().splitlines())
-    return {label: [float(number) for number in numbers.split()] for label, numbers in split}
+def printed_table(name: str) -> dict[str, list[float]]:
+    """Read ``tables/NAME.csv``, a table as its paper prints it: label -> numbers, without the cells that are empty."""
+    path = Path(__file__).parent / "tables" / f"{name}.csv"
+    _, *rows = csv.reader(path.read_text(encoding="utf-8").splitlines())
+    return {label: [float(cell) for cell in cells if cell] for label, *cells in rows}
 
 
 def adds_up(parts: list[float], total: float, unit: float) -> bool:

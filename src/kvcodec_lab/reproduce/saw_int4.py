@@ -10,9 +10,12 @@ from kvcodec.codec import roundtrip
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.registry import get
 from kvcodec_lab.reproduce.claims import NOT_PRINTED, Claim, cannot, reproduces
-from kvcodec_lab.reproduce.measure import adds_up, codec_error, gauss, printed_rows, relative_mse, token_bytes
-from kvcodec_lab.reproduce.saw_tables import ACCURACY, DECODE, PREFILL, STEP
+from kvcodec_lab.reproduce.measure import adds_up, codec_error, gauss, printed_table, relative_mse, token_bytes
 
+ACCURACY = printed_table("saw-int4-accuracy")
+STEP = printed_table("saw-int4-4")
+PREFILL = printed_table("saw-int4-6")
+DECODE = printed_table("saw-int4-7")
 BLOCK_STUDY = f"{NOT_PRINTED}: rotation blocks"
 OUTLIER = 30.0
 PATTERNS = 12
@@ -34,15 +37,14 @@ def saw_printed(quick: bool) -> Iterator[Claim]:
 @reproduces("saw-int4", "Tables 2, 3, 5, 8, 9, means")
 def saw_means(quick: bool) -> Iterator[Claim]:
     """Means over five tasks, and drops from BF16, of the printed scores."""
-    rows = printed_rows(ACCURACY)
-    tables = sorted({label[0] for label in rows})
+    tables = sorted({label[0] for label in ACCURACY})
     odd = "2, Qwen3-4B, Hessian+BDR-128"
     for table in tables:
-        mine = {label: row for label, row in rows.items() if label[0] == table}
+        mine = {label: row for label, row in ACCURACY.items() if label[0] == table}
         good = sum(abs(sum(row[:5]) / 5 - row[5]) <= 0.0101 for row in mine.values())
         yield Claim(f"Table {table}", "means_that_add_up", f"{len(mine)}.0", good)
         drops = {
-            label: row[5] - rows[f"{label.rpartition(', ')[0]}, BF16"][5] - row[6]
+            label: row[5] - ACCURACY[f"{label.rpartition(', ')[0]}, BF16"][5] - row[6]
             for label, row in mine.items()
             if len(row) == 7 and label != odd
         }
@@ -50,26 +52,25 @@ def saw_means(quick: bool) -> Iterator[Claim]:
             good = sum(abs(off) <= 0.0151 for off in drops.values())
             note = "Hessian+BDR-128 apart" if table == "2" else ""
             yield Claim(f"Table {table}", "drops_that_add_up", f"{len(drops)}.0", good, 0.0, note)
-    drop = rows[odd][5] - rows["2, Qwen3-4B, BF16"][5]
+    drop = ACCURACY[odd][5] - ACCURACY["2, Qwen3-4B, BF16"][5]
     note = "the row's tasks give 65.52, as the table says; 10.12 below BF16"
     yield Claim("Table 2, Hessian+BDR-128", "drop", "-10.41", drop, 0.0, note, "-10.12")
-    yield Claim("Sec. 3.1, Hessian+BDR-128", "mean", "63.23", sum(rows[odd][:5]) / 5, 0.0, note, "65.52")
+    yield Claim("Sec. 3.1, Hessian+BDR-128", "mean", "63.23", sum(ACCURACY[odd][:5]) / 5, 0.0, note, "65.52")
 
 
 @reproduces("saw-int4", "Tables 4, 6, 7, sums")
 def saw_sums(quick: bool) -> Iterator[Claim]:
     """Totals, shares and ratios of the printed kernel times."""
-    step = printed_rows(STEP)
     good = sum(
-        adds_up([row[i] for label, row in step.items() if label != "total"], step["total"][i], 1) for i in (0, 1, 2)
+        adds_up([row[i] for label, row in STEP.items() if label != "total"], STEP["total"][i], 1) for i in (0, 1, 2)
     )
     yield Claim("Table 4", "totals_that_add_up", "3.0", good)
-    for table, text in (("Table 6", PREFILL), ("Table 7", DECODE)):
+    for name, table in (("Table 6", PREFILL), ("Table 7", DECODE)):
         good = 0
-        for rows in _methods(text).values():
+        for rows in _methods(table).values():
             total = rows.pop("total")
             good += sum(adds_up([row[i] for row in rows.values()], total[i], 0.01) for i in range(5))
-        yield Claim(table, "totals_that_add_up", "20.0", good)
+        yield Claim(name, "totals_that_add_up", "20.0", good)
     plain, fused, unfused, means = _methods(PREFILL).values()
     write = [slow / fast for slow, fast in zip(fused["set_kv"], plain["set_kv"], strict=True)]
     yield Claim("fused over INT4, set_kv, least", "time_ratio", "1.33", min(write), 0.0, "", "1.325")
@@ -103,10 +104,10 @@ def saw_sums(quick: bool) -> Iterator[Claim]:
     yield Claim("k-means over INT4, attention, most", "time_ratio", "2.5", max(slower), 0.0, note, "3.13")
 
 
-def _methods(text: str) -> dict[str, dict[str, list[float]]]:
-    """Rows ``method, part | ...`` by method, in their order."""
+def _methods(table: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
+    """Rows ``method, part`` by method, in their order."""
     methods: dict[str, dict[str, list[float]]] = {}
-    for label, row in printed_rows(text).items():
+    for label, row in table.items():
         method, part = label.split(", ")
         methods.setdefault(method, {})[part] = row
     return methods

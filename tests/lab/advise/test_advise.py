@@ -14,8 +14,8 @@ from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec_lab import cli
 from kvcodec_lab.advise import run as module
 from kvcodec_lab.advise.candidates import Candidate, check_specs, choose, default_specs
-from kvcodec_lab.advise.command import memory, show
 from kvcodec_lab.advise.run import Request, advise, size
+from kvcodec_lab.commands.advise import memory, show
 from kvcodec_lab.eval import perplexity
 from kvcodec_lab.eval.rows import plain
 from kvcodec_lab.models import ModelError, load, load_text

@@ -8,7 +8,7 @@ import pytest
 
 from kvcodec_lab import cli
 from kvcodec_lab.arguments import depths, lengths
-from kvcodec_lab.eval.command import data_paths, task_list
+from kvcodec_lab.commands.eval import data_paths, task_list
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN
 from tests.lab.eval.test_run import QUESTIONS, interrupted_after
 from tests.lab.eval.tiny import TEXT, save_tiny, tiny_llama

@@ -3,8 +3,8 @@
 import pytest
 
 from kvcodec_lab.reproduce import NOT_PRINTED, innerq, not_recomputed, reproduce_rows
-from kvcodec_lab.reproduce.innerq_tables import LATENCY, LONG_SCORES, QUANTIZE, SCORES
-from kvcodec_lab.reproduce.measure import adds_up, printed_rows
+from kvcodec_lab.reproduce.innerq import LATENCY, LONG_SCORES, QUANTIZE, SCORES
+from kvcodec_lab.reproduce.measure import adds_up
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +57,19 @@ def test_hybrid_picks_symmetric_only_with_the_literal_reading(rows):
 
 
 def test_printed_tables_are_whole():
-    assert [len(r) for r in printed_rows(SCORES).values()].count(7) == 20
-    assert len(printed_rows(SCORES)) == 22
-    assert {len(r) for r in printed_rows(LONG_SCORES).values()} == {6}
-    assert len(printed_rows(LONG_SCORES)) == 40
-    assert {len(r) for r in printed_rows(LATENCY).values()} == {7}
-    assert len(printed_rows(LATENCY)) == 18
-    assert {len(r) for r in printed_rows(QUANTIZE).values()} == {5}
+    assert [len(r) for r in SCORES.values()].count(7) == 20
+    assert len(SCORES) == 22
+    assert {len(r) for r in LONG_SCORES.values()} == {6}
+    assert len(LONG_SCORES) == 40
+    assert {len(r) for r in LATENCY.values()} == {7}
+    assert len(LATENCY) == 18
+    assert {len(r) for r in QUANTIZE.values()} == {5}
 
 
 def test_a_wrong_digit_shows(monkeypatch):
-    monkeypatch.setattr(innerq, "LATENCY", LATENCY.replace("1174", "1184"))
-    monkeypatch.setattr(innerq, "SCORES", SCORES.replace("9.20 6.80", "9.20 7.80"))
+    monkeypatch.setitem(LATENCY, "total, FP16", [*LATENCY["total, FP16"][:3], 1184, *LATENCY["total, FP16"][4:]])
+    label = "Minerva Math (500), Llama 3.2-3B"
+    monkeypatch.setitem(SCORES, label, [9.20, 7.80, *SCORES[label][2:]])
     items = {(r["item"], r["metric"]): r for r in reproduce_rows(["innerq"], quick=True)}
     assert items["Table 4", "totals_that_add_up"]["ours"] == 41
     assert not items["Table 4", "totals_that_add_up"]["holds"]

@@ -5,8 +5,8 @@ import torch
 
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec_lab.reproduce import not_recomputed, reproduce_rows, saw_int4
-from kvcodec_lab.reproduce.measure import codec_error, gauss, printed_rows
-from kvcodec_lab.reproduce.saw_tables import ACCURACY, DECODE, PREFILL, STEP
+from kvcodec_lab.reproduce.measure import codec_error, gauss
+from kvcodec_lab.reproduce.saw_int4 import ACCURACY, DECODE, PREFILL, STEP
 
 
 @pytest.fixture(scope="module")
@@ -20,33 +20,41 @@ def test_every_claim_holds(rows):
 
 def test_all_69_rows_of_scores_are_checked(rows):
     means = [r["ours"] for r in rows if r["metric"] == "means_that_add_up"]
-    assert sum(means) == len(printed_rows(ACCURACY)) == 69
+    assert sum(means) == len(ACCURACY) == 69
 
 
 def test_printed_tables_are_whole():
-    assert {len(r) for r in printed_rows(ACCURACY).values()} == {6, 7}
-    for text, rows, columns in ((STEP, 7, 3), (PREFILL, 7 + 7 + 8 + 8, 5), (DECODE, 6 + 6 + 7 + 7, 5)):
-        table = printed_rows(text)
+    assert {len(r) for r in ACCURACY.values()} == {6, 7}
+    for table, rows, columns in ((STEP, 7, 3), (PREFILL, 7 + 7 + 8 + 8, 5), (DECODE, 6 + 6 + 7 + 7, 5)):
         assert len(table) == rows
         assert {len(r) for r in table.values()} == {columns}
 
 
+def misprint(monkeypatch, table, label, at, by):
+    """Change one number of a table."""
+    row = list(table[label])
+    row[at] += by
+    monkeypatch.setitem(table, label, row)
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "item"),
+    ("table", "changes", "item"),
     [
-        ("STEP", STEP.replace("533146", "533156"), "Table 4"),
-        ("PREFILL", PREFILL.replace("7492.82", "7492.92"), "Table 6"),
-        ("DECODE", DECODE.replace("322.88\nfused", "322.98\nfused").replace("529.92", "529.82"), "Table 7"),
+        (STEP, [("total", 0, 10)], "Table 4"),
+        (PREFILL, [("INT4, total", 0, 0.1)], "Table 6"),
+        (DECODE, [("fused, attention", 4, 0.1), ("fused, total", 4, -0.1)], "Table 7"),
     ],
 )
-def test_a_wrong_digit_shows(monkeypatch, name, text, item):
-    monkeypatch.setattr(saw_int4, name, text)
+def test_a_wrong_digit_shows(monkeypatch, table, changes, item):
+    for change in changes:
+        misprint(monkeypatch, table, *change)
     claims = {c.item: c for c in saw_int4.saw_sums(True) if c.metric == "totals_that_add_up"}
     assert [i for i, c in claims.items() if not c.row("saw-int4", "t")["holds"]] == [item]
 
 
 def test_a_wrong_mean_shows(monkeypatch):
-    monkeypatch.setattr(saw_int4, "ACCURACY", ACCURACY.replace("45.81 80.00 95.86 77.21", "45.81 80.00 95.86 77.31"))
+    for label in ("3, GLM-4.7, INT4", "8, GLM-4.7, INT4 (K&V)"):
+        misprint(monkeypatch, ACCURACY, label, 5, 0.1)
     wrong = [(c.item, c.metric) for c in saw_int4.saw_means(True) if not c.row("saw-int4", "t")["holds"]]
     assert wrong == [(f"Table {table}", f"{what}_that_add_up") for table in (3, 8) for what in ("means", "drops")]
 

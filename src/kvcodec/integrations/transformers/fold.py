@@ -10,7 +10,7 @@ or queries at run time. max |K_k| of the prompt that the norms were fitted on be
 Between projection and attention a key may only be rotated, and a rotation must take both channels (i, i + D/2) of a
 pair by the same norm (fitted norms are shared so). Whatever else happens there does not commute with a norm per
 channel, and such a model is refused: RMS norms of q and k, fused or shared projections, a clip, multi-head latent
-attention, partial rotation, pairs of neighbouring channels. The rotation is not believed but tried on random rows.
+attention, partial rotation, pairs of neighbouring channels. The rotation is verified on random rows.
 
 One set of weights serves all sequences of a batch, so the norms are those of one sequence.
 """
@@ -26,13 +26,19 @@ from transformers import PreTrainedModel
 from kvcodec.codec import Params, Role
 from kvcodec.errors import FitError, ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.plan import plan_for
+from kvcodec.integrations.transformers.weights import (
+    ChangedWeights,
+    attention_modules,
+    check_linear,
+    rotated_share,
+)
 
 _HARMLESS = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "rotary_emb"}
 """Children of an attention module that leave q and k as the projections give them."""
 
 
-class FoldedKeyNorms:
-    """What ``fold_key_norms`` did, and the way back.
+class FoldedKeyNorms(ChangedWeights):
+    """What ``fold_key_norms`` did, and how to undo it; a ``with`` block unfolds at its end.
 
     Holds a copy of the weights as they were, so that ``unfold`` is exact; drop it to free them.
 
@@ -48,44 +54,25 @@ class FoldedKeyNorms:
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name, self.layers = name, list[int]()
-        self._before: list[tuple[Tensor, Tensor]] = []
 
     def __repr__(self) -> str:
         """Return model and layers."""
         return f"FoldedKeyNorms({self.name}, layers={self.layers})"
 
-    def __enter__(self) -> "FoldedKeyNorms":
-        """Fold for the length of a ``with`` block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Unfold."""
-        self.unfold()
-
-    def unfold(self) -> None:
-        """Put the weights back, bit for bit; a second call does nothing. Folds of one model are undone last first."""
-        with torch.no_grad():
-            for parameter, before in reversed(self._before):
-                parameter.copy_(before)
-        self._before.clear()
+    def undo(self) -> None:
+        """Put the weights back, bit for bit; a second call does nothing. Of two folds undo the later one first."""
+        super().undo()
         self.layers.clear()
 
-    def _scale(self, linear: nn.Linear, factor: Tensor) -> None:
-        """Multiply the output channels of ``linear`` by ``factor [out]``, in float32 at least."""
-        with torch.no_grad():
-            for parameter in (linear.weight, linear.bias):
-                if parameter is None:
-                    continue
-                rows = factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
-                scaled = (parameter * rows.view(-1, *[1] * (parameter.ndim - 1))).to(parameter.dtype)
-                if not bool(scaled.isfinite().all()):
-                    raise UnsupportedError(
-                        f"{self.name}: folding would push a {parameter.dtype} weight beyond its range; load the model "
-                        f"in bfloat16 or float32."
-                    )
-                self._before.append((parameter, parameter.detach().clone()))
-                parameter.copy_(scaled)
+    unfold = undo
+
+    def _scale_rows(self, linear: nn.Linear, factor: Tensor) -> None:
+        """Multiply the output channels of ``linear`` by ``factor [out]``."""
+        self.scale(linear.weight, factor[:, None], f"{self.name}: folding")
+        if linear.bias is not None:
+            self.scale(linear.bias, factor, f"{self.name}: folding")
 
 
 def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> FoldedKeyNorms:
@@ -145,8 +132,8 @@ def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> F
         for layer, attention in found.items():
             norm = norms[layer][0].double()
             group = config.num_attention_heads // norm.shape[0]
-            folded._scale(attention.k_proj, 1 / norm.flatten())
-            folded._scale(attention.q_proj, norm.repeat_interleave(group, 0).flatten())
+            folded._scale_rows(attention.k_proj, 1 / norm.flatten())
+            folded._scale_rows(attention.q_proj, norm.repeat_interleave(group, 0).flatten())
             folded.layers.append(layer)
     except BaseException:
         folded.unfold()
@@ -172,10 +159,7 @@ def _check_norm(where: str, norm: Tensor) -> None:
 
 
 def _check_config(name: str, config: Any) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [r for r in rope.values() if isinstance(r, Mapping)] or [rope]
-    factor = min((r.get("partial_rotary_factor") or 1.0 for r in nested), default=1.0)
-    if factor != 1.0:
+    if (factor := rotated_share(config)) != 1.0:
         raise UnsupportedError(
             f"{name}: only {factor:g} of a head's channels are rotated (partial_rotary_factor), so pairs are not "
             f"(i, i + D/2) as the norms are shared; use innerq-base with norm=true."
@@ -194,17 +178,13 @@ def _check_config(name: str, config: Any) -> None:
 
 def _attention_of(where: str, decoder: nn.Module, layer: int, query_heads: int, norm: Tensor) -> Any:
     """Return the layer's attention module, of which q_proj and k_proj are plain and private."""
-    found = [
-        module
-        for module in decoder.modules()
-        if getattr(module, "layer_idx", None) == layer and {"q_proj", "k_proj"} <= dict(module.named_children()).keys()
-    ]
+    found = attention_modules(decoder, layer, {"q_proj", "k_proj"})
     if len(found) != 1:
         raise UnsupportedError(
             f"{where}: {len(found)} attention modules with q_proj and k_proj of their own; fused projections "
             f"(qkv_proj, query_key_value, c_attn) are not folded. Use innerq-base with norm=true."
         )
-    attention: Any = found[0]
+    attention = found[0]
     if other := sorted(dict(attention.named_children()).keys() - _HARMLESS):
         reason = (
             "its gains are shared by all heads and it undoes any factor before it, so a norm per head cannot be folded"
@@ -217,14 +197,7 @@ def _attention_of(where: str, decoder: nn.Module, layer: int, query_heads: int, 
     _, heads, dim = norm.shape
     for name, rows in (("k_proj", heads * dim), ("q_proj", query_heads * dim)):
         linear = getattr(attention, name)
-        if type(linear) is not nn.Linear or linear.weight.is_meta or linear.weight.dtype.itemsize < 2:
-            raise UnsupportedError(
-                f"{where}: {name} is {type(linear).__name__} with {linear.weight.dtype} weights on "
-                f"{linear.weight.device}; folding takes a plain nn.Linear of 16 bits or more in memory. Load the "
-                f"model without quantization, adapters or offloading."
-            )
-        if sum(p is linear.weight for _, p in decoder.named_parameters(remove_duplicate=False)) != 1:
-            raise UnsupportedError(f"{where}: the weight of {name} serves another place as well; it is not folded.")
+        check_linear(where, decoder, name, linear)
         if linear.out_features != rows or query_heads % heads:
             raise ShapeError(
                 f"{where}: {name} gives {linear.out_features} channels, norms {tuple(norm.shape)} with {query_heads} "

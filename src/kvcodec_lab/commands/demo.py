@@ -1,0 +1,36 @@
+"""``kvcodec demo``: one real model, one real text, nine presets; a table, a picture, a page, one recommendation."""
+
+import argparse
+from pathlib import Path
+
+from kvcodec_lab.arguments import add_probe, add_text, specs
+from kvcodec_lab.result import Result
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    p.add_argument("--model", help="path, hub id or smollm2-135m (default)")
+    p.add_argument("--specs", type=specs, metavar="A,B", help="presets, instead of the nine")
+    add_text(p)
+    add_probe(p)
+    p.add_argument("--out", default="kvcodec-report", metavar="FOLDER", help="where the report goes (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure, and write the report."""
+    from kvcodec.progress import Progress
+    from kvcodec_lab.demo import BUDGET, MODEL, NEW_TOKENS, run_demo, show
+    from kvcodec_lab.eval.compare import Settings
+    from kvcodec_lab.models import load_text
+
+    rows, meta, paths = run_demo(
+        args.model or MODEL,
+        args.specs,
+        text=load_text(args.text),
+        windows=args.windows,
+        budget=BUDGET if args.budget is None else args.budget,
+        out=Path(args.out),
+        progress=Progress(),
+        settings=Settings(window_tokens=args.window_tokens, new_tokens=NEW_TOKENS, probe=args.probe),
+    )
+    return Result(rows, show(rows, meta, paths))

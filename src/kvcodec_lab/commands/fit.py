@@ -1,0 +1,51 @@
+"""``kvcodec fit``: constants of a preset, fitted to your model on your text."""
+
+import argparse
+import time
+
+from kvcodec.errors import KVError
+from kvcodec_lab.arguments import add_device, add_model, check_target, positive
+from kvcodec_lab.result import Result
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_model(p)
+    p.add_argument("spec", metavar="SPEC", help="a preset with constants to fit, e.g. innerq-base")
+    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text; not the one that you measure on")
+    p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
+    p.add_argument("--windows", type=positive, default=4, metavar="N", help="windows of text (%(default)s)")
+    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="(%(default)s)")
+    p.add_argument("--max-tokens", type=positive, default=8192, metavar="N", help="kept per layer (%(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="as for compare, where the codec draws from it")
+    add_device(p)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Fit and write; everything that can be refused is refused before the model loads."""
+    from kvcodec.progress import Progress
+    from kvcodec_lab.fit import about, about_text, check_fit, fit_model
+    from kvcodec_lab.models import load, load_text
+
+    check_target("--out", args.out)
+    text = load_text(args.text)
+    check_fit(args.spec, text.text, args.window_tokens)
+    begun, progress = time.monotonic(), Progress()
+    model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
+    fitted = fit_model(
+        model,
+        args.spec,
+        text.text,
+        windows=args.windows,
+        window_tokens=args.window_tokens,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        text_name=text.name,
+        progress=progress,
+    )
+    try:
+        fitted = fitted.save(args.out)
+    except OSError as error:
+        raise KVError(str(error)) from error
+    found = about(fitted) | {"file": args.out, "seconds": time.monotonic() - begun}
+    return Result(found, about_text(found, args.windows))
