@@ -153,7 +153,7 @@ class Worker:
         self.options = options_of(job, self.scale, self.on_gpu, self.folder)
         print(f"== imported after {time.monotonic() - self.begun:.1f} s", flush=True)
         if not (line := sys.stdin.readline()):
-            sys.exit(3)  # whoever started this is gone
+            sys.exit(3)  # the parent process is gone
         self.limit = float(line)
         import torch
 

@@ -307,7 +307,7 @@ class Soak(Checks):
 
 
 class Watchdog(threading.Thread):
-    """Ends the process when the engine takes no step for too long while somebody waits for one."""
+    """Ends the process when the engine takes no step for too long while requests wait."""
 
     def __init__(self, soak, seconds, report):
         super().__init__(daemon=True)

@@ -33,9 +33,10 @@ from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number
 from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec_lab.eval.generation import CUDNN_OFF
-from kvcodec_lab.report.board import read_runs, sentences
-from kvcodec_lab.report.plot import SPEED_TITLES, speed_figure
-from kvcodec_lab.report.presets import cell, columns_of, with_reference
+from kvcodec_lab.report import figures, pictures
+from kvcodec_lab.report.figures import SPEED_TITLES
+from kvcodec_lab.report.pages.leaderboard import read_runs, sentences
+from kvcodec_lab.report.tables import cell, columns_of, with_reference
 from kvcodec_lab.serve.tables import Found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +148,7 @@ def kernels_block(root: Path) -> str:
     rows = decode_rows(root)
     measured = [line for line in lines(rows) if any(line.speedups.values())]
     if not measured:
-        return "Not measured yet: `benchmarks/visit_h200.py` makes the rows."
+        return "Not measured yet: `benchmarks/run.py` makes the rows."
     table = Table(rows)
     out = [f"![Speed-up over 16-bit attention over effective bits](img/{SPEED_FIGURE.name})", ""]
     heads = ["preset", "bits", *(SPEED_TITLES[shape] for shape in SHAPES)]
@@ -170,7 +171,7 @@ def write_figure(root: Path) -> bool:
     """Draw SPEED_FIGURE if there are rows for it; whether there are."""
     points = speed_points(decode_rows(root))
     if points:
-        speed_figure(points, root / SPEED_FIGURE)
+        pictures.write(figures.speed(points), root / SPEED_FIGURE, size=(4.6, 4.6))
     return bool(points)
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcodec_lab.report.serve_page import drawing
+from kvcodec_lab.report.pages.serve import drawing
 from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def pictures(root: Path) -> dict[str, str]:
     for chart in charts(rows_of(root)):
         name = next((file for begin, file in DRAWN.items() if chart.name.startswith(begin)), None)
         if name is not None:
-            found.setdefault(name, drawing(chart) + "\n")
+            found.setdefault(name, drawing(chart))
     return found
 
 

@@ -1,7 +1,7 @@
 """Decode attention of torch and of other libraries at a shape, quantized caches included.
 
-Every rival gets the same queries, keys and values in the layout it likes best; building that is not timed. Before it is
-timed, its output is compared with torch's (``error_of``): a call that computes something else is no rival.
+Every rival gets the same queries, keys and values in its own layout; building that is not timed. Before it is timed,
+its output is compared with torch's (``error_of``): a call that computes something else is refused.
 
 vLLM's attention is called by its operators, without an engine, where vLLM is importable. The caches, split counts and
 launches are those that vLLM 0.33's backends make for one decode step: Triton kernels for INT4 per token and head

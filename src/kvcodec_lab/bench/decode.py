@@ -19,7 +19,7 @@ taken of presets that hold the outer layers dense. Nothing is timed behind a fai
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,23 +36,11 @@ from kvcodec_lab.bench.attention_rivals import (
 from kvcodec_lab.bench.packed import Packed, gate, packed_operator
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec_lab.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
+from kvcodec_lab.bench.timing import Timer
 
 ROOFLINE_BYTES_PER_US = 4.3e6
 """Bytes a microsecond that a copy reaches on an H200, read and written together."""
 COLD_ONLY = (*SWEEP, *SAW, *PER_HEAD)
-
-
-class Times(Protocol):
-    """What the benches need of ``timing.Timer``."""
-
-    def cold(self, call: Callable[[], object], reps: int = 30) -> dict[str, float]:
-        """Time with a dirty L2."""
-
-    def clean(self, call: Callable[[], object], reps: int = 30) -> dict[str, float]:
-        """Time with a clean L2 of foreign lines."""
-
-    def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> dict[str, float]:
-        """Time with what the call before left."""
 
 
 class Bar(NamedTuple):
@@ -63,7 +51,7 @@ class Bar(NamedTuple):
     call: Callable[[], object]
 
 
-def times_of(timer: Times, call: Callable[[], object], shape: Shape) -> dict[str, dict[str, float]]:
+def times_of(timer: Timer, call: Callable[[], object], shape: Shape) -> dict[str, dict[str, float]]:
     """Time a call in the states that matter for a shape: all three, or cold alone at the studies' many shapes."""
     reps, calls = (60, 20) if shape.batch == 1 else (20, 6)
     if shape in COLD_ONLY:
@@ -85,7 +73,7 @@ def decode_rows(
     shapes: Sequence[Shape],
     recorder: Recorder,
     *,
-    timer: Times,
+    timer: Timer,
     device: torch.device,
     seed: int = 0,
     libraries: bool = True,
@@ -99,7 +87,7 @@ def decode_rows(
     specs : sequence of str
     shapes : sequence of Shape
     recorder : Recorder
-    timer : Times
+    timer : Timer
     device : torch.device
     seed : int
     libraries : bool
@@ -148,7 +136,7 @@ def _rival_rows(
     rival: AttentionRival,
     dense: Dense,
     recorder: Recorder,
-    timer: Times,
+    timer: Timer,
     bars: list[Bar],
 ) -> Iterator[Row]:
     """Time a rival; one of 16 bits is a bar for the presets."""
@@ -181,7 +169,7 @@ def _preset_rows(
     spec: str,
     shape: Shape,
     recorder: Recorder,
-    timer: Times,
+    timer: Timer,
     bars: Sequence[Bar],
     device: torch.device,
     seed: int,

@@ -1,6 +1,6 @@
 """Packed caches of any size for the GPU benches, and whether the kernels read them rightly.
 
-Every token is another one: Gaussian keys and values are drawn and encoded chunk by chunk by a cache's own encoder, into
+All tokens are distinct: Gaussian keys and values are drawn and encoded chunk by chunk by a cache's own encoder, into
 pages that are then put in random order behind a block table. The truth about a sequence is what the codec decodes from
 pages and table as they were written, so that a bench at any size can be checked at some of its heads.
 

@@ -1,4 +1,4 @@
-"""Rows of a GPU bench as they are measured: one line of JSON each, so that whatever stops a run loses one row.
+"""Rows of a bench as they are measured: one line of JSON each, so that a run that is stopped loses one row at most.
 
 A row has the keys of every result file (``spec``, ``effective_bits``, ``metric``, ``unit``, ``values`` with p20, p50,
 p80, ``shape``, ``gpu``, ``versions``, ``commit``, ``seed``), ``run`` (when the process that measured it began; ratios
@@ -155,7 +155,7 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a row is of: spec, metric, shape, and backend and form of what presets are compared with.
 
-    Ratios name backend and form of the fastest rival of their run, which is no part of what they are.
+    Ratios name backend and form of the fastest rival of their run; these are not part of the key.
     """
     more = () if str(row.get("metric")).startswith("speedup_") else ("backend", "form")
     return tuple(row.get(k) for k in ("spec", "metric", "shape", *more))

@@ -60,9 +60,9 @@ def read_constants(files: Sequence[str], wanted: Sequence[str]) -> list[Any]:
     """Read files of fitted constants, each for one of the specs."""
     from kvcodec.files.params import match_params, read_params
     from kvcodec.registry import get
-    from kvcodec_lab.eval.rivals import rival_of
+    from kvcodec_lab.eval.quantized_cache import quantized_cache_of
 
-    schemes = [get(spec) for spec in wanted if rival_of(spec) is None]
+    schemes = [get(spec) for spec in wanted if quantized_cache_of(spec) is None]
     try:
         params = [read_params(path) for path in files]
     except OSError as error:

@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> Result:
 def _one(args: argparse.Namespace) -> Result:
     """One preset through ``compare``."""
     from kvcodec_lab.demo import about
-    from kvcodec_lab.eval.rivals import rival_of
+    from kvcodec_lab.eval.quantized_cache import quantized_cache_of
     from kvcodec_lab.eval.rows import plain
 
     for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "stress"):
         if getattr(args, option) is not None:
             raise SpecError(f"--{option} is for tasks; use --specs {args.spec} in place of --spec {args.spec}.")
-    if rival_of(args.spec) is not None:
+    if quantized_cache_of(args.spec) is not None:
         raise SpecError(f"{args.spec} is a cache of transformers; tasks read it: use --specs {args.spec} --tasks ...")
     args.windows = WINDOWS if args.windows is None else args.windows
     args.new_tokens = NEW_TOKENS if args.new_tokens is None else args.new_tokens

@@ -24,7 +24,7 @@ from kvcodec.progress import Progress
 from kvcodec.scheme import KVScheme, Mix
 from kvcodec_lab.eval.batches import Done, read_answers, read_choices, read_window
 from kvcodec_lab.eval.perplexity import Reference, positions_of, uncompressed
-from kvcodec_lab.eval.rivals import PACKAGES, Rival, RivalMaker, scheme_of
+from kvcodec_lab.eval.quantized_cache import PACKAGES, QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
 from kvcodec_lab.eval.rows import Row, versions, write_lines
 from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec_lab.eval.stats import summarize
@@ -79,7 +79,7 @@ class _SpentError(Exception):
 
 def evaluate(
     model: LoadedModel,
-    specs: Sequence[str | KVScheme | Rival],
+    specs: Sequence[str | KVScheme | QuantizedCacheSpec],
     tasks: Sequence[str],
     output: str | Path,
     settings: RunSettings,
@@ -92,7 +92,7 @@ def evaluate(
     Parameters
     ----------
     model : LoadedModel
-    specs : list of str, KVScheme or Rival
+    specs : list of str, KVScheme or QuantizedCacheSpec
     tasks : list of str
         Names (``tasks.task_names()``).
     output : path
@@ -133,8 +133,8 @@ def evaluate(
         raise SpecError("no task to run; pass at least one, e.g. perplexity.")
     common: dict[str, Any] = {"prefill": settings.prefill, "seed": settings.task.seed}
     for scheme, constants in zip(schemes, given, strict=True):
-        if isinstance(scheme, Rival):
-            RivalMaker(model.model, scheme).new_cache()
+        if isinstance(scheme, QuantizedCacheSpec):
+            QuantizedCacheMaker(model.model, scheme).new_cache()
             continue
         with packed_cache(model.model, scheme, params=constants, **common):
             pass  # refuses now what it will not serve
@@ -150,7 +150,7 @@ def evaluate(
         return _Evaluator(model, found, items, readers, settings, store, progress).run()
 
 
-def checked_specs(specs: Sequence[str | KVScheme | Rival]) -> list[KVScheme | Rival]:
+def checked_specs(specs: Sequence[str | KVScheme | QuantizedCacheSpec]) -> list[KVScheme | QuantizedCacheSpec]:
     """Schemes of the specs, and caches of other libraries.
 
     Raises
@@ -167,7 +167,7 @@ def checked_specs(specs: Sequence[str | KVScheme | Rival]) -> list[KVScheme | Ri
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise SpecError(f"given twice: {', '.join(twice)}; name each spec once.")
     for scheme in schemes:
-        if isinstance(scheme, Rival):
+        if isinstance(scheme, QuantizedCacheSpec):
             scheme.check()
     return schemes
 
@@ -329,7 +329,7 @@ def _about(
     model: LoadedModel,
     tasks: Sequence[Task],
     items: Mapping[str, Sequence[Item]],
-    schemes: Sequence[KVScheme | Rival],
+    schemes: Sequence[KVScheme | QuantizedCacheSpec],
     params: Sequence[FittedParams | None],
     settings: RunSettings,
 ) -> Row:
@@ -347,7 +347,8 @@ def _about(
             "kv_heads": plan.heads,
             "head_dim": plan.head_dim,
         },
-        "versions": versions() | {PACKAGES[s.backend][1]: s.version for s in schemes if isinstance(s, Rival)},
+        "versions": versions()
+        | {PACKAGES[s.backend][1]: s.version for s in schemes if isinstance(s, QuantizedCacheSpec)},
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seed": settings.task.seed,
@@ -377,7 +378,7 @@ def _about(
     return about
 
 
-def _bits(scheme: KVScheme | Rival, head_dim: int | None) -> Row:
+def _bits(scheme: KVScheme | QuantizedCacheSpec, head_dim: int | None) -> Row:
     try:
         return {"key_bits": scheme.key_bits(head_dim or 128), "value_bits": scheme.value_bits(head_dim or 128)}
     except ShapeError:

@@ -25,7 +25,7 @@ from kvcodec.files.params import LayerParams
 from kvcodec.integrations.transformers.recording import CacheMaker, Prefill
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.eval.perplexity import EXACT_CALL_TOKENS, ROWS_AT_ONCE, Reference, positions_of
-from kvcodec_lab.eval.rivals import Rival, RivalMaker, rival_of
+from kvcodec_lab.eval.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of
 from kvcodec_lab.eval.tasks.base import WindowOutput, token_ids
 
 UNCOMPRESSED = "(uncompressed)"
@@ -45,7 +45,7 @@ class Reader:
     Parameters
     ----------
     model : PreTrainedModel
-    spec : str, KVScheme, Rival or None
+    spec : str, KVScheme, QuantizedCacheSpec or None
         None: the uncompressed model. Its bytes are counted as 16 bits an element, whatever its dtype.
     prefill : {"decoded", "exact"}
     seed : int
@@ -56,16 +56,16 @@ class Reader:
     def __init__(
         self,
         model: Any,
-        spec: str | KVScheme | Rival | None,
+        spec: str | KVScheme | QuantizedCacheSpec | None,
         *,
         prefill: Prefill = "decoded",
         seed: int = 0,
         params: LayerParams | None = None,
     ) -> None:
         self.model, self.prefill = model, prefill
-        self.maker: CacheMaker | RivalMaker | None = None
-        if (rival := rival_of(spec)) is not None:
-            self.maker = RivalMaker(model, rival, prefill=prefill)
+        self.maker: CacheMaker | QuantizedCacheMaker | None = None
+        if (found := quantized_cache_of(spec)) is not None:
+            self.maker = QuantizedCacheMaker(model, found, prefill=prefill)
         elif spec is not None:
             self.maker = CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, remember=True)  # type: ignore[arg-type]
         self.name = UNCOMPRESSED if self.maker is None else str(self.maker.scheme)
@@ -176,7 +176,7 @@ class Reader:
             elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if _holds_kv(layer))
             batch = max((layer.keys.shape[0] for layer in cache.layers if _holds_kv(layer)), default=1)
             return Held(2 * elements // batch, elements // batch)
-        if isinstance(self.maker, RivalMaker):
+        if isinstance(self.maker, QuantizedCacheMaker):
             return Held(*self.maker.held(cache))
         layers = cache.layer_caches
         batch = max((layer.batch for layer in layers), default=1)

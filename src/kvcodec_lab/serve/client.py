@@ -6,8 +6,8 @@
 ``latency`` seconds from the request's sending to the last such event (E2E); usage and ``[DONE]`` behind it do not count
 ==========  ===========================================================================================================
 
-These are the definitions of vLLM's own ``vllm bench serve``; the clock starts when the body is written already, so that
-the client's JSON is nobody's latency, and before the connection is made.
+These are the definitions of vLLM's own ``vllm bench serve``. The clock starts after the request's JSON is made and
+before the connection is opened.
 """
 
 import asyncio
@@ -163,7 +163,7 @@ class _Reading:
         except json.JSONDecodeError as error:
             raise RequestError("malformed", f"an event is not JSON ({error.msg}): {data[:60]!r}") from error
         if not isinstance(event, dict):
-            raise RequestError("malformed", f"an event is no object: {data[:60]!r}")
+            raise RequestError("malformed", f"an event is not an object: {data[:60]!r}")
         if event.get("error"):
             raise RequestError("error", _message(data))
         if event.get("choices"):

@@ -77,7 +77,7 @@ def endpoint_of(url: str, headers: Mapping[str, str] | None = None) -> Endpoint:
     Raises
     ------
     SpecError
-        If it is no http address.
+        If it is not an http address.
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -149,7 +149,7 @@ async def request(
 
 
 async def get(endpoint: Endpoint, path: str, timeout: float = 10.0) -> bytes | None:
-    """Return the body of a page; None where there is none, whatever the reason."""
+    """Return the body of a page; None if the request fails or the status is not 200."""
     try:
         async with asyncio.timeout(timeout), session() as client, request(client, endpoint, path) as response:
             body = await response.read()
@@ -192,7 +192,7 @@ class Events:
             if name == "data":
                 self._data.append(value.removeprefix(" "))
             elif name not in ("", "event", "id", "retry"):  # an empty name is a comment: a server's ping
-                raise RequestError("malformed", f"a line of the stream is no event: {line[:60]!r}")
+                raise RequestError("malformed", f"a line of the stream is not an event: {line[:60]!r}")
         return found
 
     def end(self) -> list[str]:

@@ -28,6 +28,7 @@ def load(name):
     return module
 
 
+load("checkout")
 drift = load("drift")
 beside = load("beside")
 HEADS = drift.Heads(4, 2, 64)

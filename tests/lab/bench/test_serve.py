@@ -21,7 +21,8 @@ import pytest
 
 from kvcodec.errors import KVError, SpecError
 from kvcodec_lab.cli import main
-from kvcodec_lab.report.serve_page import colors_of, drawing, page_html
+from kvcodec_lab.report.figures import curve_styles
+from kvcodec_lab.report.pages.serve import drawing, page_html
 from kvcodec_lab.serve import bench as serve
 from kvcodec_lab.serve import command
 from kvcodec_lab.serve import server as serve_server
@@ -29,7 +30,7 @@ from kvcodec_lab.serve.client import Reply
 from kvcodec_lab.serve.http import endpoint_of
 from kvcodec_lab.serve.loads import Run, Sessions
 from kvcodec_lab.serve.server import RefusedToStartError, Start, about, last_words, start_of, started
-from kvcodec_lab.serve.tables import Chart, Curve, charts, tables
+from kvcodec_lab.serve.tables import BASELINES, Chart, Curve, charts, tables
 from tests.lab.bench import fake_openai
 from tests.lab.bench.fake_openai import Fake, running
 from tests.lab.bench.fake_time import run_with
@@ -484,10 +485,10 @@ def test_every_name_is_on_the_drawing(count):
 
 def test_labels_keep_their_methods_colour_and_do_not_look_alike():
     labels = ["bf16", "fp8", "saw-int4", "hqmq-s24_r3", "hqmq-s96_r4", "turboquant_4bit_nc", "int4_per_token_head"]
-    found = colors_of(labels)
-    assert len(set(found.values())) == len(labels)
-    assert found["hqmq-s24_r3"][0] == found["hqmq-s96_r4"][0]
-    assert colors_of(["fp8"])["fp8"] == colors_of(labels)["fp8"]
+    found = curve_styles(labels, BASELINES)
+    assert len({(style.color, style.dashes) for style in found.values()}) == len(labels)
+    assert found["hqmq-s24_r3"].color == found["hqmq-s96_r4"].color
+    assert curve_styles(["fp8"], BASELINES)["fp8"].color == found["fp8"].color
 
 
 def test_page_of_a_folder_with_served_rows(tmp_path, capsys):

@@ -73,7 +73,7 @@ def test_without_usage_tokens_are_counted_as_they_come():
         ("not http", "malformed", "is not HTTP: Bad status line"),
         ("cut", "cut", ""),
         ("not json", "malformed", "not JSON"),
-        ("not events", "malformed", "no event"),
+        ("not events", "malformed", "not an event"),
         ("not utf-8", "malformed", "not UTF-8"),
         ("error", "error", "EngineCore encountered an issue"),
         ("short", "short", "5 tokens came of 6"),

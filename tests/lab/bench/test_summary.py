@@ -10,8 +10,9 @@ from kvcodec.errors import ShapeError, SpecError
 from kvcodec_lab.bench.shapes import GROUPS, KMEANS, PRESETS, SHAPES, SPINE, Shape, shapes_named, sweep
 from kvcodec_lab.bench.studies import OCTOPUS_PAPER, studies
 from kvcodec_lab.bench.summary import BreakEven, Point, Table, break_even, lines, speed_points, steps_of_a_model
-from kvcodec_lab.report.bench_page import drawing, grid, page_html
-from kvcodec_lab.report.plot import speed_figure
+from kvcodec_lab.report import figures, pictures, svg
+from kvcodec_lab.report.html import table as html_table
+from kvcodec_lab.report.pages.bench import page_html
 
 
 def row(spec, metric, shape, p50, **more):
@@ -241,17 +242,18 @@ def test_page_before_anything_was_measured():
 
 @pytest.mark.parametrize("gains", [[2.0] * 20, [0.1] * 20, [5.0, 4.9, 1.0, 0.2]])
 def test_drawing_keeps_names_apart_and_inside(gains):
-    svg = drawing([Point(f"p{i}", "llm64k", 4.0, gain) for i, gain in enumerate(gains)], "t", 4.0)
-    heights = [float(y) for y in re.findall(r'<text class="name" x="[\d.]+" y="([\d.]+)"', svg)]
+    (plot,) = figures.speed([Point(f"p{i}", "llm64k", 4.0, gain) for i, gain in enumerate(gains)])
+    drawn = svg.draw(plot)
+    heights = [float(y) for y in re.findall(r'<text class="name" x="[\d.]+" y="([\d.]+)"', drawn)]
     assert len(heights) == len(gains)
     assert min(b - a for a, b in pairwise(heights)) > 12
     assert 0 < heights[0] <= heights[-1] < 370
 
 
 def test_cells_are_escaped():
-    assert "&lt;b&gt;" in grid(["<b>"], [[("<b>", "")]])
+    assert "&lt;b&gt;" in html_table(["<b>"], [["<b>"]])
 
 
 def test_figure_is_a_picture(tmp_path):
-    speed_figure(speed_points(ROWS), tmp_path / "speed.png")
+    pictures.write(figures.speed(speed_points(ROWS)), tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvcodec.errors import FormatError
-from kvcodec_lab.report.folder import RUN, UNCOMPRESSED, Results, Row, mapping, read_folder
-from kvcodec_lab.report.plot import Point
+from kvcodec_lab.report.figures import BITS, METRICS, Axis, Plot, Point
+from kvcodec_lab.report.rows import RUN, UNCOMPRESSED, Results, Row, mapping, read_folder
+from kvcodec_lab.report.tables import markdown
 from kvcodec_lab.report.words import (
     DASH,
     about_task,
@@ -96,7 +97,7 @@ def _task(task: str, runs: Sequence[Results]) -> str:
     for results in runs:
         heads += [f"{kind(results)}: {metric_name(main)}", "difference"]
     heads += [metric_name(metric) for metric in others]
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    lines = []
     for spec in sorted({spec for of in rows for spec in of}, key=lambda spec: _order(spec, rows)):
         bits = next((of[spec]["effective_bits"] for of in rows if spec in of), None)
         cells = [f"`{spec}`", bits_text(bits)]
@@ -106,15 +107,8 @@ def _task(task: str, runs: Sequence[Results]) -> str:
         lines.append(cells)
     about = about_task(task)
     counted = _items(task, runs)
-    return "\n".join(
-        [
-            f"### {headline(task, main)}",
-            "",
-            " ".join(filter(None, [about.is_, about.is_not, counted])),
-            "",
-            *(f"| {' | '.join(line)} |" for line in lines),
-        ]
-    )
+    told = " ".join(filter(None, [about.is_, about.is_not, counted]))
+    return f"### {headline(task, main)}\n\n{told}\n\n{markdown(heads, lines)}"
 
 
 def _order(spec: str, rows: Sequence[Mapping[str, Row]]) -> tuple[bool, float, float, str]:
@@ -154,10 +148,15 @@ def points(results: Results) -> list[Point]:
         whole = (row.task, row.metric, row.group) == ("kl", "kl", None) and row.spec not in REFERENCES
         value, bits = row["value"], row["effective_bits"]
         if whole and value is not None and bits is not None and value > 0:
-            ends = row["low"], row["high"]
-            error = (ends[1] - ends[0]) / 4 if ends[0] is not None and ends[1] is not None else 0.0
-            found.append(Point(row.spec, bits, value, error, False))
+            found.append(Point(row.spec, bits, value, row["low"], row["high"]))
     return found
+
+
+def plots(runs: Runs) -> list[Plot]:
+    """KL over true bits, a panel for each run that has it."""
+    held = {f"{model_name(results)}, {kind(results)}": points(results) for results in runs.values()}
+    y = Axis(METRICS["kl"], "log")
+    return [Plot(title, BITS, y, found, names="all") for title, found in held.items() if found]
 
 
 # -- the sentences -----------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from transformers import cache_utils
 
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec_lab.cli import main
-from kvcodec_lab.eval import rivals
+from kvcodec_lab.eval import quantized_cache
 from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
 from kvcodec_lab.eval.perplexity import uncompressed
-from kvcodec_lab.eval.rivals import Rival, RivalMaker, rival_of, scheme_of
+from kvcodec_lab.eval.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of, scheme_of
 from kvcodec_lab.eval.run import RunSettings, checked_specs, evaluate
 from kvcodec_lab.eval.scoring import Reader
 from kvcodec_lab.eval.tasks.base import Item, TaskSettings
@@ -27,7 +27,7 @@ from tests.lab.eval.tiny import TEXT, save_tiny, tiny_llama, tiny_loaded, tiny_t
 PREFILLS = ("decoded", "exact")
 ENDINGS = (" what it reads", " every one of them", " bytes", " it")
 INSTALLED = [
-    name for name, (module, _) in rivals.PACKAGES.items() if importlib.util.find_spec(module.partition(".")[0])
+    name for name, (module, _) in quantized_cache.PACKAGES.items() if importlib.util.find_spec(module.partition(".")[0])
 ]
 
 
@@ -63,11 +63,11 @@ def stand_in(monkeypatch):
     def put(layer):
         monkeypatch.setitem(sys.modules, "hqq.core.quantize", sys)
         monkeypatch.setattr(cache_utils, "HQQQuantizedLayer", layer)
-        monkeypatch.setattr(Rival, "version", "of the test")
-        rivals._layer_class.cache_clear()
+        monkeypatch.setattr(QuantizedCacheSpec, "version", "of the test")
+        quantized_cache._layer_class.cache_clear()
 
     yield put
-    rivals._layer_class.cache_clear()
+    quantized_cache._layer_class.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -102,23 +102,23 @@ def likelihoods(done) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("spec", "rival", "name"),
+    ("spec", "found", "name"),
     [
-        ("quanto-4", Rival("quanto", 4), "quanto-4"),
-        ("hf-quanto:bits=4", Rival("quanto", 4), "quanto-4"),
-        ("hqq", Rival("hqq", 4), "hqq-4"),
-        ("hqq-2:residual=32,group=32", Rival("hqq", 2, 32, 32), "hqq-2:group=32,residual=32"),
-        (Rival("hqq", 8), Rival("hqq", 8), "hqq-8"),
+        ("quanto-4", QuantizedCacheSpec("quanto", 4), "quanto-4"),
+        ("hf-quanto:bits=4", QuantizedCacheSpec("quanto", 4), "quanto-4"),
+        ("hqq", QuantizedCacheSpec("hqq", 4), "hqq-4"),
+        ("hqq-2:residual=32,group=32", QuantizedCacheSpec("hqq", 2, 32, 32), "hqq-2:group=32,residual=32"),
+        (QuantizedCacheSpec("hqq", 8), QuantizedCacheSpec("hqq", 8), "hqq-8"),
     ],
 )
-def test_specs_are_read_and_written(spec, rival, name):
-    assert scheme_of(spec) == rival
-    assert str(rival) == name
-    assert rival_of(name) == rival
+def test_specs_are_read_and_written(spec, found, name):
+    assert scheme_of(spec) == found
+    assert str(found) == name
+    assert quantized_cache_of(name) == found
 
 
 def test_other_specs_are_the_registrys():
-    assert rival_of("int-4") is None
+    assert quantized_cache_of("int-4") is None
     assert str(scheme_of("int-4")) == "int-4"
     with pytest.raises(SpecError, match="unknown codec 'quant-4'"):
         scheme_of("quant-4")
@@ -139,7 +139,7 @@ def test_other_specs_are_the_registrys():
 )
 def test_wrong_specs_say_what_is_wrong(spec, said):
     with pytest.raises(SpecError, match=said):
-        rival_of(spec)
+        quantized_cache_of(spec)
 
 
 def test_two_spellings_of_one_are_given_twice(stand_in):
@@ -153,7 +153,7 @@ def test_two_spellings_of_one_are_given_twice(stand_in):
 
 @pytest.mark.parametrize(("spec", "package"), [("quanto-4", "optimum-quanto"), ("hqq-4", "hqq")])
 def test_a_library_that_is_not_there_is_named_before_the_model_loads(spec, package, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, rivals.PACKAGES[spec.partition("-")[0]][0], None)
+    monkeypatch.setitem(sys.modules, quantized_cache.PACKAGES[spec.partition("-")[0]][0], None)
     with pytest.raises(UnsupportedError, match=rf"{spec} is transformers' QuantizedCache .* pip install '{package}'"):
         checked_specs(["int-4", spec])
     code = main(["eval", str(tmp_path / "no model"), "--specs", spec, "--output", str(tmp_path / "out")])
@@ -170,7 +170,7 @@ def test_one_spec_without_tasks_points_to_tasks(tmp_path, capsys):
 def test_a_model_that_transformers_refuses_is_refused(stand_in):
     stand_in(Lossless)
     with pytest.raises(UnsupportedError, match="hqq-4: transformers refuses this cache"):
-        RivalMaker(tiny_model("gemma3"), Rival("hqq")).new_cache()
+        QuantizedCacheMaker(tiny_model("gemma3"), QuantizedCacheSpec("hqq")).new_cache()
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,9 @@ def test_a_model_that_transformers_refuses_is_refused(stand_in):
 @pytest.mark.parametrize("residual", [128, 3])
 def test_a_lossless_cache_is_the_uncompressed_model(model, tokenizer, stand_in, prefill, residual):
     stand_in(Lossless)
-    ours, plain = (Reader(model, spec, prefill=prefill) for spec in (Rival("hqq", 2, residual=residual), None))
+    ours, plain = (
+        Reader(model, spec, prefill=prefill) for spec in (QuantizedCacheSpec("hqq", 2, residual=residual), None)
+    )
     torch.testing.assert_close(
         likelihoods(read(ours, tokenizer, choices())), likelihoods(read(plain, tokenizer, choices())), rtol=0, atol=1e-4
     )
@@ -206,7 +208,7 @@ def test_every_score_reads_what_is_stored(model, tokenizer, stand_in, prefill):
 def test_residual_tokens_are_counted_in_16_bit(model, stand_in):
     """45 tokens of a prompt and three after it; the stand-in's codes are the tensor, in float32 and counted as 16."""
     stand_in(Lossless)
-    maker = RivalMaker(model, Rival("hqq", 4, residual=8))
+    maker = QuantizedCacheMaker(model, QuantizedCacheSpec("hqq", 4, residual=8))
     cache = maker.new_cache()
     layers, per_token = 3, 2 * 2 * 64  # K and V of two heads
     with torch.no_grad():
@@ -226,7 +228,7 @@ def test_residual_tokens_are_counted_in_16_bit(model, stand_in):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64])
 def test_tokens_are_filled_up_to_whole_bytes_and_come_back(stand_in, tokens):
     stand_in(Lossless)
-    layer = RivalMaker(tiny_llama(), Rival("hqq", 2)).new_cache().layers[0]
+    layer = QuantizedCacheMaker(tiny_llama(), QuantizedCacheSpec("hqq", 2)).new_cache().layers[0]
     k = torch.randn(1, 3, tokens, 64)  # three heads: a token has three groups, a byte four codes
     keys, values = layer.update(k, k + 1)
     assert torch.equal(keys, k)
@@ -240,8 +242,8 @@ def test_tokens_are_filled_up_to_whole_bytes_and_come_back(stand_in, tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_those_of_what_the_library_holds(backend, dtype):
     model = tiny_llama().to(dtype)
-    for bits in rivals.BITS[backend]:
-        maker = RivalMaker(model, Rival(backend, bits))
+    for bits in quantized_cache.BITS[backend]:
+        maker = QuantizedCacheMaker(model, QuantizedCacheSpec(backend, bits))
         cache = maker.new_cache()
         with torch.no_grad():
             model(torch.randint(0, 256, (2, 64)), past_key_values=cache)
@@ -270,7 +272,7 @@ def test_four_bits_lose_what_int_4_loses_and_two_lose_more(model, tokenizer, bac
 # -- the whole command -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_has_rows_of_a_rival_beside_a_preset(stand_in, tmp_path):
+def test_a_run_has_rows_of_a_quantized_cache_beside_a_preset(stand_in, tmp_path):
     stand_in(Lossless)
     settings = RunSettings(
         TaskSettings(text=SampleText(TEXT, "t", "0" * 64), limit=2, window_tokens=64, lengths=(480,), depths=(0.5,))

@@ -45,7 +45,7 @@ OPTIONS = {"bits": 4, "group": 64, "residual": 128}
 
 
 @dataclass(frozen=True)
-class Rival:
+class QuantizedCacheSpec:
     """One setting of a cache of transformers.
 
     Parameters
@@ -59,7 +59,7 @@ class Rival:
 
     Examples
     --------
-    >>> str(Rival("hqq", 2, residual=32)), Rival("hqq", 2).key_bits(128)
+    >>> str(QuantizedCacheSpec("hqq", 2, residual=32)), QuantizedCacheSpec("hqq", 2).key_bits(128)
     ('hqq-2:residual=32', 2.5)
     """
 
@@ -113,7 +113,7 @@ class Rival:
         return importlib.metadata.version(PACKAGES[self.backend][1])
 
 
-def rival_of(spec: object) -> Rival | None:
+def quantized_cache_of(spec: object) -> QuantizedCacheSpec | None:
     """Read a spec that names a cache of this module; None if it names none.
 
     Raises
@@ -123,11 +123,11 @@ def rival_of(spec: object) -> Rival | None:
 
     Examples
     --------
-    >>> rival_of("hf-quanto:bits=2,residual=64"), rival_of("saw-int4")
-    (Rival(backend='quanto', bits=2, group=64, residual=64), None)
+    >>> quantized_cache_of("hf-quanto:bits=2,residual=64"), quantized_cache_of("saw-int4")
+    (QuantizedCacheSpec(backend='quanto', bits=2, group=64, residual=64), None)
     """
-    if isinstance(spec, Rival) or not isinstance(spec, str):
-        return spec if isinstance(spec, Rival) else None
+    if isinstance(spec, QuantizedCacheSpec) or not isinstance(spec, str):
+        return spec if isinstance(spec, QuantizedCacheSpec) else None
     base, _, tail = spec.strip().partition(":")
     backend, dash, width = base.removeprefix("hf-").partition("-")
     if backend not in BITS:
@@ -144,32 +144,32 @@ def rival_of(spec: object) -> Rival | None:
         given[key] = text
     if wrong := [f"{key}={text}" for key, text in given.items() if not text.isdigit()]:
         raise SpecError(f"{spec!r}: {', '.join(wrong)} is not allowed; use whole numbers.")
-    return Rival(backend, **{key: int(text) for key, text in given.items()})
+    return QuantizedCacheSpec(backend, **{key: int(text) for key, text in given.items()})
 
 
-def scheme_of(spec: str | KVScheme | Rival) -> KVScheme | Rival:
+def scheme_of(spec: str | KVScheme | QuantizedCacheSpec) -> KVScheme | QuantizedCacheSpec:
     """Return what a spec of an evaluation names.
 
     Raises
     ------
     SpecError, FormatError
-        As ``registry.get`` and ``rival_of``.
+        As ``registry.get`` and ``quantized_cache_of``.
     """
-    return rival_of(spec) or get(spec)  # type: ignore[arg-type]  # what is a Rival is one
+    return quantized_cache_of(spec) or get(spec)  # type: ignore[arg-type]  # what is a QuantizedCacheSpec is one
 
 
-class RivalMaker:
-    """Makes empty caches of one rival for one model; see ``attention.CacheMaker``.
+class QuantizedCacheMaker:
+    """Makes empty caches of one ``QuantizedCacheSpec`` for one model, as ``recording.CacheMaker`` does of a scheme.
 
     Parameters
     ----------
     model : PreTrainedModel
-    rival : Rival
+    spec : QuantizedCacheSpec
     prefill : {"decoded", "exact"}
     """
 
-    def __init__(self, model: Any, rival: Rival, *, prefill: Prefill = "decoded") -> None:
-        self.model, self.scheme, self.prefill = model, rival, prefill
+    def __init__(self, model: Any, spec: QuantizedCacheSpec, *, prefill: Prefill = "decoded") -> None:
+        self.model, self.scheme, self.prefill = model, spec, prefill
 
     @contextmanager
     def attending(self) -> Iterator[Callable[[], Any]]:
@@ -187,13 +187,13 @@ class RivalMaker:
         self.scheme.check()
         from transformers import QuantizedCache
 
-        rival, axis = self.scheme, AXIS[self.scheme.backend]
-        options = rival.bits, axis, axis, rival.group, rival.residual
+        spec, axis = self.scheme, AXIS[self.scheme.backend]
+        options = spec.bits, axis, axis, spec.group, spec.residual
         try:
-            cache = QuantizedCache(rival.backend, self.model.config, *options)
+            cache = QuantizedCache(spec.backend, self.model.config, *options)
         except (ValueError, ImportError) as error:
-            raise UnsupportedError(f"{rival}: transformers refuses this cache for the model: {error}") from error
-        stored = _layer_class(rival.backend)
+            raise UnsupportedError(f"{spec}: transformers refuses this cache for the model: {error}") from error
+        stored = _layer_class(spec.backend)
         cache.layers = [stored(*options) for _ in cache.layers]
         for layer in cache.layers:
             layer.hands_out_stored = self.prefill == "decoded"

@@ -1,24 +1,16 @@
-"""The page: its sections in order, every word that comes from a file escaped.
+"""The page of ``kvcodec eval``: its answer, drawings and tables, every number that of the folder's results.json."""
 
-One file without any other: style and script stand in it, and a policy in its head lets the browser fetch nothing and
-run this script alone.
-"""
-
-import base64
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcodec_lab.report import drawing, plots
+from kvcodec_lab.report import html, svg
 from kvcodec_lab.report.answer import hardly_tried, judge, losses, sentences, whole_rows
-from kvcodec_lab.report.drawing import escape
-from kvcodec_lab.report.folder import UNCOMPRESSED, Json, Layers, Results, mapping
-from kvcodec_lab.report.presets import STYLE, bytes_text
+from kvcodec_lab.report.html import Cell, Section, escape, paragraph, plain
+from kvcodec_lab.report.pages import eval_figures as drawn
+from kvcodec_lab.report.pages.eval_tables import heat_maps, name_cell, overview_table, task_table
+from kvcodec_lab.report.rows import UNCOMPRESSED, Json, Layers, Results, mapping
 from kvcodec_lab.report.sizes import CONTEXTS, sizes
-from kvcodec_lab.report.tables import heat_maps, overview_table, swatch, task_table
-from kvcodec_lab.report.words import about_task, headline, listed, metric_name
+from kvcodec_lab.report.words import about_task, bytes_text, headline, listed, metric_name
 
 CONTEXT = 32_768
 MOST_ITEMS = 4
@@ -67,64 +59,27 @@ def page_html(
     held, scaled = sizes(results, contexts)
     at = contexts.index(context)
     model = str(mapping(results.about.get("model")).get("name", "a model"))
-    sections: list[tuple[str, str, str]] = [("bits", "Quality over true bits", _bits(results))]
+    sections = [Section("Quality over true bits", _bits(results), "bits")]
     if held:
-        sections.append(("memory", "Quality over memory at your context", _memory(results, held, contexts, at, scaled)))
-    if bench:
-        drawn, note = plots.speed(bench, results.specs)
-        if drawn:
-            sections.append(("speed", "Speed over true bits", f"<p>{escape(note)}</p>{drawn}"))
-    sections.append(("all", "All presets", overview_table(results, held, at)))
-    sections.append(("tasks", "Task by task", "".join(_task(results, task) for task in results.tasks)))
+        memory = _memory(results, held, contexts, at, scaled)
+        sections.append(Section("Quality over memory at your context", memory, "memory"))
+    if bench and (found := drawn.speed(bench, results.specs)):
+        sections.append(Section("Speed over true bits", found, "speed"))
+    sections.append(Section("All presets", overview_table(results, held, at), "all"))
+    sections.append(Section("Task by task", "".join(_task(results, task) for task in results.tasks), "tasks"))
     if layers is not None:
-        sections.append(("layers", "Layer by layer", _layers(layers, model)))
-    sections.append(("how", "How it was measured", _how(results)))
-    shown = title or f"Which KV cache for {model}?"
-    script = _file("page.js")
-    data = {"contexts": contexts, "bytes": held, "frame": _FRAME}
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        f"img-src data:; script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'\">",
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{escape(shown)}</title><style>{STYLE}{_file('page.css')}</style></head><body>",
-        f"<header><h1>{escape(shown)}</h1>{_subtitle(results)}</header>",
-        "<main>",
-        _warnings(results),
-        _answer(results),
-        "<nav aria-label='sections'>"
-        + "".join(f'<a href="#{i}">{escape(name)}</a>' for i, name, _ in sections)
-        + "</nav>",
-        *(f'<section id="{i}"><h2>{escape(name)}</h2>{text}</section>' for i, name, text in sections),
-        "</main>",
-        "<footer>Written by kvcodec report. The numbers are those of the folder's results.json.</footer>",
-        f'<script type="application/json" id="sizes">{_data(data)}</script>' if held else "",
-        f"<script>{script}</script>",
-        "</body></html>",
-    ]
-    return "\n".join(part for part in parts if part) + "\n"
-
-
-_FRAME = {
-    "width": drawing.WIDTH, "height": drawing.HEIGHT, "left": drawing.LEFT, "right": drawing.RIGHT,
-    "top": drawing.TOP, "bottom": drawing.BOTTOM, "letter": drawing.LETTER,
-}  # fmt: skip
-
-
-def _file(name: str) -> str:
-    return resources.files("kvcodec_lab.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _data(value: Any) -> str:
-    """JSON that may stand in a script element: no tag can end it."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+        sections.append(Section("Layer by layer", _layers(layers, model), "layers"))
+    sections.append(Section("How it was measured", _how(results), "how"))
+    frame = svg.NARROW._asdict() | {"letter": svg.LETTER}
+    return html.page(
+        title or f"Which KV cache for {model}?",
+        sections,
+        subtitle=_subtitle(results),
+        top=_warnings(results) + _answer(results),
+        footer="Written by kvcodec report. The numbers are those of the folder's results.json.",
+        script="page.js",
+        data={"sizes": {"contexts": contexts, "bytes": held, "frame": frame}} if held else None,
+    )
 
 
 # -- top ---------------------------------------------------------------------------------------------------------------
@@ -136,7 +91,7 @@ def _subtitle(results: Results) -> str:
     if model.get("sha256"):
         told.append(f"weights sha256 {str(model['sha256'])[:12]}…")
     version = mapping(results.about.get("versions")).get("kvcodec")
-    return f'<p class="soft">{escape(", ".join([*told, *([f"kvcodec {version}"] if version else [])]))}</p>'
+    return ", ".join([*told, *([f"kvcodec {version}"] if version else [])])
 
 
 def _warnings(results: Results) -> str:
@@ -165,24 +120,23 @@ def _warnings(results: Results) -> str:
         told.append(f"Some items gave no result with {listed(sorted(failed))}; they are left out. Remarks say why.")
     changes = {k: v for k, v in mapping(results.about.get("settings")).items() if k != "prefill" and v is not None}
     if changes:
-        told.append(f"The model was changed before it was measured: {_plain(changes)}.")
+        told.append(f"The model was changed before it was measured: {plain(changes)}.")
     exact = {row.prefill for row in results.rows} & {"exact"}
     if exact:
         told.append(f"Prefill was exact: {PREFILLS['exact']}.")
-    return "".join(f'<p class="warn">{escape(text)}</p>' for text in told)
+    return "".join(paragraph(text, "warn") for text in told)
 
 
 def _answer(results: Results) -> str:
     task = judge(results)
-    first = "".join(f"<p>{escape(text)}</p>" for text in sentences(results)[:1])
-    others = "".join(f"<li>{escape(text)}</li>" for text in sentences(results)[1:])
+    first, *others = sentences(results)
     lost = "".join(f"<li><b>{escape(name)}:</b> {escape(text)}</li>" for name, text in losses(results))
     metric = results.metrics(task)[0]
     items = max((row["items"] or 0 for row in whole_rows(results, task)), default=0)
     ends = "in brackets 95 % intervals" if items > 1 else "one item gives no interval: more items are needed"
     by = f"Judged by {headline(task, metric)}, {items:.0f} item{'s' * (items != 1)}; {ends}."
     return (
-        f'<div class="lead">{first}{f"<ul>{others}</ul>" if others else ""}<p class="soft">{escape(by)}</p>'
+        f'<div class="lead">{paragraph(first)}{html.listing(others)}{paragraph(by, "soft")}'
         f"{f'<p>On tasks with a right answer:</p><ul>{lost}</ul>' if lost else ''}</div>"
     )
 
@@ -191,10 +145,11 @@ def _answer(results: Results) -> str:
 
 
 def _bits(results: Results) -> str:
-    return (
-        f"<p>{escape(BITS)} The line joins presets that no cheaper one beats; bars are 95 % intervals, the band is the "
-        f"uncompressed model's.</p>{plots.legend(results.specs)}{plots.over_bits(results)}"
+    told = (
+        f"{BITS} The line joins presets that no cheaper one beats; bars are 95 % intervals, the band is the "
+        f"uncompressed model's."
     )
+    return f"{paragraph(told)}{html.legend(results.specs)}{drawn.over_bits(results)}"
 
 
 def _memory(
@@ -209,12 +164,12 @@ def _memory(
         told += f" Scaled from measured bits, because this program does not know them: {listed(scaled)}."
     dense = bytes_text(held[UNCOMPRESSED][at])
     return (
-        f"<p>{escape(told)}</p>"
+        f"{paragraph(told)}"
         f'<p class="asked" id="asked" hidden><label for="context">Tokens of a sequence</label><input id="context" '
         f'type="number" inputmode="numeric" min="{contexts[0]}" max="{contexts[-1]}" value="{contexts[at]}"></p>'
         f'<p>At <span class="atcontext">{contexts[at]:,}</span> tokens the 16-bit cache takes '
         f'<span class="denseat">{dense}</span>.</p>'
-        f"{plots.over_bytes(results, held, at)}"
+        f"{drawn.over_bytes(results, held, at)}"
     )
 
 
@@ -227,7 +182,7 @@ def _task(results: Results, task: str) -> str:
     if about.is_not:
         words += f"<p><b>What it does not say:</b> {escape(about.is_not)}</p>"
     words += _short(results, task)
-    meanings = _definitions((metric_name(m), t) for m in metrics if (t := results.metric_text(task, m)))
+    meanings = html.definitions((metric_name(m), t) for m in metrics if (t := results.metric_text(task, m)))
     grids = heat_maps(results, task)
     if grids:
         words_of = f"{metric_name(metrics[0])}; greener is better, redder worse; few items stand behind each cell"
@@ -256,7 +211,7 @@ def _answers(results: Results, task: str) -> str:
     for line in results.answers:
         if line["task"] == task:
             by_item.setdefault(line["item"], {})[line["spec"]] = line
-    rows = []
+    lines: list[list[Cell]] = []
     shown = 0
     for held in by_item.values():
         base = held.get(UNCOMPRESSED)
@@ -267,20 +222,13 @@ def _answers(results: Results, task: str) -> str:
             continue
         shown += 1
         for line in (base, *others):
-            place = ", ".join(f"{k} {_plain(v)}" for k, v in mapping(line.get("group")).items())
-            spec = "16 bit" if line is base else str(line["spec"])
-            rows.append(
-                f'<tr><td>{escape(place if line is base else "")}</td><th scope="row">{swatch(str(line["spec"]))}'
-                f"{escape(spec)}</th><td>{escape(line['output']) or '<i>nothing</i>'}</td></tr>"
-            )
-    if not rows:
+            place = ", ".join(f"{k} {plain(v)}" for k, v in mapping(line.get("group")).items())
+            output = Cell(line["output"], kind="said") if line["output"] else Cell("nothing", kind="partial")
+            lines.append([Cell(place if line is base else ""), name_cell(str(line["spec"])), output])
+    if not lines:
         return ""
-    return (
-        f"<details><summary>Answers that differ from 16 bit ({shown} items)</summary>"
-        f'<div class="scroll" role="region" tabindex="0" aria-label="answers"><table class="answers"><thead><tr>'
-        f'<th scope="col">item</th><th scope="col">preset</th><th scope="col">answer</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
+    table = html.table(["item", "preset", "answer"], lines, name="answers")
+    return f"<details><summary>Answers that differ from 16 bit ({shown} items)</summary>{table}</details>"
 
 
 def _layers(found: Layers, model: str) -> str:
@@ -289,7 +237,7 @@ def _layers(found: Layers, model: str) -> str:
         "From kvcodec advise: what it costs to compress the keys, or the values, of one layer alone. It shows where "
         "bits are needed; costs of layers do not quite add up."
     )
-    return f"<p>{escape(told)}{other}</p>{plots.layers(found)}"
+    return f"<p>{escape(told)}{other}</p>{drawn.layers(found)}"
 
 
 def _how(results: Results) -> str:
@@ -321,19 +269,4 @@ def _how(results: Results) -> str:
         for text in (texts if isinstance(texts, list) else [texts])
     )
     remarks = f"<h3>Remarks of the run</h3><ul>{notes}</ul>" if notes else ""
-    return f"<p>{escape(INTERVALS)}</p>{_definitions(told)}{remarks}"
-
-
-def _definitions(pairs: Iterable[tuple[str, Any]]) -> str:
-    items = "".join(
-        f"<dt>{escape(k)}</dt><dd>{escape(_plain(v))}</dd>" for k, v in pairs if v is not None and v not in ("", {}, [])
-    )
-    return f"<dl>{items}</dl>" if items else ""
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "; ".join(f"{str(k).replace('_', ' ')} {_plain(v)}" for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(_plain(v) for v in value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"<p>{escape(INTERVALS)}</p>{html.definitions(told)}{remarks}"
