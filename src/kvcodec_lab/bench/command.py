@@ -41,7 +41,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
         ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
         ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
-        ("--engine", {"choices": ("triton",)}, "of decode and encode: these kernels, not those that a cache chooses"),
+        ("--engine", {"metavar": "cuda"}, "of decode and encode: the kernels to time; there is one engine, cuda"),
         ("--rows-only", {"action": "store_true"}, "write rows and no page"),
     )  # fmt: skip
     for option, form, text in options:
@@ -90,6 +90,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> "list[Row] | in
 
 def rows_of(args: argparse.Namespace, recorder: "Recorder", device: "torch.device") -> "Iterator[Row]":
     """Rows of the part that ``args.what`` names."""
+    from kvcodec.errors import UnsupportedError
     from kvcodec_lab.bench.record import Deadline
     from kvcodec_lab.bench.shapes import KMEANS, PRESETS, shapes_named
     from kvcodec_lab.bench.timing import Timer
@@ -97,7 +98,9 @@ def rows_of(args: argparse.Namespace, recorder: "Recorder", device: "torch.devic
     specs: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
     common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
     libraries: dict[str, Any] = {"libraries": not args.no_libraries}
-    with_libraries = common | libraries | {"engine": args.engine or ""}
+    if args.engine not in (None, "cuda"):
+        raise UnsupportedError(f"--engine {args.engine}: there are no such kernels; use cuda, or leave it out.")
+    with_libraries = common | libraries
     if args.what == "decode":
         from kvcodec_lab.bench.decode import decode_rows
 
