@@ -43,7 +43,7 @@ from kvcodec_lab.bench.targets import DECODE  # noqa: E402
 
 PARTS = ("compile", "tests", "cases", "decode", "encode", "prefill", "generate", "first")
 DEVICE_LOST = 3
-TESTS = ["tests/kernels", "tests/cuda"]
+TESTS = ["tests/kernels"]
 
 
 class Step(NamedTuple):

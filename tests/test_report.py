@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvcodec
+from kvcodec_lab.report import plot
 from kvcodec_lab.report.plot import STYLES, points_of, style_of
 from kvcodec_lab.report.presets import COLUMNS, HTML_NAME, PNG_NAME, columns_of, write_report
 
-SOURCES = [Path(kvcodec.__file__).with_name(name) for name in ("report.py", "plot.py")]
+SOURCES = [Path(plot.__file__).with_name(name) for name in ("presets.py", "plot.py")]
 
 
 def row(spec: str, bits: float, kl: float, **more: object) -> dict[str, object]:
@@ -174,7 +175,6 @@ def test_the_report_reads_rows_and_never_measures(path: Path) -> None:
 
 
 def test_labels_of_the_figure_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcodec_lab.report import plot
 
     boxes: list[tuple[float, float, float, float]] = []
     found = plot._free_box

@@ -323,8 +323,8 @@ def test_a_folder_where_results_cannot_be_written_keeps_the_items(model, data, t
 
 KILLED = """
 import sys
-from tests.eval.test_run import *
-from kvcodec.eval import store
+from tests.lab.eval.test_run import *
+from kvcodec_lab.eval import store
 write, left = store.os.write, int(sys.argv[3])
 
 def stopping(file, text):  # in the middle of one line, to be killed there

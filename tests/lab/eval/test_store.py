@@ -102,8 +102,8 @@ def test_a_file_size_limit_of_the_system_does_the_same(tmp_path):
     code = f"""
 import resource, signal
 from kvcodec.errors import KVError
-from kvcodec.eval.store import Store
-from tests.eval.test_store import ABOUT, line
+from kvcodec_lab.eval.store import Store
+from tests.lab.eval.test_store import ABOUT, line
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with Store({str(tmp_path)!r}, ABOUT) as store:
     store.add(line("a"))
