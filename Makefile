@@ -26,8 +26,8 @@ test-serve:  ## install vLLM for the CPU into .venv-serve and run the tests in i
 check:  ## lint, format, types
 	@scripts/check
 
-docs:  ## write the generated pages of docs/
-	@scripts/docs
+docs:  ## write the generated pages and build the site, any warning an error (ARGS="--check": write nothing)
+	@scripts/docs $(ARGS)
 
 bench:  ## times of encode, decode and attention on this machine (ARGS="--help")
 	@scripts/bench $(ARGS)

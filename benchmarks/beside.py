@@ -2,12 +2,12 @@
 
     PYTHONPATH=src python benchmarks/beside.py --other PATH --out DIR [--specs A,B] [--shapes spine,corners]
 
-``PATH`` is another checkout. Caches of distinct Gaussian tokens are filled by ``append`` and ``attend`` is timed as
-users get it, in a CUDA graph, cold and warm (``kvcodec_lab.bench.timing``), beside the fastest bf16 attention of the
-same process (cuDNN, flash and, where it can be imported, FlashAttention-3). Rounds go this, other, other, this, ...;
-the table has the medians of all rounds: microseconds, this / other (below 1: this one is faster), bf16 / this, and the
-share of the GPU's memory bandwidth that reading all bytes of the cache once comes to. Kernels of both are compiled
-before, several at a time.
+``PATH`` is another checkout, whose own ``benchmarks/beside.py`` times it. Caches of distinct Gaussian tokens are filled
+by ``append`` and ``attend`` is timed as users get it, in a CUDA graph, cold and warm (``kvcodec_lab.bench.timing``),
+beside the fastest bf16 attention of the same process (cuDNN, flash and, where it can be imported, FlashAttention-3).
+Rounds go this, other, other, this, ...; the table has the medians of all rounds: microseconds, this / other (below 1:
+this one is faster), bf16 / this, and the share of the GPU's memory bandwidth that reading all bytes of the cache once
+comes to. Kernels of both are compiled before, several at a time.
 
 Rows go to ``DIR/beside.jsonl``. Without ``--other`` this checkout alone is timed.
 """
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkout import ROOT, environment
 from drift import Heads, filled
 
 from kvcodec.errors import KVError
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench.bf16 import MOST_ERROR, Dense, library_rivals, torch_rivals
+from kvcodec_lab.bench.attention_rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
 from kvcodec_lab.bench.shapes import Shape
 
-ROOT = Path(__file__).resolve().parents[1]
 BANDWIDTH = {"H200": 4.8e6, "H100": 3.35e6}
 """Bytes a microsecond, as the data sheets say."""
 STATES = ("cold", "warm")
@@ -100,10 +100,9 @@ def worker(specs: Sequence[str], shapes: Sequence[Shape], end: float, compiling:
 
 
 def start(checkout: Path, more: list[str]) -> subprocess.Popen[str]:
-    """Start this script on a checkout's library."""
-    path = os.pathsep.join(filter(None, [str(checkout / "src"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, *more]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    """Start a checkout's own script, which knows its library, on that library."""
+    command = [sys.executable, str(checkout / "benchmarks/beside.py"), *more]
+    return subprocess.Popen(command, env=environment(checkout), stdout=subprocess.PIPE, text=True)
 
 
 def described(shapes: Sequence[Shape]) -> str:

@@ -19,9 +19,8 @@ import torch
 
 import kvcodec
 from kvcodec.progress import Progress
-from kvcodec_lab.bench.cache_bench import commit
-from kvcodec_lab.bench.record import stamp
 from kvcodec_lab.models import load, load_text
+from kvcodec_lab.stamp import stamp
 
 SPECS = ("dense", "fp8", "int-8", "saw-int4", "turboquant-4", "octopus-3:window=0", "hqmq-s24_r3")
 NOISES = (1e-6, 5e-4)
@@ -90,7 +89,7 @@ def main():
             rows.append({"spec": spec, "noise": scale, "places": LENGTH * len(pieces)} | row)
             progress.say(" ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
     if args.out:
-        about = stamp(torch.device("cpu"), noise.seed, commit())
+        about = stamp(torch.device("cpu"), noise.seed)
         args.out.write_text(json.dumps({**about, "model": "smollm2-135m", "rows": rows}, indent=1) + "\n")
     return 0
 

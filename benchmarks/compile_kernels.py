@@ -16,26 +16,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
+from checkout import environment
 
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode
+from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels import spec as specs
 from kvcodec.kernels.build import Program, architecture, compile_program
-from kvcodec.kernels.spec import Machine, Pair
+from kvcodec.kernels.launch import Machine
 from kvcodec.registry import get, split_specs
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench import first
-from kvcodec_lab.bench.bf16 import Dense, library_rivals, missing
+from kvcodec_lab.bench.attention_rivals import Dense, library_rivals, missing
 from kvcodec_lab.bench.generate import BATCHES, PROMPT
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.shapes import PRESETS, Shape, shapes_named
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 36
 WARM = (Shape("warm", 1, 28, 4, 128, 2048), Shape("warm", 20, 32, 8, 128, 2048))
 """The spine's heads with few tokens: what rivals compile depends on heads, and on whether sequences are split."""
@@ -47,16 +47,16 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     dim = shape.head_dim
     page = scheme.page_layout(dim).page_tokens
     key, value = (scheme.codec(role).for_dtype(torch.bfloat16) for role in ROLES)
-    pair = attention.pair_for(key, value, dim, page)
-    if not isinstance(pair, Pair):
+    if specs.kernels_for(scheme, dim)["decode"] == "none":
         return
+    pair = specs.decode_spec(key, value, dim, page)
     holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
-    # the number of splits, for which the capacity counts, is no part of the program
+    # the number of splits, which depends on the capacity, is not part of the program
     heads = pair.heads(shape.group)
-    config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
+    config = launch.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
-    yield from encode.programs(encode.target_for(key, value, dim, page)).values()
+    yield from encode.programs(specs.encode_spec(key, value, dim, page)).values()
     yield prefill.program(pair)
 
 
@@ -79,7 +79,7 @@ def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> l
 def compile_one(program: Program, arch: str) -> float:
     """Compile one program in a process of its own; seconds."""
     begun = time.monotonic()
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  a line for each program helps nobody
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  not a line for each program
     compile_program(program, arch)
     return time.monotonic() - begun
 
@@ -90,7 +90,7 @@ def warm_rival(form: str) -> None:
         rival = next(r for r in library_rivals(Dense(shape, torch.device("cuda"))) if f"{r.backend}, {r.form}" == form)
         try:
             rival.make()()
-        except Exception as error:  # whatever it is, the bench meets it again
+        except Exception as error:  # the bench meets it again and writes it into a row
             print(f"{form}: {missing(error)}")
             return
     print(f"{form}: compiled")
@@ -101,9 +101,7 @@ def start_rivals() -> list[subprocess.Popen[bytes]]:
     forms = [
         f"{r.backend}, {r.form}" for r in library_rivals(Dense(Shape("one", 1, 2, 1, 64, 16), torch.device("cpu")))
     ]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path}
-    return [subprocess.Popen([sys.executable, __file__, "--rival", form], env=env) for form in forms]
+    return [subprocess.Popen([sys.executable, __file__, "--rival", form], env=environment()) for form in forms]
 
 
 def main() -> int:
@@ -121,7 +119,7 @@ def main() -> int:
     begun = time.monotonic()
     others = start_rivals() if args.rivals else []
     gpu = None if args.arch else torch.device("cuda", 0)
-    arch, machine = (args.arch, attention.H200) if gpu is None else (architecture(gpu), attention.machine(gpu))
+    arch, machine = (args.arch, launch.H200) if gpu is None else (architecture(gpu), launch.machine(gpu))
     todo = wanted(split_specs(args.specs), shapes_named(args.shapes), machine)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.workers, context) as pool:

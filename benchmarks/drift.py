@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/drift.py --out DIR [--specs A,B] [--tokens 8192,65536] [--batches 1,32]
 
 Every preset with kernels, 8k to 128k tokens, 1 to 32 sequences of 32 query heads over 8 KV heads of 128: Gaussian keys
-and values, every token another one, appended in chunks to a ``FusedLayerCache``. Attention, and bf16 SDPA over the same
+and values, all tokens distinct, appended in chunks to a ``FusedLayerCache``. Attention, and bf16 SDPA over the same
 decoded keys and values, is compared with float64 over them, at a few sequences and heads. Queries are scaled to three
 kinds of attention: ``diffuse`` (scores of 0.1, the output is a mean of nearly all tokens and small, so that whatever is
 one-sided shows), ``plain`` and ``sharp`` (a few tokens count).
@@ -11,8 +11,6 @@ one-sided shows), ``plain`` and ``sharp`` (a few tokens count).
 A row passes if the error is at most ``LIMIT`` times that of bf16 SDPA, and ``SLACK``. ``bias`` is the mean error over
 the mean absolute error: near 1 or -1 where the error is one-sided. Rows go to ``DIR/drift.<worker>.jsonl`` as they are
 measured and to ``DIR/drift.json``; the same call again goes on. Exit status 1: a row failed.
-
-Only the library's public interface is used, so that another checkout can be measured: ``PYTHONPATH=OTHER/src``.
 """
 
 import argparse
@@ -35,7 +33,8 @@ from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import FusedLayerCache, fused_refusal
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench.record import Deadline, Recorder, device_lost, read_rows, stamp
+from kvcodec_lab.bench.record import Deadline, Recorder, device_lost, read_rows
+from kvcodec_lab.stamp import stamp
 
 LAYER, LAYERS = 16, 32
 """A middle layer: presets that hold the outer layers dense pack this one."""

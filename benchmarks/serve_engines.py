@@ -153,11 +153,12 @@ class Worker:
         self.options = options_of(job, self.scale, self.on_gpu, self.folder)
         print(f"== imported after {time.monotonic() - self.begun:.1f} s", flush=True)
         if not (line := sys.stdin.readline()):
-            sys.exit(3)  # whoever started this is gone
+            sys.exit(3)  # the parent process is gone
         self.limit = float(line)
         import torch
 
-        from kvcodec_lab.bench.record import Recorder, stamp
+        from kvcodec_lab.bench.record import Recorder
+        from kvcodec_lab.stamp import stamp
 
         self.begun = time.monotonic()
         common = stamp(torch.device("cuda" if self.on_gpu else "cpu"), SEED, args.commit or None) | {"run": args.run}
@@ -263,7 +264,7 @@ class Worker:
         from prometheus_client import generate_latest
 
         from kvcodec.progress import Progress
-        from kvcodec_lab.serve.command import Bench, Server
+        from kvcodec_lab.serve.bench import Bench, Server
         from kvcodec_lab.serve.engine import EngineTarget
         from kvcodec_lab.serve.loads import Prompts
         from kvcodec_lab.serve.metrics import flat

@@ -7,7 +7,7 @@
 A variant is one of vLLM's KV-cache dtypes (``serve_sizes.RIVALS``) or a preset of kvcodec, which the plugin serves
 without being installed; ``kvcodec:fp8`` is the preset. Each part of each variant is a process with the engine inside.
 Processes of one GPU import side by side and then take turns, so nothing else runs on a GPU while one is timed; several
-GPUs work through one list. Parts, in this order whatever the order given:
+GPUs work through one list. Parts, always in this order:
 
 - ``smoke``: a small model, several engines at once on a GPU, each variant eager and with CUDA graphs; DIR/smoke.json
   says how many tokens agree, whether a layer's blocks have the library's bytes and how far its attention is from the
@@ -94,7 +94,7 @@ class Lane(threading.Thread):
         try:
             while self.waiting or self.fetch(1):
                 self._turn(*self.waiting.popleft())
-                self.fetch(self.visit.lanes)  # the last jobs go to who is free first
+                self.fetch(self.visit.lanes)  # the last jobs go to the GPU that is free first
         finally:
             for _, process in self.waiting:
                 stop(process)

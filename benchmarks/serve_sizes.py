@@ -84,7 +84,7 @@ def folder_of(out: Path, sizes: dict[str, int]) -> Path:
 
 
 def rows_file(out: Path, part: str) -> Path:
-    """Where a part's rows go; what is no measurement is not published."""
+    """Where a part's rows go; checks are kept apart from measurements."""
     return out / ("checks.jsonl" if part in ("smoke", "timeline") else "serve.jsonl")
 
 

@@ -51,7 +51,7 @@ class Checks:
     async def solo(self, prompt, new):
         """Tokens of a prompt that is alone in the engine, and how far each was ahead of the next best."""
         if not await self.empty():
-            self.errors.append("the prefix cache could not be dropped: blocks are held by nobody")
+            self.errors.append("the prefix cache could not be dropped: blocks are held, and no request runs")
         answer = (await self.generate(prompt, max_tokens=new, logprobs=2)).outputs[0]
         ahead = []
         for token, found in zip(answer.token_ids, answer.logprobs, strict=True):

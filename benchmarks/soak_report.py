@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvcodec_lab.bench.record import stamp
+from kvcodec_lab.stamp import stamp
 
 MB = 1 << 20
 

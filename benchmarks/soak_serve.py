@@ -55,7 +55,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
 
-from kvcodec_lab.bench.cache_bench import commit as commit_here  # noqa: E402
+from kvcodec_lab.stamp import commit as commit_here  # noqa: E402
 
 HUNG = 3
 
@@ -307,7 +307,7 @@ class Soak(Checks):
 
 
 class Watchdog(threading.Thread):
-    """Ends the process when the engine takes no step for too long while somebody waits for one."""
+    """Ends the process when the engine takes no step for too long while requests wait."""
 
     def __init__(self, soak, seconds, report):
         super().__init__(daemon=True)

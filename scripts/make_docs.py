@@ -1,4 +1,4 @@
-"""Write the generated pages of the documentation: one per registered method, and the public names.
+"""Write the generated pages of the documentation: one per registered method, their list, and the public names.
 
 A method's page is its module's docstring in sections, its options, its presets' bits, its bytes drawn, and its rows of
 the committed results: a codec that is one new file has a page without another line. The pages are committed, and a test
@@ -15,12 +15,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import architecture_drawing
 from layout_drawing import drawing
 
 import kvcodec
 from kvcodec.registry import method_of
 from kvcodec_lab.eval.rows import read_rows
-from kvcodec_lab.report.presets import cell, columns_of
+from kvcodec_lab.report.tables import cell, columns_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIMS = (64, 128, 256)
@@ -42,18 +43,35 @@ RESULTS = (
 """Every preset, and options of some."""
 
 
-def write_pages(out: Path) -> list[Path]:
-    """Write ``codecs/<method>.md`` and its drawing for every method and ``api.md`` under ``out``; return the paths."""
-    (out / "codecs").mkdir(parents=True, exist_ok=True)
-    pages = {}
+def pages(out: Path) -> dict[Path, str]:
+    """Text of every generated page and drawing under ``out``.
+
+    They are ``codecs/<method>.md`` and its drawing for every method, ``codecs/index.md``, ``api.md`` and
+    ``img/architecture.svg``.
+    """
+    made = {out / "img/architecture.svg": architecture_drawing.drawing()}
     for name in kvcodec.names():
-        pages[out / "codecs" / f"{name}.md"] = method_page(name)
-        pages[out / "codecs" / f"{name}.svg"] = drawing(_presets_of(name)[0])
-    pages[out / "codecs" / "index.md"] = index_page()
-    pages[out / "api.md"] = api_page()
-    for path, text in pages.items():
+        made[out / "codecs" / f"{name}.md"] = method_page(name)
+        made[out / "codecs" / f"{name}.svg"] = drawing(_presets_of(name)[0])
+    made[out / "codecs" / "index.md"] = index_page()
+    made[out / "api.md"] = api_page()
+    return made
+
+
+def write_pages(out: Path) -> list[Path]:
+    """Write them; return their paths."""
+    made = pages(out)
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return list(pages)
+    return list(made)
+
+
+def stale(out: Path) -> list[Path]:
+    """Pages that are missing or say something else, and pages of methods that are gone."""
+    made = pages(out)
+    changed = [p for p, text in made.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    return changed + sorted(set((out / "codecs").glob("*")) - set(made))
 
 
 def sections(doc: str) -> dict[str, str]:
@@ -118,13 +136,21 @@ def _fitted(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def index_page() -> str:
-    """List of the methods, one line each."""
+    """Table of every method and its presets: one sentence for a method, one row for a preset."""
     rows = []
     for name in kvcodec.names():
-        described = kvcodec.describe(_presets_of(name)[0])
-        rows.append((f"[{name}]({name}.md)", described["summary"], f"{described['effective_bits']:.2f}"))
-    table = _table(["method", "what it is", "bits of its first preset at D = 128"], rows)
-    return f"# Methods\n\nOne page each: what it is for, its bits and bytes, deviations, pitfalls.\n\n{table}\n"
+        for i, preset in enumerate(_presets_of(name)):
+            d = kvcodec.describe(preset)
+            kernels = " and ".join(k for k, there in d["kernels"].items() if there != "none") or "–"
+            method = f"[{name}]({name}.md): {d['summary'].rstrip('.')}. *{d['source']}*" if i == 0 else ""
+            bits = f"{d['key_bits']:.2f}", f"{d['value_bits']:.2f}"
+            rows.append((method, f"`{preset}`", *bits, f"{d['sink']} + {d['window']}", kernels))
+    table = _table(["method", "preset", "K bits", "V bits", "sink + window", "fused kernels"], rows)
+    return (
+        "# Methods\n\nOne page each: what it is for, its bits and bytes, options, deviations, pitfalls. Bits are those "
+        "at head_dim 128, scales and padding included; tokens held dense (sink, window, outer layers) are not counted. "
+        f"[Which to take](../choose.md).\n\n{table}\n"
+    )
 
 
 def _presets_of(name: str) -> list[str]:
@@ -139,7 +165,9 @@ def _spelled(value: Any) -> str:
 
 
 def _prose(text: str) -> str:
-    return " ".join(text.split())
+    """Return a docstring's paragraph as Markdown that begins like a sentence."""
+    text = " ".join(text.split()).replace("``", "`")
+    return text if re.match(r"[\w-]*[\d_]", text) else text[:1].upper() + text[1:]
 
 
 def _method(spec: str) -> str:
@@ -218,15 +246,19 @@ def _table(head: Sequence[str], rows: Any) -> str:
 
 
 def main() -> int:
-    """Write the pages and say where."""
+    """Write the pages and say where; with ``--check`` 1 if one is stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder (default: docs)")
     parser.add_argument("--codec-file", type=Path, action="append", default=[], help="a codec outside the package")
     options = parser.parse_args()
     for path in options.codec_file:
         kvcodec.load_file(path)
-    pages = write_pages(options.out)
-    print(f"{len(pages)} pages under {options.out}")
+    if options.check:
+        for path in (old := stale(options.out)):
+            print(f"stale: {path}; run `make docs`", file=sys.stderr)
+        return int(bool(old))
+    print(f"{len(write_pages(options.out))} pages under {options.out}")
     return 0
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from kvcodec.errors import KVError
 from kvcodec_lab.eval.merge import PACKED, missing, pack, unpack, write_results
 from kvcodec_lab.eval.store import read_run
-from kvcodec_lab.report.board import Runs, kind, model_name, points, read_runs, tables
-from kvcodec_lab.report.plot import board_figure
+from kvcodec_lab.report import pictures
+from kvcodec_lab.report.pages.leaderboard import Runs, plots, read_runs, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("benchmarks/results/eval")
@@ -71,11 +71,10 @@ def page(runs: Runs) -> str:
 
 def write_figure(runs: Runs, path: Path) -> bool:
     """Draw the figure if a run has points for it; whether it has."""
-    panels = {f"{model_name(results)}, {kind(results)}": points(results) for results in runs.values()}
-    panels = {title: found for title, found in panels.items() if found}
+    panels = plots(runs)
     if panels:
         path.parent.mkdir(parents=True, exist_ok=True)
-        board_figure(panels, path)
+        pictures.write(panels, path, size=(8.0, 6.4))
     return bool(panels)
 
 

@@ -1,38 +1,46 @@
-"""Write README.md's generated blocks from result files and the registry; ``--check`` only compares.
+"""Write the generated blocks of README.md and of docs/ from result files and sources; ``--check`` only compares.
 
-Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->``:
+Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page that BLOCKS names:
 
-    results   table of benchmarks/results/cpu/smollm2-135m.json
-    columns   what its columns mean
-    speed     the speed sentence, from the rows in benchmarks/results/nvidia-h200/
-    kernels   speed-up of every preset with a kernel, break-even context, and the figure SPEED_FIGURE, from DECODE there
-    generate  the same through generate, from GENERATE_FILE there
-    best      the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
-    board     three sentences of the runs BOARD on tasks
-    engine    vLLM's throughput and the tokens that fit, from SERVE_FILE
-    presets   the registry, as `kvcodec list` prints it
+    numbers     the README's three numbers: memory, decode, served, from SERVE_FILE, DECODE, ALL_RESULTS and RESULTS
+    choose      the README's five rows, from ALL_RESULTS, BOARD_RUNS and DECODE
+    best        the best measured at each of BUDGETS, from ALL_RESULTS and VARIANTS
+    board       three sentences of the runs BOARD_RUNS on tasks
+    quality     every preset of ALL_RESULTS
+    results     table of benchmarks/results/cpu/smollm2-135m.json
+    columns     what its columns mean
+    speed       the speed sentence, from the rows in benchmarks/results/nvidia-h200/
+    kernels     speed-up of every preset with a kernel, break-even lengths, and SPEED_FIGURE, from DECODE there
+    generate    the same through generate, from GENERATE_FILE there
+    engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
+    library     the modules of src/kvcodec, each with the first sentence of its docstring
+    laboratory  the same of src/kvcodec_lab
 """
 
 import argparse
+import ast
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import kvcodec
 from kvcodec.errors import FormatError
 from kvcodec_lab.bench.record import newest, read_rows
 from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number
 from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec_lab.eval.generation import CUDNN_OFF
-from kvcodec_lab.report.board import read_runs, sentences
-from kvcodec_lab.report.plot import SPEED_TITLES, speed_figure
-from kvcodec_lab.report.presets import cell, columns_of, with_reference
+from kvcodec_lab.report import figures, pictures
+from kvcodec_lab.report.figures import SPEED_TITLES
+from kvcodec_lab.report.pages.leaderboard import read_runs, sentences
+from kvcodec_lab.report.tables import cell, columns_of, with_reference
+from kvcodec_lab.serve.tables import Found
 
 ROOT = Path(__file__).resolve().parents[1]
+README = Path("README.md")
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
 ALL_RESULTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m.json")
 VARIANTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json")
@@ -53,17 +61,18 @@ GENERATE = "qwen3_8b_b1_32k"
 """File of `kvcodec bench generate`, and the shape that the sentence quotes."""
 BOARD = Path("benchmarks/results/eval")
 BOARD_RUNS = ("smollm2-135m", "smollm2-135m-stressed")
-"""The plain and the stressed run that the README quotes."""
-
+"""The plain and the stressed run that the sentences quote."""
 
 SERVE_FILE = "serve.json"
 SERVE_LOAD = {"input_len": 16384, "output_len": 1024, "concurrency": 256}
 SERVED = ("saw-int4", "fp8", "bf16")
 """Of `benchmarks/serve_h200.py`: the load that is quoted, and whose; the last is what the others are compared with."""
+STEP, SESSIONS, ONE_CLIENT = "n32_i8192", "s32x6_p1024_c8192_t2048_a128_together", "c1_i1024_o1024"
+"""Shapes of the README's served numbers: a decode step, sessions, and what does not get better."""
 
 
 class MissingResultError(Exception):
-    """Raised when a result that the README quotes does not exist, or exists twice."""
+    """Raised when a result that a page quotes does not exist, or exists twice."""
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -82,10 +91,7 @@ def results_block(root: Path) -> str:
     rows = with_reference(rows_of(path))
     if not any("spec" in row for row in rows):
         raise MissingResultError(f"{RESULTS} holds no result rows.")
-    columns = columns_of(rows)
-    lines = [[c.heading for c in columns], ["---"] + ["---:"] * (len(columns) - 1)]
-    lines += [[f"`{cell(r, c)}`" if c.key == "spec" else cell(r, c) for c in columns] for r in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _table(columns_of(rows), rows)
 
 
 def columns_block(root: Path) -> str:
@@ -138,28 +144,26 @@ def decode_rows(root: Path) -> list[dict[str, Any]]:
 
 
 def kernels_block(root: Path) -> str:
-    """One table: speed-ups at the spine's shapes, marked by what was asked, and the break-even context; the figure."""
+    """One table: speed-ups at SHAPES and the break-even context; the figure."""
     rows = decode_rows(root)
     measured = [line for line in lines(rows) if any(line.speedups.values())]
     if not measured:
-        return "Not measured yet: `benchmarks/visit_h200.py` makes the rows."
+        return "Not measured yet: `benchmarks/run.py` makes the rows."
     table = Table(rows)
-    out = [f"![Speed-up over 16-bit attention over effective bits]({SPEED_FIGURE})", ""]
+    out = [f"![Speed-up over 16-bit attention over effective bits](img/{SPEED_FIGURE.name})", ""]
     heads = ["preset", "bits", *(SPEED_TITLES[shape] for shape in SHAPES)]
     heads += [f"break-even, {b} sequence{'s' * (b > 1)}" for b in SWEEP_BATCHES]
     out += [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
     for line in sorted(measured, key=lambda x: -(x.speedups["b32_32k"] or 0)):
-        cells = [f"`{line.spec}`", number(line.bits, ".2f")]
-        for shape in SHAPES:
-            gain, missed = line.speedups[shape], line.verdicts[shape] == "must missed"
-            cells.append("–" if gain is None else f"{gain:.2f}x{' ✗' if missed else ''}")
+        gains = (line.speedups[shape] for shape in SHAPES)
+        cells = [f"`{line.spec}`", number(line.bits, ".2f"), *("–" if x is None else f"{x:.2f}x" for x in gains)]
         cells += [str(break_even(table, line.spec, batch) or "–") for batch in SWEEP_BATCHES]
         out.append(f"| {' | '.join(cells)} |")
     gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
     return "\n".join(out) + (
         f"\n\nTimes as fast as the fastest 16-bit attention of the same run ({gpus}; cold L2, CUDA graph, medians, "
-        f"pages in random order); ✗: below what the project asks of it. Break-even: tokens per sequence from which a "
-        f"preset is the faster one at every longer measured length."
+        f"pages in random order). Break-even: tokens per sequence from which a preset is the faster one at every "
+        f"longer measured length."
     )
 
 
@@ -167,7 +171,7 @@ def write_figure(root: Path) -> bool:
     """Draw SPEED_FIGURE if there are rows for it; whether there are."""
     points = speed_points(decode_rows(root))
     if points:
-        speed_figure(points, root / SPEED_FIGURE)
+        pictures.write(figures.speed(points), root / SPEED_FIGURE, size=(4.6, 4.6))
     return bool(points)
 
 
@@ -255,25 +259,10 @@ def board_block(root: Path) -> str:
         if not runs:
             return "Not measured on tasks yet: `benchmarks/evaluate.py` makes the rows."
         if lacking := [name for name in BOARD_RUNS if name not in runs]:
-            raise MissingResultError(f"{BOARD}: no run {' and '.join(lacking)}, which the README quotes.")
+            raise MissingResultError(f"{BOARD}: no run {' and '.join(lacking)}, which the docs quote.")
         return "\n".join(f"- {sentence}" for sentence in sentences(*(runs[name] for name in BOARD_RUNS)))
     except FormatError as error:
         raise MissingResultError(str(error)) from error
-
-
-def presets_block(root: Path) -> str:
-    """One line per preset, at head_dim 128."""
-    lines = ["| preset | what it is | K bits | V bits | sink + window | fused kernels | from |"]
-    lines.append("|---|---|---:|---:|---:|---|---|")
-    for preset in kvcodec.presets():
-        d = kvcodec.describe(preset)
-        fused = " and ".join(k for k, there in d["kernels"].items() if there != "none") or "–"
-        summary = d["summary"].rstrip(".").replace("|", "\\|")
-        lines.append(
-            f"| `{preset}` | {summary} | {d['key_bits']:.2f} | {d['value_bits']:.2f} | "
-            f"{d['sink']} + {d['window']} | {fused} | {d['source']} |"
-        )
-    return "\n".join(lines)
 
 
 def engine_block(root: Path) -> str:
@@ -301,24 +290,163 @@ def engine_block(root: Path) -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
-    "results": results_block,
-    "columns": columns_block,
-    "speed": speed_block,
-    "kernels": kernels_block,
-    "generate": generate_block,
-    "best": best_block,
-    "board": board_block,
-    "engine": engine_block,
-    "presets": presets_block,
+def numbers_block(root: Path) -> str:
+    """Memory, decode and serving, each in one sentence with its conditions; then where there is nothing to gain."""
+    path = root / SPEED / SERVE_FILE
+    if not path.is_file():
+        raise MissingResultError(f"{SPEED / SERVE_FILE} does not exist; see docs/results.md.")
+    found = Found(rows_of(path))
+    ours, base = SERVED[0], SERVED[-1]
+
+    def pair(metric: str, shape: str) -> tuple[float, float]:
+        values = [found.value(label, metric, shape) for label in (ours, base)]
+        if None in values:
+            raise MissingResultError(f"{SPEED / SERVE_FILE}: no row is {ours} and {base}, {metric}, {shape}.")
+        return values[0], values[1]
+
+    fits, held = pair("kv_cache_tokens", "start")
+    step, dense = pair("step_ms", STEP)
+    rate, rate16 = pair("output_tokens_per_s", SESSIONS)
+    one, one16 = pair("output_tokens_per_s", ONE_CLIENT)
+    row = found.row(ours, "step_ms", STEP) or {}
+    sizes, load = row["sizes"], (found.row(ours, "output_tokens_per_s", SESSIONS) or {})["sizes"]
+    gains = [median_of(decode_rows(root), "speedup_vs_bf16_cold", shape)[0] for shape in SHAPES]
+    price = _one(rows_of(root / ALL_RESULTS), SPEED_SPEC)
+    demo = with_reference(rows_of(root / RESULTS))
+    speeds = [r["tokens_per_s"] for r in demo]
+    model, vllm = price["model"], row["versions"]["vllm"]
+    return (
+        f"Preset `{ours}` beside bf16, on one {row['gpu']}:\n\n"
+        f"- **Memory**: {fits:,.0f} tokens fit instead of {held:,.0f}, {fits / held:.2f} times as many (vLLM {vllm}, a "
+        f"model of Qwen3-8B's shape). Its price: a perplexity of {price['perplexity']:.2f} instead of "
+        f"{price['uncompressed']['perplexity']:.2f} ({model}, WikiText-2).\n"
+        f"- **Decode**: attention that reads the packed pages is {min(gains):.1f} to {max(gains):.1f} times as fast "
+        f"as the fastest 16-bit attention (one layer and step, four shapes of 32k to 1M tokens, cold L2).\n"
+        f"- **Served**: a decode step of {sizes['sequences']} sequences of {sizes['tokens']:,} tokens takes "
+        f"{step:.1f} ms instead of {dense:.1f}, and {load['sessions']} sessions of {load['rounds']} rounds get "
+        f"{rate / rate16:.1f} times the output tokens per second (random weights; in 16 bit the sessions evict each "
+        f"other's prefixes).\n\n"
+        f"Where nothing is gained: one client with a short prompt ({one / one16:.2f} times the tokens per second), and "
+        f"CPUs: there **every preset is slower than no compression today**, {min(speeds[1:]):.1f} to "
+        f"{max(speeds[1:]):.1f} tokens per second beside {speeds[0]:.1f} ({model}, two cores)."
+    )
+
+
+def _one(rows: list[dict[str, Any]], spec: str) -> dict[str, Any]:
+    found = [row for row in rows if row.get("spec") == spec]
+    if len(found) != 1:
+        raise MissingResultError(f"{ALL_RESULTS}: {len(found)} rows have spec {spec}; one is needed.")
+    return found[0]
+
+
+class Wish(NamedTuple):
+    """A row of the README's table: what is wanted, and which of the presets that hold it is taken."""
+
+    text: str
+    bits: float
+    """At most so many, every byte counted; the least KL of these is taken."""
+    spec: str | None = None
+    """Taken whatever its KL."""
+
+
+WISHES = (
+    Wish("a good start on a GPU: fast, served, little loss", 4.6, "saw-int4"),
+    Wish("nearly no loss", 8.6),
+    Wish("the least loss at 4.3 bits", 4.3),
+    Wish("the longest context, at a loss that shows", 3.3),
+)
+
+
+def choose_block(root: Path) -> str:
+    """Five rows: a wish, the preset that measured best for it, and its numbers."""
+    path = root / ALL_RESULTS
+    rows = [row for row in rows_of(path) if "spec" in row] if path.is_file() else []
+    if not rows:
+        raise MissingResultError(f"{ALL_RESULTS} does not exist; compare every preset and put the JSON there.")
+    table = Table(decode_rows(root))
+    taken = []
+    for wish in WISHES:
+        fitting = [r for r in rows if r["effective_bits"] <= wish.bits and wish.spec in (None, r["spec"])]
+        if not fitting:
+            raise MissingResultError(f"{ALL_RESULTS}: nothing holds {wish.bits:g} bits or fewer for {wish.text!r}.")
+        taken.append((wish.text, min(fitting, key=lambda r: r["kl"])))
+    held = re.search(r"`([^`]+)` with the fewest bits", board_block(root).splitlines()[-1])
+    if held is None:
+        raise MissingResultError(f"{BOARD}: no preset holds with outlier channels in the keys.")
+    taken.append(("keys with outlier channels or large biases (Qwen2, Qwen2.5)", _one(rows, held[1])))
+    base = rows[0]["uncompressed"]["perplexity"]
+    lines = [
+        f"| you want | preset | bits | KL | perplexity ({base:.2f}) | decode attention |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for text, row in taken:
+        gain = table.median(row["spec"], "speedup_vs_bf16_cold", "b32_32k")
+        lines.append(
+            f"| {text} | `{row['spec']}` | {row['effective_bits']:.2f} | {row['kl']:.4f} | {row['perplexity']:.2f} | "
+            f"{'–' if gain is None else f'{gain:.1f}x'} |"
+        )
+    return "\n".join(lines) + (
+        f"\n\nBits of every byte held, KL and perplexity on {rows[0]['model']} ({rows[0]['windows']} windows of "
+        f"{rows[0]['window_tokens']} tokens); decode attention of {SPEED_TITLES['b32_32k']} beside 16 bit."
+    )
+
+
+def quality_block(root: Path) -> str:
+    """Every preset: bits, bytes and quality, fewest bits first."""
+    path = root / ALL_RESULTS
+    rows = [row for row in rows_of(path) if "spec" in row] if path.is_file() else []
+    if not rows:
+        raise MissingResultError(f"{ALL_RESULTS} does not exist; compare every preset and put the JSON there.")
+    rows.sort(key=lambda r: (r["effective_bits"], r["kl"]))
+    columns = [c for c in columns_of(rows) if c.key != "tokens_per_s"]
+    return _table(columns, rows)
+
+
+def _table(columns: Sequence[Any], rows: Sequence[Any]) -> str:
+    lines = [[c.heading for c in columns], ["---"] + ["---:"] * (len(columns) - 1)]
+    lines += [[f"`{cell(r, c)}`" if c.key == "spec" else cell(r, c) for c in columns] for r in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def rooms_block(root: Path, package: str) -> str:
+    """Modules of a package, first level, each with the first sentence of its docstring."""
+    folder = root / "src" / package
+    if not folder.is_dir():
+        raise MissingResultError(f"{folder.relative_to(root)} does not exist.")
+    lines = ["| module | holds |", "|---|---|"]
+    for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
+        source = path / "__init__.py" if path.is_dir() else path
+        if source.suffix != ".py" or not source.is_file() or path.name in ("__init__.py", "__pycache__"):
+            continue
+        doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+        text = " ".join(doc.split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|").rstrip(".")
+        lines.append(f"| `{path.name}{'/' * path.is_dir()}` | {text} |")
+    return "\n".join(lines)
+
+
+BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
+    "numbers": (README, numbers_block),
+    "choose": (README, choose_block),
+    "best": (Path("docs/choose.md"), best_block),
+    "board": (Path("docs/choose.md"), board_block),
+    "quality": (Path("docs/results.md"), quality_block),
+    "results": (Path("docs/results.md"), results_block),
+    "columns": (Path("docs/results.md"), columns_block),
+    "speed": (Path("docs/speed.md"), speed_block),
+    "kernels": (Path("docs/speed.md"), kernels_block),
+    "generate": (Path("docs/speed.md"), generate_block),
+    "engine": (Path("docs/serve.md"), engine_block),
+    "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),
+    "laboratory": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec_lab")),
 }
+"""Name -> the page that has the block, and what writes it."""
 
 
 def block_in(text: str, name: str) -> str:
     """What stands between a block's markers."""
     match = re.search(rf"<!-- {name}:start -->\n(.*?)\n?<!-- {name}:end -->", text, re.S)
     if match is None:
-        raise MissingResultError(f"README.md has no markers for the block {name!r}.")
+        raise MissingResultError(f"{BLOCKS[name][0]} has no markers for the block {name!r}.")
     return match[1]
 
 
@@ -327,10 +455,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
     failed = False
-    for name, make in BLOCKS.items():
+    for name, (page, make) in BLOCKS.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
         try:
             old, new = block_in(text, name), make(ROOT)
         except MissingResultError as error:
@@ -338,13 +465,13 @@ def main() -> int:
             failed = True
             continue
         if old != new:
-            print(f"{name}: {'differs' if check else 'updated'}")
+            print(f"{page}, {name}: {'differs' if check else 'updated'}")
             failed |= check
-            markers = f"<!-- {name}:start -->\n", f"\n<!-- {name}:end -->"
-            begin = text.index(markers[0]) + len(markers[0])
-            text = text[:begin] + new + text[text.index(f"<!-- {name}:end -->") - 1 :]
+            if not check:
+                begin = text.index(f"<!-- {name}:start -->\n") + len(f"<!-- {name}:start -->\n")
+                end = text.index(f"\n<!-- {name}:end -->", begin - 1)
+                (ROOT / page).write_text(text[:begin] + new + text[end:], encoding="utf-8")
     if not check:
-        readme.write_text(text, encoding="utf-8")
         write_figure(ROOT)
     return 1 if failed else 0
 

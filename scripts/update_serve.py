@@ -1,4 +1,4 @@
-"""Write the measured tables and drawings of docs/serve.md from benchmarks/results/nvidia-h200/serve.json.
+"""Write the measured tables and drawings of docs/serve-results.md from benchmarks/results/nvidia-h200/serve.json.
 
 ``--check`` only compares: 1 if something would change. The block lies between ``<!-- serve:start -->`` and
 ``<!-- serve:end -->``, drawings in docs/img.
@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcodec_lab.report.serve_page import drawing
+from kvcodec_lab.report.pages.serve import drawing
 from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/nvidia-h200/serve.json")
-PAGE = Path("docs/serve.md")
+PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
          "round-ttft-s": "serve-round-ttft.svg",
@@ -57,7 +57,7 @@ def pictures(root: Path) -> dict[str, str]:
     for chart in charts(rows_of(root)):
         name = next((file for begin, file in DRAWN.items() if chart.name.startswith(begin)), None)
         if name is not None:
-            found.setdefault(name, drawing(chart) + "\n")
+            found.setdefault(name, drawing(chart))
     return found
 
 

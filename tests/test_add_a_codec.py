@@ -21,7 +21,7 @@ PRESETS = ["spin-4", "spin-3"]
 
 def code_block() -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.S | re.M)
-    assert len(blocks) == 1, "the tutorial has one Python block: the whole file"
+    assert len(blocks) == 2, "the tutorial has two Python files: the codec, and what names its reader"
     return blocks[0]
 
 
@@ -146,13 +146,12 @@ def test_the_command_line_compares_it(copy, tmp_path):
 def test_the_tables_of_the_docs_have_a_row_for_it(copy):
     program = f"""
 import sys; sys.path.insert(0, {str(copy / "scripts")!r})
-import update_readme
-from pathlib import Path
-print(update_readme.presets_block(Path({str(copy)!r})))
+import make_docs
+print(make_docs.index_page())
 """
     table = run("-c", program, source=copy / "src")
-    for preset in PRESETS:
-        assert f"| `{preset}` | Randomly signed Hadamard rotation" in table
+    assert re.findall(r"\| `(spin-\d)` \| (\S+) \|", table) == [("spin-4", "4.12"), ("spin-3", "3.12")]
+    assert table.count("Randomly signed Hadamard rotation") == 1
 
 
 @pytest.mark.slow

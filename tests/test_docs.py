@@ -61,12 +61,42 @@ def test_the_bytes_of_a_method_are_drawn(make_docs: ModuleType, name: str) -> No
 
 
 def test_the_committed_pages_are_what_the_script_writes(make_docs: ModuleType, tmp_path: Path) -> None:
-    for path in make_docs.write_pages(tmp_path):
-        committed = ROOT / "docs" / path.relative_to(tmp_path)
-        assert committed.is_file(), f"{committed.name}: run `make docs` and commit it"
-        assert committed.read_text() == path.read_text(), f"{committed.name} is stale: run `make docs` and commit it"
-    written = {p.name for p in (tmp_path / "codecs").iterdir()}
-    assert {p.name for p in (ROOT / "docs/codecs").iterdir()} == written, "pages of methods that are gone"
+    assert make_docs.stale(ROOT / "docs") == [], "run `make docs` and commit them"
+    made = make_docs.write_pages(tmp_path)
+    assert make_docs.stale(tmp_path) == []
+    made[0].write_text("changed")
+    made[-1].unlink()
+    (tmp_path / "codecs/gone.md").write_text("a method that is gone")
+    assert make_docs.stale(tmp_path) == [made[0], made[-1], tmp_path / "codecs/gone.md"]
+
+
+def test_the_methods_are_one_sentence_each_and_the_presets_one_row_each(make_docs: ModuleType) -> None:
+    page = make_docs.index_page()
+    assert sorted(re.findall(r"^\| .*\| `(\S+)` \|", page, re.M)) == sorted(kvcodec.presets())
+    assert re.findall(r"^\| \[(\S+)\]", page, re.M) == kvcodec.names()
+
+
+def test_the_way_of_a_token_is_drawn_for_small_screens_and_the_dark(make_docs: ModuleType) -> None:
+    svg = make_docs.architecture_drawing.drawing()
+    root = ElementTree.fromstring(svg)
+    width = float(root.attrib["viewBox"].split()[2])
+    assert width <= 400, "text of 11 pixels is 11 pixels on a page 400 wide"
+    assert min(map(int, re.findall(r"font-size: (\d+)px", svg))) >= 11
+    light, dark = (set(re.findall(r"(--\w+): ", block)) for block in svg.split("prefers-color-scheme: dark"))
+    assert light == dark == set(re.findall(r"var\((--\w+)\)", svg)), "a colour that one of the two lacks"
+
+
+def test_the_index_and_the_navigation_have_the_same_order() -> None:
+    """Every page stands in both, but those of methods, which the table of methods links."""
+    index = (ROOT / "docs/index.md").read_text()
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", index)
+    assert re.findall(r": ([\w/-]+\.md)$", navigation, re.M) == ["index.md", *listed]
+    headings = re.findall(r"^## (.+)$", index, re.M)
+    assert headings == ["Use", "Choose", "Serve", "Inside", "Methods", "Evidence"]
+    assert re.findall(r"^  - (\w+):", navigation, re.M) == ["Home", *headings]
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert pages - {f"codecs/{name}.md" for name in kvcodec.names()} == {"index.md", *listed}
 
 
 def test_what_the_docs_say_of_codec_speed_is_what_was_measured() -> None:
@@ -87,7 +117,7 @@ def test_what_the_docs_say_of_codec_speed_is_what_was_measured() -> None:
 
 def test_what_the_docs_say_of_the_soak_is_what_was_measured() -> None:
     found = json.loads((ROOT / "benchmarks/results/cpu/soak-saw-int4-cpu.json").read_text())
-    text = " ".join((ROOT / "docs/serve.md").read_text().split())
+    text = " ".join((ROOT / "docs/serve-results.md").read_text().split())
     assert found["failures"] == []
     assert found["checked"]["differing"] == []
     assert not any(found["pool_used_when_idle"])

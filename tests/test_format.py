@@ -90,7 +90,7 @@ def test_the_bit_stream_is_as_written():
 
 
 def test_woven_codes_are_as_written():
-    section = DOC.split("### Woven codes")[1].split("\n## ")[0]
+    section = DOC.split("### Interleaved codes")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\d) \| codes `(\d) i \.\. \d i \+ (\d)` \| `(\d) s` \| (.*) \|$", section, re.M)
     assert [int(row[0]) for row in rows] == [2, 3, 4]
     for b, each, last, step, top in ((*map(int, row[:4]), row[4]) for row in rows):
@@ -107,7 +107,7 @@ def test_woven_codes_are_as_written():
 
 
 def test_the_presets_with_woven_codes_are_listed():
-    section = DOC.split("### Woven codes")[1].split("\n## ")[0].split("\n\n")[1]
+    section = DOC.split("### Interleaved codes")[1].split("\n## ")[0].split("\n\n")[1]
     scheme = {name: kvcodec.get(name) for name in kvcodec.presets()}
     woven = {n for n, s in scheme.items() if type(s.value).__name__ == "GroupInt" and s.value.layout(128).version == 2}
     assert woven == {name for name in re.findall(r"`([\w-]+)`", section) if name in scheme}

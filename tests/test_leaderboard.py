@@ -17,7 +17,7 @@ from kvcodec_lab.eval.scoring import UNCOMPRESSED
 from kvcodec_lab.eval.stats import summarize
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
 from kvcodec_lab.eval.tasks import get_task
-from kvcodec_lab.report.board import points, read_runs, sentences, tables
+from kvcodec_lab.report.pages.leaderboard import points, read_runs, sentences, tables
 from tests.lab.eval.test_store import ABOUT
 
 ROOT = Path(__file__).parents[1]
@@ -219,7 +219,7 @@ def test_a_published_run_is_made_again_and_published_the_same(root: Path, tmp_pa
 
 def test_the_figure_has_a_panel_for_each_run(root: Path, tmp_path: Path) -> None:
     runs = read_runs(root / script.RUNS)
-    assert [(p.spec, p.bits) for p in points(runs[readme.BOARD_RUNS[0]])] == [
+    assert [(p.spec, p.x) for p in points(runs[readme.BOARD_RUNS[0]])] == [
         ("fp8", 8.25),
         ("saw-int4", 4.5),
         ("int-4", 4.25),

@@ -13,7 +13,7 @@ from kvcodec_lab.eval.compare import Settings, about, compare
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS
 from kvcodec_lab.eval.rows import Row, check_writable, plain, table, write_json
 from kvcodec_lab.models import LoadedModel, SampleText, load
-from kvcodec_lab.report.presets import write_report
+from kvcodec_lab.report.pages.compare import write_report
 
 MODEL = "smollm2-135m"
 SPECS = ("dense", "fp8", "int-4", "saw-int4", "kivi-4", "kivi-2", "octopus-4", "octopus-3", "octopus-2")

@@ -22,24 +22,20 @@ from kvcodec.cache import many as staged
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.codec import ROLES, Role, check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.engine import Engine, choose
+from kvcodec.kernels.engine import Engine, choose, refusal
 from kvcodec.scheme import KVScheme
 
 ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
 
 
 def fused_refusal(
-    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None,
-    softcap: float = 0.0,
-) -> str:  # fmt: skip
+    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
+) -> str:
     """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
 
-    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``, ``softcap`` as in its ``attend``.
+    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
-    found = choose(scheme, head_dim, device, page_tokens, static=capacity > 0)
-    if isinstance(found, str):
-        return found
-    return f"Triton's kernels serve it, which have no soft cap (got {softcap})" if softcap > found.softcap else ""
+    return refusal(scheme, head_dim, device, page_tokens, static=capacity > 0)
 
 
 class FusedLayerCache(LayerCache):
@@ -125,9 +121,10 @@ class FusedLayerCache(LayerCache):
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         key, value = (self.scheme.codec(role).for_dtype(keys.dtype) for role in ROLES)
         scheme = replace(self.scheme, key=key, value=value)
-        engine = choose(scheme, keys.shape[-1], keys.device, self.page_tokens, static=self.reserve > 0)
-        if isinstance(engine, str):
-            raise UnsupportedError(f"fused attention: {engine}. Use attention='decoded' or 'streamed'.")
+        try:
+            engine = choose(scheme, keys.shape[-1], keys.device, self.page_tokens, static=self.reserve > 0)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"fused attention: {error}. Use attention='decoded' or 'streamed'.") from error
         super()._allocate(keys, values)
         assert self.store is not None
         self.engine = engine

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def refusal(cache: "FusedLayerCache") -> str:
     """Return why several query tokens cannot be attended to here, or ``""`` if they can."""
-    return "the cache is empty" if cache.engine is None else cache.engine.many_refusal()
+    return "the cache is empty" if cache.engine is None else ""
 
 
 @torch.no_grad()

@@ -24,15 +24,15 @@ Deviations from the paper
 1. Codebook entries are uniform on the sphere; the paper only says random and fixed.
 2. e(i, j) is cut to multiples of 2^-10, exact in fp16: a search in float64 makes no rounding, so a token alone gives
    the bits it gives in a batch.
-3. sigma / 2 is held, as in hqmq: a chunk of fp16 values may be longer than fp16 can say.
+3. sigma / 2 is held, as in hqmq: a chunk of fp16 values may be longer than fp16 can hold.
 
 Pitfalls: the paper's 3 to 12 times higher perplexity fits ``raw`` or ``greedy``; normalised sums are only 3 to 24 %
 worse than as many of HQMQ's products. The search has no closed form: normalised sums are found in cells
 (ops/quaternion) when there are many chunks, ``raw`` by trying all K^2, an order of magnitude slower than HQMQ's.
 
-Use: measuring what HQMQ's product structure buys, at equal bits.
+Use: measuring what HQMQ's product structure gains at equal bits.
 
-Not for: anything else: hqmq has a slightly smaller error in the same bytes, and a faster search.
+Not for: anything else; hqmq has a slightly smaller error in the same bytes, and a faster search.
 """
 
 import math
@@ -177,7 +177,7 @@ class Additive(Codec):
     presets={"additive-k48_r4": {"k": 48, "r": 4}},
 )
 def additive(k: Literal[24, 48, 96, 192] = 48, r: Literal[3, 4, 6] = 4, reading: Reading = "normalised") -> KVScheme:
-    """Keys and values in chunks of four on sums of two random codebooks: what HQMQ's products are compared with.
+    """Keys and values in chunks of four on sums of two random codebooks: HQMQ's baseline.
 
     Parameters
     ----------

@@ -19,10 +19,10 @@ Deviations: the scale is held in fp16, not float32, and never below 2^-24; codes
 Pitfalls
 1. Without a scale everything above 448 saturates, and what is below 2^-10 becomes zero. Engines' ``fp8`` without
    calibration is this variant.
-2. The clip is not idle: PyTorch before 2.12 casts 464 and below to 448 and what is above to NaN; later ones saturate.
+2. The clip is needed: PyTorch before 2.12 casts 464 and below to 448 and larger numbers to NaN; later ones saturate.
 3. Where max |x| < 0.027 the fp16 scale is subnormal: the largest elements of the token may lose up to 448 x 2^-25.
 
-Use: halving the cache in a number format that hardware has, at a small loss (KL 0.005 on the small model measured).
+Use: halving the cache in a number format that hardware supports, at a small loss (KL 0.005 on the small model).
 
 Not for: a factor above 2, or least error at 8 bits: int-8 takes two bytes more per token and head, and its KL is 15
 times smaller there.

@@ -1,4 +1,4 @@
-"""GroupInt: b-bit integers with one fp16 scale per group, along channels or along tokens; the brick of int and KIVI.
+"""GroupInt: b-bit integers with one fp16 scale per group, along channels or along tokens; int and KIVI are built of it.
 
 Asymmetric (KIVI, arXiv:2402.02750; InnerQ, Eq. 10-12), a float offset Z, L = 2^b - 1::
 
@@ -105,12 +105,6 @@ class GroupInt(Codec):
                 f"GroupInt: group={self.group} along {self.along} is not allowed; use a positive number, e.g. 32"
                 + (", or 0 for all channels of a token." if least == 0 else ".")
             )
-
-    @property
-    def kernel(self) -> str | None:
-        """The kernels read four bits with one asymmetric grid per token."""
-        plain = (self.bits, self.group, self.along, self.symmetric) == (4, 0, "channels", False)
-        return super().kernel if plain else None
 
     @property
     def block_tokens(self) -> int:

@@ -40,9 +40,9 @@ Deviations from the paper
 3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the held S.
 4. "The last 96 tokens" could also be read as at most 96 (values 65 to 96); only the other reading is offered.
 
-Pitfalls: hybrid buys nothing over small on centred data (fewer than 1 group in 1000 is asymmetric with ``literal``).
-``symmetric=signed`` at two bits has three levels (relative MSE 0.43). A channel that the prefill showed tiny has a norm
-to match: the scale of a later, loud key is clipped where S would pass 65504.
+Pitfalls: hybrid gains nothing over small on centred data (fewer than 1 group in 1000 is asymmetric with ``literal``).
+``symmetric=signed`` at two bits has three levels (relative MSE 0.43). A channel that is tiny in the prefill gets a tiny
+norm: the scale of a later, large key is clipped where S would exceed 65504.
 
 Use: batch-1 decode on devices with little bandwidth: groups lie along the dimension that each product reduces over, so
 a scale is applied once per partial sum.

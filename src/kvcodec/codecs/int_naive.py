@@ -13,7 +13,7 @@ Block (one token of one head)::
 
 Codes of 2 and 3 bits are woven with ``group=32`` where 128 divides D (``group_int``): the same bytes in another order.
 
-Bits: b + 32/D; D = 128, b = 4: 68 bytes, 4.25. Groups of 32: b + 1. Symmetric: half of what comes on top of b.
+Bits: b + 32/D; D = 128, b = 4: 68 bytes, 4.25. Groups of 32: b + 1. Symmetric: half of that overhead.
 
 ``outliers=3`` is HQMQ's "naive int + Med3" (arXiv:2605.27646, Sec. 4.5): chunks of four longer than 3 medians are held
 in fp16 by ``med``, up to ``slots`` a token, and the integers see zeros in their place. Two slots: + 1.25, 5.5 bits.
@@ -27,15 +27,15 @@ channels, and INT4 keys break there; use saw-int4 or kivi. With ``outliers=3`` t
 Use: a baseline, and models whose keys have no outlier channels (probe: ``cache.report()["keys"]``). int-4 has fused
 kernels, without options.
 
-Not for: keys with a few loud channels (Qwen2-like): one of them sets the step of all others. saw-int4 costs the same
-bytes and spreads it; ``outliers=3`` holds it apart, for 1.25 bits more (D = 128; 2.25 at D = 64, where groups of 32,
+Not for: keys with a few large channels (Qwen2-like): one of them sets the step of all others. saw-int4 costs the same
+bytes and spreads it; ``outliers=3`` holds it in fp16, for 1.25 bits more (D = 128; 2.25 at D = 64, where groups of 32,
 ``group=32``, + 0.5, do as well on the small model measured).
 """
 
 from typing import Literal
 
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.med import Outliers, with_outliers
+from kvcodec.codecs.outliers import Outliers, with_outliers
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 

@@ -1,7 +1,7 @@
 """KIVI: asymmetric integers, keys grouped along tokens, values grouped along channels. arXiv:2402.02750, Sec. 3.
 
 Keys have a few channels that are large in every token, so a group of keys is G tokens of ONE channel and an outlier
-channel keeps its step to itself; values have none, so a group is G channels of one token::
+channel enlarges no other step; values have none, so a group is G channels of one token::
 
     Z = fp16(min x)     S = fp16((max x - Z) / (2^b - 1))     x^ = S clip(rne((x - Z) / S), 0, 2^b - 1) + Z
 
@@ -31,11 +31,11 @@ Deviations
 Pitfalls: cropping into the middle of an encoded group of keys leaves dead slots, since a group is never encoded again.
 Short contexts gain nothing: below 128 + 32 tokens all keys are still in 16 bit.
 
-Use: long contexts at 3 bits of keys with outlier channels, without rotation or calibration; the window keeps the newest
-128 tokens exact.
+Use: keys with outlier channels, at 3 bits in long contexts, without rotation or calibration; the window keeps the
+newest 128 tokens exact.
 
-Not for: contexts of a few hundred tokens (all of it is window), engines whose pages hold no unfinished group, frequent
-cropping in mid-context.
+Not for: contexts of a few hundred tokens (all of them in the window), engines whose pages hold no unfinished group,
+frequent cropping in mid-context.
 """
 
 from typing import Literal

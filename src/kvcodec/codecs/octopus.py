@@ -42,8 +42,8 @@ Pitfalls: ``local_2x2`` as printed, {j, j+1} from the NEAREST index j, misses th
 worse MSE than local_3x3, which equals the full search). The printed Table 1 was made with ``scalar``. A triplet of
 zeros in a key that is not zero decodes to the smallest level of C_rho in some direction, not to zero.
 
-Use: 2.5 to 4.5 bits of keys without calibration, between the rates that whole bits per coordinate give; ``split=plus``
-where least error at its rate counts.
+Use: keys at 2.5 to 4.5 bits without calibration, at rates between whole bits per coordinate; ``split=plus`` where the
+least error at its rate matters.
 
 Not for: head_dim without a large power of two in it (80: blocks of 16 spread outliers badly); unbiased scores
 (octopus-qjl); least loss per byte: on the small model turboquant-4 at 4.25 bits in all is better than octopus-3 at 4.5.

@@ -1,4 +1,4 @@
-"""OCTOPUS-QJL: octahedral keys and one bit per coordinate of what they leave over. arXiv:2605.21226, Sec. 3.6, C.15.
+"""OCTOPUS-QJL: octahedral keys and one bit per coordinate of their residual. arXiv:2605.21226, Sec. 3.6, C.15.
 
     codes, gamma, u^ = OCTOPUS                               codecs/octopus.py; all b of its bits
     r = u - u^                                               rotated unit-vector scale, u^ as the decoder has it
@@ -37,7 +37,7 @@ Deviations from the paper
 2. R' is orthonormal, as the paper's is. It is not QJL's Gaussian matrix, for which there is no option: that one
    multiplies the error energy by pi/2 - 1/D = 1.56, so with it the residual makes scores worse.
 3. D that is no power of two: R' mixes all coordinates though the rotation does not; blocks would bias scores (ops/qjl).
-4. The cosine and MSE columns of Table 1 leave the residual out (they equal OCTOPUS' own); ``decode`` has it in.
+4. The cosine and MSE columns of Table 1 leave the residual out (they equal OCTOPUS' own); ``decode`` includes it.
 
 Pitfalls: the signs cost a whole bit. At equal true bits plain OCTOPUS has the smaller error: b = 3 (3.5 bits, 1.398)
 against 1.943 here at b = 2 (3.625). QJL is for scores that must not be short on average, not for smaller errors.

@@ -33,8 +33,8 @@ Deviations from the paper
    bit differs between machines. On a tie the lower sector or level.
 
 Pitfalls: not the method of arXiv:2502.00527, which has the same name. Keeping |x| does not make scores unbiased: they
-are short by 1 - E cos. Rows that the rotation does not spread (loud channels at D = 80) fall outside the narrow laws of
-the upper levels.
+are short by 1 - E cos. Rows that the rotation does not spread (loud channels at D = 80) fall outside the narrow
+distributions of the upper levels.
 
 Use: comparing with papers that use it; keeping the length of every vector, up to the rounding of its norm.
 

@@ -5,8 +5,8 @@
     d = m / -8                          the float d makes the codes, fp16(d) is held
     q = min(15, trunc(y (1 / d) + 8.5)),   y^ = fp16(d) (q - 8)
 
-The 16 levels are -8..7 times d: m itself is code 0, and the other sign has one level less. Rotated is where 64 divides
-D, as in llama.cpp; else nothing is.
+The 16 levels are -8..7 times d: m itself is code 0, and the other sign has one level less. Rows are rotated
+where 64 divides D, as in llama.cpp, and nowhere else.
 
 Block (one token of one head)::
 
@@ -25,8 +25,8 @@ Deviations
 2. A group whose d is below 2^-120 has code 8 throughout; fp16(d) is 0 there anyway.
 3. Queries and sums are float32, as everywhere here; llama.cpp's CPU attention rounds queries to 8 bits for q4_0 keys.
 
-Pitfalls: D must be a multiple of 32; llama.cpp refuses others too. Without rotation the step of a group is set by its
-loudest channel. A group with several elements of largest magnitude takes the first one's sign.
+Pitfalls: D must be a multiple of 32; llama.cpp refuses others too. Without rotation the largest channel of a group
+sets its step. A group with several elements of largest magnitude takes the first one's sign.
 
 Use: to compare with what llama.cpp's cache does, at its bytes, in the same harness.
 
@@ -79,11 +79,6 @@ class Q40(Codec):
         """Refuse rotations that do not exist."""
         if self.rotation not in ("whole", "64", "none"):
             raise SpecError(f"q4_0: rotation={self.rotation!r} is not allowed; use whole, 64 or none.")
-
-    @property
-    def kernel(self) -> str | None:
-        """No kernel reads these bytes."""
-        return None
 
     def order_for(self, head_dim: int) -> int:
         """Hadamard order used at ``head_dim``; 1 for no rotation.

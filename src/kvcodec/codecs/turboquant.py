@@ -36,8 +36,8 @@ Deviations from the papers
 2. The sketch is orthonormal. A Gaussian one (coefficient sqrt(pi/2) / D) multiplies the error energy by 1.56, not .57.
 3. The norm is held as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
 
-``variant=printed`` is for reproducing Table 1 of OCTOPUS only. The TurboQuant-QJL scores printed there carry nothing of
-the residual: they fit signs INDEPENDENT of r at the coefficient sqrt(pi/2) / D on an orthonormal sketch, an error
+``variant=printed`` is for reproducing Table 1 of OCTOPUS only. The TurboQuant-QJL scores printed there leave out the
+residual: they fit signs INDEPENDENT of r at the coefficient sqrt(pi/2) / D on an orthonormal sketch, an error
 energy of 1 + pi/(2D); why is unknown. Here the decoder's R'' is drawn apart from the encoder's R', so that the bytes
 are the correct variant's and only their reading is wrong: mean score error 5.44 instead of 4.06 at b = 2.
 
@@ -47,7 +47,8 @@ Use: a strong scalar baseline at any width from 1 to 6 bits, no groups, no calib
 on keys without structure.
 
 Not for: keys that are far from isotropic after rotation (head_dim 80). ``turboquant-qjl`` is for unbiased scores, not
-for least error: its sign bit buys less than a bit of MSE, and on the small model turboquant-3 is better in fewer bytes.
+for least error: its sign bit gains less than one bit of TurboQuant-MSE, and on the small model turboquant-3 is better
+in fewer bytes.
 """
 
 from dataclasses import dataclass

@@ -2,16 +2,16 @@
 
     y = k H                               orthonormal Hadamard, no signs
     s = fp16(sqrt(mean y^2))              per token and head, or per 32 channels (norm=block)
-    code = argmin_j |y / s - c_j|         16 Lloyd-Max levels of a law with variance 1
+    code = argmin_j |y / s - c_j|         16 Lloyd-Max levels of a distribution of variance 1
     y^ = s c_code
     values: Z = fp16(min), S = fp16((max - Z) / 15), v^ = S code + Z      per 32 channels (``group_int``)
 
-In the paper's scale, y / |y| over n channels, a level is c_j / sqrt(n). The law (``table``)::
+In the paper's scale, y / |y| over n channels, a level is c_j / sqrt(n). The distribution (``table``)::
 
     gaussian     N(0, 1), whatever n; largest level 2.7326 = 0.34157 sqrt(64), the paper's 0.342
     sphere       one coordinate of a uniform vector of length sqrt(n); n = 64: 2.6464 = 0.33080 sqrt(64)
     calibrated   Lloyd's iteration on the keys of a sample, mirrored about 0; one table per layer. ``kvcodec fit`` keeps
-                 it in the ceil(refit n) of n layers that the Gaussian table serves worst; the others get that one
+                 it in the ceil(refit n) of n layers that the Gaussian table serves worst; the others keep it
 
 Blocks (one token of one head; g = ceil(D / 32), the last group shorter when 32 does not divide D)::
 
@@ -29,7 +29,7 @@ Bits: keys 4 + 16/D (norm=block: 4 + 16 g/D), values 4 + 32 g/D; D = 128: 66 byt
 Deviations from the paper
 1. Norm per token is Secs. 4.1, 5.3 and B.1, norm per block is Alg. 2; the default is the former. It is held as a root
    mean square in fp16 (the paper prints no bits).
-2. The text names the sphere's law, but its 0.342 is the Gaussian's: that table is the default.
+2. The text names the sphere's distribution, but its 0.342 is the Gaussian's: that table is the default.
 3. ``calibrated`` fits on the prefill unless constants are given, and then refits every layer that is not dense: a cache
    layer does not see the others. The paper's 10 % (``refit``) is chosen by ``kvcodec fit``, on a text of the user's, by
    the mean of (y / s - c_code)^2 over the keys of a layer; the paper fits on some 20 vectors.
@@ -38,7 +38,7 @@ Deviations from the paper
 
 Pitfalls
 1. Without random signs a key whose channels are all alike becomes one spike, of which the top level reaches a third
-   (D = 64): relative MSE 0.45. Real keys with loud channels, not a loud mean, are what this rotation is for.
+   (D = 64): relative MSE 0.45. This rotation is for keys with large channels, not with a large mean.
 2. Token norms share one scale among all channels: on keys that stay uneven after the rotation norm=block is better, at
    16 (g - 1) / D bits more.
 3. ``calibrated`` on a prefill of several sequences fits one table for all of them, so a sequence's bytes depend on its
@@ -47,7 +47,7 @@ Pitfalls
 Use: 4-bit keys where values need per-group offsets: the accuracy variant of UltraQuant, 4.56 bits per element (D = 128)
 outside the four dense layers, which weigh most in shallow models: 6.1 bits in all with 30 layers of D = 64.
 
-Not for: keys with a loud common mean (no random signs: it rotates into a spike), or where 4.25 bits must do.
+Not for: keys with a large common mean (without random signs it rotates into a spike), or a budget of 4.25 bits.
 """
 
 import math

@@ -37,7 +37,7 @@ Pitfalls
 3. c = 1 (no shrinkage) uses the levels 0, 0.5 and 1 only: relative MSE 0.13.
 4. Models of up to four layers are dense altogether; ``dense_layers=0`` compresses them.
 
-Use: hardware with FP4 tensor formats, and serving with bytes of exactly 17 per 32 channels.
+Use: hardware with FP4 tensor formats, and serving with exactly 17 bytes per 32 channels.
 
 Not for: least error at 4.25 bits: integers with a zero point (saw-int4) are closer, since a power of two misses the
 wanted scale by up to a factor of sqrt 2; shallow models, of which four layers stay dense (5.8 bits in all with 30).

@@ -1,4 +1,6 @@
-"""``kvcodec bench decode | encode | prefill | generate | first | serve | page``: arguments, files, order of things.
+"""``kvcodec bench decode | encode | prefill | generate | first | page``: arguments, files, order of things.
+
+Only what arguments need is imported at the top: ``kvcodec --help`` must not wait for torch.
 
 Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
 everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
@@ -8,15 +10,15 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvcodec.registry import get, split_specs
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, require_gpu, stamp
-from kvcodec_lab.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
-from kvcodec_lab.report.publish import page
 from kvcodec_lab.serve import command as serve
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcodec_lab.bench.record import Recorder, Row
+    from kvcodec_lab.bench.shapes import Shape
 
 DEVICE_LOST = 3
 """Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
@@ -39,7 +41,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
         ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
         ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
-        ("--engine", {"choices": ("triton",)}, "of decode and encode: these kernels, not those that a cache chooses"),
+        ("--engine", {"metavar": "cuda"}, "of decode and encode: the kernels to time; there is one engine, cuda"),
         ("--rows-only", {"action": "store_true"}, "write rows and no page"),
     )  # fmt: skip
     for option, form, text in options:
@@ -47,7 +49,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     serve.add_arguments(p)
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int:
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> "list[Row] | int":
     """Run one part; its rows, or the exit status ``DEVICE_LOST``.
 
     Raises
@@ -55,6 +57,11 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int
     KVError
         Before anything is timed: no GPU, an unknown preset or shape, a folder that cannot be written.
     """
+    from kvcodec.registry import get
+    from kvcodec_lab.bench.record import DeviceLostError, Recorder, require_gpu
+    from kvcodec_lab.report.publish import page
+    from kvcodec_lab.stamp import stamp
+
     out = None if args.out is None else Path(args.out)
     if args.what == "page":
         return page(out, say, None if args.add is None else Path(args.add))
@@ -81,14 +88,19 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> list[Row] | int
     return DEVICE_LOST if lost else recorder.new
 
 
-def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) -> Iterator[Row]:
+def rows_of(args: argparse.Namespace, recorder: "Recorder", device: "torch.device") -> "Iterator[Row]":
     """Rows of the part that ``args.what`` names."""
+    from kvcodec.errors import UnsupportedError
+    from kvcodec_lab.bench.record import Deadline
+    from kvcodec_lab.bench.shapes import KMEANS, PRESETS, shapes_named
     from kvcodec_lab.bench.timing import Timer
 
     specs: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
     common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
     libraries: dict[str, Any] = {"libraries": not args.no_libraries}
-    with_libraries = common | libraries | {"engine": args.engine or ""}
+    if args.engine not in (None, "cuda"):
+        raise UnsupportedError(f"--engine {args.engine}: there are no such kernels; use cuda, or leave it out.")
+    with_libraries = common | libraries
     if args.what == "decode":
         from kvcodec_lab.bench.decode import decode_rows
 
@@ -112,19 +124,22 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
 
         return first_rows(args.specs or served(), recorder, **common)
     from kvcodec_lab.bench.generate import BATCHES, WAYS, batches_of, generate_rows
-    from kvcodec_lab.bench.turns import Turns
+    from kvcodec_lab.bench.gpu_lock import GpuLock
 
     chosen: dict[str, Any] = {
         "batches": batches_of(args.shapes) if args.shapes else BATCHES,
         "ways": args.ways.split(",") if args.ways else WAYS,
-        "turns": Turns(Path(args.turns) if args.turns else None),
+        "lock": GpuLock(Path(args.turns) if args.turns else None),
         "dense": not args.no_dense,
     }
     return generate_rows(specs, recorder, **common, **libraries, **chosen)
 
 
-def _also(text: str) -> tuple[list[str], list[Shape]]:
+def _also(text: str) -> "tuple[list[str], list[Shape]]":
     """Specs and shapes of ``A,B@X,Y``."""
+    from kvcodec.registry import get, split_specs
+    from kvcodec_lab.bench.shapes import shapes_named
+
     specs, _, shapes = text.partition("@")
     found = split_specs(specs)
     for spec in found:

@@ -19,43 +19,39 @@ taken of presets that hold the outer layers dense. Nothing is timed behind a fai
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcodec.errors import KVError, UnsupportedError
-from kvcodec_lab.bench.bf16 import MOST_ERROR, QUANTIZED_ERROR, Dense, Rival, library_rivals, missing, torch_rivals
+from kvcodec_lab.bench.attention_rivals import (
+    MOST_ERROR,
+    QUANTIZED_ERROR,
+    AttentionRival,
+    Dense,
+    library_rivals,
+    missing,
+    torch_rivals,
+)
 from kvcodec_lab.bench.packed import Packed, gate, packed_operator
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec_lab.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
+from kvcodec_lab.bench.timing import Timer
 
 ROOFLINE_BYTES_PER_US = 4.3e6
 """Bytes a microsecond that a copy reaches on an H200, read and written together."""
 COLD_ONLY = (*SWEEP, *SAW, *PER_HEAD)
 
 
-class Times(Protocol):
-    """What the benches need of ``timing.Timer``."""
-
-    def cold(self, call: Callable[[], object], reps: int = 30) -> dict[str, float]:
-        """Time with a dirty L2."""
-
-    def clean(self, call: Callable[[], object], reps: int = 30) -> dict[str, float]:
-        """Time with a clean L2 of foreign lines."""
-
-    def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> dict[str, float]:
-        """Time with what the call before left."""
-
-
 class Bar(NamedTuple):
     """A rival that ran: its times by state, and the call that was timed."""
 
-    rival: Rival
+    rival: AttentionRival
     times: dict[str, dict[str, float]]
     call: Callable[[], object]
 
 
-def times_of(timer: Times, call: Callable[[], object], shape: Shape) -> dict[str, dict[str, float]]:
+def times_of(timer: Timer, call: Callable[[], object], shape: Shape) -> dict[str, dict[str, float]]:
     """Time a call in the states that matter for a shape: all three, or cold alone at the studies' many shapes."""
     reps, calls = (60, 20) if shape.batch == 1 else (20, 6)
     if shape in COLD_ONLY:
@@ -77,12 +73,11 @@ def decode_rows(
     shapes: Sequence[Shape],
     recorder: Recorder,
     *,
-    timer: Times,
+    timer: Timer,
     device: torch.device,
     seed: int = 0,
     libraries: bool = True,
     deadline: Deadline | None = None,
-    engine: str = "",
 ) -> Iterator[Row]:
     """Time presets and rivals at every shape; what the recorder's file already holds is left out.
 
@@ -91,15 +86,13 @@ def decode_rows(
     specs : sequence of str
     shapes : sequence of Shape
     recorder : Recorder
-    timer : Times
+    timer : Timer
     device : torch.device
     seed : int
     libraries : bool
         Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
         Nothing is begun behind it.
-    engine : str
-        As ``packed.Packed``; rows say which kernels they are of (``path``).
 
     Returns
     -------
@@ -125,7 +118,7 @@ def decode_rows(
             if deadline.passed:
                 recorder.say(f"{shape.name}: out of time before {spec}; run again to go on")
                 break
-            yield from _preset_rows(spec, shape, recorder, timer, sixteen, device, seed, engine)
+            yield from _preset_rows(spec, shape, recorder, timer, sixteen, device, seed)
         best = min(sixteen, key=lambda bar: bar.times["cold"]["p50"])
         again = timer.cold(best.call, 20)
         more = {"backend": best.rival.backend, "form": best.rival.form, "sizes": shape.sizes()}
@@ -137,10 +130,10 @@ def decode_rows(
 
 @torch.no_grad()
 def _rival_rows(
-    rival: Rival,
+    rival: AttentionRival,
     dense: Dense,
     recorder: Recorder,
-    timer: Times,
+    timer: Timer,
     bars: list[Bar],
 ) -> Iterator[Row]:
     """Time a rival; one of 16 bits is a bar for the presets."""
@@ -173,11 +166,10 @@ def _preset_rows(
     spec: str,
     shape: Shape,
     recorder: Recorder,
-    timer: Times,
+    timer: Timer,
     bars: Sequence[Bar],
     device: torch.device,
     seed: int,
-    engine: str,
 ) -> Iterator[Row]:
     common: dict[str, Any] = {"sizes": shape.sizes()}
 
@@ -186,7 +178,7 @@ def _preset_rows(
 
     packed: Packed | None = None
     try:
-        packed = packed_operator(spec, shape, device, seed, engine)
+        packed = packed_operator(spec, shape, device, seed)
         common["path"] = packed.path
         bits = packed.effective_bits
         checked = gate(packed)

@@ -19,7 +19,7 @@ they are importable: ``encode_us`` with their name as spec.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +27,18 @@ from torch import Tensor
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.ops.qjl import hadamard_matrix
-from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, Times
+from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.packed_encode import Encoding, differing_bytes, encode_operator
+from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
-from kvcodec_lab.bench.rivals import rivals
 from kvcodec_lab.bench.shapes import SHAPES, Shape, shapes_named
+from kvcodec_lab.bench.timing import Timer
 
 ENCODE_SHAPES = tuple(SHAPES[name] for name in ("llm64k", "video", "audio", "b32_8k"))
 APPEND_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_DIFFERENT = 1e-4
 STEPS_OF = "saw-int4"
-
-
-class EncodeTimes(Times, Protocol):
-    """What this bench needs of ``timing.Timer``."""
-
-    def eager(self, call: Callable[[], object], reps: int = 10) -> dict[str, float]:
-        """Time calls outside a graph, dirty L2, the gaps between their kernels included."""
 
 
 def append_shape(batch: int) -> Shape:
@@ -81,21 +75,20 @@ def encode_rows(
     specs: Sequence[str],
     recorder: Recorder,
     *,
-    timer: EncodeTimes,
+    timer: Timer,
     device: torch.device,
     seed: int = 0,
     libraries: bool = True,
     deadline: Deadline | None = None,
     shapes: Sequence[Shape] = ENCODE_SHAPES,
     batches: Sequence[int] = APPEND_BATCHES,
-    engine: str = "",
 ) -> Iterator[Row]:
     """Time presets, the steps of saw-int4 and other libraries; what the recorder's file holds is left out.
 
     Parameters
     ----------
     specs : sequence of str
-    recorder, timer, device, seed, libraries, deadline, engine
+    recorder, timer, device, seed, libraries, deadline
         As ``decode.decode_rows``.
     shapes : sequence of Shape
         Of the prefill.
@@ -115,7 +108,7 @@ def encode_rows(
                 recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
                 return
             if not recorder.has(spec, metric, shape.name):
-                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed, engine)
+                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed)
         if metric == "encode_us" and libraries and shape.name == "llm64k":
             yield from _library_rows(shape, recorder, timer, device, seed)
         if device.type == "cuda":
@@ -128,10 +121,9 @@ def _preset_rows(
     shape: Shape,
     metric: str,
     recorder: Recorder,
-    timer: EncodeTimes,
+    timer: Timer,
     device: torch.device,
     seed: int,
-    engine: str,
 ) -> Iterator[Row]:
     bits = scheme_of(spec).effective_bits(shape.head_dim)
     common: dict[str, Any] = {"sizes": shape.sizes()}
@@ -140,7 +132,7 @@ def _preset_rows(
         return recorder.add(spec, bits, metric, "us", shape.name, None, status=status, **common)
 
     try:
-        work = encode_operator(spec, shape, device, seed, engine)
+        work = encode_operator(spec, shape, device, seed)
         common["path"] = work.path
         share = differing_bytes(work)
         if share > MOST_DIFFERENT:
@@ -173,7 +165,7 @@ def _preset_rows(
             raise DeviceLostError(f"bench encode: {spec} at {shape.name} broke the CUDA context.") from error
 
 
-def append_times(work: Encoding, timer: Times) -> dict[str, float]:
+def append_times(work: Encoding, timer: Timer) -> dict[str, float]:
     """Time one token per sequence; a role with blocks of n tokens counts with a block's time / n."""
     given = dict(zip(ROLES, (work.keys, work.values), strict=True))
     groups: dict[int, list[Any]] = {}
@@ -191,7 +183,7 @@ def append_times(work: Encoding, timer: Times) -> dict[str, float]:
 def rotated_apart(work: Encoding, keys: Tensor, values: Tensor) -> Callable[[], None]:
     """Return the unfused form: rotated keys go to memory by a product, and ``int-4`` encodes them from there."""
     device = keys.device
-    plain = encode_operator("int-4", work.shape, device, 0, work.path)
+    plain = encode_operator("int-4", work.shape, device, 0)
     order = work.shape.head_dim & -work.shape.head_dim
     matrix = hadamard_matrix(order, str(device)).to(torch.bfloat16) * order**-0.5
 
@@ -201,9 +193,7 @@ def rotated_apart(work: Encoding, keys: Tensor, values: Tensor) -> Callable[[], 
     return apart
 
 
-def _step_rows(
-    work: Encoding, recorder: Recorder, timer: EncodeTimes, bits: float, common: dict[str, Any]
-) -> Iterator[Row]:
+def _step_rows(work: Encoding, recorder: Recorder, timer: Timer, bits: float, common: dict[str, Any]) -> Iterator[Row]:
     shape = work.shape
     times = timer.cold(rotated_apart(work, work.keys, work.values), 20)
     yield recorder.add(work.spec, bits, "encode_us_unfused", "us", shape.name, times, **common)
@@ -225,13 +215,11 @@ def _pieces(x: Tensor, tokens: int = 8192) -> Iterator[tuple[Tensor, int]]:
 
 
 @torch.no_grad()
-def _library_rows(
-    shape: Shape, recorder: Recorder, timer: EncodeTimes, device: torch.device, seed: int
-) -> Iterator[Row]:
+def _library_rows(shape: Shape, recorder: Recorder, timer: Timer, device: torch.device, seed: int) -> Iterator[Row]:
     size = (shape.kv_heads * shape.tokens * shape.batch, shape.head_dim)
     generator = torch.Generator(device).manual_seed(seed)
     kv = [torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) for _ in ROLES]
-    for rival in rivals(shape.head_dim):
+    for rival in quantizer_rivals(shape.head_dim):
         more = {"job": rival.job, "sizes": shape.sizes()}
         if recorder.has(rival.name, "encode_us", shape.name):
             continue

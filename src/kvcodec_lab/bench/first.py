@@ -14,8 +14,7 @@ metric              unit  what
 ==================  ====  ============================================================================================
 
 The rival is DynamicCache, both as torch chooses the backend of its attention and with cuDNN's switched off; ratios
-(``vs_dynamic``) are over the faster of the two in the same process. ``paths`` are those of the cache's report, and a
-verdict says whether ``targets.most_ms`` is kept and nothing was ``streamed``.
+(``vs_dynamic``) are over the faster of the two in the same process. ``paths`` are those of the cache's report.
 """
 
 import importlib
@@ -30,9 +29,8 @@ import torch
 from kvcodec.description import describe
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import presets
-from kvcodec_lab.bench.cache_bench import spread
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
-from kvcodec_lab.bench.targets import most_ms
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
+from kvcodec_lab.bench.timing import synchronize
 from kvcodec_lab.eval.generation import FORMS, attention_backends
 
 PROMPTS = (512, 1024, 4096, 16384)
@@ -123,7 +121,7 @@ class Runner:
     @torch.no_grad()
     def first(self, make: Callable[[], Any], n: int) -> tuple[float, Any]:
         """Milliseconds to make a cache and get the first token of a prompt, and the cache."""
-        self.wait()
+        synchronize(self.device)
         begun = time.perf_counter()
         cache = make()
         self.token(cache, n)
@@ -133,15 +131,10 @@ class Runner:
     def turn(self, make: Callable[[], Any], n: int) -> tuple[float, Any]:
         """Milliseconds to the first token of a turn of ``n`` tokens over a filled cache, and the cache."""
         cache = self.filled(make)
-        self.wait()
+        synchronize(self.device)
         begun = time.perf_counter()
         self.token(cache, n)
         return (time.perf_counter() - begun) * 1e3, cache
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def repeated(one: Callable[[], tuple[float, Any]], repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
@@ -250,7 +243,7 @@ def _subject_rows(
         ms, _ = runner.first(subject.make, first_prompt)
         if not dense:  # what DynamicCache needs the first time is the process' own start
             values = dict.fromkeys(("p20", "p50", "p80"), round(ms, 3))
-            told = _compared(values, metric, first_prompt, dynamic.get(f"first_token_ms {shape}"), {})
+            told = _compared(values, dynamic.get(f"first_token_ms {shape}"))
             yield recorder.add(subject.spec, None, metric, "ms", shape, values, caches_before=before, **told, **common)
         for metric, shape, n, one in plan:
             if dense:
@@ -261,7 +254,7 @@ def _subject_rows(
             if dense:
                 dynamic[key] = min(dynamic.get(key, values["p50"]), values["p50"])
             else:
-                found |= _compared(values, metric, n, dynamic.get(key), found.get("paths", {}))
+                found |= _compared(values, dynamic.get(key))
             yield recorder.add(subject.spec, bits, metric, "ms", shape, values, **found, **common)
     except Exception as error:  # one cache that fails must not lose the others' figures
         lost = device_lost(runner.device)
@@ -274,13 +267,8 @@ def _subject_rows(
             recorder.say(f"unexpected {type(error).__name__}; the row says what")
 
 
-def _compared(
-    values: dict[str, float], metric: str, tokens: int, dynamic: float | None, paths: dict[str, int]
-) -> dict[str, Any]:
-    """How a time compares with DynamicCache's, and whether that is what was asked."""
+def _compared(values: dict[str, float], dynamic: float | None) -> dict[str, float]:
+    """How a time compares with DynamicCache's; empty where that was not timed."""
     if dynamic is None:
         return {}
-    most = most_ms(metric, tokens, dynamic)
-    kept = values["p50"] <= most and "streamed" not in paths
-    return {"vs_dynamic": round(values["p50"] / dynamic, 3), "dynamic_ms": dynamic, "most_ms": round(most, 3),
-            "verdict": "met" if kept else "missed"}  # fmt: skip
+    return {"vs_dynamic": round(values["p50"] / dynamic, 3), "dynamic_ms": dynamic}

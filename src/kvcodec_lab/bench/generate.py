@@ -32,11 +32,10 @@ import torch
 
 from kvcodec.description import describe
 from kvcodec.errors import KVError, SpecError, UnsupportedError
-from kvcodec_lab.bench.cache_bench import spread
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
-from kvcodec_lab.bench.rivals import rivals
-from kvcodec_lab.bench.targets import DECODE
-from kvcodec_lab.bench.turns import Turns
+from kvcodec_lab.bench.gpu_lock import GpuLock
+from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
+from kvcodec_lab.bench.timing import synchronize
 from kvcodec_lab.eval.generation import FORMS, attention_backends
 
 WAYS = ("generate", "graph", "compiled")
@@ -165,12 +164,12 @@ def generate_rows(
     ways: Sequence[str] = WAYS,
     libraries: bool = True,
     dense: bool = True,
-    turns: Turns | None = None,
+    lock: GpuLock | None = None,
     prompt: int = PROMPT,
     new_tokens: int = 16,
     model: Any = None,
 ) -> Iterator[Row]:
-    """Time transformers' caches and presets, every preset of the targets first; what is there already is left out.
+    """Time transformers' caches and presets; what is there already is left out.
 
     Parameters
     ----------
@@ -186,7 +185,7 @@ def generate_rows(
         Whether to time QuantizedCache as well.
     dense : bool
         Whether to time the 16-bit caches.
-    turns : Turns, optional
+    lock : GpuLock, optional
         Shared with processes that time other specs at the same time.
     prompt, new_tokens : int
     model : PreTrainedModel, optional
@@ -204,7 +203,7 @@ def generate_rows(
     SpecError
         A way that there is not.
     """
-    deadline, turns = deadline or Deadline(), turns or Turns()
+    deadline, lock = deadline or Deadline(), lock or GpuLock()
     if unknown := set(ways) - set(WAYS):
         raise SpecError(f"bench generate: no way {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}.")
     try:
@@ -212,16 +211,15 @@ def generate_rows(
         importlib.import_module("kvcodec.integrations.transformers.cache")  # registers the attention function
     except ModuleNotFoundError as error:
         raise UnsupportedError("bench generate needs transformers; run: pip install 'kvcodec[transformers]'") from error
-    ordered = sorted(specs, key=lambda spec: spec not in DECODE)
     for way in ways:
         for batch in batches:
-            jobs = _jobs(way, ordered, dense, libraries)
+            jobs = _jobs(way, specs, dense, libraries)
             metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
             jobs = [job for job in jobs if not recorder.has(job.spec, metric, name, job.form or None)]
             if not jobs:
                 continue
             if model is None and not deadline.passed:
-                with turns.together():
+                with lock.shared():
                     model = make_model(device)
             filler = None
             for job in jobs:
@@ -229,7 +227,7 @@ def generate_rows(
                     recorder.say(f"out of time before {way} of {job.spec}, {batch} sequences; run again to go on")
                     return
                 filler = filler or Filler(model, batch, prompt, new_tokens + 32)
-                yield _row(job, way, filler, new_tokens, recorder, turns)
+                yield _row(job, way, filler, new_tokens, recorder, lock)
 
 
 class Job(NamedTuple):
@@ -247,7 +245,7 @@ def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[
     found = [Job("dense", kind, partial(Filler.dense, kind=kind), form) for form in forms if dense]
     found += [Job(s, "kvcodec fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
     if libraries and dense and way == "generate":
-        for rival in rivals(128):
+        for rival in quantizer_rivals(128):
             backend, _, bits = rival.name.partition("-")
             if int(bits) == QUANTIZED_BITS:
                 make = partial(Filler.quantized, backend=backend)
@@ -255,7 +253,7 @@ def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[
     return found
 
 
-def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, turns: Turns) -> Row:
+def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, lock: GpuLock) -> Row:
     model, device = filler.model, filler.model.device
     model.set_attn_implementation("kvcodec" if job.cache == "kvcodec fused" else "sdpa")
     model.generation_config.disable_compile = way != "compiled"
@@ -268,9 +266,9 @@ def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder
     try:
         with attention_backends(job.form):
             if way != "graph":
-                with turns.together():
+                with lock.shared():
                     timed(filler, make, UNCOUNTED + 2)  # compiles
-            with turns.alone():
+            with lock.exclusive():
                 found = timed(filler, make, new_tokens)
     except Exception as error:  # one cache that fails must not lose the others' figures
         lost = device_lost(device)
@@ -295,11 +293,6 @@ def _clean(device: torch.device) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class Stamps:
@@ -331,14 +324,14 @@ def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> 
     model, device = filler.model, filler.model.device
     before = _clean(device)
     cache, stamps = filler.filled(make()), Stamps(device)
-    _wait(device)
+    synchronize(device)
     n = UNCOUNTED + new_tokens
     noting = importlib.import_module("transformers").LogitsProcessorList([stamps])
     model.generate(
         filler.ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False,
         attention_mask=torch.ones_like(filler.ids), logits_processor=noting,
     )  # fmt: skip
-    _wait(device)
+    synchronize(device)
     found: dict[str, Any] = {"values": spread(stamps.milliseconds()[UNCOUNTED - 1 :])}
     if device.type == "cuda":
         found |= {"peak_bytes": torch.cuda.max_memory_allocated() - before,

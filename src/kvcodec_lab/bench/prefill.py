@@ -20,7 +20,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +35,13 @@ from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
 from kvcodec_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
 from kvcodec_lab.bench.shapes import Shape
+from kvcodec_lab.bench.timing import Timer
 
 QUERIES = (16, 128, 512, 2048)
 HISTORIES = ((1, 2048), (1, 32768), (8, 8192))
 HQMQ = tuple((1, tokens) for tokens in (2048, 4096, 8192, 16384, 32768)), (1, 2048)
 """Histories and new tokens of HQMQ's Tables 5 and 7."""
 CHECKED_ROWS = 64
-
-
-class PrefillTimes(Protocol):
-    """What this bench needs of ``timing.Timer``."""
-
-    def eager(self, call: Callable[[], object], reps: int = 10) -> dict[str, float]:
-        """Time calls outside a graph, dirty L2, the gaps between their kernels included."""
 
 
 def prefill_shape(batch: int, tokens: int, queries: int) -> Shape:
@@ -91,7 +85,7 @@ def prefill_rows(
     specs: Sequence[str],
     recorder: Recorder,
     *,
-    timer: PrefillTimes,
+    timer: Timer,
     device: torch.device,
     seed: int = 0,
     deadline: Deadline | None = None,
@@ -152,7 +146,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _preset_rows(
-    spec: str, shape: Shape, recorder: Recorder, timer: PrefillTimes, flash: float, device: torch.device, seed: int
+    spec: str, shape: Shape, recorder: Recorder, timer: Timer, flash: float, device: torch.device, seed: int
 ) -> Iterator[Row]:
     n = shape.queries
     common: dict[str, Any] = {"sizes": shape.sizes() | {"queries": n}}
@@ -213,9 +207,12 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
     assert cache.store is not None
     store, encoded = cache.store, packed.encoded["key"]
-    if reason := engine.many_refusal():
-        raise UnsupportedError(reason)
-    constants = {"pair": engine.pair, "key": engine.reading["key"], "value": engine.reading["value"], "scale": scale}
+    constants = {
+        "spec": engine.decode_spec,
+        "key": engine.reading["key"],
+        "value": engine.reading["value"],
+        "scale": scale,
+    }
     sink = tuple(packed.dense[role][0] for role in ROLES)
     fresh = tuple(torch.cat([packed.dense[role][1], x], 2) for role, x in zip(ROLES, (k, v), strict=True))
     # as a cache whose window holds the fresh tokens

@@ -1,4 +1,4 @@
-"""Rows of a GPU bench as they are measured: one line of JSON each, so that whatever stops a run loses one row.
+"""Rows of a bench as they are measured: one line of JSON each, so that a run that is stopped loses one row at most.
 
 A row has the keys of every result file (``spec``, ``effective_bits``, ``metric``, ``unit``, ``values`` with p20, p50,
 p80, ``shape``, ``gpu``, ``versions``, ``commit``, ``seed``), ``run`` (when the process that measured it began; ratios
@@ -6,7 +6,6 @@ are always within one run) and, where nothing was timed, ``values`` null and ``s
 ``failed its gate: ...``, ``not installed``.
 """
 
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 
 from kvcodec.errors import FormatError, KVError, UnsupportedError
-from kvcodec_lab.bench.cache_bench import commit as commit_here
-from kvcodec_lab.bench.cache_bench import device_name, versions
 
 Row = dict[str, Any]
 Values = Mapping[str, float]
@@ -40,23 +37,15 @@ def require_gpu(what: str, device: str) -> torch.device:
     return torch.device(device)
 
 
-def stamp(device: torch.device, seed: int, commit: str | None = None) -> Row:
-    """Return what every row of a run carries."""
-    found = versions()
-    for name in ("triton", "cuda-core", "transformers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if device.type == "cuda" and torch.backends.cudnn.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return {
-        "gpu": device_name(device),
-        "versions": found,
-        "commit": commit or commit_here(),
-        "seed": seed,
-        "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """20th, 50th and 80th percentile, interpolated linearly.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 11.0])
+    {'p20': 1.8, 'p50': 3.0, 'p80': 5.4}
+    """
+    points = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    found = torch.tensor(list(values), dtype=torch.float64).quantile(points)
+    return {name: round(float(x), digits) for name, x in zip(("p20", "p50", "p80"), found, strict=True)}
 
 
 class DeviceLostError(KVError):
@@ -166,7 +155,7 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a row is of: spec, metric, shape, and backend and form of what presets are compared with.
 
-    Ratios name backend and form of the fastest rival of their run, which is no part of what they are.
+    Ratios name backend and form of the fastest rival of their run; these are not part of the key.
     """
     more = () if str(row.get("metric")).startswith("speedup_") else ("backend", "form")
     return tuple(row.get(k) for k in ("spec", "metric", "shape", *more))

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcodec_lab.bench.record import newest
-from kvcodec_lab.bench.shapes import SWEEP_BATCHES
-from kvcodec_lab.bench.targets import APART_US, DECODE, ENCODE_US, FP8_BITS, FP8_RIVAL, SHAPE_NAMES, verdict
+from kvcodec_lab.bench.shapes import SPINE, SWEEP_BATCHES
 
 Row = Mapping[str, Any]
 SPEEDUP = "speedup_vs_bf16_cold"
 RIVALS = ("dense", "dense-fp8", "rival")
 """What rows of decode attention that is not ours are called."""
+SPINE_NAMES = tuple(shape.name for shape in SPINE)
 _SWEEP_SHAPE = re.compile(r"llama8b_b(\d+)_(\d+)$")
 
 
@@ -101,19 +101,18 @@ def break_even(table: Table, spec: str, batch: int) -> BreakEven | None:
 
 
 class Line(NamedTuple):
-    """One preset of the report: bits at 64k tokens, speed-ups, verdicts and times by shape, break-even by batch."""
+    """One preset of the report: bits at 64k tokens, speed-ups, times and shares by shape, break-even by batch."""
 
     spec: str
     bits: float | None
     speedups: dict[str, float | None]
     microseconds: dict[str, float | None]
     shares: dict[str, float | None]
-    verdicts: dict[str, str | None]
     break_evens: dict[int, BreakEven | None]
     status: str
 
 
-def lines(rows: Sequence[Row], shapes: Sequence[str] = (*SHAPE_NAMES, "video")) -> list[Line]:
+def lines(rows: Sequence[Row], shapes: Sequence[str] = SPINE_NAMES) -> list[Line]:
     """One line per preset that has a row at one of ``shapes``."""
     table = Table(rows)
     out = []
@@ -131,7 +130,6 @@ def lines(rows: Sequence[Row], shapes: Sequence[str] = (*SHAPE_NAMES, "video")) 
                 gains,
                 times,
                 {shape: table.median(spec, "roofline_share_cold", shape) for shape in shapes},
-                {s: None if x is None else verdict(spec, s, SPEEDUP, x) for s, x in gains.items()},
                 {batch: break_even(table, spec, batch) for batch in SWEEP_BATCHES},
                 status,
             )
@@ -148,7 +146,7 @@ class Point(NamedTuple):
     speedup: float
 
 
-def speed_points(rows: Sequence[Row], shapes: Sequence[str] = SHAPE_NAMES) -> list[Point]:
+def speed_points(rows: Sequence[Row], shapes: Sequence[str] = SPINE_NAMES) -> list[Point]:
     """Return a point per preset and shape that was measured."""
     table = Table(rows)
     found = []
@@ -158,27 +156,6 @@ def speed_points(rows: Sequence[Row], shapes: Sequence[str] = SHAPE_NAMES) -> li
             if row is not None and row.get("values") is not None:
                 found.append(Point(spec, shape, float(row["effective_bits"]), float(row["values"]["p50"])))
     return found
-
-
-def misses(rows: Sequence[Row]) -> list[str]:
-    """Sentences naming every measured row that misses its must."""
-    out = []
-    for row in newest([dict(row) for row in rows]):
-        if row.get("values") is None:
-            continue
-        value, here = float(row["values"]["p50"]), f"{row['spec']} at {row['shape']}"
-        if verdict(row["spec"], row["shape"], row["metric"], value) == "must missed":
-            if row["metric"] == SPEEDUP:
-                must = DECODE[row["spec"]].must[SHAPE_NAMES.index(row["shape"])]
-                out.append(f"{here}: {value:.4g} times as fast as 16-bit attention, {must:g} asked")
-            else:
-                out.append(f"{here}: {value:.4g} us to encode, {ENCODE_US[row['spec']][0]:g} asked")
-        wanted = row["spec"] in DECODE and row["metric"] == "decode_us_cold" and row["shape"] in SHAPE_NAMES[1:]
-        if wanted and row["effective_bits"] <= FP8_BITS:
-            rival = APART_US[FP8_RIVAL][SHAPE_NAMES.index(row["shape"])]
-            if value >= rival:
-                out.append(f"{here}: {value:.4g} us, {FP8_RIVAL}: {rival:g}")
-    return out
 
 
 WAYS = {"graph": "one step in a CUDA graph", "compiled": "generate, compiled", "generate": "generate, eager"}

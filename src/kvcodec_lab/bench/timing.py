@@ -13,13 +13,15 @@ from collections.abc import Callable
 
 import torch
 
+from kvcodec_lab.bench.record import spread
+
 FLUSH_BYTES = 512 << 20
 
 
-def quantiles(times: list[float]) -> dict[str, float]:
-    """Return p20, p50, p80 of `times`."""
-    t = torch.tensor(times, dtype=torch.float64)
-    return {f"p{p}": round(torch.quantile(t, p / 100).item(), 3) for p in (20, 50, 80)}
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def capture(call: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
@@ -66,7 +68,7 @@ class Timer:
         """Time `call` with a dirty L2."""
         graph = capture(call)
         self._replay(graph, self.flush.zero_, 3)
-        return quantiles(self._replay(graph, lambda: self.flush.add_(1), reps))
+        return spread(self._replay(graph, lambda: self.flush.add_(1), reps), 3)
 
     def clean(self, call: Callable[[], object], reps: int = 30) -> dict[str, float]:
         """Time `call` with an L2 full of clean foreign lines."""
@@ -76,7 +78,7 @@ class Timer:
             torch.sum(self.flush, dim=0, dtype=torch.int64, out=self.sink)
 
         self._replay(graph, read, 3)
-        return quantiles(self._replay(graph, read, reps))
+        return spread(self._replay(graph, read, reps), 3)
 
     def eager(self, call: Callable[[], object], reps: int = 10) -> dict[str, float]:
         """Time `call` outside a graph with a dirty L2; the gaps between its kernels count."""
@@ -90,10 +92,10 @@ class Timer:
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) * 1e3)
-        return quantiles(times)
+        return spread(times, 3)
 
     def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> dict[str, float]:
         """Time `calls` calls in one graph, per call."""
         graph = capture(call, calls)
         self._replay(graph, lambda: None, 2)
-        return quantiles([t / calls for t in self._replay(graph, lambda: None, reps)])
+        return spread([t / calls for t in self._replay(graph, lambda: None, reps)], 3)

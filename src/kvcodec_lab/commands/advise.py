@@ -99,11 +99,12 @@ def run(args: argparse.Namespace) -> Result:
 
 def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
     """Draw sensitivity and K_max / K_median where matplotlib is there; return what was written."""
-    from kvcodec_lab.report.plot import outliers_figure, sensitivity_figure
+    from kvcodec_lab.report import figures, pictures
 
     try:
-        sensitivity_figure(result["sensitivity"], out / "sensitivity.png", f"{result['model']}: one layer compressed")
-        outliers_figure({result["model"]: result["keys"]}, out / "keys.png")
+        strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
+        pictures.write_strips(strips, out / "sensitivity.png")
+        pictures.write([figures.outliers({result["model"]: result["keys"]})], out / "keys.png", size=(7.0, 4.0))
     except UnsupportedError:
         return []
     return [out / "sensitivity.png", out / "keys.png"]

@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> Result | int:
     """Run the bench that ``args.what`` names."""
     import kvcodec
     from kvcodec.progress import Progress
-    from kvcodec_lab.bench.cache_bench import bench_rows
-    from kvcodec_lab.bench.codec_bench import codec_rows
+    from kvcodec_lab.bench.cpu import cache_rows, codec_rows
 
     if args.url is not None and args.what != "serve":
         raise KVError(f"bench {args.what} takes no address; {args.url!r} would be that of bench serve.")
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> Result | int:
         rows = collected(codec_rows(args.specs or kvcodec.presets(), **shape, **common))
     else:
         heads = {"batch": args.batch, "query_heads": args.query_heads, "dtype": args.dtype}
-        rows = collected(bench_rows(args.specs or ["dense", "saw-int4"], **heads, **shape, **common))
+        rows = collected(cache_rows(args.specs or ["dense", "saw-int4"], **heads, **shape, **common))
     return Result(rows, text(rows))
 
 

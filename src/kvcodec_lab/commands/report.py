@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> Result:
     """Write the page of a folder, or picture and page of files."""
     from kvcodec_lab.eval.rows import check_writable, read_rows
     from kvcodec_lab.report import command
-    from kvcodec_lab.report.presets import write_report
+    from kvcodec_lab.report.pages.compare import write_report
 
     if command.wants_page(args.files):
         page = command.run(args)

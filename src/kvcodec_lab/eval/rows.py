@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcodec.errors import FormatError, KVError
-from kvcodec_lab.report.presets import cell, columns_of, with_reference
+from kvcodec_lab.report.tables import cell, columns_of, with_reference
 
 Row = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcodec_lab.report.folder import UNCOMPRESSED, Results, Row
+from kvcodec_lab.report.rows import UNCOMPRESSED, Results, Row
 from kvcodec_lab.report.words import about_task, change_text, interval_text, listed, metric_name, value_text
 
 BUDGETS = (2.5, 3.5, 4.5, 5.5, 6.5, 8.5)
@@ -47,20 +47,6 @@ def best_at_bits(rows: Sequence[Row]) -> list[Best]:
         best, others = inside[0], inside[1:]
         tied = [r.spec for r in others if _overlap(best, r)]
         found.append(Best(budget, best, others[0] if others else None, tied))
-    return found
-
-
-def pareto(points: Sequence[tuple[float, float]], better: str) -> list[int]:
-    """Indices of the points that no other beats in both, cheapest first.
-
-    >>> pareto([(4.5, 0.1), (3.0, 0.5), (5.0, 0.2)], "lower")
-    [1, 0]
-    """
-    sign = 1 if better == "lower" else -1
-    found: list[int] = []
-    for i in sorted(range(len(points)), key=lambda i: (points[i][0], sign * points[i][1])):
-        if not found or sign * points[i][1] < sign * points[found[-1]][1]:
-            found.append(i)
     return found
 
 

@@ -4,14 +4,12 @@ import argparse
 import os
 from pathlib import Path
 
-from kvcodec.errors import FormatError, KVError, SpecError
-from kvcodec_lab.report.folder import ADVICE, SENSITIVITY, Json, Layers, read_folder, read_layers
-from kvcodec_lab.report.page import CONTEXT, page_html
+from kvcodec.errors import KVError, SpecError
+from kvcodec_lab.report.pages.eval import CONTEXT, page_html
+from kvcodec_lab.report.rows import ADVICE, SENSITIVITY, Layers, read_folder, read_layers, read_times
 from kvcodec_lab.report.sizes import CONTEXTS
 
 PAGE = "report.html"
-TIMES = ("decode.json", "decode.jsonl")
-NEEDED = ("spec", "metric", "shape", "effective_bits")
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -112,28 +110,3 @@ def run(args: argparse.Namespace) -> Path:
     except OSError as error:
         raise KVError(f"the page {target} cannot be written ({error.strerror or error}); pass another -o.") from error
     return target
-
-
-def read_times(folder: Path) -> list[Json]:
-    """Rows of ``kvcodec bench decode`` in a folder.
-
-    Raises
-    ------
-    FormatError
-        If there are none, or a file is damaged.
-    """
-    from kvcodec_lab.bench.record import read_rows
-
-    found = [folder / name for name in TIMES if (folder / name).is_file()]
-    if not found:
-        raise FormatError(f"{folder} holds neither {' nor '.join(TIMES)}; pass the --out of `kvcodec bench decode`.")
-    try:
-        rows = read_rows(found)
-    except OSError as error:
-        raise FormatError(f"{folder} cannot be read ({error.strerror or error}).") from error
-    except ValueError as error:
-        raise FormatError(f"{found[0]} is not JSON ({error}); it was cut or altered.") from error
-    kept = [row for row in rows if isinstance(row, dict) and all(key in row for key in NEEDED)]
-    if not kept:
-        raise FormatError(f"{folder} holds no rows of `kvcodec bench decode`.")
-    return kept

@@ -11,7 +11,7 @@ from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
-from kvcodec_lab.report.folder import UNCOMPRESSED, Results, mapping, number
+from kvcodec_lab.report.rows import UNCOMPRESSED, Results, mapping, number
 
 CONTEXTS = tuple(2**k for k in range(8, 24))
 """Contexts that the page has bytes for; between them they grow evenly."""

@@ -1,8 +1,8 @@
-"""What stands on the page beside numbers: how they are written, and what each task is and does not say."""
+"""How numbers are written, and what each task measures and does not."""
 
 from typing import NamedTuple
 
-from kvcodec_lab.report.presets import small_text
+from kvcodec_lab.report.rows import UNCOMPRESSED
 
 DASH = "–"
 
@@ -114,6 +114,28 @@ METRICS = {
 }
 
 
+def bytes_text(n: float) -> str:
+    """Bytes with a decimal unit.
+
+    >>> bytes_text(999), bytes_text(12_345_678)
+    ('999 B', '12.3 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            break
+        n /= 1000
+    return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+
+
+def small_text(x: float) -> str:
+    """Four decimals, or an exponent when they would say nothing.
+
+    >>> small_text(0.0312), small_text(2.5e-6), small_text(0)
+    ('0.0312', '2.5e-06', '0')
+    """
+    return "0" if x == 0 else f"{x:.1e}" if abs(x) < 1e-3 else f"{x:.4f}"
+
+
 def about_task(task: str) -> About:
     """Words on a task; of one that is not known here, its name."""
     return TASKS.get(task, About(task.replace("_", " "), "", ""))
@@ -183,6 +205,11 @@ def _signed(value: float, digits: str) -> str:
 def bits_text(value: float | None) -> str:
     """Write bits."""
     return DASH if value is None else f"{value:.2f}"
+
+
+def spec_name(spec: str) -> str:
+    """A spec as tables call it."""
+    return "16 bit" if spec == UNCOMPRESSED else spec
 
 
 def listed(names: list[str], most: int = 8) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvcodec.errors import KVError
 from kvcodec_lab.eval.rows import Row, check_writable, plain, versions, write_json
-from kvcodec_lab.report.plot import curves_figure, rate_distortion_figure
+from kvcodec_lab.report import pictures
+from kvcodec_lab.report.figures import rate_distortion, recomputed
 from kvcodec_lab.reproduce.claims import NOT_PRINTED, PAPERS, axes_of
 from kvcodec_lab.reproduce.rate_distortion import STUDY
 
@@ -212,13 +213,14 @@ def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any])
             while "--" in name:
                 name = name.replace("--", "-")
             title = f"{PAPERS[paper]}, {table}"
-            curves_figure(points, folder / name, title, x=axes.x, y=axes.y, log_y=axes.log_y)
+            plot = recomputed(points, title, x=axes.x, y=axes.y, log_y=axes.log_y)
+            pictures.write([plot], folder / name, size=(6.4, 4.2))
             paths.append(folder / name)
             figures[paper, table] = name
     if study:
         for suffix in (".png", ".svg"):
             paths.append(folder / (FIGURE + suffix))
-            rate_distortion_figure(study, paths[-1])
+            pictures.write(rate_distortion(study), paths[-1], size=(5.6, 4.85))
         figures[STUDY, ""] = FIGURE + ".png"
     data = {"about": about, "claims": claims, "not_recomputed": missing, "rate_distortion": study}
     write_json(folder / JSON, plain(data))

@@ -6,17 +6,20 @@
 ``latency`` seconds from the request's sending to the last such event (E2E); usage and ``[DONE]`` behind it do not count
 ==========  ===========================================================================================================
 
-These are the definitions of vLLM's own ``vllm bench serve``; the clock starts when the body is written already, so that
-the client's JSON is nobody's latency, and before the connection is made.
+These are the definitions of vLLM's own ``vllm bench serve``. The clock starts after the request's JSON is made and
+before the connection is opened.
 """
 
 import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcodec_lab.serve.http import Endpoint, Events, RequestError, get, request
+from kvcodec_lab.serve.http import Endpoint, Events, RequestError, get, request, session
+
+if TYPE_CHECKING:
+    import aiohttp
 
 SHOWN = 400
 """Characters of a refusal that are kept."""
@@ -108,24 +111,25 @@ class Target:
         if want_ids:
             asked["return_token_ids"] = True
         body = json.dumps(asked, separators=(",", ":")).encode()
-        reply = Reply(output, len(prompt), time.perf_counter())
-        try:
-            async with asyncio.timeout(self.timeout):
-                await self._stream(body, reply)
-        except TimeoutError:
-            reply.error = RequestError("timeout", f"no whole answer in {self.timeout:g} s")
-        except RequestError as error:
-            reply.error = error
-        reply.ended = time.perf_counter()
+        async with session() as client:
+            reply = Reply(output, len(prompt), time.perf_counter())
+            try:
+                async with asyncio.timeout(self.timeout):
+                    await self._stream(client, body, reply)
+            except TimeoutError:
+                reply.error = RequestError("timeout", f"no whole answer in {self.timeout:g} s")
+            except RequestError as error:
+                reply.error = error
+            reply.ended = time.perf_counter()
         return reply
 
-    async def _stream(self, body: bytes, reply: Reply) -> None:
-        async with request(self.endpoint, "/v1/completions", body) as response:
+    async def _stream(self, client: "aiohttp.ClientSession", body: bytes, reply: Reply) -> None:
+        async with request(client, self.endpoint, "/v1/completions", body) as response:
             if response.status != 200:
                 text = (await response.read()).decode(errors="replace").strip()
                 raise RequestError("refused", f"HTTP {response.status} {_message(text) or response.reason}")
             events, reading = Events(), _Reading(reply)
-            async for piece in response.pieces():
+            async for piece in response.content.iter_any():
                 now = time.perf_counter()
                 for data in events.feed(piece):
                     reading.take(data, now)
@@ -159,7 +163,7 @@ class _Reading:
         except json.JSONDecodeError as error:
             raise RequestError("malformed", f"an event is not JSON ({error.msg}): {data[:60]!r}") from error
         if not isinstance(event, dict):
-            raise RequestError("malformed", f"an event is no object: {data[:60]!r}")
+            raise RequestError("malformed", f"an event is not an object: {data[:60]!r}")
         if event.get("error"):
             raise RequestError("error", _message(data))
         if event.get("choices"):

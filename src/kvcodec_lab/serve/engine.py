@@ -32,7 +32,7 @@ class Steps(Protocol):
 
 
 class EngineTarget:
-    """An engine that is asked as a server is (``serve_loads.Asked``).
+    """An engine that is asked as a server is (``loads.Asked``).
 
     Parameters
     ----------

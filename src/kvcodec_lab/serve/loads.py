@@ -29,7 +29,7 @@ Tick = Callable[[int, int, int], None]
 
 
 class Asked(Protocol):
-    """What a load needs of ``serve_client.Target``."""
+    """What a load needs of ``client.Target``."""
 
     async def complete(self, prompt: list[int], output: int, want_ids: bool = False) -> Reply:
         """Send one prompt."""
@@ -184,7 +184,7 @@ class Prompts:
 
 
 class _Watch:
-    """Counts replies as they end, and notices when there is nobody to send more to."""
+    """Counts replies as they end, and notices when the server is gone."""
 
     def __init__(self, target: Asked, total: int, tick: Tick, probe: float) -> None:
         self.target, self.total, self.tick, self.probe = target, total, tick, probe

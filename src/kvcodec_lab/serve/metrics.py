@@ -71,7 +71,7 @@ def throughput(replies: Sequence[Reply], wall: float) -> list[Figure]:
 
 
 def latencies(replies: Sequence[Reply]) -> list[Figure]:
-    """Figures of requests one by one; those that nobody has are left out."""
+    """Figures of requests one by one; those that no request has are left out."""
     done = [reply for reply in replies if reply.ok]
     found: tuple[tuple[str, str, float, list[float | None]], ...] = (
         ("request_tokens_per_s", "tokens/s", 1.0, [r.tokens_per_s for r in done]),

@@ -1,4 +1,4 @@
-"""Servers that the bench starts itself, one after the other: up, asked what they are, and down again without a rest."""
+"""Servers that the bench starts, asks what they serve, and stops with all of their processes."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ class Start:
         return set_here, words
 
     def shown(self) -> str:
-        """The command as rows have it: without what is nobody's business."""
+        """The command as rows have it: keys and tokens are hidden."""
         hide = re.compile(r"(?i)((?:--api-key|--hf-token|\b\w*(?:KEY|TOKEN|SECRET))(?:=|\s+))(?!-)\S+")
         return hide.sub(r"\1***", self.command)
 
@@ -169,7 +169,7 @@ async def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def _lives(group: int) -> bool:
-    """Whether a process of the group is more than an entry that nobody has collected."""
+    """Whether a process of the group still runs; zombies do not count."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -242,7 +242,7 @@ async def about(endpoint: Endpoint, model: str | None = None) -> About:
         cards: Sequence[dict[str, Any]] = json.loads(body)["data"]
         names = [str(card["id"]) for card in cards]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise KVError(f"{endpoint.url}/v1/models is no list of models; is it an OpenAI-compatible server?") from error
+        raise KVError(f"{endpoint.url}/v1/models lists no models; is it an OpenAI-compatible server?") from error
     if not names or (model is not None and model not in names):
         wanted = "" if model is None else f", not {model}"
         raise KVError(f"{endpoint.url} serves {', '.join(names) or 'no model'}{wanted}; pass one of them with --model.")

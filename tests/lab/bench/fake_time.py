@@ -40,9 +40,11 @@ class _Pipe(asyncio.Transport):
             self.loop.call_soon(self.other.end)
 
     def end(self):
-        """Nothing more will come."""
-        if not self.closing:
-            self.protocol.eof_received()
+        """Nothing more will come; who wants to write none the less says so."""
+        if not self.closing and not self.protocol.eof_received():
+            self.close()
+
+    abort = close
 
     def is_closing(self):
         return self.closing
@@ -68,9 +70,12 @@ class FakeTime(asyncio.SelectorEventLoop):
         """``serve(reader, writer)`` for every connection that is opened from now on."""
         self.answers = serve
 
-    async def create_connection(self, protocol_factory, host=None, port=None, **options):
+    async def sock_connect(self, sock, address):
         if self.answers is None:
-            raise ConnectionRefusedError(111, f"nobody listens at {host}:{port}")
+            raise ConnectionRefusedError(111, f"nobody listens at {address}")
+
+    async def create_connection(self, protocol_factory, *, sock, **options):
+        sock.close()  # it was never connected
         theirs = asyncio.StreamReaderProtocol(asyncio.StreamReader(loop=self), self.answers, loop=self)
         ends = [_Pipe(self, protocol) for protocol in (protocol_factory(), theirs)]
         for end, other in (ends, ends[::-1]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcodec.cache.host import LayerCache
-from kvcodec_lab.bench import bf16, packed
+from kvcodec_lab.bench import attention_rivals, packed
 
 CPU = torch.device("cpu")
 
@@ -40,4 +40,4 @@ class ReferenceCache(LayerCache):
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "FusedLayerCache", ReferenceCache)
     monkeypatch.setattr(packed, "fused_refusal", lambda *_: "")
-    monkeypatch.setattr(bf16, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})
+    monkeypatch.setattr(attention_rivals, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})

@@ -7,11 +7,12 @@ import torch
 
 from kvcodec.errors import FormatError, UnsupportedError
 from kvcodec_lab.bench import decode, packed
-from kvcodec_lab.bench.bf16 import Dense, Rival, missing
+from kvcodec_lab.bench.attention_rivals import AttentionRival, Dense, missing
 from kvcodec_lab.bench.decode import decode_rows, ratio
 from kvcodec_lab.bench.packed import Gate
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, newest, read_rows, stamp
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, newest, read_rows
 from kvcodec_lab.bench.shapes import Shape, sweep
+from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU, Clock, use_reference
 
 TINY = Shape("tiny", 2, 4, 2, 64, 100)
@@ -153,7 +154,7 @@ def test_a_rival_that_computes_something_else_is_none(monkeypatch, bits, error, 
     def rivals(dense):
         wrong = dense.expected * (1 + error)
         yield from true(dense)
-        yield Rival("other", "paged", bits, lambda: lambda: wrong)
+        yield AttentionRival("other", "paged", bits, lambda: lambda: wrong)
 
     monkeypatch.setattr(decode, "torch_rivals", rivals)
     rows = [r for r in run(["int-8"]) if r.get("backend") == "other"]
@@ -172,7 +173,7 @@ def test_a_quantized_rival_is_no_bar(monkeypatch):
 
     def rivals(dense):
         yield from true(dense)
-        yield Rival("vllm", "fast", 4.25, lambda: lambda: dense.expected)
+        yield AttentionRival("vllm", "fast", 4.25, lambda: lambda: dense.expected)
 
     monkeypatch.setattr(decode, "torch_rivals", rivals)
     clock = Clock()
@@ -190,7 +191,7 @@ def test_a_rival_that_breaks_the_device_is_left_out_by_the_next_process(monkeypa
     true, path = decode.torch_rivals, tmp_path / "decode.jsonl"
 
     def rivals(dense):
-        yield Rival("vllm", "fast", 4.25, broken)
+        yield AttentionRival("vllm", "fast", 4.25, broken)
         yield from true(dense)
 
     monkeypatch.setattr(decode, "torch_rivals", rivals)
@@ -223,7 +224,7 @@ def test_without_16_bit_attention_nothing_is_compared(monkeypatch):
     def broken():
         raise RuntimeError("no backend")
 
-    monkeypatch.setattr(decode, "torch_rivals", lambda _: iter([Rival("cudnn", "x", 16.0, broken)]))
+    monkeypatch.setattr(decode, "torch_rivals", lambda _: iter([AttentionRival("cudnn", "x", 16.0, broken)]))
     rows = run(["int-8"])
     assert [(r["spec"], r["status"]) for r in rows] == [("dense", "not available: RuntimeError: no backend")]
 

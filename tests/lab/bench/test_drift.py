@@ -12,8 +12,9 @@ import torch
 import kvcodec
 from kvcodec.cache.host import LayerCache
 from kvcodec.errors import UnsupportedError
-from kvcodec_lab.bench.record import Recorder, stamp
+from kvcodec_lab.bench.record import Recorder
 from kvcodec_lab.bench.shapes import GROUPS, Shape, shapes_named
+from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU, Clock
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -27,6 +28,7 @@ def load(name):
     return module
 
 
+load("checkout")
 drift = load("drift")
 beside = load("beside")
 HEADS = drift.Heads(4, 2, 64)
@@ -189,9 +191,10 @@ def test_the_rival_is_the_fastest_that_attends(monkeypatch):
         yield beside_rival("fast", dense.expected)
 
     def beside_rival(name, answer):
-        from kvcodec_lab.bench.bf16 import Rival
 
-        return Rival(name, "form", 16.0, lambda: lambda: answer)
+        from kvcodec_lab.bench.attention_rivals import AttentionRival
+
+        return AttentionRival(name, "form", 16.0, lambda: lambda: answer)
 
     clock = Clock()
     clock.next_times = [300.0, 100.0, 200.0, 150.0]

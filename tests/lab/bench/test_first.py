@@ -1,4 +1,4 @@
-"""Rows of ``kvcodec bench first`` on a small model: what is timed, what it is compared with, what was asked."""
+"""Rows of ``kvcodec bench first`` on a small model: what is timed, what it is compared with."""
 
 import itertools
 import json
@@ -8,9 +8,9 @@ import torch
 
 from kvcodec.errors import UnsupportedError
 from kvcodec_lab.bench import first
-from kvcodec_lab.bench.record import Deadline, Recorder, stamp
-from kvcodec_lab.bench.targets import most_ms
+from kvcodec_lab.bench.record import Deadline, Recorder
 from kvcodec_lab.cli import main
+from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU
 
 pytest.importorskip("transformers")
@@ -74,17 +74,9 @@ def test_the_clock_runs_from_the_making_of_the_cache_to_the_token(model, monkeyp
     assert (ms, cache.get_seq_length()) == (1000.0, 105)  # none of the filling
 
 
-def test_what_was_asked_is_met_by_a_fast_path_and_missed_by_a_streamed_one():
-    def told(ms, metric, tokens, **paths):
-        return first._compared({"p50": ms}, metric, tokens, 10.0, paths)["verdict"]
-
-    assert [told(ms, "first_token_ms", 4096, exact=1) for ms in (18.0, 18.1)] == ["met", "missed"]
-    assert [told(ms, "first_token_ms", 16384, exact=1) for ms in (11.5, 11.6)] == ["met", "missed"]
-    assert [told(ms, "first_cache_ms", 1024) for ms in (318.0, 319.0)] == ["met", "missed"]
-    assert [told(ms, "next_turn_ms", 128, staged=1) for ms in (16.0, 16.1)] == ["met", "missed"]
-    assert told(1.0, "next_turn_ms", 128, staged=1, streamed=1) == "missed"
-    assert most_ms("next_turn_ms", 1, 10.0) == 16.0
-    assert first._compared({"p50": 1.0}, "next_turn_ms", 1, None, {}) == {}
+def test_without_dynamic_caches_time_there_is_no_ratio():
+    assert first._compared({"p50": 3.0}, 2.0) == {"vs_dynamic": 1.5, "dynamic_ms": 2.0}
+    assert first._compared({"p50": 1.0}, None) == {}
 
 
 def test_what_no_kernel_serves_says_so_and_the_next_is_timed(model):
@@ -116,7 +108,7 @@ def test_the_command_names_the_part(monkeypatch, capsys):
     assert main(["bench", "first"]) == 2
     assert "bench first times kernels on a GPU" in capsys.readouterr().err
     told = []
-    monkeypatch.setattr("kvcodec_lab.bench.command.require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr("kvcodec_lab.bench.record.require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(first, "first_rows", lambda specs, recorder, **options: told.append(specs) or iter([]))
     assert main(["bench", "first", "--device", "cuda", "--specs", "int-4,kivi-2"]) == 0
     assert main(["bench", "first", "--device", "cuda"]) == 0

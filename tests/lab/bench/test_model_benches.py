@@ -9,9 +9,10 @@ from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec_lab.bench import generate, prefill
 from kvcodec_lab.bench.packed import packed_operator
 from kvcodec_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
-from kvcodec_lab.bench.record import Deadline, Recorder, newest, stamp
+from kvcodec_lab.bench.record import Deadline, Recorder, newest
 from kvcodec_lab.bench.shapes import Shape
 from kvcodec_lab.eval.generation import FORMS
+from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU, Clock, use_reference
 
 

@@ -21,14 +21,16 @@ import pytest
 
 from kvcodec.errors import KVError, SpecError
 from kvcodec_lab.cli import main
-from kvcodec_lab.report.serve_page import colors_of, drawing, page_html
-from kvcodec_lab.serve import command as serve
+from kvcodec_lab.report.figures import curve_styles
+from kvcodec_lab.report.pages.serve import drawing, page_html
+from kvcodec_lab.serve import bench as serve
+from kvcodec_lab.serve import command
 from kvcodec_lab.serve import server as serve_server
 from kvcodec_lab.serve.client import Reply
 from kvcodec_lab.serve.http import endpoint_of
 from kvcodec_lab.serve.loads import Run, Sessions
 from kvcodec_lab.serve.server import RefusedToStartError, Start, about, last_words, start_of, started
-from kvcodec_lab.serve.tables import Chart, Curve, charts, tables
+from kvcodec_lab.serve.tables import BASELINES, Chart, Curve, charts, tables
 from tests.lab.bench import fake_openai
 from tests.lab.bench.fake_openai import Fake, running
 from tests.lab.bench.fake_time import run_with
@@ -75,7 +77,7 @@ def test_rows_of_a_running_server(tmp_path, capsys):
 
 def test_two_clients_get_twice_the_tokens_per_second(tmp_path, monkeypatch):
     monkeypatch.setattr(asyncio, "run", functools.partial(run_with, Fake(0.01, 0.002).serve))
-    assert bench("http://fake:80", *SWEEP, "--out", tmp_path) == 0
+    assert bench("http://127.0.0.1:80", *SWEEP, "--out", tmp_path) == 0
     rates = by(read(tmp_path), "output_tokens_per_s")
     alone = 4 / (0.01 + 3 * 0.002)
     assert [row["values"]["p50"] for row in rates.values()] == pytest.approx([alone, 2 * alone])
@@ -483,10 +485,10 @@ def test_every_name_is_on_the_drawing(count):
 
 def test_labels_keep_their_methods_colour_and_do_not_look_alike():
     labels = ["bf16", "fp8", "saw-int4", "hqmq-s24_r3", "hqmq-s96_r4", "turboquant_4bit_nc", "int4_per_token_head"]
-    found = colors_of(labels)
-    assert len(set(found.values())) == len(labels)
-    assert found["hqmq-s24_r3"][0] == found["hqmq-s96_r4"][0]
-    assert colors_of(["fp8"])["fp8"] == colors_of(labels)["fp8"]
+    found = curve_styles(labels, BASELINES)
+    assert len({(style.color, style.dashes) for style in found.values()}) == len(labels)
+    assert found["hqmq-s24_r3"].color == found["hqmq-s96_r4"].color
+    assert curve_styles(["fp8"], BASELINES)["fp8"].color == found["fp8"].color
 
 
 def test_page_of_a_folder_with_served_rows(tmp_path, capsys):
@@ -523,7 +525,7 @@ DOCS = (Path(__file__).parents[3] / "docs/bench-serve.md").read_text()
 
 def test_the_docs_name_every_option_and_no_other():
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    command.add_arguments(parser)
     options = {o for a in parser._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
     theirs = {"--enable-prompt-tokens-details", "--kv-cache-metrics", "--kv-cache-metrics-sample", "--kv-cache-dtype",
               "--port", "--out", "--add"}  # fmt: skip

@@ -18,7 +18,7 @@ def complete(url, prompt=tuple(range(40)), output=6, timeout=20.0, want_ids=Fals
 
 def timed(fake, output=6, timeout=20.0, salt="", before=0):
     """The last of several replies, on a clock of its own."""
-    target = Target(Endpoint("fake", 80), "tiny", timeout, salt)
+    target = Target(Endpoint("127.0.0.1", 80), "tiny", timeout, salt)
 
     async def ask():
         for _ in range(before):
@@ -70,10 +70,10 @@ def test_without_usage_tokens_are_counted_as_they_come():
     [
         ("refused", "refused", "HTTP 400 Token id 9 is out of vocabulary"),
         ("hangs up", "connection", "hung up before it answered"),
-        ("not http", "malformed", "which is not HTTP"),
+        ("not http", "malformed", "is not HTTP: Bad status line"),
         ("cut", "cut", ""),
         ("not json", "malformed", "not JSON"),
-        ("not events", "malformed", "no event"),
+        ("not events", "malformed", "not an event"),
         ("not utf-8", "malformed", "not UTF-8"),
         ("error", "error", "EngineCore encountered an issue"),
         ("short", "short", "5 tokens came of 6"),
@@ -127,10 +127,19 @@ def test_events_split_at_every_byte():
         assert found + events.end() == ['{"a": "é漢🙂"}', "1\n2", "[DONE]"], size
 
 
-def test_a_body_that_ends_before_its_length():
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"Content-Length: 10\r\n\r\nfour", "cut"),
+        (b"Transfer-Encoding: chunked\r\n\r\n5\r\nfo", "cut"),
+        (b"Transfer-Encoding: chunked\r\n\r\nfour\r\n", "malformed"),
+        (b"Content-Le", "connection"),
+    ],
+)
+def test_a_body_that_is_not_whole(body, kind):
     async def answer(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nfour")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + body)
         await writer.drain()
         writer.close()
 
@@ -142,7 +151,7 @@ def test_a_body_that_ends_before_its_length():
             return await target.complete([1], 1), await get(endpoint, "/health")
 
     reply, body = asyncio.run(ask())
-    assert (reply.error.kind, body) == ("cut", None)
+    assert (reply.error.kind, body) == (kind, None)
 
 
 @pytest.mark.parametrize(

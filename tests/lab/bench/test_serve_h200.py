@@ -1,4 +1,4 @@
-"""benchmarks/serve_h200.py: turns, rows of what fails, resuming; what docs/serve.md says of its rows."""
+"""benchmarks/serve_h200.py: turns, rows of what fails, resuming; what docs/serve-results.md says of its rows."""
 
 import argparse
 import importlib

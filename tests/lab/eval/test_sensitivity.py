@@ -13,7 +13,7 @@ from kvcodec_lab.eval.outliers import key_outliers, outliers_of
 from kvcodec_lab.eval.sensitivity import Prefix, only, sensitivity
 from kvcodec_lab.eval.stress import stress
 from kvcodec_lab.models import LoadedModel
-from kvcodec_lab.report.plot import outliers_figure, sensitivity_figure
+from kvcodec_lab.report import figures, pictures
 from tests.conftest import MODELS, tiny_model
 from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
 
@@ -180,8 +180,9 @@ def test_stress_shows_in_the_diagnosis_at_the_channels_it_scaled(windows):
 
 def test_figures_are_drawn(model, windows, tmp_path):
     rows = sensitivity(model, windows[:1], {"key": ["int-2"], "value": ["int-2"]})
-    sensitivity_figure(rows, tmp_path / "heat.png", "tiny")
-    outliers_figure({"tiny": key_outliers(model.model, windows[0])}, tmp_path / "keys.png")
+    pictures.write_strips(figures.sensitivity(rows, "tiny"), tmp_path / "heat.png")
+    keys = {"tiny": key_outliers(model.model, windows[0])}
+    pictures.write([figures.outliers(keys)], tmp_path / "keys.png")
     for name in ("heat.png", "keys.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert (tmp_path / name).stat().st_size > 5000

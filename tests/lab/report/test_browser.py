@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec_lab.report.folder import read_folder, read_layers
-from kvcodec_lab.report.page import page_html
-from kvcodec_lab.report.presets import bytes_text
+from kvcodec_lab.report.pages.eval import page_html
+from kvcodec_lab.report.rows import read_folder, read_layers
+from kvcodec_lab.report.words import bytes_text
 from tests.lab.report import chromium, folders
 from tests.lab.report.folders import BITS, SPECS, UNCOMPRESSED
 

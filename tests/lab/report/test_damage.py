@@ -8,7 +8,7 @@ import pytest
 from kvcodec.errors import FormatError
 from kvcodec_lab.cli import main
 from kvcodec_lab.eval.store import read_run
-from kvcodec_lab.report.folder import ITEMS, RESULTS, RUN, read_folder, read_layers
+from kvcodec_lab.report.rows import ITEMS, RESULTS, RUN, read_folder, read_layers
 from tests.lab.report import folders
 
 
@@ -45,10 +45,10 @@ def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_pa
         (RESULTS, '{"rows": 3}', "results.json holds no rows"),
         (RESULTS, "[]", "results.json holds no rows"),
         (RESULTS, '{"rows": []}', "no item was finished"),
-        (RESULTS, '{"rows": [7]}', "results.json, row 1 is damaged: spec, task, metric must be texts"),
+        (RESULTS, '{"rows": [7]}', "results.json, row 1 is damaged: 7 is no object"),
         (RESULTS, '{"rows": [{"spec": 1, "task": "a", "metric": "b"}]}', "row 1 is damaged"),
-        (RESULTS, '{"rows": [{"spec": "a", "task": "a", "metric": "b", "value": "12"}]}', "value is '12', no number"),
-        (RESULTS, '{"rows": [{"spec": "a", "task": "a", "metric": "b", "group": 4}]}', "group is neither null nor an"),
+        (RESULTS, '{"rows": [{"spec": "a", "task": "a", "metric": "b", "value": "12"}]}', "is '12', not a number"),
+        (RESULTS, '{"rows": [{"spec": "a", "task": "a", "metric": "b", "group": 4}]}', "group is 4, not an object"),
         (ITEMS, '{"spec": "a"}\n', "items.jsonl, line 1 is damaged"),
         (ITEMS, "3\n", "items.jsonl, line 1 is damaged"),
         (ITEMS, "{]\n{}\n", "items.jsonl, line 1 is damaged"),

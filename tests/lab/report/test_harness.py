@@ -9,9 +9,9 @@ from kvcodec_lab.eval.run import RunSettings, evaluate
 from kvcodec_lab.eval.store import FORMAT, VERSION
 from kvcodec_lab.eval.tasks.base import TaskSettings
 from kvcodec_lab.models import SampleText
-from kvcodec_lab.report import folder as folder_module
-from kvcodec_lab.report.folder import read_folder
-from kvcodec_lab.report.page import page_html
+from kvcodec_lab.report import rows as rows_module
+from kvcodec_lab.report.pages.eval import page_html
+from kvcodec_lab.report.rows import read_folder
 from tests.lab.eval.tiny import TEXT, tiny_loaded
 from tests.lab.report.test_page import Page
 
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_formats_are_the_same() -> None:
-    assert (folder_module.FORMAT, folder_module.VERSION) == (FORMAT, VERSION)
+    assert (rows_module.FORMAT, rows_module.VERSION) == (FORMAT, VERSION)
 
 
 def test_a_run_of_the_harness_is_a_page_with_all_its_numbers(run: Path) -> None:

@@ -13,11 +13,11 @@ from kvcodec.registry import get
 from kvcodec_lab.advise.expected import cache_bytes
 from kvcodec_lab.cli import main
 from kvcodec_lab.eval.tasks import task_names
-from kvcodec_lab.report import drawing, words
-from kvcodec_lab.report.answer import best_at_bits, losses, pareto, sentences, whole_rows
-from kvcodec_lab.report.command import read_times
-from kvcodec_lab.report.folder import read_folder, read_layers
-from kvcodec_lab.report.page import page_html
+from kvcodec_lab.report import svg, words
+from kvcodec_lab.report.answer import best_at_bits, losses, sentences, whole_rows
+from kvcodec_lab.report.figures import frontier, style_of
+from kvcodec_lab.report.pages.eval import page_html
+from kvcodec_lab.report.rows import read_folder, read_layers, read_times
 from kvcodec_lab.report.sizes import Shape, bytes_at, sizes
 from tests.lab.report import folders
 from tests.lab.report.folders import BITS, KL, RECALL, SPECS, UNCOMPRESSED
@@ -354,12 +354,14 @@ def test_layers_are_drawn_and_told(folder: Path) -> None:
 
 
 def test_frontier_ticks_and_colours() -> None:
-    assert pareto([(1, 5), (2, 5), (3, 4), (1, 6)], "lower") == [0, 2]
-    assert pareto([(1, 5), (2, 5), (3, 6)], "higher") == [0, 2]
-    assert drawing.ticks(20.5, 27, False) == [22.0, 24.0, 26.0]
-    assert drawing.ticks(0.03, 0.5, True) == [0.03, 0.1, 0.3]
-    assert drawing.color(-1) == drawing.color(0)
-    marks = {drawing.marker(spec) for spec in ("dense", "fp8", "int-4", "saw-int4", "kivi-2", "octopus-3", "nobodys-3")}
+    assert frontier([(1, 5), (2, 5), (3, 4), (1, 6)], "lower") == [0, 2]
+    assert frontier([(1, 5), (2, 5), (3, 6)], "higher") == [0, 2]
+    assert svg.ticks(20.5, 27, False) == [22.0, 24.0, 26.0]
+    assert svg.ticks(0.03, 0.5, True) == [0.03, 0.1, 0.3]
+    assert svg.color(-1) == svg.color(0)
+    marks = {
+        svg.marker(style_of(spec)) for spec in ("dense", "fp8", "int-4", "saw-int4", "kivi-2", "octopus-3", "nobodys-3")
+    }
     assert len(marks) == 7
 
 

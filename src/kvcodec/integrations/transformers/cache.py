@@ -413,7 +413,7 @@ def _builder(
         for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
             if layer.head_dim is None:
                 continue
-            if reason := fused_refusal(scheme, layer.head_dim, device, max_len or 0, page_tokens, plan.softcap):
+            if reason := fused_refusal(scheme, layer.head_dim, device, max_len or 0, page_tokens):
                 raise UnsupportedError(
                     f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
                 )

@@ -168,8 +168,8 @@ class GroupedLayer(PackedLayer):
         """
         from kvcodec.kernels.history_groups import attend_groups
 
-        engine: Any = self.engine(cache.shape[2])
-        if rules.softcap or rules.window or engine.many_refusal():
+        engine = self.engine(cache.shape[2])
+        if rules.softcap or rules.window:
             return self.attend_own(q, cache, row, length, rules, own)
         out = attend_groups(
             q.transpose(0, 1)[None],
@@ -179,7 +179,7 @@ class GroupedLayer(PackedLayer):
             row[None],
             length,
             self.unit,
-            pair=engine.pair,
+            spec=engine.decode_spec,
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,

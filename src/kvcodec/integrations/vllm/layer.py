@@ -18,7 +18,7 @@ the prefix cache decides what a token reads.
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -223,9 +223,10 @@ class PackedLayer:
             There are none; the text says why.
         """
         if page_tokens not in self.engines:
-            found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
-            if isinstance(found, str):
-                raise UnsupportedError(f"{self.scheme}: {found}.")
+            try:
+                found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{self.scheme}: {error}.") from error
             found.prepare(self.cache.roles)
             self.engines[page_tokens] = found
         return self.engines[page_tokens]
@@ -325,21 +326,16 @@ class PackedLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch.
-
-        Triton's kernels take the reference.
-        """
+        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
         from kvcodec.kernels.history import attend_chunk
 
-        engine: Any = self.engine(cache.shape[2])
-        if engine.many_refusal():
-            return self.attend(q, cache, row, length, rules)
+        engine = self.engine(cache.shape[2])
         out = attend_chunk(
             q.transpose(0, 1)[None],
             self.pages(cache)[1],
             row[None],
             length,
-            pair=engine.pair,
+            spec=engine.decode_spec,
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,

@@ -1,0 +1,246 @@
+"""Kernels of ``hqmq``: chunks of four channels as products of quaternions and radii.
+
+The reader looks rows of a head's codebook up. The encoder searches by cells: a vector is turned by one of the 24
+Hurwitz units until 1 is the unit nearest to it, |y_1| + |y_2| + |y_3| <= y_0, and cells are boxes of (y_1, y_2, y_3) /
+y_0. Inner products are linear, so a product that another one beats at all eight corners of a box is beaten in the whole
+box. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
+
+Heads are tabulated together: on a GPU a launch costs more than what it computes here.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Role
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader
+from kvcodec.kernels.tables import copied_bytes, half_rows
+from kvcodec.ops.quaternion import UNITS, multiply, products
+
+TABLE_BUDGET = 73728
+"""Bytes up to which codebooks have copies, as in csrc/read_hqmq.cuh."""
+CODEBOOK_UNIT = 2.0**15
+"""Products with radii that are fp16 subnormals become normal numbers."""
+MARGIN = 2.0**-16
+"""By how much a product must be beaten at the corners: vectors up to 2^-18 outside their cell are served too."""
+MOST_PAIRS = 15
+"""Longest list of a cell; what is longer is left to the search in double."""
+
+PAIRS = {24: 1792, 48: 2176, 96: 2688, 192: 3840}
+"""Room for pairs of products, by S; as in csrc/encode_hqmq.cuh."""
+SIDE = 15
+"""Cells along an axis; as in csrc/encode_hqmq.cuh."""
+HEADS = 8
+"""Heads tabulated at a time: bounds the scores, 20 MB of float64 for each at S = 192."""
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, Hqmq)
+    if codec.packing != "ceil":
+        raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
+    return Reader(
+        read_type(codec, head_dim),
+        "read_hqmq.cuh",
+        shared=shared_bytes(codec),
+        tables=read_tables,
+        both=read_type(codec, head_dim, role),
+        # least shared memory of the readers of keys and values together
+        reach=512 * 256 if (codec.s, codec.r) in ((24, 3), (24, 4)) else 0,
+        tile=16 if codec.s >= 96 else 64,  # codebooks with eight copies or fewer
+        team_warps=16,
+    )
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, Hqmq)
+    if codec.packing != "ceil":
+        raise UnsupportedError(f"no CUDA kernel encodes {codec}")
+    name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
+    return Encoder(name, "encode_hqmq.cuh", tables=lambda params: cell_tables(params["secondary"][0]), form="table")
+
+
+def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
+    """Return the C++ struct that reads the codec's keys or values.
+
+    ``role`` says that keys and values are both held by ``codec``. Then dead slots cost nothing: what their bits lead to
+    outside of one table lies in the other one, or in the bytes that the readers' ``reach`` asks for.
+    """
+    place = {None: "ALONE", "key": "KEYS", "value": "VALUES"}[role]
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
+
+
+def shared_bytes(codec: Hqmq) -> int:
+    """Bytes of shared memory of the reader's codebook."""
+    return copied_bytes(12 * codec.s, TABLE_BUDGET)
+
+
+def read_tables(params: Params) -> Tensor:
+    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; those between are opposite."""
+    codebook = params["codebook"][0]
+    table = codebook.float()
+    if codebook.dtype == torch.int8:
+        table = table / 127
+    return half_rows(table[:, ::2] * CODEBOOK_UNIT)
+
+
+def cell_tables(secondary: Tensor) -> Tensor:
+    """Tables of the encoder for all heads.
+
+    Parameters
+    ----------
+    secondary : Tensor ``[H, S, 4]``
+        From ``random_units``.
+
+    Returns
+    -------
+    Tensor uint8 ``[H, bytes]`` on its device
+    """
+    return torch.cat([_tables(heads.double()) for heads in secondary.split(HEADS)])
+
+
+def _tables(secondary: Tensor) -> Tensor:
+    heads, count, _ = secondary.shape
+    device, room = secondary.device, PAIRS[count]
+    place, names, held = cell_rivals(products(secondary))
+    pairs = (held.sum(2) + 1) // 2  # [H, n]
+    # what finds no room is not listed, the longest first
+    ordered, order = pairs.sort(dim=1, stable=True)
+    fits = (ordered.cumsum(1) <= room) & (ordered <= MOST_PAIRS)
+    listed = torch.zeros_like(fits).scatter_(1, order, fits)
+    pairs = torch.where(listed, pairs, 0)
+    start = pairs.cumsum(1) - pairs
+    cells = torch.zeros(heads, SIDE**3, dtype=torch.int16, device=device)
+    cells[:, place] = (start << 4 | pairs).to(torch.int32).to(torch.int16)  # as uint16: the bits are what counts
+    # products go to their places, what is not listed behind the end
+    at = 2 * start[..., None] + held.cumsum(2) - 1
+    at = torch.where(held & listed[..., None], at, 2 * room).flatten(1)
+    names = names.flatten(1)
+    rows = products(secondary).half().gather(1, names[..., None].expand(-1, -1, 4))
+    entries = rows.new_zeros(heads, 2 * room + 1, 4).scatter_(1, at[..., None].expand(-1, -1, 4), rows)[:, :-1]
+    labels = (names // 24 << 5 | names % 24).to(torch.int16)
+    labels = labels.new_zeros(heads, 2 * room + 1).scatter_(1, at, labels)[:, :-1]
+    parts = [part.contiguous().view(torch.uint8).flatten(1) for part in (entries, labels, cells)]
+    parts.append(_turns(device).expand(heads, -1))
+    size = sum(part.shape[1] for part in parts)
+    parts.append(torch.zeros(heads, -size % 16, dtype=torch.uint8, device=device))
+    return torch.cat([*parts, secondary.float().contiguous().view(torch.uint8).flatten(1)], 1)
+
+
+@lru_cache(maxsize=8)
+def _turns(device: torch.device) -> Tensor:
+    """Row of ``p_t p`` for the 24 units p, by the unit p_t that turns: uint8 ``[1, 24 * 24]``."""
+    half = torch.tensor([0.5, -0.5]).to(UNITS)
+    turns = torch.cat([UNITS[:8], torch.cartesian_prod(half, half, half, half)])  # by signs, as the kernel has them
+    return (multiply(turns[:, None], UNITS) @ UNITS.T).max(-1).indices.to(torch.uint8).flatten()[None].to(device)
+
+
+class _Cells(NamedTuple):
+    """Boxes of (y_1, y_2, y_3) / y_0 that the octahedron touches, and boxes thrice as wide around them.
+
+    Parameters
+    ----------
+    place : Tensor int64 ``[n]``
+        ``(i * side + j) * side + k``.
+    corners : Tensor float64 ``[n, 8, 4]``
+        (1, r) of each corner.
+    wide : Tensor float64 ``[k, 8, 4]``
+        Corners of the wide boxes.
+    inside : Tensor int64 ``[n]``
+        Which of these a box lies in.
+    """
+
+    place: Tensor
+    corners: Tensor
+    wide: Tensor
+    inside: Tensor
+
+
+@lru_cache(maxsize=8)
+def _cells(side: int, device: torch.device) -> _Cells:
+    scale = 0.5 * side * (1 - 1 / 128)
+    edges = (torch.arange(side + 1, dtype=torch.float64) - side // 2 - 0.5) / scale
+    low, high = edges[:-1], edges[1:]
+    nearest = torch.where(low * high < 0, 0.0, torch.minimum(low.abs(), high.abs()))
+    at = (nearest[:, None, None] + nearest[:, None] + nearest <= 1.001).nonzero()  # [n, 3]
+    wide, inside = torch.unique(at // 3, dim=0, return_inverse=True)
+    ends = torch.cartesian_prod(*[torch.arange(2)] * 3)
+
+    def corners(first: Tensor, step: int) -> Tensor:
+        return torch.nn.functional.pad(edges[first[:, None] + step * ends], (1, 0), value=1.0)
+
+    place = (at * torch.tensor([side**2, side, 1])).sum(1)
+    return _Cells(*(x.to(device) for x in (place, corners(at, 1), corners(3 * wide, 3), inside)))
+
+
+def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor]:
+    """Which products can be the best in which cell.
+
+    Parameters
+    ----------
+    table : Tensor float64 ``[H, m, 4]``
+    side : int
+        Cells along an axis, an odd multiple of 3. They reach a little beyond [-1, 1], so that the corners of the
+        octahedron lie inside.
+
+    Returns
+    -------
+    place : Tensor int64 ``[n]``
+        Cells that the octahedron touches: ``(i * side + j) * side + k``.
+    names : Tensor int64 ``[H, n, w]``
+        Rows of the table, ascending where they are held.
+    held : Tensor bool ``[H, n, w]``
+        Which of them can win there.
+    """
+    cells = _cells(side, table.device)
+    # the wide boxes tell which products are worth a look
+    few = _packed(_rivals(cells.wide @ table.mT[:, None]))
+    names, held = few.names[:, cells.inside], few.held[:, cells.inside]
+    some = table.gather(1, names.flatten(1)[..., None].expand(-1, -1, 4)).unflatten(1, names.shape[1:])
+    scores = (cells.corners @ some.mT).masked_fill_(~held[:, :, None], -torch.inf)
+    near = _packed(_rivals(scores))
+    # of those left, what any other one beats
+    scores = scores.gather(3, near.names[:, :, None].expand(-1, -1, 8, -1))
+    beaten = torch.ones(*near.held.shape, near.held.shape[2], dtype=torch.bool, device=table.device)
+    for score in scores.unbind(2):
+        beaten &= score[..., None] > score[..., None, :] + MARGIN
+    beaten &= near.held[..., None]
+    return cells.place, names.gather(2, near.names), near.held & ~beaten.any(2)
+
+
+class _Packed(NamedTuple):
+    """Numbers of the set bits of rows, side by side, and which of these places are taken."""
+
+    names: Tensor
+    held: Tensor
+
+
+def _packed(bits: Tensor) -> _Packed:
+    """Number the set bits along the last axis, ascending: ``[..., n]`` -> ``[..., w]`` each; one host sync."""
+    count = bits.sum(-1, keepdim=True)
+    width = int(count.max())
+    to = torch.where(bits, bits.cumsum(-1) - 1, width)
+    number = torch.arange(bits.shape[-1], device=bits.device).expand(bits.shape)
+    names = to.new_zeros(*bits.shape[:-1], width + 1).scatter_(-1, to, number)[..., :-1]
+    return _Packed(names, torch.arange(width, device=bits.device) < count)
+
+
+def _rivals(scores: Tensor) -> Tensor:
+    """Products that the one which is best in the middle does not beat at all corners.
+
+    Parameters
+    ----------
+    scores : Tensor float64 ``[H, n, 8, m]``
+        Of the corners of n boxes.
+
+    Returns
+    -------
+    Tensor bool ``[H, n, m]``
+    """
+    best = scores.sum(2, keepdim=True).max(3, keepdim=True).indices.expand(-1, -1, 8, -1)
+    return (scores >= scores.gather(3, best) - MARGIN).any(2)

@@ -1,0 +1,1 @@
+"""The pages: each reads rows and returns one text."""

@@ -1,0 +1,253 @@
+"""The leaderboard: published runs of one model, plain and stressed, to a page of tables and to three sentences.
+
+A published run is a folder with ``run.json``, ``results.json`` and ``items.jsonl.gz``
+(``kvcodec_lab.eval.merge.pack``).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from kvcodec.errors import FormatError
+from kvcodec_lab.report.figures import BITS, METRICS, Axis, Plot, Point
+from kvcodec_lab.report.rows import RUN, UNCOMPRESSED, Results, Row, mapping, read_folder
+from kvcodec_lab.report.tables import markdown
+from kvcodec_lab.report.words import (
+    DASH,
+    about_task,
+    bits_text,
+    change_text,
+    headline,
+    interval_text,
+    metric_name,
+    value_text,
+)
+
+BUDGET = 4.5
+"""Bits of the first sentence."""
+WITHIN = 1.10
+"""Times the uncompressed perplexity that counts as kept."""
+NAIVE = "int-4"
+REFERENCES = (UNCOMPRESSED, "dense")
+
+Runs = Mapping[str, Results]
+
+
+def read_runs(folder: str | Path) -> dict[str, Results]:
+    """Published runs below a folder by name: each model's plain ones before its stressed ones.
+
+    Raises
+    ------
+    FormatError
+        If one is damaged.
+    """
+    found = {p.parent.name: read_folder(p.parent) for p in sorted(Path(folder).glob(f"*/{RUN}"))}
+    return dict(sorted(found.items(), key=lambda item: (model_name(item[1]), bool(stress_text(item[1])), item[0])))
+
+
+def model_name(results: Results) -> str:
+    """What the run calls its model."""
+    return str(mapping(results.about.get("model")).get("name", ""))
+
+
+def stress_text(results: Results) -> str:
+    """``64:1`` for a run on a model with outlier channels; empty for a plain one."""
+    stress = mapping(mapping(results.about.get("settings")).get("stress"))
+    return f"{stress.get('factor', 0):g}:{stress.get('pairs')}" if stress else ""
+
+
+def kind(results: Results) -> str:
+    """How a column is called."""
+    text = stress_text(results)
+    return f"stressed {text}" if text else "plain"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def tables(runs: Runs) -> str:
+    """Markdown: for each model how it was run, and a table for each task; empty without runs."""
+    models: dict[str, dict[str, Results]] = {}
+    for name, results in runs.items():
+        models.setdefault(model_name(results), {})[name] = results
+    parts = []
+    for model, mine in models.items():
+        parts += [f"## {model}", *(f"- {_how(name, results)}" for name, results in mine.items())]
+        for task in dict.fromkeys(task for results in mine.values() for task in results.tasks):
+            parts += [_task(task, list(mine.values()))]
+    return "\n\n".join(parts).replace("\n\n- ", "\n- ").replace("\n- ", "\n\n- ", 1)
+
+
+def _how(name: str, results: Results) -> str:
+    about = results.about
+    model, versions = mapping(about.get("model")), mapping(about.get("versions"))
+    shown = ", ".join(f"{key} {value}" for key, value in versions.items())
+    prefill = mapping(about.get("settings")).get("prefill")
+    return (
+        f"{kind(results)} (`{name}`): {model.get('dtype')} on {about.get('device_name')}, prefill {prefill}, seed "
+        f"{about.get('seed')}, {shown}, weights `{str(model.get('sha256'))[:12]}`"
+    )
+
+
+def _task(task: str, runs: Sequence[Results]) -> str:
+    """One task: every spec's true bits and main metric in each run, and what else the first run measured."""
+    first = next(results for results in runs if task in results.tasks)
+    main, *others = first.metrics(task)
+    rows = [{r.spec: r for r in results.rows if (r.task, r.metric, r.group) == (task, main, None)} for results in runs]
+    heads = ["preset", "bits"]
+    for results in runs:
+        heads += [f"{kind(results)}: {metric_name(main)}", "difference"]
+    heads += [metric_name(metric) for metric in others]
+    lines = []
+    for spec in sorted({spec for of in rows for spec in of}, key=lambda spec: _order(spec, rows)):
+        bits = next((of[spec]["effective_bits"] for of in rows if spec in of), None)
+        cells = [f"`{spec}`", bits_text(bits)]
+        for of in rows:
+            cells += [_value(of.get(spec)), _change(of.get(spec))]
+        cells += [_value(first.row(task, metric, spec)) for metric in others]
+        lines.append(cells)
+    about = about_task(task)
+    counted = _items(task, runs)
+    told = " ".join(filter(None, [about.is_, about.is_not, counted]))
+    return f"### {headline(task, main)}\n\n{told}\n\n{markdown(heads, lines)}"
+
+
+def _order(spec: str, rows: Sequence[Mapping[str, Row]]) -> tuple[bool, float, float, str]:
+    """The uncompressed model, then the best value of the first run that has one, then the fewest bits."""
+    row = next((of[spec] for of in rows if spec in of), None)
+    value = row["value"] if row else None
+    if row is None or value is None:
+        return spec != UNCOMPRESSED, float("inf"), 0.0, spec
+    return spec != UNCOMPRESSED, value if row.better == "lower" else -value, row["effective_bits"] or 0.0, spec
+
+
+def _value(row: Row | None) -> str:
+    if row is None:
+        return DASH
+    text = f"{value_text(row.metric, row['value'])} {interval_text(row.metric, row['low'], row['high'])}".strip()
+    items, planned = row["items"], row["planned"]
+    return text if items is None or planned is None or items >= planned else f"{text} ({items:g} of {planned:g} items)"
+
+
+def _change(row: Row | None) -> str:
+    if row is None:
+        return DASH
+    return change_text(row.metric, row["difference"], row["difference_low"], row["difference_high"])
+
+
+def _items(task: str, runs: Sequence[Results]) -> str:
+    counts = sorted({int(r["planned"] or 0) for results in runs for r in results.rows if r.task == task})
+    chance = next((c for results in runs if (c := results.chance(task)) is not None), None)
+    guess = "" if chance is None else f" Guessing gives {100 * chance:.0f} %."
+    return f"{' or '.join(map(str, counts))} items.{guess}"
+
+
+def points(results: Results) -> list[Point]:
+    """KL over true bits of every preset that has both and is not exact."""
+    found = []
+    for row in results.rows:
+        whole = (row.task, row.metric, row.group) == ("kl", "kl", None) and row.spec not in REFERENCES
+        value, bits = row["value"], row["effective_bits"]
+        if whole and value is not None and bits is not None and value > 0:
+            found.append(Point(row.spec, bits, value, row["low"], row["high"]))
+    return found
+
+
+def plots(runs: Runs) -> list[Plot]:
+    """KL over true bits, a panel for each run that has it."""
+    held = {f"{model_name(results)}, {kind(results)}": points(results) for results in runs.values()}
+    y = Axis(METRICS["kl"], "log")
+    return [Plot(title, BITS, y, found, names="all") for title, found in held.items() if found]
+
+
+# -- the sentences -----------------------------------------------------------------------------------------------------
+
+
+def sentences(plain: Results, stressed: Results) -> list[str]:
+    """Three sentences: who loses least at a budget of bits, who still finds, who holds with outlier channels.
+
+    Raises
+    ------
+    FormatError
+        If a run lacks what they quote: perplexity, kl and needle of the plain one, perplexity of the stressed one.
+    """
+    return [_least(plain), _found(plain), _held(stressed)]
+
+
+def _least(results: Results) -> str:
+    fitting = [r for r in _rows(results, "kl", "kl") if (r["effective_bits"] or 99.0) <= BUDGET]
+    if not fitting:
+        raise FormatError(f"{results.folder}: no preset holds {BUDGET:g} bits or fewer on kl.")
+    best = min(fitting, key=lambda r: _number(results, r))
+    perplexity, base = (_row(results, "perplexity", "perplexity", spec) for spec in (best.spec, UNCOMPRESSED))
+    return (
+        f"Of the presets that hold at most {BUDGET:g} bits, `{best.spec}` ({bits_text(best['effective_bits'])}) loses "
+        f"least on {model_name(results)}: a KL of {_value(best)}, and a perplexity of {_value(perplexity)} beside "
+        f"{value_text('perplexity', base['value'])} without compression ({best['items']:g} windows)."
+    )
+
+
+def _found(results: Results) -> str:
+    rows = _rows(results, "needle", "recall")
+    base = _row(results, "needle", "recall", UNCOMPRESSED)
+    # None: one item, or none in common: not shown to be as good
+    kept = [r for r in rows if r["difference_high"] is not None and r["difference_high"] >= 0]
+    text = (
+        f"A number hidden in up to {_longest(results)} tokens of text, which the uncompressed model gives back in "
+        f"{_value(base)} of the prompts, is found no less often (the paired interval of the difference reaches 0) with "
+        f"{len(kept)} of {len(rows)} presets"
+    )
+    return f"{text}{_fewest(kept)}."
+
+
+def _held(results: Results) -> str:
+    rows = _rows(results, "perplexity", "perplexity")
+    base = _number(results, _row(results, "perplexity", "perplexity", UNCOMPRESSED))
+    kept = [r for r in rows if _number(results, r) <= WITHIN * base]
+    naive = _row(results, "perplexity", "perplexity", NAIVE)
+    return (
+        f"With outlier channels in the keys (stress {stress_text(results)}: the same model, larger keys), {len(kept)} "
+        f"of {len(rows)} presets stay within {100 * (WITHIN - 1):.0f} % of the uncompressed perplexity of "
+        f"{value_text('perplexity', base)}{_fewest(kept)}, and `{NAIVE}` goes to "
+        f"{value_text('perplexity', naive['value'])}."
+    )
+
+
+def _fewest(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    row = min(rows, key=lambda r: (r["effective_bits"] or 99.0, r.spec))
+    return f", `{row.spec}` with the fewest bits ({bits_text(row['effective_bits'])})"
+
+
+def _longest(results: Results) -> str:
+    lengths = mapping(mapping(results.about.get("tasks")).get("needle")).get("lengths")
+    if not isinstance(lengths, Iterable) or not (known := [int(n) for n in lengths]):
+        raise FormatError(f"{results.folder}: {RUN} does not say the lengths of needle.")
+    return f"{max(known):,}"
+
+
+def _rows(results: Results, task: str, metric: str) -> list[Row]:
+    """Whole rows of the presets, the exact one left out.
+
+    Raises
+    ------
+    FormatError
+        If there is none.
+    """
+    found = [r for r in results.rows if (r.task, r.metric, r.group) == (task, metric, None)]
+    found = [r for r in found if r.spec not in REFERENCES]
+    if not found:
+        raise FormatError(f"{results.folder} holds no {metric} of {task}.")
+    return found
+
+
+def _row(results: Results, task: str, metric: str, spec: str) -> Row:
+    row = results.row(task, metric, spec)
+    if row is None:
+        raise FormatError(f"{results.folder} holds no {metric} of {task} for {spec}.")
+    return row
+
+
+def _number(results: Results, row: Row) -> float:
+    """Value of a row; infinite where it overflowed."""
+    return float("inf") if row["value"] is None else row["value"]
