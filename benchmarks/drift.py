@@ -33,7 +33,8 @@ from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import FusedLayerCache, fused_refusal
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import split_specs
-from kvcodec_lab.bench.record import Deadline, Recorder, device_lost, read_rows
+from kvcodec_lab.bench.record import Deadline, Recorder, device_lost
+from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.stamp import stamp
 
 LAYER, LAYERS = 16, 32

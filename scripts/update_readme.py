@@ -19,7 +19,6 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
 
 import argparse
 import ast
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcodec.errors import FormatError
-from kvcodec_lab.bench.record import newest, read_rows
+from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number
 from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
@@ -36,6 +35,7 @@ from kvcodec_lab.eval.generation import CUDNN_OFF
 from kvcodec_lab.report import figures, pictures
 from kvcodec_lab.report.figures import SPEED_TITLES
 from kvcodec_lab.report.pages.leaderboard import read_runs, sentences
+from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.report.tables import cell, columns_of, with_reference
 from kvcodec_lab.serve.tables import Found
 
@@ -77,10 +77,7 @@ class MissingResultError(Exception):
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Rows of a result file: a list, an object with ``rows``, or one row."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(data, dict):
-        data = data.get("rows", [data])
-    return [row for row in data if isinstance(row, dict)]
+    return read_rows([path], needed=())
 
 
 def results_block(root: Path) -> str:
