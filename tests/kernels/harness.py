@@ -247,7 +247,7 @@ def build(source: str, flags: tuple[str, ...] = ()) -> Library:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    includes = ("-I", str(HEADERS), "-I", str(ROOT / "tests/cuda"))
+    includes = ("-I", str(HEADERS), "-I", str(ROOT / "tests/kernels"))
     command = (compiler, "-x", "c++", *includes, *FLAGS, *flags)
     return Library(_kept("so", command, ("-include", _precompiled(command), *LINK), source=source))
 
