@@ -84,7 +84,7 @@ def plain(layer: GroupedLayer, rules: Rules) -> torch.Tensor:
     q, k, v = tokens()
     decoded = []
     for role, x in zip(ROLES, (k, v), strict=True):
-        state = layer.cache.roles[role]
+        state = layer.roles[role]
         whole = x[: TOTAL // UNIT * UNIT].transpose(0, 1)[None]
         assert state.params is not None
         decoded.append(roundtrip(state.codec, whole, state.params)[0].transpose(0, 1).half())
@@ -132,7 +132,7 @@ def test_pages_hold_the_librarys_bytes(spec: str) -> None:
     cache, (_, k, v) = pool(layer), tokens()
     found = fed(layer, cache, CUTS["across"], RULES["plain"])
     torch.testing.assert_close(found.double(), plain(layer, RULES["plain"]), rtol=0, atol=2e-3)
-    library = LayerCache(layer.scheme, layer=3, page_tokens=BLOCK, params=layer.cache.fitted)
+    library = LayerCache(layer.scheme, layer=3, page_tokens=BLOCK, params=layer.site.fitted)
     whole = TOTAL // UNIT * UNIT
     library.append(*(x[:whole].transpose(0, 1)[None] for x in (k, v)))
     store, (layout, pages) = library.store, layer.pages(cache)

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcodec
 from kvcodec import probe
-from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES, SHARED, Dense, Shared, Site, drawn
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.errors import KVCodecWarning
-from kvcodec.integrations.transformers import cache_for, layers
+from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
 from kvcodec.kernels import build, encode
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
@@ -81,7 +81,7 @@ def forget() -> None:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which a look at a number waits, as a GPU's does."""
-    for module in (layers, probe):
+    for module in (arrivals, probe):
         monkeypatch.setattr(module, "waits", lambda x: True)
 
 
@@ -382,11 +382,11 @@ def test_what_a_decode_step_could_not_hold_is_told_by_the_next_turn(machine: dic
 @pytest.mark.parametrize("fresh", [40, 200])
 def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting: None) -> None:
     """Of a layer that attended already, and dropped what no later query sees."""
-    arrivals, scheme = layers.Arrivals(2), kvcodec.get("saw-int4")
-    window = layers.WindowedLayer(
-        FusedLayerCache(scheme, layer=0), 0, "fused", "exact", arrivals, window=96, kind="sliding_attention"
+    noted, scheme = arrivals.Arrivals(2), kvcodec.get("saw-int4")
+    window = windowed.WindowedLayer(
+        FusedLayerCache(scheme, layer=0), 0, "fused", "exact", noted, window=96, kind="sliding_attention"
     )
-    full = layers.PackedLayer(FusedLayerCache(scheme, layer=1), 1, "fused", "exact", arrivals)
+    full = layers.PackedCacheLayer(FusedLayerCache(scheme, layer=1), 1, "fused", "exact", noted)
     for layer in (window, full):
         layer.update(*rows(150))
     before = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]

@@ -26,7 +26,7 @@ class Served:
         if rules.sinks is not None:
             rules = rules._replace(sinks=rules.sinks.to(device))
         self.rules, self.kernels, self.device = rules, kernels, device
-        params = made(spec).cache.fitted
+        params = made(spec).site.fitted
         self.layer = made(spec, device=device, params=params)
         self.cache = pool(self.layer).to(device)
         self.staged = Staging(self.layer.slots, UNIT, BLOCK, ROWS, device)

@@ -418,8 +418,8 @@ class CudaEngine(Engine):
         first, last = key.runs[0] if key.runs else (0, 0)
         return attend_newest(
             q,
-            (key.dense("sink"), value.dense("sink")),
-            (key.dense("window"), value.dense("window")),
+            (key.sink, value.sink),
+            (key.window, value.window),
             store.pages,
             store.table,
             first,

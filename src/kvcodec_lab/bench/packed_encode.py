@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.cache.device import fused_refusal
+from kvcodec.cache.fused import fused_refusal
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError

@@ -20,8 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
+from kvcodec.cache.device import DeviceCache, Kernels
+from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.errors import (
     BrokenPresetError,
@@ -33,8 +36,10 @@ from kvcodec.errors import (
     nearest,
 )
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries, load_params
-from kvcodec.integrations.transformers.layers import Arrivals, PackedLayer, Prefill, WindowedLayer
+from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.key_bias import Probe, biases_of, probe_option
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
@@ -71,9 +76,9 @@ class KVCache(Cache):  # type: ignore[misc]
         self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
 
     @property
-    def packed_layers(self) -> list[PackedLayer]:
+    def packed_layers(self) -> list[PackedCacheLayer]:
         """The layers that hold packed K and V."""
-        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+        return [layer for layer in self.layers if isinstance(layer, PackedCacheLayer)]
 
     @property
     def layer_caches(self) -> list[LayerCache]:
@@ -276,26 +281,24 @@ attention='decoded')
     check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = _watch(model_or_config, plan, scheme, given, action)
     arrivals = Arrivals(len(kv_layers), watch)
-    build = _builder(attention, plan, schemes, model_or_config, max_len, page_tokens)
-    packed = iter(zip(kv_layers, schemes, strict=True))
+    kernels = _Kernels(plan, model_or_config, max_len, page_tokens) if attention == "fused" else None
+    schemes_of = iter(schemes)
     layers: list[Any] = []
     for planned in plan.layers:
         if not planned.holds_kv:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
             continue
-        _, layer_scheme = next(packed)
+        layer_scheme = next(schemes_of)
         if planned.window is not None:
             layer_scheme = replace(layer_scheme, sink=0)
-        cache = build(
-            layer_scheme,
-            layer=planned.index,
-            seed=seed,
-            params=given.get(planned.index),
-            page_tokens=page_tokens,
-            capacity=max_len or 0,
-        )
+        here: dict[str, Any] = {"layer": planned.index, "seed": seed, "params": given.get(planned.index)}
+        here |= {"page_tokens": page_tokens, "capacity": max_len or 0}
+        if kernels is None:
+            cache = LayerCache(layer_scheme, **here)
+        else:
+            cache = FusedLayerCache(layer_scheme, **here, kernels=kernels.of(planned, layer_scheme))
         if planned.window is None:
-            layers.append(PackedLayer(cache, planned.index, attention, prefill, arrivals))
+            layers.append(PackedCacheLayer(cache, planned.index, attention, prefill, arrivals))
         else:
             common = cache, planned.index, attention, prefill, arrivals
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
@@ -395,42 +398,51 @@ def _watch(
     return watch
 
 
-def _builder(
-    attention: Attention,
-    plan: ModelPlan,
-    schemes: list[KVScheme],
-    model_or_config: Any,
-    max_len: int | None,
-    page_tokens: int | None,
-) -> type[LayerCache]:
-    """Return the class of layer cache, after refusing what the fused kernels cannot take."""
-    if attention != "fused":
-        return LayerCache
-    from kvcodec.cache.device import FusedLayerCache, fused_refusal
+class _Kernels:
+    """The kernels of every scheme that the layers of a model have, each chosen once.
 
-    device = getattr(model_or_config, "device", None)
-    if device is not None:
-        for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-            if layer.head_dim is None:
-                continue
-            if reason := fused_refusal(scheme, layer.head_dim, device, max_len or 0, page_tokens, plan.softcap):
+    Raises
+    ------
+    UnsupportedError
+        A static cache is asked for where layers slide.
+    """
+
+    def __init__(self, plan: ModelPlan, model_or_config: Any, max_len: int | None, page_tokens: int | None) -> None:
+        if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
+            raise UnsupportedError(
+                f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
+                f"not; leave max_len out."
+            )
+        self.plan, self.page_tokens, self.static = plan, page_tokens, max_len is not None
+        self.device, self.dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
+        self.made: dict[KVScheme, Kernels] = {}
+
+    def of(self, planned: LayerPlan, scheme: KVScheme) -> Kernels:
+        """Return the kernels of a layer's scheme.
+
+        Raises
+        ------
+        UnsupportedError
+            They cannot take the layer on the model's device; a config names no device, so it is seen later.
+        """
+        if (kernels := self.made.get(scheme)) is None:
+            kernels = self.made[scheme] = Kernels(scheme, self.page_tokens, static=self.static)
+        if self.device is not None and planned.head_dim is not None:
+            try:
+                kernels.serve(planned.head_dim, self.dtype or torch.float16, self.device, self.plan.softcap)
+            except UnsupportedError as error:
                 raise UnsupportedError(
-                    f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
-                )
-    if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
-        raise UnsupportedError(
-            f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
-            f"not; leave max_len out."
-        )
-    return FusedLayerCache
+                    f"{self.plan.name}, layer {planned.index}: {error}. Use attention='decoded' or 'streamed'."
+                ) from error
+        return kernels
 
 
-def _workspace_bytes(layer: PackedLayer) -> int:
+def _workspace_bytes(layer: PackedCacheLayer) -> int:
     store = layer.cache.store
     return max(layer.workspace_bytes, store.growth_bytes if store else 0)
 
 
-def _layer_report(layer: PackedLayer) -> dict[str, Any]:
+def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
     parts = layer.cache.nbytes()
     note = layer.note()
     if layer.cache.roles:
@@ -442,5 +454,5 @@ def _layer_report(layer: PackedLayer) -> dict[str, Any]:
         "bytes": parts,
         "total_bytes": sum(parts.values()),
         "calls": {path: count for path, count in layer.calls.items() if count},
-        "kernels": getattr(layer.cache, "kernels", dict)(),
+        "kernels": layer.cache.kernels() if isinstance(layer.cache, DeviceCache) else {},
     }

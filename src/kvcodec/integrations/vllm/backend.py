@@ -1,4 +1,4 @@
-"""The attention backend: what vLLM asks of one, over ``PackedLayer``. vLLM 0.32 and 0.33.
+"""The attention backend: what vLLM asks of one, over ``EngineLayer``. vLLM 0.32 and 0.33.
 
 A layer is bound when its weights are loaded: only then its name, and with that its number, its scheme and its constants
 are known. From then on it has a backend class of its own scheme, which tells vLLM how many bytes a token takes. Layers
@@ -34,7 +34,7 @@ from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, check_engine, check_weights
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import Staging
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_refusal, page_step, refusal
@@ -247,7 +247,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         for impl in impls:
             impl.staging = self.staging
 
-    def _stage(self, layers: list[PackedLayer], page_tokens: int, rows: int) -> Staging | None:
+    def _stage(self, layers: list[EngineLayer], page_tokens: int, rows: int) -> Staging | None:
         """Make the slots of layers that encode groups of tokens: all of a builder's do, or none."""
         if not isinstance(first := layers[0], GroupedLayer):
             return None
@@ -340,7 +340,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
         self.around = Around(self)
-        self.packed: PackedLayer | None = None
+        self.packed: EngineLayer | None = None
         self.slots: Slots | None = None
         self.staging: Staging | None = None
         self.leads = False
@@ -387,7 +387,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 logger.warning("kvcodec: %s", told)
         self.around.end()
 
-    def _packed(self) -> PackedLayer:
+    def _packed(self) -> EngineLayer:
         if self.packed is None:
             layers = self.config.compilation_config.static_forward_context
             self.packed = layers[self.kv_sharing_target_layer_name].impl.packed
@@ -470,7 +470,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
 
-    def _decode(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+    def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots, n = self.slots, m.decodes
         assert slots is not None
         seq_lens, start = m.seq_lens[:n], None
@@ -481,7 +481,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         space = self._workspace(packed, q, kv_cache, m)
         return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, space)
 
-    def _workspace(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+    def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots = self.slots
         assert slots is not None
         if slots.workspace is None:  # the first call is a trial run, outside of any graph

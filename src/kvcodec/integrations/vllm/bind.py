@@ -15,7 +15,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import PackedLayer
+from kvcodec.integrations.vllm.layer import EngineLayer
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.integrations.vllm.servable import group_tokens, refusal
 
@@ -63,7 +63,7 @@ def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]
 
 def bind(
     config: VllmConfig, options: Options, heads: int, head_dim: int, name: str, layer: Any, dtype: torch.dtype
-) -> PackedLayer:
+) -> EngineLayer:
     """Return what a layer needs: its scheme by its number in the model, its constants by its heads' numbers.
 
     Parameters
@@ -111,7 +111,7 @@ def bind(
     # stages of a pipeline take turns: between two of its own, a request's slot must outlast the others'
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
     with _plain_torch():
-        return (partial(GroupedLayer, slots=slots) if grouped else PackedLayer)(
+        return (partial(GroupedLayer, slots=slots) if grouped else EngineLayer)(
             scheme,
             layer=index,
             heads=heads,

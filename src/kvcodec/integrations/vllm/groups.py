@@ -1,6 +1,6 @@
 """A layer whose codecs encode G tokens together, over an engine's pages: whole groups there, the rest in 16 bit beside.
 
-A group that is complete lies in the pages as ``PackedLayer``'s tokens do: the library's bytes, keys and values. Until
+A group that is complete lies in the pages as ``EngineLayer``'s tokens do: the library's bytes, keys and values. Until
 then its tokens wait in a slot (``staging.py``), where a step finds them again. A step that completes it encodes it.
 
 **What a token reads**: its own group, up to itself, in 16 bit; every group before it, decoded. The rule names places in
@@ -19,26 +19,26 @@ CUDA GPU   ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``
 =========  ====================================  ====================================================================
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcodec.attention import attend
 from kvcodec.codec import ROLES, Role, storage_dtype
-from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from kvcodec.integrations.vllm.pending import Staging
 from kvcodec.integrations.vllm.servable import group_tokens
 from kvcodec.scheme import KVScheme
 
 
-class GroupedLayer(PackedLayer):
+class GroupedLayer(EngineLayer):
     """Constants, pages and slots of one layer.
 
     Parameters
     ----------
     scheme, **options
-        As ``PackedLayer``.
+        As ``EngineLayer``.
     slots : int
         Requests that run at once.
     """
@@ -129,7 +129,6 @@ class GroupedLayer(PackedLayer):
         own : dict of role to Tensor ``[1, H, t, D]``
             As ``take_chunk`` returned it.
         """
-        layout, pages = self.pages(cache)
         n, unit = q.shape[0], self.unit
         begin, packed = length - own["key"].shape[2], (length - 1) // unit * unit
         first = min(max(0, length - n - rules.window + 1), packed) if rules.window else 0
@@ -139,25 +138,9 @@ class GroupedLayer(PackedLayer):
         mask = torch.cat([decoded < group, (dense >= group) & (dense <= at)], 1)
         if rules.window:
             mask &= torch.cat([decoded, dense], 1) > at - rules.window
-        self.cache.look_at(layout, pages, row[None], first, packed)
-        states = self.cache.roles
-        empty = {role: state.dense("window") for role, state in states.items()}
-        try:
-            for role, x in own.items():
-                states[role].window = x
-            self.cache.length += length - begin
-            out = attend(
-                q.transpose(0, 1)[None],
-                self.cache,
-                scale=rules.scale,
-                mask=mask,
-                sinks=rules.sinks,
-                softcap=rules.softcap,
-            )
-        finally:
-            for role, x in empty.items():
-                states[role].window = x
-        return out[0].transpose(0, 1)
+        pieces = (x.to(self.dtype).split(CHUNK_TOKENS, 2) for x in (own["key"], own["value"]))
+        parts = chain(self._decoded(cache, row, first, packed), zip(*pieces, strict=True))
+        return self._attend_parts(q, parts, mask.shape[1], rules, mask)
 
     def prefill_own(
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
@@ -230,7 +213,7 @@ class GroupedLayer(PackedLayer):
             dense[role] = self.staged[role].index_select(0, slot)
         # a slot that is not complete goes behind its page, where nothing is stored
         store = self._store(cache, staging.page[:n, None])
-        self.engine(cache.shape[2]).encode(dense, self.cache.roles, store, staging.first[:n], self.bad)
+        self.engine(cache.shape[2]).encode(dense, store, staging.first[:n], self.bad)
         start = dense_start = None
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)
