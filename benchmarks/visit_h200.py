@@ -21,7 +21,7 @@ A plan is a list of steps, the most important first, each with the seconds that 
 sweeps for the break-even context, the papers' own studies, generate) and ``rivals`` (other libraries in the same run
 as the presets of the table, and generate behind torch.compile). ``--list`` shows them.
 
-Needs torch, triton and what the kernels need; neither the network nor matplotlib.
+Needs torch and what the kernels need; neither the network nor matplotlib.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from kvcodec_lab.bench.targets import DECODE  # noqa: E402
 
 PARTS = ("compile", "tests", "cases", "decode", "encode", "prefill", "generate", "first")
 DEVICE_LOST = 3
-TESTS = ["tests/kernels", "tests/cuda"]
+TESTS = ["tests/kernels"]
 
 
 class Step(NamedTuple):
@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--presets", help="of parts: specs, comma-separated; default: each bench's own list")
     parser.add_argument("--shapes", help="of decode and compile: names or groups, e.g. spine,saw,sweep1; default: all")
     parser.add_argument("--no-libraries", action="store_true", help="of parts: of rivals, torch's SDPA alone")
-    parser.add_argument("--engine", choices=("triton",), help="kernels to use, not those that a cache chooses")
+    parser.add_argument("--engine", choices=("cuda",), help="the kernels to time; there is one engine, cuda")
     parser.add_argument("--cases", type=int, default=1000, help="of the part cases (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows and logs")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all parts together (%(default)s)")

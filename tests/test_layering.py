@@ -30,7 +30,7 @@ MAY_IMPORT = (
         "kernels": {*CONTRACT, "ops", "codecs", "attention", "cache", "files", "kernels", "progress"},
         "compressed": {*CONTRACT},
         "description": {*CONTRACT, "kernels"},
-        "files": {*CONTRACT, "cache", "files", "integrations"},  # a model's layers are the integration's to read
+        "files": {*CONTRACT, "cache", "files"},
     }
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )
@@ -41,7 +41,7 @@ SAME_PAPER = {("octopus_qjl", "kvcodec.codecs.octopus")}
 """A method and its extension, each with a page of its own."""
 
 ONLY_IN = {
-    "triton": {"kvcodec/kernels"},
+    "triton": set(),
     "transformers": {"kvcodec/integrations", "kvcodec_lab"},
     "vllm": {"kvcodec/integrations"},
     "lm_eval": {"kvcodec_lab/eval"},

@@ -1,6 +1,6 @@
 """kvcodec: KV caches 3-5x smaller, at their true bits, behind one contract.
 
-Importing this package touches neither CUDA nor Triton nor transformers.
+Importing this package touches neither CUDA nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -103,11 +103,6 @@ class Codec(ABC):
         """
         return 0.0
 
-    @property
-    def kernel(self) -> str | None:
-        """Name of the kernel module that reads these bytes, whether or not it exists; None for a variant without."""
-        return type(self).__module__.rpartition(".")[2]
-
     def for_dtype(self, dtype: torch.dtype) -> "Codec":
         """Return the codec for input of ``dtype``; itself, unless what it holds depends on that (``Dense``)."""
         return self

@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from kvcodec.codec import ROLES
-from kvcodec.kernels import engine
+from kvcodec.kernels import spec as kernels
 from kvcodec.registry import get, method_of, options_of
 from kvcodec.scheme import KVScheme, Mix
 
@@ -111,5 +111,5 @@ def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
     ``encode`` may name both roles, ``key cuda, value none``: what has no kernel is encoded by PyTorch. Of a mixture
     one name where all layers are served by it, else all of them. cuda-core is not imported.
     """
-    found = [engine.kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
+    found = [kernels.kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
     return {way: " and ".join(dict.fromkeys(one[way] for one in found)) for way in ("encode", "decode")}

@@ -191,7 +191,6 @@ def test_a_scheme_survives_json():
 
 def test_bytes_are_those_of_the_inner_codec():
     assert HessianRotated(SawInt4()).layout(128) == SawInt4().layout(128)
-    assert HessianRotated(SawInt4()).kernel is None
     assert HessianRotated(Dense()).for_dtype(torch.bfloat16).layout(64).fields[0].dtype == "bfloat16"
 
 

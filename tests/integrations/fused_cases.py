@@ -1,14 +1,11 @@
-"""Cases of attention="fused", run as ``python -m tests.integrations.fused_cases cpu|cuda [case ...]``.
+"""Cases of attention="fused", run as ``python -m tests.integrations.fused_cases cuda [case ...]``.
 
-A process of its own, because Triton's interpreter (``cpu``) must be chosen before Triton is imported.
+On ``cpu`` the kernels run on the emulated machine (``tests.kernels.emulation``), which the caller sets up. On ``cuda``
+each case has a process of its own: one that breaks the context is not the others' end.
 """
 
-import os
 import sys
 from typing import Any
-
-if __name__ == "__main__" and sys.argv[1] == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from tests.integrations.test_generate import padded, prompt
 NEW = 3
 WIDE = ("llama-gqa", "llama-mha", "llama-mqa", "phi3", "mistral", "gemma3", "gpt-oss")
 NARROW = ("gpt-oss",)
-"""The interpreter takes seconds per step: fewer models there, with every feature of the others."""
+"""Of the emulated machine, which takes long: every feature of the others in one."""
 
 
 def model_on(device: str, name: str) -> Any:
@@ -247,7 +244,7 @@ def full_static_cache(device: str, spec: str) -> None:
 def case_compiled(device: str) -> None:
     """A decode step of a static cache is one graph without breaks, and generate compiles it by itself."""
     if device == "cpu":
-        return  # the interpreter is not traced
+        return  # traced in tests/kernels/test_fused.py
     model = model_on(device, "llama-gqa")
     model.generation_config.disable_compile = False
     for spec in ("saw-int4", "int-4"):

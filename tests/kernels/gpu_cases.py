@@ -34,7 +34,7 @@ from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.layout import PageLayout
 
-DIMS = (64, 96, 128, 256)
+DIMS = (64, 96, 128, 192, 256)
 VARIANTS = ("hqmq-s96_r4:outliers=3",)
 """What is read beside the presets by readers of its own."""
 PAGES = (64, 128, 32)
@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--presets", default="")
-    parser.add_argument("--dims", default="64,96,128,256")
+    parser.add_argument("--dims", default="64,96,128,192,256")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=8, help="processes; 0: this one, as a sanitizer wants it")
     parser.add_argument("--deadline", type=float, default=1e9)

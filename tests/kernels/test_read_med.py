@@ -57,7 +57,7 @@ def check_both(codec: Codec, dim: int, *cases: Case, geometry: Geometry | None =
     check_all(med(codec, dim, "key"), med(codec, dim, "value"), dim, cases, geometry, tolerance=2.0)
 
 
-@pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96)))
+@pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96, 192)))
 def test_decode(name: str, dim: int) -> None:
     check_both(CODECS[name], dim, *CASES)
 
@@ -139,7 +139,7 @@ def test_what_integers_have_under_outliers_shows(role: Role) -> None:
 # -- pages unpacked ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96)))
+@pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96, 192)))
 def test_unpacked_pages_are_what_the_codec_decodes(name: str, dim: int, machine: dict[str, Any]) -> None:
     codec, heads = CODECS[name], 2
     pair = pair_for(codec, codec, dim, 64)
@@ -185,7 +185,7 @@ def test_other_codecs_with_outliers_are_refused(inner: Codec) -> None:
     assert isinstance(sides.reader(Med(inner), 128, "key"), str)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("s", SIZES)
 def test_eight_warps_find_room(s: int, dim: int) -> None:
     for r in RADII:
@@ -193,7 +193,7 @@ def test_eight_warps_find_room(s: int, dim: int) -> None:
         pair = pair_for(codec, codec, dim, 64)
         assert not isinstance(pair, str)
         config = config_for(pair, 256, 32768, H200)
-        assert config.warps * config.resident >= (WARPS if dim < 256 or s == 24 else WARPS // 2)
+        assert config.warps * config.resident >= (WARPS if dim < 192 or s == 24 else WARPS // 2)
         assert attention.shared_bytes(pair, config) <= SHARED_BLOCK == H200.shared_block
 
 

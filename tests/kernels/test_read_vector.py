@@ -280,13 +280,13 @@ def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
     return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
 
 
-@pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 256]), ids=str)
+@pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 192, 256]), ids=str)
 def test_octopus_decode(codec: Octopus, dim: int) -> None:
     check_all(octopus_side(codec), SAW, dim, CASES)
 
 
 @pytest.mark.parametrize(
-    ("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192, 24), (3, 4, 4, 6, 4)), (64, 96, 128, 256))
+    ("codec", "dim"), each_in_turn(map(Hqmq, (24, 48, 96, 192, 24), (3, 4, 4, 6, 4)), (64, 96, 128, 192, 256))
 )
 def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
     # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better

@@ -9,9 +9,7 @@ has a kernel to be read but none to be encoded, PyTorch encodes it into the same
 """
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,76 +18,13 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Seen
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import RoleSite
+from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, SHARED, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.engine import Engine, choose
-from kvcodec.layout import PageLayout
-from kvcodec.scheme import KVScheme, page_layout
+from kvcodec.kernels.engine import Engine, Kernels
+from kvcodec.scheme import KVScheme
 
 ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
-
-
-class Served(NamedTuple):
-    """What serves a scheme's layers of one head_dim and dtype on one device.
-
-    Parameters
-    ----------
-    engine : Engine
-        Without constants: a layer takes a copy of it.
-    layout : PageLayout
-    name : Hashable
-        Of all this, for what layers share.
-    """
-
-    engine: Engine
-    layout: PageLayout
-    name: Hashable
-
-
-class Kernels:
-    """The kernels of one scheme, chosen once for all layers that have it.
-
-    Parameters
-    ----------
-    scheme : KVScheme
-        Of one layer.
-    page_tokens : int, optional
-    static : bool
-        Whether decode steps must not synchronise: then both roles need a kernel to encode.
-    """
-
-    def __init__(self, scheme: KVScheme, page_tokens: int | None = None, *, static: bool = False) -> None:
-        self.scheme, self.page_tokens, self.static = scheme, page_tokens, static
-        self._found: dict[tuple[int, torch.dtype, torch.device], Served] = {}
-
-    def serve(self, head_dim: int, dtype: torch.dtype, device: torch.device, softcap: float = 0.0) -> Served:
-        """Return what serves keys and values of this head_dim and dtype, with a soft cap of the scores or without.
-
-        Raises
-        ------
-        UnsupportedError
-            Nothing does; the text is the reason.
-        """
-        asked = head_dim, dtype, device
-        if asked not in self._found:
-            key, value = (self.scheme.codec(role).for_dtype(dtype) for role in ROLES)
-            scheme = replace(self.scheme, key=key, value=value)
-            engine = choose(scheme, head_dim, device, self.page_tokens, static=self.static)
-            if isinstance(engine, str):
-                raise UnsupportedError(engine)
-            if softcap > engine.softcap:
-                raise UnsupportedError(f"Triton's kernels serve it, which have no soft cap (got {softcap})")
-            layout = page_layout(key, value, head_dim, head_dim, self.page_tokens)
-            by = engine.name, *(engine.written_by(role) for role in ROLES)
-            self._found[asked] = Served(engine, layout, _name(key, value, head_dim, device, layout.page_tokens, by))
-        return self._found[asked]
-
-
-@lru_cache(maxsize=1024)
-def _name(*_what: Hashable) -> Hashable:
-    """One object for equal arguments: to compare it costs nothing, to compare codecs does."""
-    return object()
 
 
 class _Ready(NamedTuple):
@@ -111,7 +46,7 @@ class DeviceCache(LayerCache):
     scheme, layer, seed, params, page_tokens, capacity, first_head, remember
         As ``LayerCache``.
     kernels : Kernels, optional
-        Of the scheme, page size and kind of cache, where layers share them.
+        Of this page size and kind of cache, where layers share them.
 
     Raises
     ------
@@ -128,7 +63,7 @@ class DeviceCache(LayerCache):
 
     def __init__(
         self,
-        scheme: KVScheme,
+        scheme: KVScheme | LayerSite,
         *,
         layer: int = 0,
         seed: int = 0,
@@ -143,17 +78,27 @@ class DeviceCache(LayerCache):
             scheme, layer=layer, seed=seed, params=params, page_tokens=page_tokens, capacity=capacity,
             first_head=first_head, remember=remember,
         )  # fmt: skip
+        scheme = self.scheme
         self.unit = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
         """Tokens that leave the window together."""
         self.holds_dense = bool(scheme.sink or scheme.window or self.unit > 1)
         """Whether a token may be held dense: in the sink, the window, or an unfinished block."""
-        self.served_by = kernels or Kernels(scheme, page_tokens, static=capacity > 0)
+        self.served_by = kernels or Kernels(page_tokens, static=capacity > 0)
 
     def kernels(self) -> dict[str, str]:
         """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
         if self.engine is None:
             return {}
         return {"decode": self.engine.name, **{f"encode.{role}": self.engine.written_by(role) for role in ROLES}}
+
+    def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
+        """Encode and write what leaves the window, in one launch where the codecs allow.
+
+        Several tokens at once are checked as in ``LayerCache``. One is not (that would synchronise): NaN, Inf or a
+        magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a ``flag``,
+        int32 ``[1]``, several are not checked either: the caller looks at it later, and at what ``flags_all`` leaves.
+        """
+        raise NotImplementedError
 
     def _start(self, keys: Tensor, values: Tensor, slots: int) -> None:
         """Take constants, kernels and pages of ``slots`` slots for tokens like these, the first ones."""
@@ -164,23 +109,23 @@ class DeviceCache(LayerCache):
                 f"Use attention='decoded' or 'streamed'."
             )
         try:
-            served = self.served_by.serve(head_dim, keys.dtype, keys.device)
+            chosen = self.served_by.serve(self.scheme, head_dim, keys.dtype, keys.device)
         except UnsupportedError as error:
             raise UnsupportedError(f"fused attention: {error}. Use attention='decoded' or 'streamed'.") from error
         site = self.site
 
         def build() -> _Ready:
             roles = site.roles(heads, (head_dim, head_dim), keys.dtype, keys.device)
-            engine = _without_constants(served.engine)
+            engine = chosen.engine.fresh()
             if all(role.params is not None for role in roles.values()):
                 engine.prepare(roles)
             return _Ready(roles, engine)
 
         ready = build() if not site.is_drawn else SHARED.get(
-            (served.name, site.layer, site.seed, site.first_head, heads), keys.device, build, _tensors
+            (chosen.name, site.layer, site.seed, site.first_head, heads), keys.device, build, _tensors
         )  # fmt: skip
         self.engine = ready.engine
-        self._hold(keys, ready.roles, PageStore(served.layout, keys.shape[0], heads, keys.device, slots))
+        self._hold(keys, ready.roles, PageStore(chosen.layout, keys.shape[0], heads, keys.device, slots))
 
     def _unit(self, state: RoleState) -> int:
         return self.unit
@@ -201,11 +146,17 @@ class DeviceCache(LayerCache):
         return True
 
     def _write(self, new: Mapping[Role, Tensor], first: Tensor, bad: Tensor) -> None:
-        """Encode tokens into the slots from ``first`` on."""
+        """Encode tokens into the slots from ``first`` on; what no kernel encodes is encoded by its codec."""
         assert self.engine is not None
         assert self.store is not None
         self._prepare()
-        self.engine.encode(new, self.roles, self.store, first, bad)
+        if not self.engine.flags_all:
+            for role in ROLES:
+                if self.engine.written_by(role) == "torch":
+                    state = self.roles[role]
+                    self.store.write(role, state.next_slot, state.encode(new[role]))
+            new = {role: x for role, x in new.items() if self.engine.written_by(role) != "torch"}
+        self.engine.encode(new, self.store, first, bad)
 
     def flags_all(self, keys: Tensor) -> bool:
         """Whether appending raises the flag for every number that codecs cannot hold: all go to the kernels at once."""
@@ -241,7 +192,7 @@ class DeviceCache(LayerCache):
         Raises
         ------
         UnsupportedError
-            For a mask of one query token; for several where the kernels take one alone.
+            For a mask of one query token.
         """
         if q.shape[2] == 1:
             if mask is not None:
@@ -290,14 +241,10 @@ class DeviceCache(LayerCache):
 
         Raises
         ------
-        UnsupportedError
-            If ``chunk_refusal`` says so.
         ShapeError
             If the cache holds fewer than n tokens, or ``seen`` does not fit it.
         """
         engine, store = self._readable(q)
-        if why := self.chunk_refusal():
-            raise UnsupportedError(f"attention of {q.shape[2]} query tokens: {why}. Use kvcodec.attention.attend.")
         self.synchronize()
         n, held = q.shape[2], self.host_tokens()
         if n > held:
@@ -311,10 +258,6 @@ class DeviceCache(LayerCache):
             raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {held} tokens.")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return engine.attend_many(q, self.roles, store, scale=scale, sinks=sinks, seen=seen)
-
-    def chunk_refusal(self) -> str:
-        """Return why ``attend_chunk`` cannot be called, or ``""`` if it can."""
-        return "the cache is empty" if self.engine is None else self.engine.many_refusal()
 
     def host_tokens(self) -> int:
         """Tokens held per sequence, as the host knows them."""
@@ -435,13 +378,6 @@ class DeviceCache(LayerCache):
                 f"crop({first}) cuts a block of {self.unit} tokens that is encoded already, behind which the fused "
                 f"kernels cannot go on; crop to {first - over}, or use attention='streamed'."
             )
-
-
-def _without_constants(engine: Engine) -> Engine:
-    """The same kernels for another layer."""
-    other = object.__new__(type(engine))
-    other.__dict__.update(engine.__dict__, reading={}, writing={}, ready=False)
-    return other
 
 
 def _tensors(ready: _Ready) -> list[Tensor]:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from kvcodec.cache.device import DeviceCache, Kernels
+from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
-from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.engine import choose
 from kvcodec.scheme import KVScheme
 
 
@@ -22,7 +22,6 @@ def FusedLayerCache(  # of old a class, and still what is constructed
     capacity: int = 0,
     first_head: int = 0,
     remember: bool = False,
-    kernels: Kernels | None = None,
 ) -> DeviceCache:
     """Make the cache of one layer whose writes and attention run in the fused kernels.
 
@@ -33,8 +32,6 @@ def FusedLayerCache(  # of old a class, and still what is constructed
     capacity : int
         Tokens to allocate pages for. With a capacity the cache is a ``StaticCache``: it never grows or synchronises in
         a decode step. 0: a ``GrowingCache``.
-    kernels : Kernels, optional
-        Of the scheme, page size and kind of cache, where layers share them.
 
     Raises
     ------
@@ -44,20 +41,16 @@ def FusedLayerCache(  # of old a class, and still what is constructed
     kind = StaticCache if capacity else GrowingCache
     return kind(
         scheme, layer=layer, seed=seed, params=params, page_tokens=page_tokens, capacity=capacity,
-        first_head=first_head, remember=remember, kernels=kernels,
+        first_head=first_head, remember=remember,
     )  # fmt: skip
 
 
 def fused_refusal(
-    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None,
-    softcap: float = 0.0,
-) -> str:  # fmt: skip
+    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
+) -> str:
     """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
 
-    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``, ``softcap`` as in ``DeviceCache.attend``.
+    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
-    try:
-        Kernels(scheme, page_tokens, static=capacity > 0).serve(head_dim, torch.float16, device, softcap)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    found = choose(scheme, head_dim, device, page_tokens, static=capacity > 0)
+    return found if isinstance(found, str) else ""

@@ -49,12 +49,7 @@ class GrowingCache(DeviceCache):
         return None if self.store is None else self._device_lengths()[0]
 
     def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
-        """Encode and write what leaves the window, in one launch where the codecs allow.
-
-        Several tokens at once are checked as in ``LayerCache``. One is not (that would synchronise): NaN, Inf or a
-        magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a ``flag``,
-        int32 ``[1]``, several are not checked either: the caller looks at it later, and at what ``flags_all`` leaves.
-        """
+        """As ``DeviceCache.append``; pages grow where they are full."""
         n = keys.shape[2]
         if n == 1:
             self.unchecked = True

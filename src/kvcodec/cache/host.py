@@ -80,8 +80,9 @@ class LayerCache:
 
     Parameters
     ----------
-    scheme : KVScheme
-        Scheme of this layer (``scheme.for_layer``).
+    scheme : KVScheme or LayerSite
+        Scheme of this layer (``scheme.for_layer``); or its site, which says ``layer``, ``seed``, ``params`` and
+        ``first_head`` as well.
     layer : int
         Layer index; with ``seed`` it decides the random constants.
     seed : int
@@ -112,7 +113,7 @@ class LayerCache:
 
     def __init__(
         self,
-        scheme: KVScheme,
+        scheme: KVScheme | LayerSite,
         *,
         layer: int = 0,
         seed: int = 0,
@@ -122,11 +123,11 @@ class LayerCache:
         first_head: int = 0,
         remember: bool = False,
     ) -> None:
-        if not isinstance(scheme, KVScheme):
+        if not isinstance(scheme, KVScheme | LayerSite):
             raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass kvcodec.get({str(scheme)!r}).")
         if capacity < 0 or (page_tokens is not None and page_tokens < 1):
             raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
-        self.site = LayerSite(scheme, layer, seed, params, first_head)
+        self.site = LayerSite(scheme, layer, seed, params, first_head) if isinstance(scheme, KVScheme) else scheme
         self.page_tokens, self.reserve, self.remember = page_tokens, capacity, remember
         self.reset()
 
@@ -177,7 +178,7 @@ class LayerCache:
         dims = keys.shape[3], values.shape[3]
         sites = self.site.roles(keys.shape[1], dims, keys.dtype, keys.device)
         page = page_layout(sites["key"].codec, sites["value"].codec, *dims, self.page_tokens)
-        self._hold(keys, sites, PageStore(page, *keys.shape[:2], keys.device, self.reserve))
+        self._hold(keys, sites, PageStore(page, keys.shape[0], keys.shape[1], keys.device, self.reserve))
 
     def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
         """Begin to hold tokens like ``keys``, with these constants, in these pages."""
@@ -448,8 +449,8 @@ class LayerCache:
             parts[name] = parts.get(name, 0) + held
             used += held
         for role, state in self.roles.items():
-            for name, held in (("sink", state.sink), ("window", state.window)):
-                if bytes_ := _storage_bytes(held):
+            for name, dense in (("sink", state.sink), ("window", state.window)):
+                if bytes_ := _storage_bytes(dense):
                     parts[f"{role}.{name}"] = bytes_
         parts["reserve"] = _storage_bytes(self.store.pages) - used
         parts["table"] = _storage_bytes(self.store.table)

@@ -84,7 +84,8 @@ class LayerSite:
         for role, head_dim in zip(ROLES, head_dims, strict=True):
             codec = self.scheme.codec(role).for_dtype(dtype)
             site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
-            own, params = self.fitted.get(role), None
+            own = self.fitted.get(role)
+            params: Params | None = None
             if own is not None:
                 params = {k: v.to(device) for k, v in own.items()}
             elif not codec.needs_sample:

@@ -103,7 +103,7 @@ class StaticCache(DeviceCache):
         _stay(*self.engine.tensors())
 
     def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
-        """As ``GrowingCache.append``; tokens for which there is no slot are refused, in a single step by ``check``."""
+        """As ``DeviceCache.append``; tokens for which there is no slot are refused, in a single step by ``check``."""
         n = keys.shape[2]
         if n != 1 and flag is None:
             check_tensors(keys, values)

@@ -107,12 +107,6 @@ class GroupInt(Codec):
             )
 
     @property
-    def kernel(self) -> str | None:
-        """The kernels read four bits with one asymmetric grid per token."""
-        plain = (self.bits, self.group, self.along, self.symmetric) == (4, 0, "channels", False)
-        return super().kernel if plain else None
-
-    @property
     def block_tokens(self) -> int:
         """G along tokens, else 1."""
         return self.group if self.along == "tokens" else 1

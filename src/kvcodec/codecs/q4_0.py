@@ -80,11 +80,6 @@ class Q40(Codec):
         if self.rotation not in ("whole", "64", "none"):
             raise SpecError(f"q4_0: rotation={self.rotation!r} is not allowed; use whole, 64 or none.")
 
-    @property
-    def kernel(self) -> str | None:
-        """No kernel reads these bytes."""
-        return None
-
     def order_for(self, head_dim: int) -> int:
         """Hadamard order used at ``head_dim``; 1 for no rotation.
 

@@ -95,11 +95,6 @@ class SawInt4(Codec):
         if self.pack not in ("neighbours", "halves"):
             raise SpecError(f"saw-int4: pack={self.pack!r} is not allowed; use neighbours or halves.")
 
-    @property
-    def kernel(self) -> str | None:
-        """The kernels read integer zero points and neighbouring nibbles."""
-        return super().kernel if (self.zero, self.pack) == ("rounded", "neighbours") else None
-
     def block_for(self, head_dim: int) -> int:
         """Hadamard order used at ``head_dim``."""
         block = power_of_two_divisor(head_dim) if self.block is None else self.block

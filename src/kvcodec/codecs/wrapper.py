@@ -63,11 +63,6 @@ class Wrapper(Codec):
         """The inner codec's."""
         return self.inner.query_error
 
-    @property
-    def kernel(self) -> str | None:
-        """None: kernels read codecs, not what is around them."""
-        return None
-
     def for_dtype(self, dtype: torch.dtype) -> Codec:
         """Wrap the inner codec for ``dtype``."""
         return replace(self, inner=self.inner.for_dtype(dtype))

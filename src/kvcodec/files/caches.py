@@ -1,4 +1,4 @@
-"""Save packed caches and load them: one sealed safetensors file (``sealed.py``), written whole or not at all.
+"""Save packed caches and load them: one safetensors file (``container.py``), written whole or not at all.
 
 The pages go to disk as they lie in memory (``layout.py``); sinks and windows follow in 16 bit. Constants that derive
 from the seed are not written: they are drawn again, and a fingerprint tells whether the draw still gives the same.

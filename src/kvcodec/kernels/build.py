@@ -80,7 +80,7 @@ def refusal(device: torch.device) -> str:
     if device.type != "cuda":
         return f"device {device} is not a CUDA GPU"
     if torch.version.hip is not None:
-        return "CUDA kernels do not run on an AMD GPU"
+        return "the CUDA kernels do not run on an AMD GPU, which the PyTorch reference serves"
     for name in ("cuda.core", "cuda.bindings"):
         if not _installed(name):
             return f"{name.replace('.', '-')} is not installed; {INSTALL}"

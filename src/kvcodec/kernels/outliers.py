@@ -34,9 +34,11 @@ def passes_of(codec: Med, head_dim: int, tables: int) -> tuple[int, int]:
         Bytes of the inner reader's look-up tables; keys and values have some each.
     """
     inner = codec.inner
-    # a row of short integers of 96 channels is unpacked in parts of 128
-    wide = isinstance(inner, GroupInt) and head_dim == 96 and inner.bits < 8
-    scratch = 32 * (128 if wide else head_dim)
+    # short integers of 96 channels are unpacked as if they were 128, those of 192 as if they were 256
+    longer = (
+        {96: 128, 192: 256} if isinstance(inner, GroupInt) and inner.bits < {96: 8, 192: 4}.get(head_dim, 0) else {}
+    )
+    scratch = 32 * longer.get(head_dim, head_dim)
     stage = 2 * 16 * sum(field.nbytes for field in codec.layout(head_dim).fields)
     query = 40 * head_dim + 64
     fixed, ring = (-(-n // 128) * 128 for n in (2 * tables + query, stage))

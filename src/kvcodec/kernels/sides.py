@@ -38,7 +38,7 @@ from kvcodec.kernels.encode_tables import row_encoder
 from kvcodec.kernels.tables import turboquant_table, ultra_tq_table, with_sketch
 from kvcodec.ops.hadamard import power_of_two_divisor
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256)
 """Multiples of 32: a lane of a warp holds every 32nd channel of a row."""
 
 
@@ -227,7 +227,7 @@ def _group_int(codec: Codec, dim: int, role: Role) -> Reader | str:
         )
     if role == "value":
         return f"along tokens the kernels read keys, not {codec} as values"
-    tile = 64 if dim < 256 else 32  # of 64 tokens the registers do not hold what 256 channels need
+    tile = 64 if dim < 192 else 32  # of 64 tokens the registers do not hold what more channels need
     return Reader(f"kv::ReadTokenInt<{dim}, {codec.bits}>", "read_group.cuh", block=32, tile=tile)
 
 

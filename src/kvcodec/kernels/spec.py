@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvcodec.codec import Codec
+from kvcodec.codec import ROLES, Codec
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.build import shared_memory
-from kvcodec.kernels.sides import Reader, reader
+from kvcodec.kernels.sides import Reader, encoder, reader
 from kvcodec.layout import PageLayout
+from kvcodec.scheme import KVScheme
 
 
 class Pair(NamedTuple):
@@ -96,6 +97,17 @@ def _pair(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_to
     for plane in page.planes:
         planes[plane.role].append((plane.field.nbytes, page_tokens // plane.blocks))
     return Pair(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
+
+
+def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
+    """As ``kvcodec.description.kernels_for``; no kernel is imported."""
+    step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
+    if isinstance(pair_for(scheme.key, scheme.value, head_dim, step), str):
+        return {"encode": "none", "decode": "none"}
+    written = {r: "none" if isinstance(encoder(scheme.codec(r), head_dim, r), str) else "cuda" for r in ROLES}
+    same = written["key"] == written["value"]
+    encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
+    return {"encode": encode, "decode": "cuda"}
 
 
 # -- launch constants --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvcodec.errors import UnsupportedError
 from kvcodec.registry import get, split_specs
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, require_gpu, stamp
 from kvcodec_lab.bench.shapes import KMEANS, PRESETS, Shape, shapes_named
@@ -39,7 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
         ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
         ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
-        ("--engine", {"choices": ("triton",)}, "of decode and encode: these kernels, not those that a cache chooses"),
+        ("--engine", {"metavar": "cuda"}, "of decode and encode: the kernels to time; there is one engine, cuda"),
         ("--rows-only", {"action": "store_true"}, "write rows and no page"),
     )  # fmt: skip
     for option, form, text in options:
@@ -88,7 +89,9 @@ def rows_of(args: argparse.Namespace, recorder: Recorder, device: torch.device) 
     specs: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
     common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
     libraries: dict[str, Any] = {"libraries": not args.no_libraries}
-    with_libraries = common | libraries | {"engine": args.engine or ""}
+    if args.engine not in (None, "cuda"):
+        raise UnsupportedError(f"--engine {args.engine}: there are no such kernels; use cuda, or leave it out.")
+    with_libraries = common | libraries
     if args.what == "decode":
         from kvcodec_lab.bench.decode import decode_rows
 

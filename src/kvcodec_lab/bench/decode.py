@@ -82,7 +82,6 @@ def decode_rows(
     seed: int = 0,
     libraries: bool = True,
     deadline: Deadline | None = None,
-    engine: str = "",
 ) -> Iterator[Row]:
     """Time presets and rivals at every shape; what the recorder's file already holds is left out.
 
@@ -98,8 +97,6 @@ def decode_rows(
         Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
         Nothing is begun behind it.
-    engine : str
-        As ``packed.Packed``; rows say which kernels they are of (``path``).
 
     Returns
     -------
@@ -125,7 +122,7 @@ def decode_rows(
             if deadline.passed:
                 recorder.say(f"{shape.name}: out of time before {spec}; run again to go on")
                 break
-            yield from _preset_rows(spec, shape, recorder, timer, sixteen, device, seed, engine)
+            yield from _preset_rows(spec, shape, recorder, timer, sixteen, device, seed)
         best = min(sixteen, key=lambda bar: bar.times["cold"]["p50"])
         again = timer.cold(best.call, 20)
         more = {"backend": best.rival.backend, "form": best.rival.form, "sizes": shape.sizes()}
@@ -177,7 +174,6 @@ def _preset_rows(
     bars: Sequence[Bar],
     device: torch.device,
     seed: int,
-    engine: str,
 ) -> Iterator[Row]:
     common: dict[str, Any] = {"sizes": shape.sizes()}
 
@@ -186,7 +182,7 @@ def _preset_rows(
 
     packed: Packed | None = None
     try:
-        packed = packed_operator(spec, shape, device, seed, engine)
+        packed = packed_operator(spec, shape, device, seed)
         common["path"] = packed.path
         bits = packed.effective_bits
         checked = gate(packed)

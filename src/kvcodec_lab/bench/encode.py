@@ -88,14 +88,13 @@ def encode_rows(
     deadline: Deadline | None = None,
     shapes: Sequence[Shape] = ENCODE_SHAPES,
     batches: Sequence[int] = APPEND_BATCHES,
-    engine: str = "",
 ) -> Iterator[Row]:
     """Time presets, the steps of saw-int4 and other libraries; what the recorder's file holds is left out.
 
     Parameters
     ----------
     specs : sequence of str
-    recorder, timer, device, seed, libraries, deadline, engine
+    recorder, timer, device, seed, libraries, deadline
         As ``decode.decode_rows``.
     shapes : sequence of Shape
         Of the prefill.
@@ -115,7 +114,7 @@ def encode_rows(
                 recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
                 return
             if not recorder.has(spec, metric, shape.name):
-                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed, engine)
+                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed)
         if metric == "encode_us" and libraries and shape.name == "llm64k":
             yield from _library_rows(shape, recorder, timer, device, seed)
         if device.type == "cuda":
@@ -131,7 +130,6 @@ def _preset_rows(
     timer: EncodeTimes,
     device: torch.device,
     seed: int,
-    engine: str,
 ) -> Iterator[Row]:
     bits = scheme_of(spec).effective_bits(shape.head_dim)
     common: dict[str, Any] = {"sizes": shape.sizes()}
@@ -140,7 +138,7 @@ def _preset_rows(
         return recorder.add(spec, bits, metric, "us", shape.name, None, status=status, **common)
 
     try:
-        work = encode_operator(spec, shape, device, seed, engine)
+        work = encode_operator(spec, shape, device, seed)
         common["path"] = work.path
         share = differing_bytes(work)
         if share > MOST_DIFFERENT:
@@ -191,7 +189,7 @@ def append_times(work: Encoding, timer: Times) -> dict[str, float]:
 def rotated_apart(work: Encoding, keys: Tensor, values: Tensor) -> Callable[[], None]:
     """Return the unfused form: rotated keys go to memory by a product, and ``int-4`` encodes them from there."""
     device = keys.device
-    plain = encode_operator("int-4", work.shape, device, 0, work.path)
+    plain = encode_operator("int-4", work.shape, device, 0)
     order = work.shape.head_dim & -work.shape.head_dim
     matrix = hadamard_matrix(order, str(device)).to(torch.bfloat16) * order**-0.5
 

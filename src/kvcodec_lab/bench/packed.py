@@ -10,7 +10,6 @@ tokens, and an error that is one-sided does not.
 Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
 """
 
-import importlib
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -56,8 +55,6 @@ class Packed:
     shape : Shape
     device : torch.device
     seed : int
-    engine : str
-        ``triton``: those kernels where they exist, instead of the ones that the cache chooses.
 
     Raises
     ------
@@ -65,7 +62,10 @@ class Packed:
         If no kernel reads this scheme; the text says why.
     """
 
-    def __init__(self, spec: str, shape: Shape, device: torch.device, seed: int, engine: str = "") -> None:
+    path = "cuda"
+    """Which kernels serve the cache, as rows name them."""
+
+    def __init__(self, spec: str, shape: Shape, device: torch.device, seed: int) -> None:
         self.spec, self.shape = spec, shape
         scheme = scheme_of(spec)
         batch, heads, dim, tokens, held = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens, shape.held
@@ -77,8 +77,6 @@ class Packed:
         self.q = draw(batch, shape.query_heads, 1)
         params = _fitted(scheme, draw(1, heads, FIT_TOKENS), seed)
         cache = self.cache = _allocated(scheme, params, draw(batch, heads, 0), tokens)
-        if engine == "triton":
-            use_triton(cache, dim)
         assert cache.store is not None
         # a fused cache may let both roles leave the window together
         unit = int(getattr(cache, "unit", 1))
@@ -113,11 +111,6 @@ class Packed:
     def attend(self) -> Tensor:
         """One decode step: ``[B, HQ, 1, D]``."""
         return self.cache.attend(self.q)
-
-    @property
-    def path(self) -> str:
-        """Which kernels serve the cache: ``triton`` or ``cuda``."""
-        return str(getattr(getattr(self.cache, "engine", None), "name", "triton"))
 
     @property
     def effective_bits(self) -> float:
@@ -175,21 +168,6 @@ def _allocated(scheme: KVScheme, params: dict[Role, Params], nothing: Tensor, to
     return cache
 
 
-def use_triton(cache: DeviceCache, head_dim: int) -> None:
-    """Serve a cache by the Triton kernels, whatever it chose.
-
-    Raises
-    ------
-    UnsupportedError
-        If there are none for its codecs.
-    """
-    engines = importlib.import_module("kvcodec.kernels.engine")
-    scheme = KVScheme(cache.roles["key"].codec, cache.roles["value"].codec)
-    if not (stem := engines.triton_stem(scheme)):
-        raise UnsupportedError(f"no Triton kernels read {scheme}; leave --engine out")
-    cache.engine = engines.TritonEngine(stem, *(engines.order_of(c, head_dim) for c in (scheme.key, scheme.value)))
-
-
 class Gate(NamedTuple):
     """What the check before timing found: relative errors, those of the worst head and queries looked at."""
 
@@ -245,8 +223,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def packed_operator(spec: str, shape: Shape, device: torch.device, seed: int = 0, engine: str = "") -> Packed:
-    """Return a filled cache whose ``attend`` is what the benches time; ``engine`` as in ``Packed``.
+def packed_operator(spec: str, shape: Shape, device: torch.device, seed: int = 0) -> Packed:
+    """Return a filled cache whose ``attend`` is what the benches time.
 
     Raises
     ------
@@ -255,4 +233,4 @@ def packed_operator(spec: str, shape: Shape, device: torch.device, seed: int = 0
     """
     if reason := fused_refusal(scheme_of(spec), shape.head_dim, device):
         raise UnsupportedError(reason)
-    return Packed(spec, shape, device, seed, engine)
+    return Packed(spec, shape, device, seed)

@@ -3,18 +3,18 @@
 ``encode_operator`` knows how the kernels are called.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcodec.cache.fused import fused_refusal
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels import build, encode
+from kvcodec.kernels.constants import SideTensors, tensors_for
+from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench.packed import LAYER, scheme_of
 from kvcodec_lab.bench.shapes import Shape
 
@@ -35,8 +35,6 @@ class Encoding:
     params : dict of role to Params
     write : callable
         ``write(keys or None, values or None)``: encodes them from slot 0 on.
-    path : str
-        ``cuda`` or ``triton``.
     """
 
     spec: str
@@ -46,7 +44,8 @@ class Encoding:
     store: PageStore
     params: dict[Role, Params]
     write: Callable[[Tensor | None, Tensor | None], object]
-    path: str
+    path = "cuda"
+    """Which kernels encode, as rows name them."""
 
     def encode(self) -> None:
         """Encode all tokens, whole blocks of them."""
@@ -72,8 +71,8 @@ class Encoding:
         return s.bf16_bytes + written
 
 
-def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int, engine: str = "") -> Encoding:
-    """Draw keys and values and find the kernel that encodes them: the one that a cache chooses, or Triton's.
+def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int) -> Encoding:
+    """Draw keys and values and find the kernel that encodes them.
 
     Raises
     ------
@@ -95,53 +94,37 @@ def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int, en
     order = torch.randperm(store.table.numel(), generator=generator, device=device)
     store.table = order.view(store.table.shape).int().contiguous()
     first = torch.zeros(shape.batch, dtype=torch.int32, device=device)
-    cuda = None if engine == "triton" else _cuda(scheme, shape, store, params, first)
-    write, path = cuda or _triton(scheme, shape, store, first)
-    return Encoding(spec, shape, keys, values, store, params, write, path)
+    write = writer(scheme, shape, store, params, first)
+    return Encoding(spec, shape, keys, values, store, params, write)
 
 
-Write = tuple[Callable[[Tensor | None, Tensor | None], object], str]
+Write = Callable[[Tensor | None, Tensor | None], object]
 
 
-def _cuda(scheme: Any, shape: Shape, store: PageStore, params: dict[Role, Params], first: Tensor) -> Write | None:
-    try:
-        names = ("build", "encode", "sides")
-        build, kernels, sides = (importlib.import_module(f"kvcodec.kernels.{name}") for name in names)
-    except ModuleNotFoundError:
-        return None
-    if build.refusal(first.device):
-        return None
-    target = kernels.target_for(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens)
-    if target.key is None or target.value is None:
-        return None
-    both = {role: sides.tensors_for(target.side(role), params[role], shape.kv_heads, shape.head_dim) for role in ROLES}
-    text = kernels.text_of(target)
+def writer(scheme: KVScheme, shape: Shape, store: PageStore, params: dict[Role, Params], first: Tensor) -> Write:
+    """Return the call that encodes keys and values into the pages.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel encodes both roles here; the text says why.
+    """
+    if reason := build.refusal(first.device):
+        raise UnsupportedError(f"no kernel encodes {scheme}: {reason}")
+    target = encode.target_for(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens)
+    both: dict[Role, SideTensors] = {}
+    for role in ROLES:
+        if (found := target.side(role)) is None:
+            raise UnsupportedError(f"no kernel encodes the {role}s of {scheme}")
+        both[role] = tensors_for(found, params[role], shape.kv_heads, shape.head_dim)
+    text = encode.text_of(target)
 
     def write(keys: Tensor | None, values: Tensor | None) -> None:
-        kernels.encode_to_pages(
+        encode.encode_to_pages(
             keys, values, store.pages, store.table, first, target=text, key=both["key"], value=both["value"]
         )
 
-    return write, "cuda"
-
-
-def _triton(scheme: Any, shape: Shape, store: PageStore, first: Tensor) -> Write:
-    stems = {codec.kernel for codec in (scheme.key, scheme.value)}
-    # the same kernels serve attention, so its refusal is the encoder's
-    reason = fused_refusal(scheme, shape.head_dim, first.device)
-    stem = stems.pop()
-    codecs: Any = {} if reason else importlib.import_module("kvcodec.kernels.triton.decode_attention").CODECS
-    if reason or stem not in codecs:
-        raise UnsupportedError(f"no kernel encodes {scheme}{': ' * bool(reason)}{reason}")
-    orders = [c.block_for(shape.head_dim) if hasattr(c, "block_for") else 1 for c in (scheme.key, scheme.value)]
-
-    def write(keys: Tensor | None, values: Tensor | None) -> None:
-        codecs[stem].encode_to_pages(
-            keys, values, store.pages, store.table, first, key_block=orders[0], value_block=orders[1],
-            page_tokens=store.layout.page_tokens,
-        )  # fmt: skip
-
-    return write, "triton"
+    return write
 
 
 @torch.no_grad()

@@ -213,8 +213,6 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
     assert cache.store is not None
     store, encoded = cache.store, packed.encoded["key"]
-    if reason := engine.many_refusal():
-        raise UnsupportedError(reason)
     constants = {"pair": engine.pair, "key": engine.reading["key"], "value": engine.reading["value"], "scale": scale}
     sink = tuple(packed.dense[role][0] for role in ROLES)
     fresh = tuple(torch.cat([packed.dense[role][1], x], 2) for role, x in zip(ROLES, (k, v), strict=True))

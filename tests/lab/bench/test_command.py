@@ -28,6 +28,13 @@ def test_without_a_gpu_it_says_what_to_pass(capsys, what):
     assert f"bench {what} times kernels on a GPU; pass --device cuda" in capsys.readouterr().err
 
 
+def test_an_engine_that_does_not_exist_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(command, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(timing, "Timer", lambda device: Clock())
+    assert main(["bench", "decode", "--device", "cuda", "--engine", "triton"]) == 2
+    assert "--engine triton: there are no such kernels; use cuda, or leave it out" in capsys.readouterr().err
+
+
 def test_without_cuda_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "decode", "--device", "cuda"]) == 2

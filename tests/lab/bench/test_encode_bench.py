@@ -13,6 +13,7 @@ from kvcodec_lab.bench.record import Recorder, stamp
 from kvcodec_lab.bench.shapes import PRESETS, Shape
 from tests.lab.bench.gpu_stubs import CPU, Clock
 
+WRITER = packed_encode.writer
 SMALL = Shape("llm64k", 2, 4, 2, 64, 200)
 
 
@@ -25,12 +26,12 @@ def reference_writer(scheme, shape, store, params, first):
                 codec = scheme.codec(role)
                 store.write(role, 0, codec.encode(codec.to_code(x.float(), params[role]), params[role]))
 
-    return write, "cuda"
+    return write
 
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch):
-    monkeypatch.setattr(packed_encode, "_cuda", reference_writer)
+    monkeypatch.setattr(packed_encode, "writer", reference_writer)
 
 
 def run(specs, clock=None, shapes=(SMALL,), batches=(), **options):
@@ -116,7 +117,7 @@ def test_shapes_of_the_encode_bench_are_named(names):
 
 
 def test_a_preset_without_an_encoder_says_so(monkeypatch):
-    monkeypatch.setattr(packed_encode, "_cuda", lambda *_: None)
+    monkeypatch.setattr(packed_encode, "writer", WRITER)
     with pytest.raises(UnsupportedError, match="no kernel encodes octopus-4"):
         encode_operator("octopus-4", SMALL, CPU, 0)
     (row,) = run(["octopus-4"])

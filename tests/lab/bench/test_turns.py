@@ -12,7 +12,7 @@ from kvcodec_lab.bench.turns import Turns
 HOLD = """
 import sys
 from pathlib import Path
-from kvcodec.bench.turns import Turns
+from kvcodec_lab.bench.turns import Turns
 with getattr(Turns(Path(sys.argv[1])), sys.argv[2])():
     print("held", flush=True)
     sys.stdin.read()

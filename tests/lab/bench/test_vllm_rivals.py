@@ -58,9 +58,9 @@ import sys, torch
 from triton.backends import backends
 for backend in backends.values():
     backend.driver.is_active = staticmethod(lambda: backend is backends["nvidia"])  # or vLLM does without Triton
-from kvcodec.bench.bf16 import Dense
-from kvcodec.bench.shapes import Shape
-from kvcodec.bench import vllm_rivals
+from kvcodec_lab.bench.bf16 import Dense
+from kvcodec_lab.bench.shapes import Shape
+from kvcodec_lab.bench import vllm_rivals
 dense = Dense(Shape("odd", 1, 2, 2, 128, 40), torch.device("cpu"))
 dense.q, dense.k, dense.v = (x.half() for x in (dense.q, dense.k, dense.v))  # the interpreter has no bf16 products
 print(dense.error_of(vllm_rivals.QUANTIZED[sys.argv[1]][1](dense)()))

@@ -155,8 +155,6 @@ def _chunk(
     """Attention of several query tokens over a fused cache."""
     cache = layer.cache
     assert isinstance(cache, DeviceCache)
-    if cache.chunk_refusal():
-        return _streamed(query, layer, mask, scale, causal, sinks, softcap)
     cache.synchronize()
     rules = Seen(causal) if mask is None else _rules(mask, layer, cache.host_tokens())
     rules = rules._replace(softcap=softcap)

@@ -16,6 +16,7 @@ The last two need the attention function, which importing this module registers:
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,23 +24,28 @@ from typing import Any, get_args
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvcodec.cache.device import DeviceCache, Kernels
-from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite
+from kvcodec.cache.static import StaticCache
 from kvcodec.errors import (
     BrokenPresetError,
     FitError,
     FormatError,
     KVCodecWarning,
+    ShapeError,
     SpecError,
     UnsupportedError,
     nearest,
 )
-from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries, load_params
+from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
 from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
-from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
 from kvcodec.integrations.transformers.windowed import WindowedLayer
+from kvcodec.kernels.engine import Kernels
 from kvcodec.key_bias import Probe, biases_of, probe_option
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
@@ -281,22 +287,24 @@ attention='decoded')
     check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = _watch(model_or_config, plan, scheme, given, action)
     arrivals = Arrivals(len(kv_layers), watch)
-    kernels = _Kernels(plan, model_or_config, max_len, page_tokens) if attention == "fused" else None
-    schemes_of = iter(schemes)
+    kernels = _kernels(plan, schemes, model_or_config, max_len, page_tokens) if attention == "fused" else None
+    packed = iter(zip(kv_layers, schemes, strict=True))
     layers: list[Any] = []
     for planned in plan.layers:
         if not planned.holds_kv:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
             continue
-        layer_scheme = next(schemes_of)
+        _, layer_scheme = next(packed)
         if planned.window is not None:
             layer_scheme = replace(layer_scheme, sink=0)
-        here: dict[str, Any] = {"layer": planned.index, "seed": seed, "params": given.get(planned.index)}
-        here |= {"page_tokens": page_tokens, "capacity": max_len or 0}
+        site = LayerSite(layer_scheme, planned.index, seed, given.get(planned.index))
+        cache: LayerCache
         if kernels is None:
-            cache = LayerCache(layer_scheme, **here)
+            cache = LayerCache(site, page_tokens=page_tokens, capacity=max_len or 0)
+        elif max_len:
+            cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
         else:
-            cache = FusedLayerCache(layer_scheme, **here, kernels=kernels.of(planned, layer_scheme))
+            cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
         if planned.window is None:
             layers.append(PackedCacheLayer(cache, planned.index, attention, prefill, arrivals))
         else:
@@ -378,7 +386,7 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
     if isinstance(params, str | Path):
         return load_params(params, model_or_config, scheme, seed=seed)
     if isinstance(params, FittedParams):
-        params.check(model_or_config, scheme, seed=seed)
+        check_params(params, model_or_config, scheme, seed=seed)
     return params or {}
 
 
@@ -398,43 +406,50 @@ def _watch(
     return watch
 
 
-class _Kernels:
-    """The kernels of every scheme that the layers of a model have, each chosen once.
+def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int | None = None) -> None:
+    """Refuse a head_dim that a codec cannot take, or a page that blocks do not fill, before any token is seen.
+
+    Raises
+    ------
+    ShapeError
+    """
+    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+        if layer.head_dim is None:
+            continue
+        try:
+            scheme.page_layout(layer.head_dim, page_tokens)
+        except ShapeError as error:
+            raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error
+
+
+def _kernels(
+    plan: ModelPlan, schemes: Sequence[KVScheme], model_or_config: Any, max_len: int | None, page_tokens: int | None
+) -> Kernels:
+    """Choose the kernels of a model's layers.
 
     Raises
     ------
     UnsupportedError
-        A static cache is asked for where layers slide.
+        They cannot take a layer on the model's device (a config has none, so its layers are asked at the first token),
+        or a static cache is asked for where layers slide.
     """
-
-    def __init__(self, plan: ModelPlan, model_or_config: Any, max_len: int | None, page_tokens: int | None) -> None:
-        if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
+    kernels = Kernels(page_tokens, static=max_len is not None)
+    device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
+    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+        if device is None or layer.head_dim is None:
+            continue
+        try:
+            kernels.serve(scheme, layer.head_dim, dtype or torch.float16, device)
+        except UnsupportedError as error:
             raise UnsupportedError(
-                f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
-                f"not; leave max_len out."
-            )
-        self.plan, self.page_tokens, self.static = plan, page_tokens, max_len is not None
-        self.device, self.dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
-        self.made: dict[KVScheme, Kernels] = {}
-
-    def of(self, planned: LayerPlan, scheme: KVScheme) -> Kernels:
-        """Return the kernels of a layer's scheme.
-
-        Raises
-        ------
-        UnsupportedError
-            They cannot take the layer on the model's device; a config names no device, so it is seen later.
-        """
-        if (kernels := self.made.get(scheme)) is None:
-            kernels = self.made[scheme] = Kernels(scheme, self.page_tokens, static=self.static)
-        if self.device is not None and planned.head_dim is not None:
-            try:
-                kernels.serve(planned.head_dim, self.dtype or torch.float16, self.device, self.plan.softcap)
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    f"{self.plan.name}, layer {planned.index}: {error}. Use attention='decoded' or 'streamed'."
-                ) from error
-        return kernels
+                f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
+            ) from error
+    if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
+        raise UnsupportedError(
+            f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
+            f"not; leave max_len out."
+        )
+    return kernels
 
 
 def _workspace_bytes(layer: PackedCacheLayer) -> int:

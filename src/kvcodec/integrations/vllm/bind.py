@@ -12,6 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcodec.codec import Params
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
@@ -99,7 +100,7 @@ def bind(
     first_head = rank // max(1, size // total) * heads
     params = None
     if options.params is not None:
-        options.params.check(hf_config, options.params.scheme, seed=options.seed)
+        check_params(options.params, hf_config, options.params.scheme, seed=options.seed)
         params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params[index].items()}
     device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
     grouped = group_tokens(scheme) > 1

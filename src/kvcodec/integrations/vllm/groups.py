@@ -151,8 +151,8 @@ class GroupedLayer(EngineLayer):
         """
         from kvcodec.kernels.history_groups import attend_groups
 
-        engine: Any = self.engine(cache.shape[2])
-        if rules.softcap or rules.window or engine.many_refusal():
+        engine = self.engine(cache.shape[2])
+        if rules.softcap or rules.window:
             return self.attend_own(q, cache, row, length, rules, own)
         out = attend_groups(
             q.transpose(0, 1)[None],

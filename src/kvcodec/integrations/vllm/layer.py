@@ -18,7 +18,7 @@ the prefix cache decides what a token reads.
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -338,15 +338,10 @@ class EngineLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch.
-
-        Triton's kernels take the reference.
-        """
+        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
         from kvcodec.kernels.history import attend_chunk
 
-        engine: Any = self.engine(cache.shape[2])
-        if engine.many_refusal():
-            return self.attend(q, cache, row, length, rules)
+        engine = self.engine(cache.shape[2])
         out = attend_chunk(
             q.transpose(0, 1)[None],
             self.pages(cache)[1],

@@ -50,7 +50,7 @@ template <int D, int BITS> struct GroupKeys {
 // Groups of GROUP channels of a token, asymmetric. Values of two bits are looked up a byte at a time: the four exact
 // numbers of an entry cost two operations, masks and a subtraction cost nine.
 template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
-  using V = Codes<BITS, D == 96 ? 16 : D / 8>;
+  using V = Codes<BITS, D == 96 ? 16 : D == 192 ? 32 : D / 8>;
   static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
   KV_CONST int ROW = D * BITS / 8;
   KV_CONST int SCALES = (D + GROUP - 1) / GROUP;

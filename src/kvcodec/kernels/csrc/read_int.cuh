@@ -102,10 +102,14 @@ template <int BITS, int C> struct Codes {
   }
 };
 
-// Codes per part of a row of D: the parts of D = 96 are as long as those of 128 where they would not end with a byte or
-// a group, so the last ones are empty.
-template <int D, int BITS> KV_CONSTEXPR int key_codes() { return D == 96 && BITS < 4 ? 32 : D / 4; }
-template <int D, int BITS> KV_CONSTEXPR int value_codes() { return D == 96 && BITS < 8 ? 16 : D / 8; }
+// Codes per part of a row of D. Where D / 4 or D / 8 codes would not end with a byte, a word or a group, a part is longer,
+// and the last ones are empty: those of D = 96 are as long as those of 128, those of D = 192 as those of 256.
+template <int D, int BITS> KV_CONSTEXPR int key_codes() {
+  return D == 96 && BITS < 4 ? 32 : D == 192 && BITS == 3 ? 64 : D / 4;
+}
+template <int D, int BITS> KV_CONSTEXPR int value_codes() {
+  return D == 96 && BITS < 8 ? 16 : D == 192 && BITS < 4 ? 32 : D / 8;
+}
 
 // channel of element e, or -1 in an empty part
 template <int D, class C> KV_CONSTEXPR int part_channel(int part, int e) {

@@ -42,7 +42,7 @@ template <> struct FlagWord<true> { using Word = uint64_t; };
 // SLOTS as in the layout, at most D / 4. PASSES: 1, or 2 with half the scratch, each over half of the channels
 template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> struct ReadMed : Inner {
   static_assert(Inner::BLOCK == 1 && !Inner::K_BLOCKED && !Inner::V_BLOCKED && SLOTS <= D / 4, "tokens of their own");
-  static_assert(D == 64 || D == 96 || D == 128 || D == 256, "how flags are read");
+  static_assert(D == 64 || D == 96 || D == 128 || D == 192 || D == 256, "how flags are read");
   static_assert(PASSES == 1 || D >= 128, "whole operands");
   KV_CONST int FLAGS = Inner::PLANES, HELD = FLAGS + 1;
   KV_CONST int PLANES = HELD + 1;
@@ -73,6 +73,9 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
       return funnel(words[0], words[1], 24 * token % 32) & 0xffffffu;
     } else if constexpr (D == 128) {
       return ((const uint32_t*)plane)[token];
+    } else if constexpr (D == 192) {
+      const uint16_t* halves = (const uint16_t*)plane + 3 * token;
+      return halves[0] | (uint32_t)halves[1] << 16 | (uint64_t)halves[2] << 32;
     } else {
       const Words2 x = ((const Words2*)plane)[token];
       return x.a | (uint64_t)x.b << 32;

@@ -1,0 +1,64 @@
+"""The emulated machine in the place of a GPU: what the operators launch on CPU tensors runs there."""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.kernels import build, encode
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels.build import Program
+from tests.kernels import harness
+
+_LAUNCH = """
+extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, int shared) {{
+  kv::launch(x, y, z, threads, shared, {name}, *a);
+}}
+"""
+
+
+class Emulated:
+    """Stands for ``build.Kernel``: the same launch, on the CPU."""
+
+    def __init__(self, library: harness.Library, name: str) -> None:
+        self.library, self.name = library, name
+        self.launches: list[tuple[tuple[int, int, int], int, int, bool]] = []
+
+    def launch(self, grid: Any, threads: int, shared: int, args: Any, *, early: bool = False) -> None:
+        self.launches.append((grid, threads, shared, early))
+        self.library.enter(f"run_{self.name}", ctypes.byref(args), *grid, threads, shared)
+
+
+def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emulated, ...]:
+    library = harness.build(program.source + "".join(_LAUNCH.format(name=n, args=args) for n in names))
+    return tuple(Emulated(library, name) for name in names)
+
+
+def forget() -> None:
+    """Programs loaded for another machine."""
+    for kept in (attention._plan, encode._launches, prefill._kernel, prefill._plan):
+        kept.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Operators that launch on the emulator; what they launched, by kernel."""
+    made: dict[str, Any] = {}
+
+    def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
+        args = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs"}.get(names[0], "kv::DecodeArgs")
+        kernels = emulated(program, tuple(names), args)
+        made.update(zip(names, kernels, strict=True))
+        return kernels
+
+    for module in (attention, encode, prefill):
+        monkeypatch.setattr(module, "load", load)
+        if module is not prefill:
+            monkeypatch.setattr(module, "_refused", lambda device: "")
+    monkeypatch.setattr(build, "refusal", lambda device: "")
+    forget()
+    yield made
+    forget()
