@@ -23,10 +23,11 @@ import torch
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode
+from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels import spec as specs
 from kvcodec.kernels.build import Program, architecture, compile_program
-from kvcodec.kernels.spec import Machine, Pair
+from kvcodec.kernels.launch import Machine
 from kvcodec.registry import get, split_specs
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench import first
@@ -47,16 +48,16 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     dim = shape.head_dim
     page = scheme.page_layout(dim).page_tokens
     key, value = (scheme.codec(role).for_dtype(torch.bfloat16) for role in ROLES)
-    pair = attention.pair_for(key, value, dim, page)
-    if not isinstance(pair, Pair):
+    if specs.kernels_for(scheme, dim)["decode"] == "none":
         return
+    pair = specs.decode_spec(key, value, dim, page)
     holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     # the number of splits, for which the capacity counts, is no part of the program
     heads = pair.heads(shape.group)
-    config = attention.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
+    config = launch.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
-    yield from encode.programs(encode.target_for(key, value, dim, page)).values()
+    yield from encode.programs(specs.encode_spec(key, value, dim, page)).values()
     yield prefill.program(pair)
 
 
@@ -121,7 +122,7 @@ def main() -> int:
     begun = time.monotonic()
     others = start_rivals() if args.rivals else []
     gpu = None if args.arch else torch.device("cuda", 0)
-    arch, machine = (args.arch, attention.H200) if gpu is None else (architecture(gpu), attention.machine(gpu))
+    arch, machine = (args.arch, launch.H200) if gpu is None else (architecture(gpu), launch.machine(gpu))
     todo = wanted(split_specs(args.specs), shapes_named(args.shapes), machine)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.workers, context) as pool:

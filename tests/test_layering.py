@@ -35,7 +35,7 @@ MAY_IMPORT = (
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )
 
-BRICKS = {f"kvcodec.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "med")}
+BRICKS = {f"kvcodec.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "outliers")}
 """Codecs that others are built of; any other module of codecs/ is a paper and stands alone."""
 SAME_PAPER = {("octopus_qjl", "kvcodec.codecs.octopus")}
 """A method and its extension, each with a page of its own."""

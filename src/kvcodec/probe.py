@@ -165,7 +165,7 @@ class OutlierProbe:
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
             engine = one.cache.engine if isinstance(one.cache, DeviceCache) else None
-            written = "" if engine is None else engine.target
+            written = "" if engine is None else engine.encode_spec
             alike = one.cache.roles["key"].codec, written, one.sample.shape, one.sample.device
             groups.setdefault(alike, []).append(one)
         for group in groups.values():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvcodec
 from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.med import Med
+from kvcodec.codecs.outliers import Med
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.quaternion import nearest_product, products, random_units

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvcodec
 from kvcodec.cache.fused import fused_refusal
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.med import Med
+from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack

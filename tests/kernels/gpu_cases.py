@@ -29,9 +29,11 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Params, Payload, Site
-from kvcodec.kernels import build, encode, sides
+from kvcodec.kernels import build, encode, launch
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels import spec as specs
+from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.layout import PageLayout
 
 DIMS = (64, 96, 128, 192, 256)
@@ -61,7 +63,7 @@ def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS)
         scheme = kvcodec.get(preset)
         for dim in dims:
             page = PAGES[len(found) % len(PAGES)]
-            if not isinstance(attention.pair_for(scheme.key, scheme.value, dim, page), str):
+            if specs.kernels_for(scheme, dim)["decode"] == "cuda":
                 found.append(Combination(preset, dim, page))
     return found
 
@@ -86,9 +88,9 @@ class Layer(NamedTuple):
     """One layer's pages, as a cache would hold them, and what they decode to."""
 
     store: PageStore
-    pair: str
-    key: sides.SideTensors
-    value: sides.SideTensors
+    spec: str
+    key: Constants
+    value: Constants
     keys: Tensor
     values: Tensor
     note: str
@@ -98,9 +100,8 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
     """Encode random keys and values with the kernels; raise if a byte is not the codec's."""
     scheme, device = kvcodec.get(c.preset), gen.device
     codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
-    pair = attention.pair_for(scheme.key, scheme.value, c.dim, c.page)
-    assert not isinstance(pair, str)
-    target = encode.target_for(scheme.key, scheme.value, c.dim, c.page)
+    pair = specs.decode_spec(scheme.key, scheme.value, c.dim, c.page)
+    target = specs.encode_spec(scheme.key, scheme.value, c.dim, c.page)
     layout = PageLayout(scheme.key.layout(c.dim), scheme.value.layout(c.dim), c.page)
     columns = -(-tokens // c.page)
     store = PageStore(layout, batch, heads, device)
@@ -122,18 +123,18 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
         params = {name: value.to(device) for name, value in params.items()}
         parts = range(0, tokens, STEP)
         payloads = [codec.encode(codec.to_code(x[:, :, at : at + STEP].float(), params), params) for at in parts]
-        side = target.side(role)
+        side = target.encoder(role)
         if side is None:
             _write(store, role, payloads)
             note.append(role)
         else:
             before = store.pages.clone()
-            held = sides.tensors_for(side, params, heads, c.dim)
+            held = constants_for(side, params, heads, c.dim)
             given = {"keys": x if role == "key" else None, "values": x if role == "value" else None}
-            none = sides.SideTensors(None, None, 1)
+            none = Constants(None, None, 1)
             bad = torch.zeros(1, dtype=torch.int32, device=device)
             encode.encode_to_pages(
-                pages=store.pages, table=store.table, first=first, target=encode.text_of(target), bad=bad,
+                pages=store.pages, table=store.table, first=first, spec=encode.text_of(target), bad=bad,
                 key=held if role == "key" else none, value=held if role == "value" else none, **given,
             )  # fmt: skip
             written = store.pages
@@ -142,9 +143,8 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
             if int(bad) or not torch.equal(written, store.pages):
                 wrong = int((written != store.pages).sum())
                 raise AssertionError(f"encode: {role}: {wrong} bytes differ, bad={int(bad)}, {dtype}")
-        found = sides.reader(codec, c.dim, role)
-        assert isinstance(found, sides.Reader)
-        tensors[role] = sides.tensors_for(found, params, heads, c.dim)
+        found = specs.reader(codec, c.dim, role)
+        tensors[role] = constants_for(found, params, heads, c.dim)
         back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), params) for at in parts)
         decoded[role] = torch.cat([codec.from_code(part, params) for part in back], 2)
     return Layer(store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"],
@@ -260,17 +260,17 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
     scale = c.dim**-0.5 * rng.choice((1.0, 1.0, 0.3))
     config = None
     if rng.random() < (0.8 if few_splits else 0.4):
-        pair = attention.pair_of(layer.pair)
-        machine, apart = attention.machine(q.device), dense[0] is not None and not pair.joins
-        config = attention.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
+        pair = attention.decode_spec_of(layer.spec)
+        machine, apart = launch.machine(q.device), dense[0] is not None and not pair.joins
+        config = launch.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
         teams = config._replace(
             tile=min(32, config.tile), warps=rng.choice((1, 2)), resident=1, teams=rng.choice((2, 3))
         )
-        if not apart and rng.random() < 0.3 and attention.shared_bytes(pair, teams) <= machine.shared_block:
+        if not apart and rng.random() < 0.3 and launch.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
     o, lse = attention.decode_attention(
-        q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), pair=layer.pair,
+        q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), spec=layer.spec,
         key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
         sinks=sinks, softcap=cap, config=config,
         start=torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None,
@@ -305,7 +305,7 @@ def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generato
     first = rng.choice((0, rng.randint(0, tokens - 1)))
     last = rng.randint(first + 1, tokens)
     got = prefill.attend_pages(
-        q, layer.store.pages, layer.store.table, first, last, pair=layer.pair, key=layer.key, value=layer.value,
+        q, layer.store.pages, layer.store.table, first, last, spec=layer.spec, key=layer.key, value=layer.value,
         scale=scale,
     )  # fmt: skip
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}

@@ -10,7 +10,9 @@ import torch
 
 import kvcodec
 from kvcodec.codec import ROLES, Params, Role, Site
-from kvcodec.kernels.sides import Encoder, Reader, encoder, reader, tensors_for
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.constants import constants_for
+from kvcodec.kernels.spec import encoder, reader
 
 HEADS, DIM, TOKENS = 2, 128, 64
 VARIANTS = (
@@ -40,10 +42,13 @@ def made(spec: str, role: Role, x: torch.Tensor) -> dict[str, Any]:
     found = {f"constant {name}": value for name, value in params.items()}
     found |= {f"field {name}": value for name, value in payload.items()}
     found["decoded"] = codec.decode(payload, params)
-    for what, side in (("encoder", encoder(codec, DIM, role)), ("reader", reader(codec, DIM, role))):
-        if isinstance(side, Encoder | Reader):
-            tables, factor, _ = tensors_for(side, params, HEADS, DIM)
-            found |= {f"{what}'s tables": tables, f"{what}'s factor": factor}
+    for what, find in (("encoder", encoder), ("reader", reader)):
+        try:
+            side = find(codec, DIM, role)
+        except UnsupportedError:
+            continue
+        tables, factor, _ = constants_for(side, params, HEADS, DIM)
+        found |= {f"{what}'s tables": tables, f"{what}'s factor": factor}
     return found
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site
 from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
 from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.kernels.encode_tables import level_table, row_encoder
-from kvcodec.kernels.hqmq_tables import MOST_PAIRS, PAIRS, SIDE, cell_rivals
+from kvcodec.kernels.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
+from kvcodec.kernels.spec import encoder as encoder_of
+from kvcodec.kernels.tables import wall_table
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from tests.kernels.harness import Out, build, same_for_any_order
@@ -68,7 +69,7 @@ class Encoders:
         self.encoders = []
         text = ""
         for i, codec in enumerate(codecs):
-            encoder = row_encoder(codec, head_dim)
+            encoder = encoder_of(codec, head_dim, "key")
             assert encoder is not None
             self.encoders.append(encoder)
             factor = "kv::FACTOR_TIMES" if encoder.factor else "kv::FACTOR_NONE"
@@ -318,7 +319,7 @@ def test_levels(bits: int) -> None:
             walls = walls[1:-1]
         if kind == 3:
             walls = midpoints(coordinate_centroids(128, bits))
-        table = level_table(walls, bits)
+        table = wall_table(walls, bits)
         error = float(table[8:12].view(torch.float32))
         near = (walls[:, None] + torch.linspace(-8, 8, 65, dtype=torch.float64) * error).flatten()
         u = torch.cat([near, torch.randn(4000, generator=g, dtype=torch.float64) * 2, walls, torch.zeros(1).double()])
@@ -339,7 +340,7 @@ def test_levels(bits: int) -> None:
 @pytest.mark.parametrize("most", [0, MOST_PAIRS], ids=["without lists", "with lists"])
 def test_hqmq_ties(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunks of small whole numbers: the lowest of the products with the largest inner product."""
-    monkeypatch.setattr("kvcodec.kernels.hqmq_tables.MOST_PAIRS", most)
+    monkeypatch.setattr("kvcodec.kernels.hqmq.MOST_PAIRS", most)
     codec = Hqmq(24, 3)
     encoders = Encoders([codec], 64)
     grid = torch.arange(-2.0, 3.0)
@@ -357,7 +358,7 @@ def test_hqmq_cells_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells that have no list, and vectors anywhere in those that have one."""
     codec = Hqmq(48, 3)
     encoders = Encoders([codec], 64)
-    monkeypatch.setattr("kvcodec.kernels.hqmq_tables.MOST_PAIRS", 2)
+    monkeypatch.setattr("kvcodec.kernels.hqmq.MOST_PAIRS", 2)
     encoders.check(codec, random_rows(61, 64).half())
 
 
@@ -396,7 +397,7 @@ TIMES = {Octopus(5, 3): 6, Hqmq(96, 4): 6}
 
 @pytest.mark.parametrize(("codec", "arch"), architectures_in_turn(BUDGETS))
 def test_machine_code(codec: Codec, arch: int) -> None:
-    encoder = row_encoder(codec, 128)
+    encoder = encoder_of(codec, 128, "key")
     assert encoder is not None
     factor = "kv::FACTOR_TIMES" if encoder.factor else "kv::FACTOR_NONE"
     source = f"""

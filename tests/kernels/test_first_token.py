@@ -20,16 +20,17 @@ from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES, SHARED, Dense, Shared, Site, drawn
 from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.med import Med
 from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
 from kvcodec.kernels import build, encode
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
-from kvcodec.kernels.engine import Engine, choose
-from kvcodec.kernels.hqmq_tables import hqmq_table
-from kvcodec.kernels.sides import encoder, reader, tensors_for
+from kvcodec.kernels.constants import constants_for
+from kvcodec.kernels.engine import Engine, refusal
+from kvcodec.kernels.hqmq import cell_tables
+from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config
@@ -103,7 +104,7 @@ def test_a_second_cache_costs_few_operations_and_no_look(
 ) -> None:
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)  # kernels that do nothing break on all keys
     k, v = rows(300)
-    if max_len and isinstance(why := choose(kvcodec.get(spec), DIM, CPU, static=True), str):
+    if max_len and (why := refusal(kvcodec.get(spec), DIM, CPU, static=True)):
         pytest.skip(why)
     for _turn in range(2):
         cache = model_cache(spec, max_len=max_len)
@@ -155,9 +156,9 @@ def test_a_layer_of_a_second_cache_asks_once_for_its_constants(
 
 def test_hqmqs_tables_take_few_operations_for_all_heads() -> None:
     params = Hqmq(24, 3).fit(Site(0, "key", 8, DIM))
-    hqmq_table(params["secondary"][0])
+    cell_tables(params["secondary"][0])
     with Counted() as counted:
-        hqmq_table(params["secondary"][0])
+        cell_tables(params["secondary"][0])
     assert counted.seen.total() < 200
 
 
@@ -196,11 +197,10 @@ def test_tables_that_are_called_alike_are_the_same_in_all_layers(spec: str) -> N
     for role in ROLES:
         codec = scheme.codec(role)
         for side in (reader(codec, DIM, role), encoder(codec, DIM, role)):
-            assert not isinstance(side, str)
             if side.tables is None or codec.needs_sample:
                 continue
             sites = Site(0, role, 2, DIM), Site(7, role, 3, DIM, seed=5)
-            one, other = (tensors_for(side, codec.fit(site), site.num_heads, DIM).tables for site in sites)
+            one, other = (constants_for(side, codec.fit(site), site.num_heads, DIM).tables for site in sites)
             assert one is not None
             assert other is not None
             assert side.alike == (one.shape == other.shape and torch.equal(one, other))
@@ -246,7 +246,7 @@ def test_layers_judged_together_are_judged_as_alone(
     if scheme.key.needs_queries:
         scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
     kinds: list[type[LayerCache]] = [LayerCache]
-    if not isinstance(choose(scheme, DIM, CPU), str):
+    if not refusal(scheme, DIM, CPU):
         kinds.append(FusedLayerCache)
     found = []
     for kind in kinds:

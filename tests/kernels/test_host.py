@@ -3,6 +3,7 @@
 import ctypes
 import os
 import pathlib
+import re
 import threading
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.codec import ROLES, Params
+from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels import build, encode, sides
+from kvcodec.kernels import build, encode, launch
 from kvcodec.kernels import decode as attention
+from kvcodec.kernels import spec as specs
 from kvcodec.kernels.build import Program
+from kvcodec.kernels.constants import Constants, constants_for
 from tests.kernels import harness
 
 CPU = torch.device("cpu")
@@ -174,8 +177,8 @@ def test_nvrtc_compiles_what_the_operators_ask_for(
         build.compiler_version()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    pair = attention.pair_for(SAW.key, SAW.value, 128, 64)
-    config = attention.config_for(pair, 4, 65536, attention.H200)
+    pair = specs.decode_spec(SAW.key, SAW.value, 128, 64)
+    config = launch.config_for(pair, 4, 65536, launch.H200)
     code = build.compile_program(attention.program(pair, config), arch)
     assert code.startswith(b"\x7fELF")
     assert b"kv_decode" in code
@@ -206,14 +209,14 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _q(**changes: Any) -> dict[str, Any]:
-    pair = attention.pair_for(SAW.key, SAW.value, 64, 64)
-    side = sides.SideTensors(None, None, 64)
+    pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)
+    side = Constants(None, None, 64)
     given = {
         "q": torch.zeros(2, 4, 1, 64),
         "pages": torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8),
         "table": torch.zeros(2, 1, dtype=torch.int32),
         "seq_lens": torch.zeros(2, dtype=torch.int32),
-        "pair": attention.text_of(pair),
+        "spec": attention.text_of(pair),
         "key": side,
         "value": side,
         "scale": 1.0,
@@ -230,7 +233,7 @@ def _q(**changes: Any) -> dict[str, Any]:
         ({"q": torch.zeros(2, 4, 1, 64, dtype=torch.float64)}, ShapeError, "q is torch.float64"),
         ({"q": torch.zeros(2, 4, 1, 128)}, ShapeError, "does not fit head_dim=64"),
         ({"q": torch.zeros(2, 3, 1, 64)}, ShapeError, "must divide the query heads"),
-        ({"pair": "int-5"}, UnsupportedError, "is unknown"),
+        ({"spec": "int-5"}, UnsupportedError, "is unknown"),
         ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, 2, 4608\] is needed"),
         ({"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
@@ -241,7 +244,7 @@ def _q(**changes: Any) -> dict[str, Any]:
             "one floating dtype",
         ),
         ({"sinks": torch.zeros(3)}, ShapeError, "one per query head, 4"),
-        ({"key": sides.SideTensors(None, torch.ones(3, 2, 64), 1)}, ShapeError, "constants are of 3 sequences"),
+        ({"key": Constants(None, torch.ones(3, 2, 64), 1)}, ShapeError, "constants are of 3 sequences"),
     ],
 )
 def test_decode_refuses_what_does_not_fit(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -250,21 +253,21 @@ def test_decode_refuses_what_does_not_fit(changes: dict[str, Any], error: type[E
 
 
 def test_encode_refuses_what_does_not_fit() -> None:
-    target = encode.Target(sides.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
-    side = sides.SideTensors(None, None, 1)
+    target = specs.EncodeSpec(specs.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
+    side = Constants(None, None, 1)
     given = {
         "keys": torch.zeros(2, 2, 3, 64),
         "values": None,
         "pages": torch.zeros(3, 2, 4608, dtype=torch.uint8),
         "table": torch.zeros(2, 1, dtype=torch.int32),
         "first": torch.zeros(2, dtype=torch.int32),
-        "target": encode.text_of(target),
+        "spec": encode.text_of(target),
         "key": side,
         "value": side,
     }
     for changes, error, text in (
         ({}, UnsupportedError, "device cpu is not a CUDA GPU"),
-        ({"target": "?"}, UnsupportedError, "is unknown"),
+        ({"spec": "?"}, UnsupportedError, "is unknown"),
         ({"values": torch.zeros(2, 2, 3, 64)}, UnsupportedError, "no kernel encodes these values"),
         ({"keys": torch.zeros(2, 2, 3, 32)}, ShapeError, r"\[2, 2, N, 64\] is needed"),
         ({"keys": torch.zeros(2, 2, 3, 64).long()}, ShapeError, "torch.int64"),
@@ -282,22 +285,33 @@ def test_a_subclass_is_not_taken_for_its_parent() -> None:
     class Odd(SawInt4):
         pass
 
-    assert isinstance(sides.reader(SawInt4(), 128, "key"), sides.Reader)
-    assert sides.reader(Odd(), 128, "key") == "no CUDA kernel reads " + str(Odd())
-    assert "head_dim 64, 96, 128, 192, 256, not 80" in sides.reader(SawInt4(), 80, "key")
+    assert isinstance(specs.reader(SawInt4(), 128, "key"), specs.Reader)
+    with pytest.raises(UnsupportedError, match=r"no CUDA kernel reads .*Odd"):
+        specs.reader(Odd(), 128, "key")
+    with pytest.raises(UnsupportedError, match=r"no CUDA kernel encodes .*Odd"):
+        specs.encoder(Odd(), 128, "key")
+    with pytest.raises(UnsupportedError, match="head_dim 64, 96, 128, 192, 256, not 80"):
+        specs.reader(SawInt4(), 80, "key")
 
 
 def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(GroupInt):
         pass
 
-    monkeypatch.setattr(sides, "_READERS", dict(sides._READERS))
-    mine = sides.Reader("mine::Read<64>", "mine.cuh", folder="/elsewhere")
-    sides.add_reader(Mine, lambda codec, dim, role: mine if role == "value" else "keys are not read")
-    assert attention.pair_for(SawInt4(), Mine(), 128, 64).value == mine
-    assert attention.pair_for(Mine(), Mine(), 128, 64) == "keys are not read"
-    pair = attention.pair_for(SawInt4(), Mine(), 128, 64)
-    made = attention.program(pair, attention.Config(64, 4, 2, 1, 1))
+    monkeypatch.setattr(specs, "_READERS", dict(specs._READERS))
+    mine = specs.Reader("mine::Read<64>", "mine.cuh", folder="/elsewhere")
+
+    def find(codec: Codec, dim: int, role: Role) -> specs.Reader:
+        if role == "key":
+            raise UnsupportedError("keys are not read")
+        return mine
+
+    specs.add_reader(Mine, find)
+    assert specs.decode_spec(SawInt4(), Mine(), 128, 64).value == mine
+    with pytest.raises(UnsupportedError, match="keys are not read"):
+        specs.decode_spec(Mine(), Mine(), 128, 64)
+    pair = specs.decode_spec(SawInt4(), Mine(), 128, 64)
+    made = attention.program(pair, launch.Config(64, 4, 2, 1, 1))
     assert made.folders == (str(build.CSRC), "/elsewhere")
     assert '#include "mine.cuh"' in made.source
 
@@ -307,14 +321,17 @@ def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
     scheme = kvcodec.get(spec)
     for role in ROLES:
         codec = scheme.codec(role)
-        for found in (sides.reader(codec, 128, role), sides.encoder(codec, 128, role)):
-            if isinstance(found, str):
-                assert str(codec) in found or type(codec).__name__ in found
+        for find in (specs.reader, specs.encoder):
+            try:
+                found = find(codec, 128, role)
+            except UnsupportedError:
+                with pytest.raises(UnsupportedError, match=re.escape(str(codec))):
+                    find(codec, 128, role)
                 continue
             assert pathlib.Path(found.folder, found.header).is_file(), found
             assert found.block == codec.block_tokens
-    pair = attention.pair_for(scheme.key, scheme.value, 128, 64)
-    if not isinstance(pair, str):
+    if kvcodec.describe(spec)["kernels"]["decode"] == "cuda":
+        pair = specs.decode_spec(scheme.key, scheme.value, 128, 64)
         assert pair.tile_bytes(64) == scheme.page_layout(128, 64).page_bytes
 
 
@@ -325,17 +342,18 @@ def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
     scheme = kvcodec.get(spec)
-    a100, ada = attention.Machine(108, 166912, 167936), attention.Machine(128, 101376, 102400)
+    a100, ada = launch.Machine(108, 166912, 167936), launch.Machine(128, 101376, 102400)
     for page in (64, 128) if scheme.key.block_tokens + scheme.value.block_tokens > 2 else (16, 64, 128):
-        pair = attention.pair_for(scheme.key, scheme.value, dim, page)
-        if isinstance(pair, str):
-            pytest.skip(pair)
-        for machine in (attention.H200, a100, ada):
+        try:
+            pair = specs.decode_spec(scheme.key, scheme.value, dim, page)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        for machine in (launch.H200, a100, ada):
             for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
-                if machine is not attention.H200 and not _fits(pair, machine):
+                if machine is not launch.H200 and not _fits(pair, machine):
                     continue
-                config = attention.config_for(pair, units, capacity, machine)
-                need = attention.shared_bytes(pair, config)
+                config = launch.config_for(pair, units, capacity, machine)
+                need = launch.shared_bytes(pair, config)
                 assert need <= machine.shared_block
                 assert config.resident * (need + 1024) <= machine.shared_sm
                 assert page % config.tile == 0
@@ -343,30 +361,30 @@ def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
                 assert 1 <= config.splits <= max(1, capacity // (config.tile * config.warps) + 1)
 
 
-def _fits(pair: attention.Pair, machine: attention.Machine) -> bool:
-    least = attention.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
-    return attention.shared_bytes(pair, least) + 1024 <= machine.shared_block
+def _fits(pair: specs.DecodeSpec, machine: launch.Machine) -> bool:
+    least = launch.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
+    return launch.shared_bytes(pair, least) + 1024 <= machine.shared_block
 
 
 def test_launch_constants_that_fit_nowhere_are_refused() -> None:
-    pair = attention.pair_for(SAW.key, SAW.value, 128, 64)
+    pair = specs.decode_spec(SAW.key, SAW.value, 128, 64)
     with pytest.raises(UnsupportedError, match="this GPU has 1024"):
-        attention.config_for(pair, 1, 64, attention.Machine(1, 1024, 1024))
+        launch.config_for(pair, 1, 64, launch.Machine(1, 1024, 1024))
 
 
 def test_constants_become_what_the_kernels_take() -> None:
     heads, dim = 3, 64
     norm = torch.rand(2, heads, dim) + 0.5
-    side = sides.Reader("kv::X", "x.cuh", factor="norm", order=4)
+    side = specs.Reader("kv::X", "x.cuh", factor="norm", order=4)
     params: Params = {"norm": norm.double()}
-    found = sides.tensors_for(side, params, heads, dim)
+    found = constants_for(side, params, heads, dim)
     assert found.tables is None
     assert found.order == 4
     assert torch.equal(found.factor, norm)
-    one = sides.tensors_for(side, {"norm": norm[:1, :1]}, heads, dim).factor
+    one = constants_for(side, {"norm": norm[:1, :1]}, heads, dim).factor
     assert one.shape == (1, heads, dim)
     assert one.is_contiguous()
-    wrong = sides.Reader("kv::X", "x.cuh", tables=lambda params: torch.zeros(2, 8, dtype=torch.uint8))
+    wrong = specs.Reader("kv::X", "x.cuh", tables=lambda params: torch.zeros(2, 8, dtype=torch.uint8))
     with pytest.raises(UnsupportedError, match=r"expected uint8 \[3 or 1, bytes\]"):
-        sides.tensors_for(wrong, params, heads, dim)
+        constants_for(wrong, params, heads, dim)
     assert os.path.isdir(build.CSRC)

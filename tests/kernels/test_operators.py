@@ -13,7 +13,9 @@ import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Site
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode, sides
+from kvcodec.kernels import encode, launch
+from kvcodec.kernels import spec as specs
+from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.layout import PageLayout
 from tests.kernels.decode_cases import each_in_turn
 
@@ -68,15 +70,15 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
     dim, heads, group, page = 64, 2, 3, 64
     lens, start = ([100, 0, 37], [0, 0, 0]) if case != "everything" else ([130, 5, 64], [17, 5, 0])
     store, params, (k, v) = fill(SAW.key, SAW.value, dim, heads, lens, page)
-    pair = attention.pair_for(SAW.key, SAW.value, dim, page)
+    pair = specs.decode_spec(SAW.key, SAW.value, dim, page)
     rng = torch.Generator().manual_seed(2)
     q = torch.randn(3, 1, heads * group, dim, generator=rng).transpose(1, 2)  # as a model's projection leaves it
     options: dict[str, Any] = {}
     dense = sinks = None
     if case == "split":
-        options["config"] = attention.Config(32, 2, 2, 1, 3)
+        options["config"] = launch.Config(32, 2, 2, 1, 3)
     if case == "override":
-        options["config"] = attention.Config(16, 1, 2, 1, 1)
+        options["config"] = launch.Config(16, 1, 2, 1, 1)
     if case == "everything":
         dense = tuple(torch.randn(3, heads, 7, dim, generator=rng).bfloat16() for _ in ROLES)
         sinks = torch.randn(heads * group, generator=rng).bfloat16()
@@ -86,16 +88,16 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
             "sinks": sinks,
             "start": torch.tensor(start, dtype=torch.int32),
             "softcap": 20.0,
-            "config": attention.Config(32, 2, 3, 1, 2),
+            "config": launch.Config(32, 2, 3, 1, 2),
         }
     got, lse = attention.decode_attention(
         q,
         store.pages,
         store.table,
         torch.tensor(lens, dtype=torch.int32),
-        pair=attention.text_of(pair),
-        key=sides.tensors_for(pair.key, params["key"], heads, dim),
-        value=sides.tensors_for(pair.value, params["value"], heads, dim),
+        spec=attention.text_of(pair),
+        key=constants_for(pair.key, params["key"], heads, dim),
+        value=constants_for(pair.value, params["value"], heads, dim),
         scale=dim**-0.5,
         num_kv_heads=heads,
         **options,
@@ -103,22 +105,22 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
     want, want_lse = reference(q, k, v, dense, lens, start, sinks, options.get("softcap", 0.0))
     torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-3)
-    chosen = options.get("config") or attention.config_for(pair, 6, store.table.shape[1] * page, attention.H200)
+    chosen = options.get("config") or launch.config_for(pair, 6, store.table.shape[1] * page, launch.H200)
     slots = chosen.splits + (dense is not None)
     grid, threads, shared, early = machine["kv_decode"].launches[0]
     assert (grid, threads, early) == ((slots, heads, 3), chosen.warps * 32, False)
-    assert shared == attention.shared_bytes(pair, chosen)
+    assert shared == launch.shared_bytes(pair, chosen)
     merged = [launch[0] for launch in machine["kv_combine"].launches]
     assert merged == ([(3 * heads * group, 1, 1)] if slots > 1 else [])
 
 
 def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> None:
     store, params, (k, v) = fill(SAW.key, SAW.value, 64, 1, [50], 64)
-    pair = attention.pair_for(SAW.key, SAW.value, 64, 64)
+    pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)
     q = torch.randn(1, 11, 1, 64, generator=torch.Generator().manual_seed(3)).half()
-    tensors = sides.tensors_for(pair.key, params["key"], 1, 64)
+    tensors = constants_for(pair.key, params["key"], 1, 64)
     got, _ = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor([50], dtype=torch.int32), pair=attention.text_of(pair), key=tensors,
+        q, store.pages, store.table, torch.tensor([50], dtype=torch.int32), spec=attention.text_of(pair), key=tensors,
         value=tensors, scale=64**-0.5, num_kv_heads=1,
     )  # fmt: skip
     assert machine["kv_decode"].launches[0][0][1:] == (2, 1)
@@ -149,11 +151,11 @@ def test_encode_to_pages_complete(spec: str, machine: dict[str, Any]) -> None:
     first = 32
     bad = torch.zeros(1, dtype=torch.int32)
     encode.encode_to_pages(
-        *(part if target.side(role) else None for role, part in zip(ROLES, rows, strict=True)),
+        *(part if target.encoder(role) else None for role, part in zip(ROLES, rows, strict=True)),
         store.pages,
         store.table,
         torch.full((2,), first, dtype=torch.int32),
-        target=encode.text_of(target),
+        spec=encode.text_of(target),
         key=given["key"],
         value=given["value"],
         bad=bad,
@@ -161,7 +163,7 @@ def test_encode_to_pages_complete(spec: str, machine: dict[str, Any]) -> None:
     expected = PageStore(store.layout, 2, heads, CPU)
     expected.pages, expected.table = before, store.table
     for role, part in zip(ROLES, rows, strict=True):
-        if target.side(role):
+        if target.encoder(role):
             codec = scheme.codec(role)
             expected.write(role, first, codec.encode(codec.to_code(part.float(), params[role]), params[role]))
     assert torch.equal(store.pages, expected.pages)
@@ -176,16 +178,14 @@ def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page
     store.pages.fill_(0xA5)
     rng = torch.Generator().manual_seed(6)
     store.table = torch.randperm(store.pages.shape[0], generator=rng).to(torch.int32).view_as(store.table)
-    target = encode.target_for(scheme.key, scheme.value, dim, page)
+    target = specs.encode_spec(scheme.key, scheme.value, dim, page)
     params, given = {}, {}
     for role in ROLES:
         codec = scheme.codec(role)
         sample = torch.randn(batch, heads, 40, dim, generator=rng) if codec.needs_sample else None
         params[role] = codec.fit(Site(0, role, heads, dim), sample)
-        side = target.side(role)
-        given[role] = (
-            sides.SideTensors(None, None, 1) if side is None else sides.tensors_for(side, params[role], heads, dim)
-        )
+        side = target.encoder(role)
+        given[role] = Constants(None, None, 1) if side is None else constants_for(side, params[role], heads, dim)
     return store, (target, given, params)
 
 
@@ -199,19 +199,16 @@ READ = (
 @pytest.mark.parametrize(("spec", "dim"), each_in_turn(READ, (64, 96)))
 def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]) -> None:
     scheme, heads = kvcodec.get(spec), 2
-    pair = attention.pair_for(scheme.key, scheme.value, dim, 64)
-    if isinstance(pair, str):
-        pytest.skip(pair)
+    pair = specs.decode_spec(scheme.key, scheme.value, dim, 64)
     store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, [75, 33], 64)
     q = torch.randn(2, 4, 1, dim, generator=torch.Generator().manual_seed(8))
     given = [
-        sides.tensors_for(side, params[role], heads, dim)
-        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     ]
     got, _ = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32), pair=attention.text_of(pair),
+        q, store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32), spec=attention.text_of(pair),
         key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads,
-        config=attention.Config(32, 2, 2, 1, 1),
+        config=launch.Config(32, 2, 2, 1, 1),
     )  # fmt: skip
     want, _ = reference(q, k, v, None, [75, 33], [0, 0], None, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
@@ -227,16 +224,16 @@ def test_what_cannot_be_stored_is_flagged(spec: str, machine: dict[str, Any]) ->
     x[0, 0, 3, 5] = torch.nan
 
     def put(first: int) -> int:
-        parts = (x if target.side(role) else None for role in ROLES)
+        parts = (x if target.encoder(role) else None for role in ROLES)
         encode.encode_to_pages(
-            *parts, store.pages, store.table, torch.tensor([first], dtype=torch.int32), target=encode.text_of(target),
+            *parts, store.pages, store.table, torch.tensor([first], dtype=torch.int32), spec=encode.text_of(target),
             key=given["key"], value=given["value"], bad=bad,
         )  # fmt: skip
         return int(bad)
 
     assert put(0) == 1
     for role in ROLES:
-        if target.side(role):
+        if target.encoder(role):
             held = store.read(role, 0, 32)
             for part in held.values():  # [B, H, blocks, *shape]
                 row = part[0, 0, 3 if part.shape[2] == 32 else 0]

@@ -18,8 +18,10 @@ from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import flash, sides
+from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels import spec as specs
+from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Rules, Scored, join, score, with_sinks
 from kvcodec.scheme import KVScheme
@@ -44,8 +46,7 @@ def readers() -> Iterator[Any]:
     turn = 0
     for spec in SPECS:
         made = kvcodec.get(spec)
-        pairs = {dim: attention.pair_for(made.key, made.value, dim, 64) for dim in DIMS}
-        found = [dim for dim, pair in pairs.items() if not isinstance(pair, str)]
+        found = [dim for dim in DIMS if specs.kernels_for(made, dim)["decode"] == "cuda"]
         for dim in found:
             yield pytest.param(spec, dim, marks=[] if dim == found[turn % len(found)] else [pytest.mark.wide])
         turn += bool(found)
@@ -58,12 +59,10 @@ def far(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize(("spec", "dim"), readers())
 def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine: dict[str, Any]) -> None:
     made, heads, tokens = kvcodec.get(spec), 2, 128
-    pair = attention.pair_for(made.key, made.value, dim, 64)
-    assert not isinstance(pair, str)
+    pair = specs.decode_spec(made.key, made.value, dim, 64)
     store, params, (k, v) = fill(made.key, made.value, dim, heads, [tokens, tokens], 64)
     key, value = (
-        sides.tensors_for(side, params[role], heads, dim)
-        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
     constants = {"pair": attention.text_of(pair), "key": key, "value": value}
     for first, count in ((0, tokens), (32, 77)):
@@ -84,11 +83,11 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
 def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) -> None:
     made = kvcodec.get("kivi-2")
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
-    pair = attention.pair_for(made.key, made.value, 64, 64)
-    key, value = (sides.tensors_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
+    pair = specs.decode_spec(made.key, made.value, 64, 64)
+    key, value = (constants_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
     for first, count in ((16, 10), (-32, 10), (32, 33)):
         with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
-            prefill.unpack(store.pages, store.table, first, count, pair=attention.text_of(pair), key=key, value=value)
+            prefill.unpack(store.pages, store.table, first, count, spec=attention.text_of(pair), key=key, value=value)
 
 
 # -- sums over parts ---------------------------------------------------------------------------------------------------

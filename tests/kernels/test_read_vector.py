@@ -11,14 +11,9 @@ from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels.tables_vector import (
-    hqmq_reader,
-    hqmq_shared,
-    hqmq_tables,
-    octopus_reader,
-    octopus_shared,
-    octopus_tables,
-)
+from kvcodec.kernels import hqmq as hqmq_kernels
+from kvcodec.kernels import octopus as octopus_kernels
+from kvcodec.kernels.spec import reader as reader_of
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.parts import pack_parts
 from tests.kernels import harness
@@ -76,23 +71,12 @@ VALUES = """
 
 def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role) -> Tensor:
     """What a reader makes of a tile: float32 ``[tokens, dim]``; of bytes 255 without a payload."""
-    octopus = isinstance(codec, Octopus)
-    if octopus:
-        assert isinstance(codec, Octopus)
-        reader, header, shared, table = (
-            octopus_reader(codec, dim), "read_octopus.cuh", octopus_shared(codec), octopus_tables(codec)(params),
-        )  # fmt: skip
-    else:
-        assert isinstance(codec, Hqmq)
-        reader, header, shared, table = (
-            hqmq_reader(codec, dim),
-            "read_hqmq.cuh",
-            hqmq_shared(codec),
-            hqmq_tables(params),
-        )
+    octopus, found = isinstance(codec, Octopus), reader_of(codec, dim, "key")
+    assert found.tables is not None
+    table = found.tables(params)
     body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
-    lib = harness.build(UNPACK.format(header=header, reader=reader, tokens=tokens, body=body))
-    assert lib.enter("table_bytes", result=ctypes.c_int) == shared
+    lib = harness.build(UNPACK.format(header=found.header, reader=found.type, tokens=tokens, body=body))
+    assert lib.enter("table_bytes", result=ctypes.c_int) == found.shared
     out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
     tile = tile_of(codec, dim, payload, tokens)
     lib.call("run", tile, table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
@@ -171,10 +155,10 @@ def unpacked_pair(
 
     ``dead``: as tiles with dead slots are read, and no shared memory but the tables.
     """
-    readers = {role: hqmq_reader(codec, dim, role) for role in ("key", "value")}
+    readers = {role: hqmq_kernels.read_type(codec, dim, role) for role in ("key", "value")}
     lib = harness.build(PAIR.format(tokens=tokens, D=dim, **readers))
     keys, values = torch.full((2, tokens, dim), -1.0)
-    sources = [hqmq_tables(constants)[:1] for constants in params]
+    sources = [hqmq_kernels.read_tables(constants)[:1] for constants in params]
     lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values), int(dead))
     return torch.stack([keys, values])
 
@@ -267,17 +251,17 @@ SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_div
 def octopus_side(codec: Octopus) -> Side:
     return Side(
         codec,
-        octopus_reader(codec, 0).replace("<0,", "<{D},"),
+        reader_of(codec, 64, "key").type.replace("<64,", "<{D},"),
         "read_octopus.cuh",
         order=power_of_two_divisor,
-        table=lambda params, dim: octopus_tables(codec)(params),
+        table=lambda params, dim: octopus_kernels.read_tables(codec)(params),
         factor=lambda params, dim: params["signs"],
     )
 
 
 def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
-    reader = hqmq_reader(codec, 0, role).replace("<0,", "<{D},")
-    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_tables(params))
+    reader = hqmq_kernels.read_type(codec, 0, role).replace("<0,", "<{D},")
+    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_kernels.read_tables(params))
 
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 192, 256]), ids=str)
@@ -329,10 +313,10 @@ KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
 def test_machine_code(codec: Codec, heads: int, products: int, most: float, arch: int) -> None:
     """No spills, and at most so many instructions for a number of the cache on sm_90, a quarter more elsewhere."""
     if isinstance(codec, Octopus):
-        pair = octopus_reader(codec, 128), "kv::ReadSaw<128>"
+        pair = reader_of(codec, 128, "key").type, "kv::ReadSaw<128>"
     else:
         assert isinstance(codec, Hqmq)
-        pair = hqmq_reader(codec, 128, "key"), hqmq_reader(codec, 128, "value")
+        pair = hqmq_kernels.read_type(codec, 128, "key"), hqmq_kernels.read_type(codec, 128, "value")
     kernel = compile_kernels(DECODER.format(key=pair[0], value=pair[1], heads=heads), arch)["decode"]
     assert kernel.stack == 0
     assert not kernel.spills()

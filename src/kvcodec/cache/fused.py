@@ -8,7 +8,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
-from kvcodec.kernels.engine import choose
+from kvcodec.kernels.engine import refusal
 from kvcodec.scheme import KVScheme
 
 
@@ -52,5 +52,4 @@ def fused_refusal(
 
     ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
-    found = choose(scheme, head_dim, device, page_tokens, static=capacity > 0)
-    return found if isinstance(found, str) else ""
+    return refusal(scheme, head_dim, device, page_tokens, static=capacity > 0)

@@ -64,7 +64,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Payload, Site
-from kvcodec.codecs.med import Outliers, with_outliers
+from kvcodec.codecs.outliers import Outliers, with_outliers
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack

@@ -35,7 +35,7 @@ bytes and spreads it; ``outliers=3`` holds it apart, for 1.25 bits more (D = 128
 from typing import Literal
 
 from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.med import Outliers, with_outliers
+from kvcodec.codecs.outliers import Outliers, with_outliers
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 

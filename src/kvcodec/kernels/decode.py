@@ -1,8 +1,8 @@
 """Decode attention over packed pages in CUDA: what the host does around ``decode.cuh``.
 
 One query token per sequence attends to the codes of a page pool, to tokens held dense and to learned sinks, as
-``kvcodec.attention.attend`` defines it. Keys and values may have different codecs: a ``Pair`` is what a program is
-compiled for, together with launch constants from a table.
+``kvcodec.attention.attend`` defines it. Keys and values may have different codecs. A program is compiled for a
+``DecodeSpec`` and launch constants from a table.
 
 Shapes and the grid depend only on the capacity of the page table, lengths live on the device, and nothing synchronises,
 so the operator is safe in a CUDA graph and in ``torch.compile``.
@@ -22,26 +22,9 @@ from torch import Tensor
 
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.build import Kernel, Program, load, refusal
-from kvcodec.kernels.sides import SideTensors, includes
-from kvcodec.kernels.spec import (
-    H200,
-    Config,
-    Machine,
-    Pair,
-    align,
-    candidates,
-    config_for,
-    machine,
-    pair_for,
-    shared_bytes,
-)
-
-# fmt: off
-__all__ = [
-    "ARGS", "ARGS_FIELDS", "H200", "Config", "Machine", "Pair", "candidates", "config_for", "decode_attention",
-    "machine", "pair_for", "pair_of", "program", "shared_bytes", "splits_of", "text_of", "workspace_numel",
-]
-# fmt: on
+from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes
+from kvcodec.kernels.spec import DecodeSpec, align, includes
 
 LOG2E = 1.4426950408889634
 COMBINE_WARPS = 8
@@ -52,40 +35,40 @@ MOST_SEQUENCES = 65535
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def program(pair: Pair, config: Config, cap: bool = False, dense: int = -1, heads: int = 8) -> Program:
+def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1, heads: int = 8) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine``.
 
     Parameters
     ----------
-    pair : Pair
+    spec : DecodeSpec
     config : Config
     cap : bool
         Whether scores have a soft cap.
     dense : int
         Kind of the dense tokens, a value of ``KINDS``; -1: there are none.
     heads : int
-        Query heads of a CTA, ``Pair.heads``.
+        Query heads of a CTA, ``DecodeSpec.heads``.
     """
-    dense_mode = dense + 2 if dense >= 0 and pair.joins else dense
-    threads, tile = config.teams * config.warps * 32, align(pair.tile_bytes(config.tile), 128)
+    dense_mode = dense + 2 if dense >= 0 and spec.joins else dense
+    threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
             '#include "decode.cuh"',
-            *includes(pair.key, pair.value),
-            f"using Decode = kv::Decoder<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
+            *includes(spec.key, spec.value),
+            f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
             f"{config.teams}>;",
-            f"static_assert(Decode::SHARED == {shared_bytes(pair, config, dense >= 0, heads)}, "
+            f"static_assert(Decode::SHARED == {shared_bytes(spec, config, dense >= 0, heads)}, "
             '"shared memory as the host counts it");',
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
-            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{pair.head_dim}, {COMBINE_WARPS}>(a); }}",
+            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{spec.head_dim}, {COMBINE_WARPS}>(a); }}",
             "",
         ]
     )
-    folders = tuple(dict.fromkeys((Program("").folders[0], pair.key.folder, pair.value.folder)))
+    folders = tuple(dict.fromkeys((Program("").folders[0], spec.key.folder, spec.value.folder)))
     return Program(source, folders=folders)
 
 
@@ -138,33 +121,33 @@ def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 
-_PAIRS: dict[str, Pair] = {}
-"""Pairs by the text that stands for them in a compiled graph."""
+_SPECS: dict[str, DecodeSpec] = {}
+"""Specs by the text that stands for them in a compiled graph."""
 
 
 @lru_cache(maxsize=256)
-def text_of(pair: Pair) -> str:
-    """Name a pair for ``decode_attention``, which knows it from then on."""
-    text = repr(tuple(pair))
-    _PAIRS[text] = pair
+def text_of(spec: DecodeSpec) -> str:
+    """Name a spec for ``decode_attention``, which knows it from then on."""
+    text = repr(tuple(spec))
+    _SPECS[text] = spec
     return text
 
 
-def pair_of(text: str) -> Pair:
-    """Return the pair that ``text_of`` named.
+def decode_spec_of(text: str) -> DecodeSpec:
+    """Return the spec that ``text_of`` named.
 
     Raises
     ------
     UnsupportedError
         It has not been named here.
     """
-    if text not in _PAIRS:
-        raise UnsupportedError(f"pair={text!r} is unknown; pass text_of(pair_for(...)).")
-    return _PAIRS[text]
+    if text not in _SPECS:
+        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(decode_spec(...)).")
+    return _SPECS[text]
 
 
 class Plan(NamedTuple):
-    """What a call launches: found once per pair, sizes and device, because eager decoding pays for every look."""
+    """What a call launches: found once per spec, sizes and device, because eager decoding pays for every look."""
 
     config: Config
     decode: Kernel
@@ -177,35 +160,35 @@ def _plan(
     text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, heads: int,
     device: torch.device,
 ) -> Plan:  # fmt: skip
-    pair = pair_of(text)
-    apart = dense >= 0 and not pair.joins
-    config = Config(*given) if given else config_for(pair, units, capacity, machine(device), apart, heads)
+    spec = decode_spec_of(text)
+    apart = dense >= 0 and not spec.joins
+    config = Config(*given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     # the number of splits is no part of the program
-    decode, combine = load(program(pair, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, pair.name)
-    return Plan(config, decode, combine, shared_bytes(pair, config, dense >= 0, heads))
+    decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
+    return Plan(config, decode, combine, shared_bytes(spec, config, dense >= 0, heads))
 
 
-def splits_of(pair_text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
+def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
     """Return the splits that ``decode_attention`` chooses for these sizes, with dense tokens or without."""
-    pair = _PAIRS[pair_text]
+    spec = _SPECS[text]
     group = q.shape[1] // num_kv_heads
-    units = q.shape[0] * num_kv_heads * pair.tiles(group)
-    apart = dense and not pair.joins
-    capacity = table.shape[1] * pair.page_tokens
-    return config_for(pair, units, capacity, machine(q.device), apart, pair.heads(group)).splits
+    units = q.shape[0] * num_kv_heads * spec.tiles(group)
+    apart = dense and not spec.joins
+    capacity = table.shape[1] * spec.page_tokens
+    return config_for(spec, units, capacity, machine(q.device), apart, spec.heads(group)).splits
 
 
 def _attend(
-    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, pair_text: str, num_kv_heads: int,
+    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, text: str, num_kv_heads: int,
     key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
     value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
     dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
     sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None, config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pair = _PAIRS[pair_text]
+    spec = _SPECS[text]
     batch, num_q_heads, _, dim = q.shape
     group = num_q_heads // num_kv_heads
-    tiles = pair.tiles(group)
+    tiles = spec.tiles(group)
     rows = batch * num_q_heads
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -219,17 +202,17 @@ def _attend(
         dense_kind, width = KINDS[dense_k.dtype], dense_k.shape[2]
     else:
         dense_k = dense_v = None
-    capacity = table.shape[1] * pair.page_tokens
+    capacity = table.shape[1] * spec.page_tokens
     o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return o, lse
     units = batch * num_kv_heads * tiles
-    plan = _plan(pair_text, units, capacity, tuple(config), softcap > 0.0, dense_kind, pair.heads(group), q.device)
+    plan = _plan(text, units, capacity, tuple(config), softcap > 0.0, dense_kind, spec.heads(group), q.device)
     runs = splits = plan.config.splits
-    if dense_k is not None and pair.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
+    if dense_k is not None and spec.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
         splits += 1  # multiprocessors to spare: dense tokens in a CTA of their own
-    slots = splits + (dense_k is not None and not pair.joins)
+    slots = splits + (dense_k is not None and not spec.joins)
     part = 0
     if slots > 1:
         if workspace is None:
@@ -280,9 +263,9 @@ def decode_attention(
     table: Tensor,
     seq_lens: Tensor,
     *,
-    pair: str,
-    key: SideTensors,
-    value: SideTensors,
+    spec: str,
+    key: Constants,
+    value: Constants,
     scale: float,
     num_kv_heads: int,
     dense_k: Tensor | None = None,
@@ -306,10 +289,10 @@ def decode_attention(
         Page ids; token t of sequence b lies in page ``table[b, t // P]``, slot ``t % P``.
     seq_lens : Tensor int32 ``[B]``
         Encoded tokens per sequence, on the device.
-    pair : str
-        ``text_of`` a pair: codecs, head_dim, page size.
-    key, value : SideTensors
-        The layer's constants, ``sides.tensors_for``.
+    spec : str
+        ``text_of`` a spec: codecs, head_dim, page size.
+    key, value : Constants
+        The layer's constants, ``constants.constants_for``.
     scale : float
         Multiplies the scores, usually D ** -0.5.
     num_kv_heads : int
@@ -337,10 +320,10 @@ def decode_attention(
     ------
     ShapeError, UnsupportedError
     """
-    _check(q, pages, table, seq_lens, pair, num_kv_heads, dense_k, dense_v, sinks, key, value)
+    _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value)
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
-        q, pages, table, seq_lens, float(scale), pair, num_kv_heads, key.tables, key.factor, key.order,
+        q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,
         value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
         float(softcap), workspace, list(config or ()),
     )  # fmt: skip
@@ -349,7 +332,7 @@ def decode_attention(
 
 def _check(
     q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, text: str, heads: int,
-    dense_k: Tensor | None, dense_v: Tensor | None, sinks: Tensor | None, key: SideTensors, value: SideTensors,
+    dense_k: Tensor | None, dense_v: Tensor | None, sinks: Tensor | None, key: Constants, value: Constants,
 ) -> None:  # fmt: skip
     name = "decode_attention"
     if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in KINDS:
@@ -357,14 +340,14 @@ def _check(
             f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
             f"sequence."
         )
-    pair = pair_of(text)
+    spec = decode_spec_of(text)
     batch, num_q_heads, _, dim = q.shape
-    if dim != pair.head_dim or num_q_heads % heads:
+    if dim != spec.head_dim or num_q_heads % heads:
         raise ShapeError(
-            f"{name}: q {list(q.shape)} does not fit head_dim={pair.head_dim} and num_kv_heads={heads}, which must "
+            f"{name}: q {list(q.shape)} does not fit head_dim={spec.head_dim} and num_kv_heads={heads}, which must "
             f"divide the query heads."
         )
-    want = [heads, pair.tile_bytes(pair.page_tokens)]
+    want = [heads, spec.tile_bytes(spec.page_tokens)]
     if pages.dtype != torch.uint8 or list(pages.shape[1:]) != want or not pages.is_contiguous():
         raise ShapeError(
             f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, {want[0]}, "

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.build import Kernel, Program, load, refusal
+from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
-from kvcodec.kernels.sides import Encoder, SideTensors, encoder
-from kvcodec.layout import PageLayout
+from kvcodec.kernels.spec import Encoder, EncodeSpec
 
 ROW_THREADS, TABLE_THREADS = 128, 256
 """Of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
@@ -31,74 +31,25 @@ MOST_BLOCKS = 1 << 16
 """Along the rows of a sequence; more rows than that share blocks."""
 
 
-class Target(NamedTuple):
-    """Where both roles are written, and how; a role that no kernel encodes is None.
-
-    Parameters
-    ----------
-    key, value : Encoder or None
-    head_dim, page_tokens, page_bytes : int
-    key_plane, value_plane : int
-        Byte of a page at which the role's first plane begins.
-    """
-
-    key: Encoder | None
-    value: Encoder | None
-    head_dim: int
-    page_tokens: int
-    page_bytes: int
-    key_plane: int
-    value_plane: int
-
-    def side(self, role: Role) -> Encoder | None:
-        """Encoder of a role."""
-        return self.key if role == "key" else self.value
-
-    @property
-    def name(self) -> str:
-        """Short text for messages."""
-        return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
+def _factor(encoder: Encoder) -> str:
+    return "kv::FACTOR_NONE" if not encoder.factor else "kv::FACTOR_INVERSE" if encoder.divide else "kv::FACTOR_TIMES"
 
 
-def target_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Target:
-    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it)."""
-    return _target(encoder(key, head_dim, "key"), encoder(value, head_dim, "value"), key, value, head_dim, page_tokens)
+def _threads(spec: EncodeSpec, encoder: Encoder) -> int:
+    if encoder.form == "blocks":
+        return 2 * spec.head_dim
+    return TABLE_THREADS if encoder.form == "table" else ROW_THREADS
 
 
-@lru_cache(maxsize=256)  # every layer of every cache asks
-def _target(k: Encoder | str, v: Encoder | str, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Target:
-    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
-    at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
-    return Target(
-        k if isinstance(k, Encoder) else None,
-        v if isinstance(v, Encoder) else None,
-        head_dim,
-        page_tokens,
-        page.page_bytes,
-        at["key"],
-        at["value"],
-    )
-
-
-def _factor(side: Encoder) -> str:
-    return "kv::FACTOR_NONE" if not side.factor else "kv::FACTOR_INVERSE" if side.divide else "kv::FACTOR_TIMES"
-
-
-def _threads(target: Target, side: Encoder) -> int:
-    if side.form == "blocks":
-        return 2 * target.head_dim
-    return TABLE_THREADS if side.form == "table" else ROW_THREADS
-
-
-def _program(target: Target, roles: tuple[Role, ...]) -> Program:
+def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
     """Return the source of ``kv_encode`` for one role, or for both at once."""
-    sides = [side for role in roles if (side := target.side(role)) is not None]
-    first = sides[0]
-    types = [f"kv::Role<{side.type}, {side.order}, {_factor(side)}>" for side in sides]
-    each = f"a.{roles[0]}" if len(sides) == 1 else "kv::block_z() ? a.value : a.key"
+    encoders = [encoder for role in roles if (encoder := spec.encoder(role)) is not None]
+    first = encoders[0]
+    types = [f"kv::Role<{encoder.type}, {encoder.order}, {_factor(encoder)}>" for encoder in encoders]
+    each = f"a.{roles[0]}" if len(encoders) == 1 else "kv::block_z() ? a.value : a.key"
     threads, tell = "kv::ENCODE_THREADS", ""
     if first.form == "rows":
-        call = f"encode_pair<{', '.join(types)}>(a)" if len(sides) == 2 else f"encode_side<{types[0]}>(a, {each})"
+        call = f"encode_pair<{', '.join(types)}>(a)" if len(encoders) == 2 else f"encode_side<{types[0]}>(a, {each})"
     elif first.form == "blocks":
         call = f"encode_blocks<{first.type}, {_factor(first)}>(a, {each})"
         threads = f"{first.type}::THREADS"
@@ -108,30 +59,30 @@ def _program(target: Target, roles: tuple[Role, ...]) -> Program:
         tell = f"*a.bad = kv::table_bytes<{first.type}>();"
     source = "\n".join(
         [
-            *(f'#include "{name}"' for name in sorted({side.header for side in sides})),
-            f'static_assert({threads} == {_threads(target, first)}, "threads as the host counts them");',
-            f"KV_KERNEL void KV_BOUNDS({_threads(target, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
+            *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
+            f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
+            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
             f"  kv::{call};",
             "}",
             *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),
             "",
         ]
     )
-    folders = tuple(dict.fromkeys((Program("").folders[0], *(side.folder for side in sides))))
+    folders = tuple(dict.fromkeys((Program("").folders[0], *(encoder.folder for encoder in encoders))))
     return Program(source, fma=False, folders=folders)  # the reference's bits: nothing is contracted
 
 
-def programs(target: Target, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Role, ...], Program]:
+def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Role, ...], Program]:
     """Return the launches that write these roles: the roles of each, and its program."""
-    there = tuple(role for role in roles if target.side(role) is not None)
-    sides = [side for role in there if (side := target.side(role)) is not None]
+    there = tuple(role for role in roles if spec.encoder(role) is not None)
+    encoders = [encoder for role in there if (encoder := spec.encoder(role)) is not None]
     groups = tuple((role,) for role in there)
-    if len(sides) == 2:
-        key, value = sides
+    if len(encoders) == 2:
+        key, value = encoders
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
         if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
-            return {there: _program(target, there)}
-    return {group: _program(target, group) for group in groups}
+            return {there: _program(spec, there)}
+    return {group: _program(spec, group) for group in groups}
 
 
 class Launch(NamedTuple):
@@ -143,14 +94,14 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _launches(text: str, roles: tuple[Role, ...], device: torch.device) -> dict[tuple[Role, ...], Launch]:
-    target, found = _TARGETS[text], {}
-    for group, program in programs(target, roles).items():
-        side = target.side(group[0])
-        assert side is not None
-        if side.form != "table":
-            found[group] = Launch(load(program, ("kv_encode",), device, target.name)[0], 0)
+    spec, found = _SPECS[text], {}
+    for group, program in programs(spec, roles).items():
+        encoder = spec.encoder(group[0])
+        assert encoder is not None
+        if encoder.form != "table":
+            found[group] = Launch(load(program, ("kv_encode",), device, spec.name)[0], 0)
             continue
-        kernel, tell = load(program, ("kv_encode", "kv_shared"), device, target.name)
+        kernel, tell = load(program, ("kv_encode", "kv_shared"), device, spec.name)
         size = torch.zeros(1, dtype=torch.int32, device=device)
         args = ctypes.create_string_buffer(ARGS.size)
         struct.pack_into("<Q", args, ARGS_FIELDS.index("bad") * 8, size.data_ptr())
@@ -175,15 +126,15 @@ ARGS_FIELDS = (
 )
 """Names of its numbers, in order."""
 
-_TARGETS: dict[str, Target] = {}
-"""Targets by the text that stands for them in a compiled graph."""
+_SPECS: dict[str, EncodeSpec] = {}
+"""Specs by the text that stands for them in a compiled graph."""
 
 
 @lru_cache(maxsize=256)
-def text_of(target: Target) -> str:
-    """Name a target for ``encode_to_pages``, which knows it from then on."""
-    text = repr(tuple(target))
-    _TARGETS[text] = target
+def text_of(spec: EncodeSpec) -> str:
+    """Name a spec for ``encode_to_pages``, which knows it from then on."""
+    text = repr(tuple(spec))
+    _SPECS[text] = spec
     return text
 
 
@@ -217,7 +168,7 @@ def _encode(
     text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
     value_factor: Tensor | None,
 ) -> None:  # fmt: skip
-    target = _TARGETS[text]
+    spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
     x = {role: _rows(part) for role, part in given.items() if part is not None and part.numel()}
     if not x:
@@ -226,27 +177,27 @@ def _encode(
     args = ctypes.create_string_buffer(ARGS.size)
     ARGS.pack_into(
         args, 0, pages.data_ptr(), table.data_ptr(), 0 if bad is None else bad.data_ptr(),
-        *_side(x.get("key"), key_tables, key_factor, first, target.key_plane),
-        *_side(x.get("value"), value_tables, value_factor, first, target.value_plane),
-        target.page_bytes, table.stride(0), KINDS[some.dtype], target.page_tokens,
-        table.shape[1] * target.page_tokens, pages.shape[1],
+        *_side(x.get("key"), key_tables, key_factor, first, spec.key_plane),
+        *_side(x.get("value"), value_tables, value_factor, first, spec.value_plane),
+        spec.page_bytes, table.stride(0), KINDS[some.dtype], spec.page_tokens,
+        table.shape[1] * spec.page_tokens, pages.shape[1],
     )  # fmt: skip
     for group, (kernel, shared) in _launches(text, tuple(x), some.device).items():
-        side = target.side(group[0])
-        assert side is not None
-        blocks = max(_blocks(target, role, x[role]) for role in group)
-        kernel.launch((blocks, some.shape[0], len(group)), _threads(target, side), shared, args)
+        encoder = spec.encoder(group[0])
+        assert encoder is not None
+        blocks = max(_blocks(spec, role, x[role]) for role in group)
+        kernel.launch((blocks, some.shape[0], len(group)), _threads(spec, encoder), shared, args)
 
 
-def _blocks(target: Target, role: Role, x: Tensor) -> int:
+def _blocks(spec: EncodeSpec, role: Role, x: Tensor) -> int:
     """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
-    side = target.side(role)
-    assert side is not None
+    encoder = spec.encoder(role)
+    assert encoder is not None
     heads, tokens = x.shape[1], x.shape[2]
-    if side.form == "blocks":
-        return max(1, min(heads * (tokens // side.block), MOST_BLOCKS))
-    rows = ROWS_PER_WARP * _threads(target, side) // 32
-    if side.form == "table":  # a block stays with one head; it loads tables first, which a few steps make up for
+    if encoder.form == "blocks":
+        return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
+    rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
+    if encoder.form == "table":  # a block stays with one head; it loads tables first, which a few steps make up for
         return heads * max(1, min(-(-tokens // (2 * rows)), MOST_BLOCKS // heads))
     return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
 
@@ -267,9 +218,9 @@ def encode_to_pages(
     table: Tensor,
     first: Tensor,
     *,
-    target: str,
-    key: SideTensors,
-    value: SideTensors,
+    spec: str,
+    key: Constants,
+    value: Constants,
     bad: Tensor | None = None,
 ) -> None:
     """Encode new tokens into their slots.
@@ -282,10 +233,10 @@ def encode_to_pages(
     table : Tensor int32 ``[B, max_pages]``
     first : Tensor int32 ``[B]``
         Slot of token 0, on the device; a multiple of the block.
-    target : str
-        ``text_of`` a target.
-    key, value : SideTensors
-        The layer's constants, ``sides.tensors_for`` the encoders.
+    spec : str
+        ``text_of`` a spec.
+    key, value : Constants
+        The layer's constants, ``constants.constants_for`` the encoders.
     bad : Tensor int32 ``[1]``, optional
         Raised to 1 or 2; see the module's text.
 
@@ -294,9 +245,9 @@ def encode_to_pages(
     ShapeError, UnsupportedError
     """
     name = "encode_to_pages"
-    if target not in _TARGETS:
-        raise UnsupportedError(f"{name}: target={target!r} is unknown; pass text_of(target_for(...)).")
-    known = _TARGETS[target]
+    if spec not in _SPECS:
+        raise UnsupportedError(f"{name}: spec={spec!r} is unknown; pass text_of(encode_spec(...)).")
+    known = _SPECS[spec]
     if (
         pages.dtype != torch.uint8
         or pages.dim() != 3
@@ -313,8 +264,8 @@ def encode_to_pages(
     for role, x in zip(ROLES, (keys, values), strict=True):
         if x is None:
             continue
-        side = known.side(role)
-        if side is None:
+        encoder = known.encoder(role)
+        if encoder is None:
             raise UnsupportedError(f"{name}: no kernel encodes these {role}s; encode them with the codec.")
         want = [table.shape[0], pages.shape[1], known.head_dim]
         if x.dim() != 4 or [x.shape[0], x.shape[1], x.shape[3]] != want or x.dtype not in KINDS:
@@ -322,9 +273,9 @@ def encode_to_pages(
                 f"{name}: {role}s are {x.dtype} {list(x.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
                 f"{want[2]}] is needed."
             )
-        if x.shape[2] % side.block or x.shape[0] > MOST_SEQUENCES:
+        if x.shape[2] % encoder.block or x.shape[0] > MOST_SEQUENCES:
             raise ShapeError(
-                f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {side.block} tokens and at "
+                f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {encoder.block} tokens and at "
                 f"most {MOST_SEQUENCES} sequences are needed."
             )
     if keys is not None and values is not None and keys.dtype != values.dtype:
@@ -332,7 +283,7 @@ def encode_to_pages(
     if (reason := _refused(pages.device)) != "":
         raise UnsupportedError(f"{name}: {reason}.")
     run = _op if torch.compiler.is_compiling() else _encode
-    run(keys, values, pages, table, first, bad, target, key.tables, key.factor, value.tables, value.factor)
+    run(keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor)
 
 
 @lru_cache

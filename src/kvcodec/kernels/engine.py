@@ -17,14 +17,13 @@ from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Payload, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build
-from kvcodec.kernels.constants import SideTensors, constants, joined
+from kvcodec.kernels.constants import Constants, constants, joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
-from kvcodec.kernels.decode import text_of as pair_text
-from kvcodec.kernels.encode import encode_to_pages, target_for
-from kvcodec.kernels.encode import text_of as target_text
+from kvcodec.kernels.decode import text_of as decode_text
+from kvcodec.kernels.encode import encode_to_pages
+from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.history import attend_newest, workspace_bytes
-from kvcodec.kernels.sides import encoder, reader
-from kvcodec.kernels.spec import Pair, pair_for
+from kvcodec.kernels.spec import Encoder, Reader, decode_spec, encode_spec, encoder, reader
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme, page_layout
 
@@ -36,8 +35,8 @@ def choose(
     page_tokens: int | None = None,
     *,
     static: bool = False,
-) -> "Engine | str":
-    """Return the engine for a layer's scheme, or the reason why there is none.
+) -> "Engine":
+    """Return the engine for a layer's scheme; nothing is compiled.
 
     Parameters
     ----------
@@ -48,16 +47,36 @@ def choose(
     page_tokens : int, optional
     static : bool
         Whether steps must not synchronise: then both roles need a kernel to encode.
+
+    Raises
+    ------
+    UnsupportedError
+        There is none; the text says why.
     """
     tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
-    pair = pair_for(scheme.key, scheme.value, head_dim, tokens)
-    if not isinstance(pair, Pair):
-        return pair
+    decode_spec(scheme.key, scheme.value, head_dim, tokens)
     if static:
         for role in ROLES:
-            if isinstance(reason := encoder(scheme.codec(role), head_dim, role), str):
-                return f"{reason}, and PyTorch's would synchronise in every step; leave max_len out"
-    return build.refusal(device) or Engine(scheme.key, scheme.value, head_dim, tokens)
+            try:
+                encoder(scheme.codec(role), head_dim, role)
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"{error}, and PyTorch's would synchronise in every step; leave max_len out"
+                ) from error
+    if reason := build.refusal(device):
+        raise UnsupportedError(reason)
+    return Engine(scheme.key, scheme.value, head_dim, tokens)
+
+
+def refusal(
+    scheme: KVScheme, head_dim: int, device: torch.device, page_tokens: int | None = None, *, static: bool = False
+) -> str:
+    """Return why ``choose`` finds no engine, or ``""`` if it finds one."""
+    try:
+        choose(scheme, head_dim, device, page_tokens, static=static)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 class Chosen(NamedTuple):
@@ -104,8 +123,6 @@ class Kernels:
             return known
         key, value = (scheme.codec(role).for_dtype(dtype) for role in ROLES)
         engine = choose(KVScheme(key, value), head_dim, device, self.page_tokens, static=self.static)
-        if isinstance(engine, str):
-            raise UnsupportedError(engine)
         layout = page_layout(key, value, head_dim, head_dim, self.page_tokens)
         by = tuple(engine.written_by(role) for role in ROLES)
         chosen = Chosen(engine, layout, _name(key, value, head_dim, device, layout.page_tokens, by))
@@ -135,23 +152,28 @@ class Engine:
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         self.codecs: dict[Role, Codec] = {"key": key, "value": value}
         self.head_dim, self.page_tokens = head_dim, page_tokens
-        self.reading: dict[Role, SideTensors] = {}
-        self.writing: dict[Role, SideTensors] = {}
-        self._name_programs()
+        self.reading: dict[Role, Constants] = {}
+        self.writing: dict[Role, Constants] = {}
+        self._find()
 
-    def _name_programs(self) -> None:
+    def _find(self) -> None:
+        """Look up what the kernels need to know of the codecs, and name it for them."""
         key, value = self.codecs["key"], self.codecs["value"]
-        pair = pair_for(key, value, self.head_dim, self.page_tokens)
-        assert not isinstance(pair, str)
-        target = target_for(key, value, self.head_dim, self.page_tokens)
-        self.pair, self.target = pair_text(pair), target_text(target)
-        self.encoders: dict[Role, bool] = {role: target.side(role) is not None for role in ROLES}
-        self.flags_all = all(self.encoders.values())
+        written = encode_spec(key, value, self.head_dim, self.page_tokens)
+        self.decode_spec = decode_text(decode_spec(key, value, self.head_dim, self.page_tokens))
+        self.encode_spec = encode_text(written)
+        self.readers: dict[Role, Reader] = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
+        self.encoders: dict[Role, Encoder | None] = {r: written.encoder(r) for r in ROLES}
+        self.flags_all = None not in self.encoders.values()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what holds functions."""
+        return {name: x for name, x in self.__dict__.items() if name not in ("readers", "encoders")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore in a process that may not know the programs' names yet."""
+        """Restore in a process that may not know the specs' names yet."""
         self.__dict__.update(state)
-        self._name_programs()
+        self._find()
 
     def fresh(self) -> "Engine":
         """The same kernels without constants, for another layer."""
@@ -162,22 +184,20 @@ class Engine:
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Take over the constants of the roles; tensors that were there keep their addresses if shapes allow."""
         for role in ROLES:
-            state, codec = roles[role], self.codecs[role]
-            both = (
-                (reader(codec, self.head_dim, role), self.reading),
-                (encoder(codec, self.head_dim, role), self.writing),
-            )
-            for side, kept in both:
-                assert state.params is not None
-                if isinstance(side, str):  # PyTorch encodes it
-                    kept[role] = SideTensors(None, None, 1)
+            for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
+                if found is None:  # PyTorch encodes it
+                    kept[role] = Constants(None, None, 1)
                     continue
-                kept[role] = constants(side, codec, state.site, state.params, kept.get(role), drawn=state.drawn)
+                state = roles[role]
+                assert state.params is not None
+                kept[role] = constants(
+                    found, self.codecs[role], state.site, state.params, kept.get(role), drawn=state.drawn
+                )
         self.ready = True
 
     def written_by(self, role: Role) -> str:
         """Return what encodes a role: the engine's name, or ``torch``."""
-        return self.name if self.encoders[role] else "torch"
+        return self.name if self.encoders[role] is not None else "torch"
 
     def tensors(self) -> list[Tensor]:
         """Constants on the device."""
@@ -195,7 +215,7 @@ class Engine:
             store.pages,
             store.table,
             first,
-            target=self.target,
+            spec=self.encode_spec,
             key=self.writing["key"],
             value=self.writing["value"],
             bad=bad,
@@ -206,7 +226,7 @@ class Engine:
 
         Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
         """
-        if not (self.encoders["key"] and all(engine.ready for engine in engines)):
+        if self.encoders["key"] is None or not all(engine.ready for engine in engines):
             return None
         heads, count = store.heads, keys.shape[2]
         side = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
@@ -214,11 +234,11 @@ class Engine:
         # as values as well: the program that encodes both roles is there, another one would have to be compiled
         encode_to_pages(
             keys,
-            keys if self.encoders["value"] else None,
+            None if self.encoders["value"] is None else keys,
             page.pages,
             page.table,
             torch.zeros(1, dtype=torch.int32, device=keys.device),
-            target=self.target,
+            spec=self.encode_spec,
             key=side["key"],
             value=side["value"],
         )
@@ -231,7 +251,7 @@ class Engine:
             store.pages,
             store.table,
             seq_lens,
-            pair=self.pair,
+            spec=self.decode_spec,
             key=self.reading["key"],
             value=self.reading["value"],
             num_kv_heads=store.heads,
@@ -242,7 +262,7 @@ class Engine:
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
         """Upper bound of what a call needs beside the cache."""
-        splits = splits_of(self.pair, q, store.heads, store.table, dense)
+        splits = splits_of(self.decode_spec, q, store.heads, store.table, dense)
         return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
 
     def attend_many(
@@ -266,7 +286,7 @@ class Engine:
             store.table,
             first,
             last,
-            pair=self.pair,
+            spec=self.decode_spec,
             key=self.reading["key"],
             value=self.reading["value"],
             scale=scale,

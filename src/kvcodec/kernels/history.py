@@ -26,9 +26,10 @@ from kvcodec.attention import BEFORE_IT, Seen
 from kvcodec.codec import FP16_MAX
 from kvcodec.errors import ShapeError
 from kvcodec.kernels.build import Kernel, Program, load
-from kvcodec.kernels.decode import Pair, _at, _side, pair_of
+from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.decode import _at, _side, decode_spec_of
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Rules, Scored, join, score, with_sinks
-from kvcodec.kernels.sides import SideTensors, includes
+from kvcodec.kernels.spec import DecodeSpec, includes
 from kvcodec.ops.hadamard import hadamard_signs
 
 STAGING_BYTES = 1 << 30
@@ -41,58 +42,58 @@ ARGS = struct.Struct("<6Q6q4i")
 """``kv::UnpackArgs``, field by field."""
 
 
-def tile_tokens(pair: Pair) -> int:
+def tile_tokens(spec: DecodeSpec) -> int:
     """Tokens that a warp unpacks: 16, or a block."""
-    return 32 if pair.blocked else 16
+    return 32 if spec.blocked else 16
 
 
-def shared_bytes(pair: Pair) -> int:
+def shared_bytes(spec: DecodeSpec) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
-    tables = _round(-(-pair.key.shared // 16) * 16 + -(-pair.value.shared // 16) * 16)
-    need = tables + WARPS * (_round(pair.tile_bytes(tile_tokens(pair))) + 32 * (pair.head_dim + 8))
-    return max(need, pair.key.reach, pair.value.reach)
+    tables = _round(-(-spec.key.shared // 16) * 16 + -(-spec.value.shared // 16) * 16)
+    need = tables + WARPS * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
+    return max(need, spec.key.reach, spec.value.reach)
 
 
 def _round(n: int) -> int:
     return -(-n // 128) * 128
 
 
-def program(pair: Pair) -> Program:
-    """Return the source of ``kv_unpack`` for a pair."""
+def program(spec: DecodeSpec) -> Program:
+    """Return the source of ``kv_unpack`` for a spec."""
     source = "\n".join(
         [
             '#include "unpack.cuh"',
-            *includes(pair.key, pair.value),
-            f"using Unpack = kv::Unpacker<{pair.key.type}, {pair.value.type}, {pair.head_dim}, {pair.page_tokens}, "
-            f"{tile_tokens(pair)}, {WARPS}>;",
-            f'static_assert(Unpack::SHARED == {shared_bytes(pair)}, "shared memory as the host counts it");',
+            *includes(spec.key, spec.value),
+            f"using Unpack = kv::Unpacker<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
+            f"{tile_tokens(spec)}, {WARPS}>;",
+            f'static_assert(Unpack::SHARED == {shared_bytes(spec)}, "shared memory as the host counts it");',
             f"KV_KERNEL void KV_BOUNDS({WARPS * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
             "{ Unpack::run(a); }",
             "",
         ]
     )
-    folders = tuple(dict.fromkeys((Program("").folders[0], pair.key.folder, pair.value.folder)))
+    folders = tuple(dict.fromkeys((Program("").folders[0], spec.key.folder, spec.value.folder)))
     return Program(source, folders=folders)
 
 
 class Plan(NamedTuple):
-    """What unpacking launches: found once per pair and device, because every layer of every call asks."""
+    """What unpacking launches: found once per spec and device, because every layer of every call asks."""
 
-    pair: Pair
+    spec: DecodeSpec
     kernel: Kernel
     tile: int
     shared: int
 
 
 @lru_cache(maxsize=256)
-def _kernel(pair: Pair, device: torch.device) -> Kernel:
-    return load(program(pair), ("kv_unpack",), device, f"unpacking {pair.name}")[0]
+def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
+    return load(program(spec), ("kv_unpack",), device, f"unpacking {spec.name}")[0]
 
 
 @lru_cache(maxsize=256)
 def _plan(text: str, device: torch.device) -> Plan:
-    pair = pair_of(text)
-    return Plan(pair, _kernel(pair, device), tile_tokens(pair), shared_bytes(pair))
+    spec = decode_spec_of(text)
+    return Plan(spec, _kernel(spec, device), tile_tokens(spec), shared_bytes(spec))
 
 
 class Packed(NamedTuple):
@@ -102,27 +103,27 @@ class Packed(NamedTuple):
     ----------
     pages : Tensor uint8 ``[num_pages, H, page_bytes]``
     table : Tensor int32 ``[B, max_pages]``
-    pair : str
-        ``attention.text_of`` a pair.
-    key, value : SideTensors
+    spec : str
+        ``decode.text_of`` a spec.
+    key, value : Constants
     """
 
     pages: Tensor
     table: Tensor
-    pair: str
-    key: SideTensors
-    value: SideTensors
+    spec: str
+    key: Constants
+    value: Constants
 
 
 def unpack(
-    pages: Tensor, table: Tensor, first: int, count: int, *, pair: str, key: SideTensors, value: SideTensors,
+    pages: Tensor, table: Tensor, first: int, count: int, *, spec: str, key: Constants, value: Constants,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Unpack tokens ``[first, first + count)`` of every sequence.
 
     Parameters
     ----------
-    pages, table, pair, key, value
+    pages, table, spec, key, value
         As ``Packed``.
     first, count : int
         ``first`` a multiple of 16, with blocks of 32.
@@ -139,19 +140,19 @@ def unpack(
     ShapeError
         ``first`` does not begin a tile, or the table does not reach.
     """
-    packed = Packed(pages, table, pair, key, value)
-    k, v = _room(table.shape[0], count, pages.shape[1], pair_of(pair).head_dim, pages.device, dtype)
+    packed = Packed(pages, table, spec, key, value)
+    k, v = _room(table.shape[0], count, pages.shape[1], decode_spec_of(spec).head_dim, pages.device, dtype)
     _unpack_into(packed, first, count, k, v, 0)
     return k, v
 
 
 def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, row: int) -> None:
     """Unpack tokens ``[first, first + count)`` into ``k, v [B, H, t, D]``, which are strided alike, from ``row`` on."""
-    plan = _plan(packed.pair, packed.pages.device)
-    if first % plan.tile or first < 0 or first + count > packed.table.shape[1] * plan.pair.page_tokens:
+    plan = _plan(packed.spec, packed.pages.device)
+    if first % plan.tile or first < 0 or first + count > packed.table.shape[1] * plan.spec.page_tokens:
         raise ShapeError(
             f"unpack: tokens [{first}, {first + count}) of a table of {packed.table.shape[1]} pages of "
-            f"{plan.pair.page_tokens}; first must be a multiple of {plan.tile} and the tokens lie inside."
+            f"{plan.spec.page_tokens}; first must be a multiple of {plan.tile} and the tokens lie inside."
         )
     batch, heads = packed.table.shape[0], packed.pages.shape[1]
     if not count * batch:
@@ -193,7 +194,7 @@ def _pitch(rows: int) -> int:
 # -- the basis of the codes --------------------------------------------------------------------------------------------
 
 
-def into_codes(q: Tensor, key: SideTensors) -> Tensor:
+def into_codes(q: Tensor, key: Constants) -> Tensor:
     """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
     rows = q.transpose(1, 2)
     if key.factor is not None:
@@ -201,14 +202,14 @@ def into_codes(q: Tensor, key: SideTensors) -> Tensor:
     return _rotated(_halved(rows), key.order, key.order > 1).transpose(1, 2)
 
 
-def out_of_codes(x: Tensor, value: SideTensors) -> Tensor:
+def out_of_codes(x: Tensor, value: Constants) -> Tensor:
     """Outputs ``[B, HQ, n, D]`` back from the basis of the values' codes, in their dtype; float32 with a factor."""
     if value.order > 1:
         x = _rotated(x.transpose(1, 2), value.order).transpose(1, 2)
     return x if value.factor is None else _times(x.transpose(1, 2), value.factor).transpose(1, 2)
 
 
-def _dense_codes(x: Tensor, side: SideTensors) -> Tensor:
+def _dense_codes(x: Tensor, side: Constants) -> Tensor:
     """Keys or values ``[B, H, t, D]`` held dense, in the basis of the codes: fp16 ``[B, t, H, D]``."""
     rows = x.transpose(1, 2)
     if side.factor is not None:  # what queries or outputs are multiplied with
@@ -276,10 +277,10 @@ class History(NamedTuple):
     def staged(self, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, high - low, D]`` of the tokens ``[low, high)`` in the basis of the codes, fp16."""
         packed, before, count = self.packed, self.before, self.last - self.first
-        pair = pair_of(packed.pair)
-        batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], pair.head_dim
+        spec = decode_spec_of(packed.spec)
+        batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
         first, last = (self.first + min(max(at - before, 0), count) for at in (low, high))
-        skip = first % tile_tokens(pair) if first < last else 0  # kernels begin with a tile
+        skip = first % tile_tokens(spec) if first < last else 0  # kernels begin with a tile
         k, v = _room(batch, skip + high - low, heads, dim, packed.pages.device)
         if first < last:  # before the sink, on whose rows lie the tokens that are skipped
             _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
@@ -298,7 +299,7 @@ class History(NamedTuple):
 
 def attend_newest(
     q: Tensor, sink: Dense | None, window: Dense | None, pages: Tensor, table: Tensor, first: int, last: int, *,
-    pair: str, key: SideTensors, value: SideTensors, scale: float, sinks: Tensor | None = None, seen: Seen = BEFORE_IT,
+    spec: str, key: Constants, value: Constants, scale: float, sinks: Tensor | None = None, seen: Seen = BEFORE_IT,
 ) -> Tensor:  # fmt: skip
     """Attention of the newest n tokens of a cache, which lie in it already, over what they see of it.
 
@@ -308,7 +309,7 @@ def attend_newest(
         Model basis; query i belongs to token N - n + i of N.
     sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``) or None
         Keys and values held dense before and behind the packed ones, model basis.
-    pages, table, pair, key, value
+    pages, table, spec, key, value
         As ``Packed``.
     first, last : int
         Slots of the packed tokens.
@@ -323,11 +324,11 @@ def attend_newest(
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
     dense = (None if x is None or not x[0].shape[2] else x for x in (sink, window))
-    return _attend(q, History(Packed(pages, table, pair, key, value), first, last, *dense), scale, sinks, seen)
+    return _attend(q, History(Packed(pages, table, spec, key, value), first, last, *dense), scale, sinks, seen)
 
 
 def attend_chunk(
-    q: Tensor, pages: Tensor, table: Tensor, length: int, *, pair: str, key: SideTensors, value: SideTensors,
+    q: Tensor, pages: Tensor, table: Tensor, length: int, *, spec: str, key: Constants, value: Constants,
     scale: float, seen: Seen = BEFORE_IT, sinks: Tensor | None = None, flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a sequence's newest n tokens over its first ``length`` slots, where they lie already.
@@ -336,7 +337,7 @@ def attend_chunk(
     ----------
     q : Tensor ``[B, HQ, n, D]``
         Model basis; query i belongs to slot length - n + i.
-    pages, table, pair, key, value
+    pages, table, spec, key, value
         As ``Packed``.
     length : int
     scale : float
@@ -351,12 +352,12 @@ def attend_chunk(
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
-    return _attend(q, History(Packed(pages, table, pair, key, value), 0, length), scale, sinks, seen, flash)
+    return _attend(q, History(Packed(pages, table, spec, key, value), 0, length), scale, sinks, seen, flash)
 
 
 def attend_pages(
-    q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, pair: str, key: SideTensors,
-    value: SideTensors, scale: float, causal: bool = False,
+    q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, spec: str, key: Constants,
+    value: Constants, scale: float, causal: bool = False,
 ) -> Scored:  # fmt: skip
     """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
 
@@ -364,7 +365,7 @@ def attend_pages(
     ----------
     q : Tensor ``[B, HQ, n, D]``
         Model basis.
-    pages, table, pair, key, value
+    pages, table, spec, key, value
         As ``Packed``.
     first, last : int
         Slots.
@@ -377,7 +378,7 @@ def attend_pages(
     Scored
         Model basis.
     """
-    history = History(Packed(pages, table, pair, key, value), first, last)
+    history = History(Packed(pages, table, spec, key, value), first, last)
     found = _over(into_codes(q, key), history, 0, last - first, scale, Seen(causal=causal))
     return Scored(out_of_codes(found.out, value), found.lse)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.flash import Flash, Scored, join, score, with_sinks
 from kvcodec.kernels.history import (
     STAGING_BYTES,
@@ -24,12 +25,11 @@ from kvcodec.kernels.history import (
     staged_bytes,
     unpack,
 )
-from kvcodec.kernels.sides import SideTensors
 
 
 def attend_groups(
-    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, table: Tensor, length: int, unit: int, *, pair: str,
-    key: SideTensors, value: SideTensors, scale: float, sinks: Tensor | None = None, flash: Flash | None = None,
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, table: Tensor, length: int, unit: int, *, spec: str,
+    key: Constants, value: Constants, scale: float, sinks: Tensor | None = None, flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a sequence's newest n tokens, each over its own group in 16 bit and packed ones before it.
 
@@ -39,7 +39,7 @@ def attend_groups(
         Model basis; query i belongs to token length - n + i.
     k, v : Tensor ``[1, H, t, D]``
         16 bit, model basis: the tokens from the beginning of the first query's group on.
-    pages, table, pair, key, value
+    pages, table, spec, key, value
         As ``prefill.unpack``; whole groups of the ``length`` tokens lie there already.
     length : int
     unit : int
@@ -54,7 +54,7 @@ def attend_groups(
     -------
     Tensor ``[1, HQ, n, D]`` of q's dtype.
     """
-    n, constants = q.shape[2], {"pair": pair, "key": key, "value": value}
+    n, constants = q.shape[2], {"spec": spec, "key": key, "value": value}
     begin, out = length - k.shape[2], torch.empty_like(q)
     step, row = max(unit, rows_at_once(q) // unit * unit), 0
     while row < n:

@@ -1,9 +1,15 @@
-"""Template arguments of ``kv::ReadMed`` in csrc/read_med.cuh, and the shared memory that it takes."""
+"""Kernels of outliers held in fp16 beside the codes of ``hqmq`` or of integers without groups."""
 
-from kvcodec.codec import Codec
+from dataclasses import replace
+
+from kvcodec.codec import Codec, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.med import Med
+from kvcodec.codecs.outliers import Med
+from kvcodec.codecs.wrapper import inside
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels import hqmq, spec
+from kvcodec.kernels.spec import Encoder, Reader
 
 SHARED_BLOCK = 232448
 """Bytes of shared memory of a block on sm_90."""
@@ -11,7 +17,47 @@ WARPS = 8
 """What a multiprocessor needs to hide memory's latency; as ``config_for`` has it."""
 
 
-def rest_of(inner: Codec, head_dim: int) -> str:
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``: the inner codec's, with ``kv::ReadMed`` of csrc/read_outliers.cuh around it."""
+    assert isinstance(codec, Med)
+    inner = spec.reader(codec.inner, head_dim, role)
+    rest = _rest_of(codec.inner, head_dim)
+    if not rest:
+        raise UnsupportedError(f"the kernels read outliers beside hqmq and integers of group 0, not {codec}")
+    passes, scratch = passes_of(codec, head_dim, inner.shared)
+    tables = inner.tables
+
+    def around(name: str) -> str:
+        return name and f"kv::ReadMed<{name}, {head_dim}, {min(codec.slots, head_dim // 4)}, {passes}, {rest}>"
+
+    return replace(
+        inner,
+        type=around(inner.type),
+        both=around(inner.both),
+        borrower=around(inner.borrower),
+        header="read_outliers.cuh",
+        also=(*inner.also, inner.header),
+        tables=None if tables is None else lambda params: tables(inside(params)),
+        scratch=scratch,
+        tables_of=codec.inner,
+    )
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, Med)
+    if type(codec.inner) is not Hqmq:
+        raise UnsupportedError(f"no CUDA kernel encodes {codec}")
+    inner = hqmq.encoder(codec.inner, head_dim, role)
+    tables = inner.tables
+    assert tables is not None
+    name = f"kv::MedRow<{inner.type}, {min(codec.slots, head_dim // 4)}>"
+    return replace(
+        inner, type=name, tables=lambda params: tables(inside(params)), own="threshold", tables_of=codec.inner
+    )
+
+
+def _rest_of(inner: Codec, head_dim: int) -> str:
     """Return the C++ struct of what a codec decodes where it encoded zeros; empty: outliers beside it are not read."""
     if isinstance(inner, Hqmq):
         return "kv::RestZero"
@@ -28,17 +74,15 @@ def passes_of(codec: Med, head_dim: int, tables: int) -> tuple[int, int]:
     Parameters
     ----------
     codec : Med
-        Around a codec that ``rest_of`` knows.
+        Around a codec that ``reader`` knows.
     head_dim : int
     tables : int
         Bytes of the inner reader's look-up tables; keys and values have some each.
     """
     inner = codec.inner
     # short integers of 96 channels are unpacked as if they were 128, those of 192 as if they were 256
-    longer = (
-        {96: 128, 192: 256} if isinstance(inner, GroupInt) and inner.bits < {96: 8, 192: 4}.get(head_dim, 0) else {}
-    )
-    scratch = 32 * longer.get(head_dim, head_dim)
+    wide = isinstance(inner, GroupInt) and inner.bits < {96: 8, 192: 4}.get(head_dim, 0)
+    scratch = 32 * (head_dim * 4 // 3 if wide else head_dim)
     stage = 2 * 16 * sum(field.nbytes for field in codec.layout(head_dim).fields)
     query = 40 * head_dim + 64
     fixed, ring = (-(-n // 128) * 128 for n in (2 * tables + query, stage))

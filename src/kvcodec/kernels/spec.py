@@ -1,21 +1,240 @@
-"""Pairs of readers that decode programs are compiled for, and the launch constants of each: pure functions of sizes."""
+"""What the CUDA kernels need to know of a codec: a ``Reader`` and an ``Encoder`` for each role, found by its module.
 
+``kvcodec/kernels/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``. It defines ``reader``, and ``encoder``
+if kernels write the bytes as well: functions of (codec, head_dim, role) that return a ``Reader`` or an ``Encoder``, or
+raise ``UnsupportedError`` with the reason. A codec of another package names such functions by ``add_reader`` and
+``add_encoder``.
+
+Between the bases the kernels know two linear maps, in this order for queries and new tokens: times a factor per head
+and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go back in reverse
+order.
+"""
+
+import importlib
+import importlib.util
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-import torch
+from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec
+from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.build import shared_memory
-from kvcodec.kernels.sides import Reader, encoder, reader
+from kvcodec.kernels.build import CSRC
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Multiples of 32: a lane of a warp holds every 32nd channel of a row."""
 
-class Pair(NamedTuple):
+
+@dataclass(frozen=True)
+class Reader:
+    """How the decode kernels read one role.
+
+    Parameters
+    ----------
+    type, header, folder : str
+        The C++ struct with its template arguments, the file that defines it, and where that file is.
+    block : int
+        Tokens per block.
+    shared : int
+        Bytes of look-up tables in shared memory, the struct's ``TABLE``.
+    tables : callable, optional
+        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads.
+    factor : str
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
+    order : int
+        Hadamard order; 1 for none.
+    lends, borrower : str
+        Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
+        need none of their own.
+    both : str
+        The struct when one codec holds keys and values; empty: ``type``.
+    also : tuple of str
+        Further files that the struct needs.
+    queries : int
+        Vectors that the kernel makes of a query; 2 for sketches.
+    scratch : int
+        Bytes of shared memory that each warp wants for itself, the struct's ``SCRATCH``.
+    reach : int
+        Least bytes of shared memory that ``both`` takes, its ``REACH``.
+    tile : int
+        The longest tile where sequences are many; look-ups that meet in a bank want more warps instead.
+    warps : int
+        Warps of a CTA where two share a multiprocessor; of keys.
+    team_warps : int
+        Warps of all teams of a CTA, at most; of keys.
+    alike : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
+    tables_of : Codec, optional
+        Whose constants the tables follow from, if not the codec's itself.
+    """
+
+    type: str
+    header: str
+    folder: str = str(CSRC)
+    block: int = 1
+    shared: int = 0
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    factor: str = ""
+    order: int = 1
+    lends: str = ""
+    borrower: str = ""
+    both: str = ""
+    also: tuple[str, ...] = ()
+    queries: int = 1
+    scratch: int = 0
+    reach: int = 0
+    tile: int = 64
+    warps: int = 4
+    team_warps: int = 8
+    alike: bool = False
+    tables_of: Codec | None = None
+    own: ClassVar[str] = ""
+    divide: ClassVar[bool] = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it takes a factor."""
+        return bool(self.factor)
+
+
+Form = Literal["rows", "blocks", "table"]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How the encode kernels write one role; as ``Reader``.
+
+    Parameters
+    ----------
+    type, header, folder, tables, order, block, alike, tables_of
+        As ``Reader``; ``tables`` is what the struct gets.
+    factor : str
+        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by.
+    divide : bool
+    form : {"rows", "blocks", "table"}
+        Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
+        encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
+    own : str
+        Name of a constant ``[B or 1, H]`` that the struct takes in the place of a factor; empty: none.
+    """
+
+    type: str
+    header: str
+    folder: str = str(CSRC)
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    factor: str = ""
+    divide: bool = False
+    order: int = 1
+    block: int = 1
+    form: Form = "rows"
+    own: str = ""
+    alike: bool = False
+    tables_of: Codec | None = None
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it takes a factor, or a constant of its own in the place of one."""
+        return bool(self.factor or self.own)
+
+
+def includes(*roles: Reader | Encoder) -> list[str]:
+    """Lines that include what the structs of these roles need."""
+    names = {name for x in roles for name in (x.header, *(x.also if isinstance(x, Reader) else ()))}
+    return [f'#include "{name}"' for name in sorted(names)]
+
+
+def flag(x: bool) -> str:
+    """Return a truth value as C++ writes it."""
+    return "true" if x else "false"
+
+
+# -- finding them ------------------------------------------------------------------------------------------------------
+
+ReaderFor = Callable[[Codec, int, Role], Reader]
+EncoderFor = Callable[[Codec, int, Role], Encoder]
+_READERS: dict[type, ReaderFor] = {}
+_ENCODERS: dict[type, EncoderFor] = {}
+
+
+def add_reader(codec: type, find: ReaderFor) -> None:
+    """Say how the codecs of a class of another package are read; subclasses need an entry of their own."""
+    _READERS[codec] = find
+
+
+def add_encoder(codec: type, find: EncoderFor) -> None:
+    """Say how the codecs of a class of another package are written; subclasses need an entry of their own."""
+    _ENCODERS[codec] = find
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """Return how keys or values of this codec are read.
+
+    Raises
+    ------
+    UnsupportedError
+        The kernels do not read them; the text says why.
+    """
+    found: ReaderFor | None = _READERS.get(type(codec)) or _of_module(type(codec).__module__, "reader")
+    if found is None:
+        raise UnsupportedError(f"no CUDA kernel reads {codec}")
+    return _asked(found, codec, head_dim, role)
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """Return how keys or values of this codec are written.
+
+    Raises
+    ------
+    UnsupportedError
+        The PyTorch reference must do it; the text says why.
+    """
+    found: EncoderFor | None = _ENCODERS.get(type(codec)) or _of_module(type(codec).__module__, "encoder")
+    if found is None:
+        raise UnsupportedError(f"no CUDA kernel encodes {codec}")
+    return _asked(found, codec, head_dim, role)
+
+
+def _of_module(module: str, name: str) -> Any:
+    """Return the function of that name for the codecs of a module; None: there is none."""
+    kernels = _kernels(module)
+    return None if kernels is None else getattr(kernels, name, None)
+
+
+@lru_cache
+def _kernels(module: str) -> ModuleType | None:
+    package, _, stem = ("kvcodec.codecs.dense" if module == "kvcodec.codec" else module).rpartition(".")
+    path = f"kvcodec.kernels.{stem}"
+    if package != "kvcodec.codecs" or importlib.util.find_spec(path) is None:
+        return None
+    return importlib.import_module(path)
+
+
+_Kind = TypeVar("_Kind", Reader, Encoder)
+
+
+@lru_cache(maxsize=1024)  # every layer of every cache asks
+def _asked(find: Callable[[Codec, int, Role], _Kind], codec: Codec, head_dim: int, role: Role) -> _Kind:
+    if head_dim not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        raise UnsupportedError(f"the CUDA kernels take head_dim {dims}, not {head_dim} ({codec})")
+    return find(codec, head_dim, role)
+
+
+# -- keys and values together ------------------------------------------------------------------------------------------
+
+
+def align(n: int, to: int = 16) -> int:
+    """Round up to a multiple."""
+    return -(-n // to) * to
+
+
+class DecodeSpec(NamedTuple):
     """What a decode program is compiled for.
 
     Parameters
@@ -64,25 +283,20 @@ class Pair(NamedTuple):
         return sum(align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
 
 
-def align(n: int, to: int = 16) -> int:
-    """Round up to a multiple."""
-    return -(-n // to) * to
+def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
+    """Return how the pages of two codecs are read.
 
-
-def pair_for(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
-    """Return the pair of two codecs, or the reason why the kernels do not read it."""
-    sides = reader(key, head_dim, "key"), reader(value, head_dim, "value")
-    for side in sides:
-        if isinstance(side, str):
-            return side
-    k, v = sides
-    assert isinstance(k, Reader)
-    assert isinstance(v, Reader)
-    return _pair(k, v, key, value, head_dim, page_tokens)
+    Raises
+    ------
+    UnsupportedError
+        The kernels do not read them; the text says why.
+    """
+    readers = reader(key, head_dim, "key"), reader(value, head_dim, "value")
+    return _decode_spec(*readers, key, value, head_dim, page_tokens)
 
 
 @lru_cache(maxsize=256)  # every layer of every cache asks
-def _pair(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> Pair | str:
+def _decode_spec(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
     if key == value:
         k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
     else:
@@ -91,198 +305,74 @@ def _pair(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_to
         v = replace(v, type=v.borrower, shared=0, tables=None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
-        return f"page_tokens={page_tokens} is not a multiple of {step}"
+        raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}")
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
     planes: dict[str, list[tuple[int, int]]] = {"key": [], "value": []}
     for plane in page.planes:
         planes[plane.role].append((plane.field.nbytes, page_tokens // plane.blocks))
-    return Pair(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
+    return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
+
+
+class EncodeSpec(NamedTuple):
+    """Where both roles are written, and how; a role that no kernel encodes is None.
+
+    Parameters
+    ----------
+    key, value : Encoder or None
+    head_dim, page_tokens, page_bytes : int
+    key_plane, value_plane : int
+        Byte of a page at which the role's first plane begins.
+    """
+
+    key: Encoder | None
+    value: Encoder | None
+    head_dim: int
+    page_tokens: int
+    page_bytes: int
+    key_plane: int
+    value_plane: int
+
+    def encoder(self, role: Role) -> Encoder | None:
+        """Return what writes a role."""
+        return self.key if role == "key" else self.value
+
+    @property
+    def name(self) -> str:
+        """Short text for messages."""
+        return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
+
+
+def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> EncodeSpec:
+    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it)."""
+    found = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
+    return _encode_spec(*found, key, value, head_dim, page_tokens)
+
+
+def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
+    try:
+        return encoder(codec, head_dim, role)
+    except UnsupportedError:
+        return None
+
+
+@lru_cache(maxsize=256)  # every layer of every cache asks
+def _encode_spec(
+    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int
+) -> EncodeSpec:
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
+    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"])
 
 
 def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
-    """As ``kvcodec.description.kernels_for``; no kernel is imported."""
+    """As ``kvcodec.description.kernels_for``; no kernel is compiled or loaded."""
     step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
-    if isinstance(pair_for(scheme.key, scheme.value, head_dim, step), str):
+    try:
+        decode_spec(scheme.key, scheme.value, head_dim, step)
+    except UnsupportedError:
         return {"encode": "none", "decode": "none"}
-    written = {r: "none" if isinstance(encoder(scheme.codec(r), head_dim, r), str) else "cuda" for r in ROLES}
+    found = encode_spec(scheme.key, scheme.value, head_dim, step)
+    written = {role: "none" if found.encoder(role) is None else "cuda" for role in ROLES}
     same = written["key"] == written["value"]
     encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
     return {"encode": encode, "decode": "cuda"}
-
-
-# -- launch constants --------------------------------------------------------------------------------------------------
-
-
-class Config(NamedTuple):
-    """Launch constants.
-
-    Parameters
-    ----------
-    tile : int
-        Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
-    warps : int
-        Warps of a CTA, or of a team.
-    stages : int
-        Tiles of a warp's ring.
-    resident : int
-        CTAs that shall share a multiprocessor: bounds the registers.
-    splits : int
-        CTAs, or teams, that share the tokens of a sequence.
-    teams : int
-        Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    resident: int
-    splits: int
-    teams: int = 1
-
-
-class Machine(NamedTuple):
-    """What the table of launch constants knows of a GPU: multiprocessors, and bytes of shared memory."""
-
-    sms: int
-    shared_block: int
-    shared_sm: int
-
-
-H200 = Machine(132, 232448, 233472)
-TEAM_TOKENS = 4096
-"""Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
-FEW_BYTES = 40960
-"""Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
-
-
-def _row_floats(channels: int) -> int:
-    return channels + channels // 4 + 1  # kv::row_floats
-
-
-def shared_bytes(pair: Pair, config: Config, dense: bool = False, heads: int = 8) -> int:
-    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one.
-
-    ``heads`` of a CTA count where there are teams.
-    """
-    tables = align(align(pair.key.shared) + align(pair.value.shared), 128)
-    rows = 4 * (heads if config.teams > 1 else 8)
-    query = align(rows * (_row_floats(pair.key.queries * pair.head_dim) + 1), 128)
-    scratch = max(pair.key.scratch, pair.value.scratch)
-    ring = config.warps * (config.stages * align(pair.tile_bytes(config.tile), 128) + scratch)
-    merge = align(config.warps * rows * (_row_floats(pair.head_dim) + 2), 128)
-    shared_out = tables + config.teams * max(query + ring, merge)
-    need = shared_out if config.teams > 1 else max(tables + query + ring, merge)
-    if dense and not pair.joins:  # tiles of 16 tokens, one for a warp
-        need = max(need, align(32 * (_row_floats(pair.head_dim) + 1), 128) + config.warps * 64 * pair.head_dim)
-    return max(need, pair.key.reach, pair.value.reach)
-
-
-def candidates(pair: Pair) -> list[Config]:
-    """Return launch constants worth trying, without regard to the machine."""
-    least = 32 if pair.blocked else 16
-    tiles = [t for t in (64, 32, 16) if pair.page_tokens % t == 0 and t >= least]
-    shapes = ((4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
-    return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
-
-
-def _fits(pair: Pair, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
-    need = shared_bytes(pair, config, dense, heads)
-    return need <= machine.shared_block and config.resident * (need + 1024) <= machine.shared_sm
-
-
-@lru_cache(maxsize=256)
-def config_for(pair: Pair, units: int, capacity: int, machine: Machine, dense: bool = False, heads: int = 8) -> Config:
-    """Choose launch constants; a pure function, nothing is tuned at run time.
-
-    Parameters
-    ----------
-    pair : Pair
-    units : int
-        Sequences x KV heads x tiles of query heads: CTAs without any split.
-    capacity : int
-        Tokens that the page table can hold per sequence.
-    machine : Machine
-    dense : bool
-        Whether there are dense tokens apart: one CTA more for each unit.
-    heads : int
-        Query heads of a CTA, ``Pair.heads``.
-
-    Raises
-    ------
-    UnsupportedError
-        No choice fits the machine's shared memory.
-    """
-
-    # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
-    # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
-    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs hide each other's ends, and where
-    # only one fits, more warps help.
-    longest = min(pair.key.tile, pair.value.tile)
-    if shared_out := None if dense else _teams(pair, units, capacity, machine, heads):
-        return shared_out
-    fitting = [c for c in candidates(pair) if _fits(pair, c, machine, dense)]
-    if 10 * units <= machine.sms:
-        short = 16 * pair.tile_bytes(32) < FEW_BYTES
-        least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
-        fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
-    else:
-        fitting = [c for c in fitting if c.tile <= longest] or fitting
-
-        def order(c: Config) -> tuple[int, ...]:
-            warps = -c.warps if c.resident == 1 else abs(c.warps - pair.key.warps)
-            return max(0, 8 - c.warps * c.resident), -c.tile, -c.resident, warps
-
-        fitting.sort(key=order)
-    if fitting:
-        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
-    raise UnsupportedError(
-        f"{pair.name}: needs {min(shared_bytes(pair, c) for c in candidates(pair))} bytes of shared memory in a "
-        f"block; this GPU has {machine.shared_block}."
-    )
-
-
-def _teams(pair: Pair, units: int, capacity: int, machine: Machine, heads: int) -> Config | None:
-    """Return teams for many short sequences: each takes whole ones, so that little is merged; None: they do not pay.
-
-    Measured on an H200 at 128 x 1,024 and 64 x 2,048 tokens, 8 KV heads of 128: what counts is that as many teams as
-    there are have a sequence in the last round as well, then as many warps as registers allow, and tiles of 32 tokens
-    or more.
-    """
-    if capacity > TEAM_TOKENS or units < 3 * machine.sms:
-        return None
-    best, most = None, 0.0
-    longest, least = min(pair.key.tile, pair.value.tile), 32 if pair.blocked else 16
-    for tile in (t for t in (64, 32, 16) if pair.page_tokens % t == 0 and least <= t <= longest):
-        for warps, teams in ((w, n) for w in (1, 2, 3, 4) for n in range(2, 9)):
-            config = Config(tile, warps, 2, 1, 1, teams)
-            if warps * teams > pair.key.team_warps or not _fits(pair, config, machine, heads=heads):
-                continue
-            rounds = units / (machine.sms * teams)
-            whole = math.ceil(rounds)
-            score = rounds / whole / (1 + 0.08 * (whole - 1)) * (0.75 + warps * teams / 64)
-            score *= 0.85 if tile < min(32, longest) else 1
-            if score > most:
-                best, most = config, score
-    return best
-
-
-def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: bool = False) -> int:
-    slots = config.resident * machine.sms
-    most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
-    if 2 * units > slots:
-        # whole sequences save the merge; a last wave that is nearly empty is worth cutting them
-        waves = units / slots
-        whole = waves / math.ceil(waves)
-        wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
-    else:
-        wanted = max(1, slots // max(units, 1) - dense)
-    return min(wanted, most)
-
-
-@lru_cache
-def machine(device: torch.device) -> Machine:
-    """What the table of launch constants knows of this GPU; of an H200 where there is none."""
-    if device.type != "cuda":
-        return H200
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)

@@ -1,6 +1,7 @@
-"""Look-up tables of the CUDA readers, from the codecs' constants; ``read_levels.cuh`` says how they are used.
+"""Look-up tables that the kernels of several methods have: levels, walls between levels, rows in copies.
 
-A table is uint8 ``[1 or H, bytes]``: one for all KV heads, or one of each.
+A table is uint8 ``[1 or H, bytes]``: one for all KV heads, or one of each. How they are used is said in
+``csrc/read_levels.cuh``, ``csrc/bits.cuh`` and ``csrc/encode_sums.cuh``.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Params
-from kvcodec.codecs.ultra_tq import Norm
+from kvcodec.ops.lloyd_max import midpoints
+
+SLACK = 2.0**-20
+"""How far, relative to the number itself, fp32 may be off before double decides; four times what can happen."""
+_CODES_OF_AN_INDEX = {1: 8, 2: 4, 3: 2, 4: 2}
+"""By the bits of a code; one code for more bits."""
+
+# -- of readers --------------------------------------------------------------------------------------------------------
 
 
 def level_table(levels: Tensor, bits: int) -> Tensor:
@@ -34,7 +42,7 @@ def level_table(levels: Tensor, bits: int) -> Tensor:
     >>> [level_table(torch.zeros(2**b), b).numel() for b in (1, 2, 3, 4, 5, 6)]
     [4096, 2048, 256, 1024, 128, 256]
     """
-    per = {1: 8, 2: 4, 3: 2, 4: 2}.get(bits, 1)
+    per = _CODES_OF_AN_INDEX.get(bits, 1)
     index = torch.arange(2 ** (per * bits), device=levels.device)[:, None]
     shifts = bits * torch.arange(per, device=levels.device)
     entries = levels.half()[index >> shifts & 2**bits - 1]
@@ -44,27 +52,71 @@ def level_table(levels: Tensor, bits: int) -> Tensor:
 
 
 def level_bytes(bits: int) -> int:
-    """Bytes of shared memory of ``LevelTable<bits>``: 128 for every index."""
-    return 128 << bits * {1: 8, 2: 4, 3: 2, 4: 2}.get(bits, 1)
+    """Bytes of shared memory of ``kv::LevelTable<bits>``: 128 for every index."""
+    return 128 << bits * _CODES_OF_AN_INDEX.get(bits, 1)
 
 
-def with_sketch(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:
-    """Return the function that tabulates what ``ReadSketch`` needs: signs of the sketch, then the stage's tables."""
+def copied_bytes(entries: int, budget: int) -> int:
+    """Bytes of shared memory of ``kv::Table8``: ``entries`` rows of 8 bytes, in as many copies as fit the budget."""
+    copies = next((n for n in (16, 8, 4) if entries * 8 * n <= budget), 1)
+    return entries * 8 * copies
+
+
+def half_rows(table: Tensor) -> Tensor:
+    """Bytes of fp16 rows: ``[H, n, m]`` -> uint8 ``[H, 2 n m]``."""
+    return table.half().flatten(1).contiguous().view(torch.uint8)
+
+
+# -- of encoders -------------------------------------------------------------------------------------------------------
+
+
+def nearest_level(bits: int) -> Callable[[Params], Tensor]:
+    """Return the function that tabulates the walls between the levels of a codec."""
 
     def build(params: Params) -> Tensor:
-        signs = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
-        return torch.cat([signs, stage(params).expand(signs.shape[0], -1)], 1)
+        levels = params["levels"]
+        return wall_table(midpoints(levels[0].double()), bits)[None].to(levels.device)
 
     return build
 
 
-def turboquant_table(params: Params, head_dim: int) -> Tensor:
-    """Table of ``ReadTurboQuant``: levels of the unit vector's coordinates times sqrt(D), uint8 ``[1, bytes]``."""
-    levels = params["levels"][0].double() * head_dim**0.5
-    return level_table(levels, len(levels).bit_length() - 1)[None]
+def wall_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
+    """Table of ``Levels<bits>`` in csrc/encode_sums.cuh.
 
+    Parameters
+    ----------
+    walls : Tensor float64 ``[n]``
+        Ascending, at most ``2**bits - 1``; what is counted is how many lie below a number.
+    bits : int
+    error : float, optional
+        Bound on the error of the numbers compared, doubled at least; default: ``SLACK`` of the largest wall.
 
-def ultra_tq_table(params: Params, norm: Norm) -> Tensor:
-    """Table of ``ReadUltraTQ``: the levels, over 4 when blocks have norms of their own, uint8 ``[1, 1024]``."""
-    levels = params["levels"][0].double()
-    return level_table(levels / 4 if norm == "block" else levels, 4)[None]
+    Returns
+    -------
+    Tensor uint8 ``[16 + 64 * 2**bits + 8 * 2**bits]``, on the CPU
+    """
+    walls = walls.cpu()
+    cells = 8 << bits
+    n = len(walls)
+    if error is None:
+        error = SLACK * float(walls.abs().max()) if n else 0.0
+    span = float(walls[-1] - walls[0]) if n else 0.0
+    scale = float(torch.tensor((cells - 4) / span if span > 0 else 1.0, dtype=torch.float32))
+    first = 2 - round(float(walls[0]) * scale) if n else 0  # the cell of u is round(u * scale) + first
+    # what a cell spans, and a hundredth more; the outer ones have no end
+    edges = (torch.arange(cells + 1, dtype=torch.float64) - 0.5 - first) / scale
+    reach = 2 * error + 0.01 / scale
+    low, high = edges[:-1] - reach, edges[1:] + reach
+    low[0], high[-1] = -torch.inf, torch.inf
+    below = torch.searchsorted(walls, low)
+    inside = torch.searchsorted(walls, high, right=True) - below
+    # without a wall inside the next one below or above serves as well: u is known to be on one side of it
+    near = torch.where(inside > 0, below, (below - 1).clamp_min(0))
+    padded = torch.cat([walls, walls.new_full(((1 << bits) - n,), torch.inf)])
+    wall = padded[near].float()
+    wall[inside > 1] = torch.nan  # never sure
+    if n == 0:
+        wall[:] = torch.finfo(torch.float32).max
+    head = torch.tensor([scale, 2.0**23 + first, error, 0.0], dtype=torch.float32)
+    entries = torch.stack([wall.view(torch.int32), near.int()], 1)
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (head, entries, padded)])

@@ -13,7 +13,8 @@ from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build, encode
-from kvcodec.kernels.constants import SideTensors, tensors_for
+from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.spec import encode_spec
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench.packed import LAYER, scheme_of
 from kvcodec_lab.bench.shapes import Shape
@@ -111,17 +112,17 @@ def writer(scheme: KVScheme, shape: Shape, store: PageStore, params: dict[Role, 
     """
     if reason := build.refusal(first.device):
         raise UnsupportedError(f"no kernel encodes {scheme}: {reason}")
-    target = encode.target_for(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens)
-    both: dict[Role, SideTensors] = {}
+    target = encode_spec(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens)
+    both: dict[Role, Constants] = {}
     for role in ROLES:
-        if (found := target.side(role)) is None:
+        if (found := target.encoder(role)) is None:
             raise UnsupportedError(f"no kernel encodes the {role}s of {scheme}")
-        both[role] = tensors_for(found, params[role], shape.kv_heads, shape.head_dim)
+        both[role] = constants_for(found, params[role], shape.kv_heads, shape.head_dim)
     text = encode.text_of(target)
 
     def write(keys: Tensor | None, values: Tensor | None) -> None:
         encode.encode_to_pages(
-            keys, values, store.pages, store.table, first, target=text, key=both["key"], value=both["value"]
+            keys, values, store.pages, store.table, first, spec=text, key=both["key"], value=both["value"]
         )
 
     return write

@@ -213,7 +213,12 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
     assert cache.store is not None
     store, encoded = cache.store, packed.encoded["key"]
-    constants = {"pair": engine.pair, "key": engine.reading["key"], "value": engine.reading["value"], "scale": scale}
+    constants = {
+        "spec": engine.decode_spec,
+        "key": engine.reading["key"],
+        "value": engine.reading["value"],
+        "scale": scale,
+    }
     sink = tuple(packed.dense[role][0] for role in ROLES)
     fresh = tuple(torch.cat([packed.dense[role][1], x], 2) for role, x in zip(ROLES, (k, v), strict=True))
     # as a cache whose window holds the fresh tokens

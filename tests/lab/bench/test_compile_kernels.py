@@ -9,8 +9,9 @@ import torch
 
 from kvcodec.codec import ROLES
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode
+from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels import spec as specs
 from kvcodec_lab.bench.packed import packed_operator, scheme_of
 from kvcodec_lab.bench.shapes import PRESETS, SHAPES, Shape
 from tests.lab.bench.gpu_stubs import CPU, use_reference
@@ -39,12 +40,12 @@ def launched(spec, shape, monkeypatch):
     packed = packed_operator(spec, shape, CPU)
     codecs = [packed.cache.roles[role].codec for role in ROLES]
     page = packed.cache.store.layout.page_tokens
-    pair = attention.pair_for(*codecs, shape.head_dim, page)
+    pair = specs.decode_spec(*codecs, shape.head_dim, page)
     held = sum(x.shape[2] for x in packed.dense["key"] + packed.dense["value"])
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     kind = attention.KINDS[torch.bfloat16] if held else -1
     attention._plan(attention.text_of(pair), units, shape.tokens, (), False, kind, pair.heads(shape.group), CPU)
-    loaded += encode.programs(encode.target_for(*codecs, shape.head_dim, page)).values()
+    loaded += encode.programs(specs.encode_spec(*codecs, shape.head_dim, page)).values()
     prefill._kernel(pair, CPU)
     for cached in (attention._plan, prefill._kernel):
         cached.cache_clear()  # of kernels that are none
@@ -55,17 +56,17 @@ def launched(spec, shape, monkeypatch):
 def test_programs_are_those_that_a_filled_cache_launches(ahead, spec, monkeypatch):
     use_reference(monkeypatch)
     for shape in (Shape("few", 1, 7, 1, 128, 300), Shape("many", 20, 2, 2, 64, 300)):
-        assert set(launched(spec, shape, monkeypatch)) <= set(ahead.programs_of(scheme_of(spec), shape, attention.H200))
+        assert set(launched(spec, shape, monkeypatch)) <= set(ahead.programs_of(scheme_of(spec), shape, launch.H200))
 
 
 def test_what_no_kernel_reads_needs_no_program(ahead):
-    assert list(ahead.programs_of(scheme_of("saw-int4:kmeans=16"), SHAPES["llm64k"], attention.H200)) == []
+    assert list(ahead.programs_of(scheme_of("saw-int4:kmeans=16"), SHAPES["llm64k"], launch.H200)) == []
 
 
 def test_dense_outer_layers_of_a_model_are_compiled_too(ahead):
-    one = set(ahead.wanted(["octopus-3"], [], attention.H200))
+    one = set(ahead.wanted(["octopus-3"], [], launch.H200))
     assert any("ReadDense" in program.source for program in one)
-    assert len(one) < len(ahead.wanted(PRESETS[:4], [SHAPES["llm64k"]], attention.H200))
+    assert len(one) < len(ahead.wanted(PRESETS[:4], [SHAPES["llm64k"]], launch.H200))
 
 
 def test_programs_reach_the_cache(ahead, monkeypatch, tmp_path, capsys):
@@ -77,7 +78,7 @@ def test_programs_reach_the_cache(ahead, monkeypatch, tmp_path, capsys):
         compiler_version()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    programs = list(ahead.programs_of(scheme_of("int-8"), Shape("x", 1, 1, 1, 64, 64), attention.H200))[-1:]
+    programs = list(ahead.programs_of(scheme_of("int-8"), Shape("x", 1, 1, 1, 64, 64), launch.H200))[-1:]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ahead, "wanted", lambda specs, shapes, machine: programs)
     monkeypatch.setattr(sys, "argv", ["compile_kernels", "--arch", "sm_90", "--workers", "1"])

@@ -1,7 +1,7 @@
 """A layer whose codecs encode G tokens together, over an engine's pages: whole groups there, the rest in 16 bit beside.
 
 A group that is complete lies in the pages as ``EngineLayer``'s tokens do: the library's bytes, keys and values. Until
-then its tokens wait in a slot (``staging.py``), where a step finds them again. A step that completes it encodes it.
+then its tokens wait in a slot (``pending.py``), where a step finds them again. A step that completes it encodes it.
 
 **What a token reads**: its own group, up to itself, in 16 bit; every group before it, decoded. The rule names places in
 the sequence and nothing else, so the cut of a prompt into chunks, a hit in the prefix cache and a preemption do not
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Role, storage_dtype
 from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
-from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import group_tokens
 from kvcodec.scheme import KVScheme
 
@@ -50,12 +50,12 @@ class GroupedLayer(EngineLayer):
         self.unit, self.slots = group_tokens(self.scheme), slots
         shape = (slots + 1, self.heads, self.unit, self.head_dim)
         held = storage_dtype(self.dtype)
-        self.staged: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
+        self.slot_rows: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
 
     @property
-    def staged_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """Bytes of the slots."""
-        return sum(x.nbytes for x in self.staged.values())
+        return sum(x.nbytes for x in self.slot_rows.values())
 
     # -- several tokens of one request ---------------------------------------------------------------------------------
 
@@ -95,13 +95,13 @@ class GroupedLayer(EngineLayer):
         whole, rest = (length - begin) // self.unit * self.unit, length % self.unit
         own: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
-            staged = self.staged[role]
-            old = staged.index_select(0, slot)[:, :, : length - n - begin]
-            own[role] = torch.cat([old, x.transpose(0, 1)[None].to(staged.dtype)], 2)
+            rows = self.slot_rows[role]
+            old = rows.index_select(0, slot)[:, :, : length - n - begin]
+            own[role] = torch.cat([old, x.transpose(0, 1)[None].to(rows.dtype)], 2)
             if rest:
-                kept = staged.new_zeros(1, *staged.shape[1:])
+                kept = rows.new_zeros(1, *rows.shape[1:])
                 kept[:, :, :rest] = own[role][:, :, whole:]
-                staged.index_copy_(0, slot, kept)
+                rows.index_copy_(0, slot, kept)
         if whole:
             groups: dict[Role, Tensor] = {role: x[:, :, :whole] for role, x in own.items()}
             if kernels:
@@ -162,7 +162,7 @@ class GroupedLayer(EngineLayer):
             row[None],
             length,
             self.unit,
-            pair=engine.pair,
+            spec=engine.decode_spec,
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,
@@ -181,7 +181,7 @@ class GroupedLayer(EngineLayer):
         cache: Tensor,
         table: Tensor,
         seq_lens: Tensor,
-        staging: Staging,
+        pending: PendingGroups,
         rules: Rules,
         workspace: Tensor | None = None,
     ) -> Tensor:
@@ -195,7 +195,7 @@ class GroupedLayer(EngineLayer):
         table : Tensor int32 ``[B, M]``
         seq_lens : Tensor int32 ``[B]``
             Tokens, the new one included.
-        staging : Staging
+        pending : PendingGroups
             With this step's numbers; its first B rows are these.
         rules : Rules
         workspace : Tensor float32, optional
@@ -206,14 +206,14 @@ class GroupedLayer(EngineLayer):
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
         n = q.shape[0]
-        slot, place, packed = staging.slot[:n], staging.place[:n], staging.packed[:n]
+        slot, place, packed = pending.slot[:n], pending.place[:n], pending.packed[:n]
         dense: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
-            self.staged[role][slot, :, place] = x.to(self.staged[role].dtype)
-            dense[role] = self.staged[role].index_select(0, slot)
+            self.slot_rows[role][slot, :, place] = x.to(self.slot_rows[role].dtype)
+            dense[role] = self.slot_rows[role].index_select(0, slot)
         # a slot that is not complete goes behind its page, where nothing is stored
-        store = self._store(cache, staging.page[:n, None])
-        self.engine(cache.shape[2]).encode(dense, store, staging.first[:n], self.bad)
+        store = self._store(cache, pending.page[:n, None])
+        self.engine(cache.shape[2]).encode(dense, store, pending.first[:n], self.bad)
         start = dense_start = None
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)
@@ -228,7 +228,7 @@ class GroupedLayer(EngineLayer):
             start=start,
             dense_k=dense["key"],
             dense_v=dense["value"],
-            dense_lens=staging.held[:n],
+            dense_lens=pending.dense_len[:n],
             dense_start=dense_start,
             workspace=workspace,
         )

@@ -236,9 +236,10 @@ class EngineLayer:
             There are none; the text says why.
         """
         if page_tokens not in self.engines:
-            found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
-            if isinstance(found, str):
-                raise UnsupportedError(f"{self.scheme}: {found}.")
+            try:
+                found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{self.scheme}: {error}.") from error
             found.prepare(self.roles)
             self.engines[page_tokens] = found
         return self.engines[page_tokens]
@@ -347,7 +348,7 @@ class EngineLayer:
             self.pages(cache)[1],
             row[None],
             length,
-            pair=engine.pair,
+            spec=engine.decode_spec,
             key=engine.reading["key"],
             value=engine.reading["value"],
             scale=rules.scale,

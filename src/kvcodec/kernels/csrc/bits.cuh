@@ -123,8 +123,8 @@ KV_CONSTEXPR int table_copies(int entries, int room) {
 // Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp
 // reads in one pass when its lanes meet 16 pairs of banks, so each lane has a copy, hence banks, of its own, or shares
 // it with few. BESIDE tables of one size may lie in each other's gaps: entry i at i * COPIES * BESIDE.
-template <int ENTRIES, int ROOM, int BESIDE = 1> struct Table8 {
-  KV_CONST int COPIES = table_copies(ENTRIES, ROOM);
+template <int ENTRIES, int BUDGET, int BESIDE = 1> struct Table8 {
+  KV_CONST int COPIES = table_copies(ENTRIES, BUDGET);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;
   KV_CONST int STRIDE = 8 * COPIES * BESIDE;  // bytes from entry to entry
   KV_FUNCTION int bit_of(int stride) { return stride == 1 ? 0 : 1 + bit_of(stride / 2); }

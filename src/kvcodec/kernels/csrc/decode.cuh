@@ -28,7 +28,7 @@
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
 //                 as above, any weight
-//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_med.cuh
+//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_outliers.cuh
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
@@ -57,7 +57,7 @@
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
 //                 as above, any weight
-//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_med.cuh
+//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_outliers.cuh
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added

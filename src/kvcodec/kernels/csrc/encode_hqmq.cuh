@@ -6,12 +6,12 @@
 // in a grid lists the few products that can be best in it. fp32 finds the best of those; where the second comes too
 // close, they are tried again in double, which is exact (ops/quaternion.py), and the lowest code wins ties.
 #pragma once
-#include "encode_med.cuh"
+#include "encode_outliers.cuh"
 #include "hqmq.cuh"
 
 namespace kv {
 
-// Table (kvcodec/kernels/hqmq_tables.py):
+// Table (kvcodec/kernels/hqmq.py):
 //   half entries[PAIRS][2][4]    products p' q_s cell by cell, each cell's filled up with a zero to whole pairs
 //   uint16 names[PAIRS][2]       s << 5 | p' of them
 //   uint16 cells[CELLS]          first pair << 4 | pairs; 0: not listed

@@ -52,7 +52,7 @@ template <class R> struct Unpacks<R, true, typename Always<typename R::Bounded>:
 template <class V> KV_CONSTEXPR auto is_paired(int) -> decltype(V::V_PAIRED) { return V::V_PAIRED; }
 template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }
 
-// Bytes of shared memory, zero between uses, that a reader of outliers wants for each warp (read_med.cuh).
+// Bytes of shared memory, zero between uses, that a reader of outliers wants for each warp (read_outliers.cuh).
 template <class R> KV_CONSTEXPR auto scratch_bytes(int) -> decltype(R::SCRATCH) { return R::SCRATCH; }
 template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
 

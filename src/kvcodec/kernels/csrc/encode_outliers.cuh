@@ -1,4 +1,4 @@
-// Med (codecs/med.py) around a row codec whose code basis is the model's: chunks of four above a threshold go to fp16,
+// Med (codecs/outliers.py) around a row codec whose code basis is the model's: chunks of four above a threshold go to fp16,
 // and the inner codec sees zeros in their place.
 #pragma once
 #include "encode_sums.cuh"

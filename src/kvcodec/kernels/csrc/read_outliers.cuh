@@ -1,4 +1,4 @@
-// Reader of med (kvcodec/codecs/med.py) around a reader of single tokens in the model's basis: chunks of four channels
+// Reader of med (kvcodec/codecs/outliers.py) around a reader of single tokens in the model's basis: chunks of four channels
 // that are held in fp16 take the place of what the inner codec has there.
 //
 // The inner reader is left as it is. Scores and outputs are sums over channels, so what outliers are above the inner

@@ -1,8 +1,9 @@
-"""Cell tables of HQMQ's encoder: which products can be the best where. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
+"""Kernels of ``hqmq``: chunks of four channels as products of quaternions and radii.
 
-A vector is turned by one of the 24 Hurwitz units until 1 is the unit nearest to it: |y_1| + |y_2| + |y_3| <= y_0.
-Cells are boxes of (y_1, y_2, y_3) / y_0. Inner products are linear, so a product that another one beats at all eight
-corners of a box is beaten in the whole box.
+The reader looks rows of a head's codebook up. The encoder searches by cells: a vector is turned by one of the 24
+Hurwitz units until 1 is the unit nearest to it, |y_1| + |y_2| + |y_3| <= y_0, and cells are boxes of (y_1, y_2, y_3) /
+y_0. Inner products are linear, so a product that another one beats at all eight corners of a box is beaten in the whole
+box. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
 
 Heads are tabulated together: on a GPU a launch costs more than what it computes here.
 """
@@ -13,8 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcodec.codec import Codec, Params, Role
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader
+from kvcodec.kernels.tables import copied_bytes, half_rows
 from kvcodec.ops.quaternion import UNITS, multiply, products
 
+TABLE_BUDGET = 73728
+"""Bytes up to which codebooks have copies, as in csrc/read_hqmq.cuh."""
+CODEBOOK_UNIT = 2.0**15
+"""Products with radii that are fp16 subnormals become normal numbers."""
 MARGIN = 2.0**-16
 """By how much a product must be beaten at the corners: vectors up to 2^-18 outside their cell are served too."""
 MOST_PAIRS = 15
@@ -28,8 +38,59 @@ HEADS = 8
 """Heads tabulated at a time: bounds the scores, 20 MB of float64 for each at S = 192."""
 
 
-def hqmq_table(secondary: Tensor) -> Tensor:
-    """Tables of all heads.
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, Hqmq)
+    if codec.packing != "ceil":
+        raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
+    return Reader(
+        read_type(codec, head_dim),
+        "read_hqmq.cuh",
+        shared=shared_bytes(codec),
+        tables=read_tables,
+        both=read_type(codec, head_dim, role),
+        # least shared memory of the readers of keys and values together
+        reach=512 * 256 if (codec.s, codec.r) in ((24, 3), (24, 4)) else 0,
+        tile=16 if codec.s >= 96 else 64,  # codebooks with eight copies or fewer
+        team_warps=16,
+    )
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, Hqmq)
+    if codec.packing != "ceil":
+        raise UnsupportedError(f"no CUDA kernel encodes {codec}")
+    name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
+    return Encoder(name, "encode_hqmq.cuh", tables=lambda params: cell_tables(params["secondary"][0]), form="table")
+
+
+def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
+    """Return the C++ struct that reads the codec's keys or values.
+
+    ``role`` says that keys and values are both held by ``codec``. Then dead slots cost nothing: what their bits lead to
+    outside of one table lies in the other one, or in the bytes that the readers' ``reach`` asks for.
+    """
+    place = {None: "ALONE", "key": "KEYS", "value": "VALUES"}[role]
+    return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
+
+
+def shared_bytes(codec: Hqmq) -> int:
+    """Bytes of shared memory of the reader's codebook."""
+    return copied_bytes(12 * codec.s, TABLE_BUDGET)
+
+
+def read_tables(params: Params) -> Tensor:
+    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; those between are opposite."""
+    codebook = params["codebook"][0]
+    table = codebook.float()
+    if codebook.dtype == torch.int8:
+        table = table / 127
+    return half_rows(table[:, ::2] * CODEBOOK_UNIT)
+
+
+def cell_tables(secondary: Tensor) -> Tensor:
+    """Tables of the encoder for all heads.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.med import Med
+from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.wrapper import inside
 from kvcodec.errors import FitError, ShapeError, SpecError

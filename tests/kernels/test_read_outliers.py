@@ -10,13 +10,16 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Codec, Role, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
-from kvcodec.codecs.med import Med
+from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
-from kvcodec.kernels import sides
+from kvcodec.kernels import launch
+from kvcodec.kernels import spec as specs
+from kvcodec.kernels.constants import constants_for
+from kvcodec.kernels.launch import H200, Config, config_for
 from kvcodec.kernels.outliers import SHARED_BLOCK, WARPS
-from kvcodec.kernels.spec import H200, Config, config_for, pair_for
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
@@ -40,8 +43,7 @@ CODECS: dict[str, Codec] = {
 
 def med(codec: Codec, dim: int, role: Role | None) -> Side:
     """``role``: keys and values are both held by ``codec``."""
-    found = sides.reader(codec, dim, role or "key")
-    assert isinstance(found, sides.Reader)
+    found = specs.reader(codec, dim, role or "key")
     tables = found.tables
     return Side(
         codec,
@@ -142,18 +144,16 @@ def test_what_integers_have_under_outliers_shows(role: Role) -> None:
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96, 192)))
 def test_unpacked_pages_are_what_the_codec_decodes(name: str, dim: int, machine: dict[str, Any]) -> None:
     codec, heads = CODECS[name], 2
-    pair = pair_for(codec, codec, dim, 64)
-    assert not isinstance(pair, str)
+    pair = specs.decode_spec(codec, codec, dim, 64)
     store, params, decoded = fill(codec, codec, dim, heads, [128, 128], 64)
     for role in ROLES:
         assert bool(store.read(role, 0, 128)["flags"].any()) == (codec.c < 3)
     key, value = (
-        sides.tensors_for(side, params[role], heads, dim)
-        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
     for first, count in ((0, 128), (32, 77)):
         found = prefill.unpack(
-            store.pages, store.table, first, count, pair=attention.text_of(pair), key=key, value=value
+            store.pages, store.table, first, count, spec=attention.text_of(pair), key=key, value=value
         )
         for got, want in zip(found, decoded, strict=True):
             part = want[:, :, first : first + count]
@@ -182,7 +182,8 @@ def test_zeros_are_decoded_to_zeros(codec: Codec) -> None:
     "inner", [SawInt4(), GroupInt(4, 32), GroupInt(2, 32, "tokens"), Hqmq(24, 3, "radix")], ids=str
 )
 def test_other_codecs_with_outliers_are_refused(inner: Codec) -> None:
-    assert isinstance(sides.reader(Med(inner), 128, "key"), str)
+    with pytest.raises(UnsupportedError, match="the kernels read"):
+        specs.reader(Med(inner), 128, "key")
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
@@ -190,19 +191,17 @@ def test_other_codecs_with_outliers_are_refused(inner: Codec) -> None:
 def test_eight_warps_find_room(s: int, dim: int) -> None:
     for r in RADII:
         codec = Med(Hqmq(s, r))
-        pair = pair_for(codec, codec, dim, 64)
-        assert not isinstance(pair, str)
+        pair = specs.decode_spec(codec, codec, dim, 64)
         config = config_for(pair, 256, 32768, H200)
         assert config.warps * config.resident >= (WARPS if dim < 192 or s == 24 else WARPS // 2)
-        assert attention.shared_bytes(pair, config) <= SHARED_BLOCK == H200.shared_block
+        assert launch.shared_bytes(pair, config) <= SHARED_BLOCK == H200.shared_block
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
 
 
 def compiled(codec: Codec, config: Config, arch: int) -> Kernel:
-    pair = pair_for(codec, codec, 128, 64)
-    assert not isinstance(pair, str)
+    pair = specs.decode_spec(codec, codec, 128, 64)
     return compile_kernels(attention.program(pair, config).source, arch)["kv_decode"]
 
 

@@ -1,0 +1,21 @@
+"""Kernels of numbers held dense."""
+
+from kvcodec.codec import Codec, Dense, Role
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader, flag
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, Dense)
+    if codec.dtype == "float32":
+        raise UnsupportedError(f"the kernels read 16-bit numbers, not {codec}")
+    return Reader(f"kv::ReadDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "read_dense.cuh")
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, Dense)
+    if codec.dtype == "float32":
+        raise UnsupportedError(f"the kernels write 16-bit numbers, not {codec}")
+    return Encoder(f"kv::EncodeDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "encode_dense.cuh")

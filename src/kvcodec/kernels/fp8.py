@@ -1,0 +1,17 @@
+"""Kernels of ``fp8``."""
+
+from kvcodec.codec import Codec, Role
+from kvcodec.codecs.fp8 import Fp8
+from kvcodec.kernels.spec import Encoder, Reader, flag
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, Fp8)
+    return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh")
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, Fp8)
+    return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh")

@@ -1,0 +1,35 @@
+"""Kernels of plain integers in groups: ``int``, ``kivi``, and the values of ``octopus`` and ``ultra-tq``."""
+
+from kvcodec.codec import Codec, Role
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader, flag
+from kvcodec.kernels.tables import level_bytes
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, GroupInt)
+    if codec.along == "channels" and codec.group == 0:
+        return Reader(f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>", "read_int.cuh")
+    if codec.symmetric or codec.group != 32:
+        raise UnsupportedError(f"in groups the kernels read asymmetric integers, 32 to a group, not {codec}")
+    if codec.along == "channels":
+        name = f"kv::ReadGroupInt<{head_dim}, {codec.bits}, {codec.group}>"
+        looked_up = codec.bits == 2 and head_dim % 128
+        return Reader(name, "read_group.cuh", shared=level_bytes(2) if looked_up else 0)
+    if role == "value":
+        raise UnsupportedError(f"along tokens the kernels read keys, not {codec} as values")
+    tile = 64 if head_dim < 192 else 32  # of 64 tokens the registers do not hold what more channels need
+    return Reader(f"kv::ReadTokenInt<{head_dim}, {codec.bits}>", "read_group.cuh", block=32, tile=tile)
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, GroupInt)
+    if codec.group not in (0, 32):
+        raise UnsupportedError(f"the kernels write groups of 32 or of all channels, not {codec}")
+    numbers = f"<{head_dim}, {codec.bits}, {codec.group}, {flag(codec.symmetric)}>"
+    if codec.along == "channels":
+        return Encoder(f"kv::EncodeGroupInt{numbers}", "encode_int.cuh")
+    return Encoder(f"kv::EncodeTokensInt{numbers}", "encode_blocks.cuh", block=codec.group, form="blocks")

@@ -1,0 +1,31 @@
+"""Kernels of ``innerq``: keys in groups along channels, values in groups along tokens, norms of channels."""
+
+from kvcodec.codec import Codec, Role
+from kvcodec.codecs.innerq import InnerQ
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader, flag
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, InnerQ)
+    factor = "norm" if codec.norm else ""
+    if codec.along == "channels":
+        if role == "value":
+            raise UnsupportedError(f"along channels the kernels read InnerQ's keys, not {codec} as values")
+        return Reader(f"kv::ReadInnerKey<{head_dim}, {codec.width}>", "read_group.cuh", factor=factor)
+    if role == "key":
+        raise UnsupportedError(f"along tokens the kernels read InnerQ's values, not {codec} as keys")
+    name = f"kv::ReadInnerValue<{head_dim}, {codec.width}, {flag(codec.hybrid)}>"
+    return Reader(name, "read_group.cuh", block=32, factor=factor)
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, InnerQ)
+    factor, reading = "norm" if codec.norm else "", f"kv::{codec.symmetric.upper()}"
+    if codec.along == "channels":
+        name = f"kv::EncodeInnerq<{head_dim}, {codec.bits}, {reading}>"
+        return Encoder(name, "encode_innerq.cuh", factor=factor, divide=True)
+    name = f"kv::EncodeTokensInnerq<{head_dim}, {codec.bits}, {reading}, {flag(codec.hybrid)}>"
+    return Encoder(name, "encode_blocks.cuh", factor=factor, divide=True, block=codec.block_tokens, form="blocks")

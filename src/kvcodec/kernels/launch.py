@@ -1,0 +1,188 @@
+"""Launch constants of the decode kernel: chosen by a pure function of sizes, nothing is tuned at run time."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.build import shared_memory
+from kvcodec.kernels.spec import DecodeSpec, align
+
+
+class Config(NamedTuple):
+    """Launch constants.
+
+    Parameters
+    ----------
+    tile : int
+        Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
+    warps : int
+        Warps of a CTA, or of a team.
+    stages : int
+        Tiles of a warp's ring.
+    resident : int
+        CTAs that shall share a multiprocessor: bounds the registers.
+    splits : int
+        CTAs, or teams, that share the tokens of a sequence.
+    teams : int
+        Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    resident: int
+    splits: int
+    teams: int = 1
+
+
+class Machine(NamedTuple):
+    """What the table of launch constants knows of a GPU: multiprocessors, and bytes of shared memory."""
+
+    sms: int
+    shared_block: int
+    shared_sm: int
+
+
+H200 = Machine(132, 232448, 233472)
+TEAM_TOKENS = 4096
+"""Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
+FEW_BYTES = 40960
+"""Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
+
+
+def _row_floats(channels: int) -> int:
+    return channels + channels // 4 + 1  # kv::row_floats
+
+
+def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: int = 8) -> int:
+    """Bytes of dynamic shared memory of the decode kernel; the program asserts that its own number is this one.
+
+    ``heads`` of a CTA count where there are teams.
+    """
+    tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
+    rows = 4 * (heads if config.teams > 1 else 8)
+    query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
+    scratch = max(spec.key.scratch, spec.value.scratch)
+    ring = config.warps * (config.stages * align(spec.tile_bytes(config.tile), 128) + scratch)
+    merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
+    shared_out = tables + config.teams * max(query + ring, merge)
+    need = shared_out if config.teams > 1 else max(tables + query + ring, merge)
+    if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
+        need = max(need, align(32 * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
+    return max(need, spec.key.reach, spec.value.reach)
+
+
+def candidates(spec: DecodeSpec) -> list[Config]:
+    """Return launch constants worth trying, without regard to the machine."""
+    least = 32 if spec.blocked else 16
+    tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0 and t >= least]
+    shapes = ((4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
+    return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
+
+
+def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
+    need = shared_bytes(spec, config, dense, heads)
+    return need <= machine.shared_block and config.resident * (need + 1024) <= machine.shared_sm
+
+
+@lru_cache(maxsize=256)
+def config_for(
+    spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool = False, heads: int = 8
+) -> Config:
+    """Choose launch constants; a pure function, nothing is tuned at run time.
+
+    Parameters
+    ----------
+    spec : DecodeSpec
+    units : int
+        Sequences x KV heads x tiles of query heads: CTAs without any split.
+    capacity : int
+        Tokens that the page table can hold per sequence.
+    machine : Machine
+    dense : bool
+        Whether there are dense tokens apart: one CTA more for each unit.
+    heads : int
+        Query heads of a CTA, ``DecodeSpec.heads``.
+
+    Raises
+    ------
+    UnsupportedError
+        No choice fits the machine's shared memory.
+    """
+
+    # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
+    # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
+    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs hide each other's ends, and where
+    # only one fits, more warps help.
+    longest = min(spec.key.tile, spec.value.tile)
+    if shared_out := None if dense else _teams(spec, units, capacity, machine, heads):
+        return shared_out
+    fitting = [c for c in candidates(spec) if _fits(spec, c, machine, dense)]
+    if 10 * units <= machine.sms:
+        short = 16 * spec.tile_bytes(32) < FEW_BYTES
+        least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
+        fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
+    else:
+        fitting = [c for c in fitting if c.tile <= longest] or fitting
+
+        def order(c: Config) -> tuple[int, ...]:
+            warps = -c.warps if c.resident == 1 else abs(c.warps - spec.key.warps)
+            return max(0, 8 - c.warps * c.resident), -c.tile, -c.resident, warps
+
+        fitting.sort(key=order)
+    if fitting:
+        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
+    raise UnsupportedError(
+        f"{spec.name}: needs {min(shared_bytes(spec, c) for c in candidates(spec))} bytes of shared memory in a "
+        f"block; this GPU has {machine.shared_block}."
+    )
+
+
+def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int) -> Config | None:
+    """Return teams for many short sequences: each takes whole ones, so that little is merged; None: they do not pay.
+
+    Measured on an H200 at 128 x 1,024 and 64 x 2,048 tokens, 8 KV heads of 128: what counts is that as many teams as
+    there are have a sequence in the last round as well, then as many warps as registers allow, and tiles of 32 tokens
+    or more.
+    """
+    if capacity > TEAM_TOKENS or units < 3 * machine.sms:
+        return None
+    best, most = None, 0.0
+    longest, least = min(spec.key.tile, spec.value.tile), 32 if spec.blocked else 16
+    for tile in (t for t in (64, 32, 16) if spec.page_tokens % t == 0 and least <= t <= longest):
+        for warps, teams in ((w, n) for w in (1, 2, 3, 4) for n in range(2, 9)):
+            config = Config(tile, warps, 2, 1, 1, teams)
+            if warps * teams > spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
+                continue
+            rounds = units / (machine.sms * teams)
+            whole = math.ceil(rounds)
+            score = rounds / whole / (1 + 0.08 * (whole - 1)) * (0.75 + warps * teams / 64)
+            score *= 0.85 if tile < min(32, longest) else 1
+            if score > most:
+                best, most = config, score
+    return best
+
+
+def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: bool = False) -> int:
+    slots = config.resident * machine.sms
+    most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
+    if 2 * units > slots:
+        # whole sequences save the merge; a last wave that is nearly empty is worth cutting them
+        waves = units / slots
+        whole = waves / math.ceil(waves)
+        wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
+    else:
+        wanted = max(1, slots // max(units, 1) - dense)
+    return min(wanted, most)
+
+
+@lru_cache
+def machine(device: torch.device) -> Machine:
+    """What the table of launch constants knows of this GPU; of an H200 where there is none."""
+    if device.type != "cuda":
+        return H200
+    found = torch.cuda.get_device_properties(device)
+    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)

@@ -1,0 +1,109 @@
+"""Kernels of ``octopus``' keys: triplets of channels as directions and lengths; its values are ``group_int``.
+
+Rows of the reader's tables are four fp16 numbers, one read of 8 bytes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Role
+from kvcodec.codecs.octopus import JOINT_BITS, Octopus
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader, flag
+from kvcodec.kernels.tables import SLACK, copied_bytes, half_rows, wall_table
+from kvcodec.ops.hadamard import power_of_two_divisor
+from kvcodec.ops.lloyd_max import midpoints
+
+DIRECTION_BITS = 6
+"""Largest b_dir: 4096 directions of 8 bytes."""
+TABLE_BUDGET = 131072
+"""Bytes up to which tables have copies, as in csrc/read_octopus.cuh."""
+ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "ROUND_3X3", "full": "ROUND_FULL"}
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, Octopus)
+    if role == "value":
+        raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
+    if codec.direction_bits > DIRECTION_BITS:
+        raise UnsupportedError(f"the table of directions of {codec} does not fit into shared memory")
+    numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {flag(codec.norm == 'fp32')}"
+    return Reader(
+        f"kv::ReadOctopus<{numbers}>",
+        "read_octopus.cuh",
+        shared=shared_bytes(codec),
+        tables=read_tables(codec),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        warps=6,
+        alike=True,
+    )
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, Octopus)
+    return Encoder(
+        f"kv::OctopusRow<{row_arguments(codec, head_dim)}>",
+        "encode_octopus.cuh",
+        tables=write_tables(codec),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        form="table",
+        alike=True,
+    )
+
+
+def row_arguments(codec: Octopus, head_dim: int) -> str:
+    """Return the template arguments of the structs that encode a row."""
+    numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {flag(codec.norm == 'fp32')}"
+    return f"{numbers}, kv::{ROUNDINGS[codec.rounding]}"
+
+
+def shared_bytes(codec: Octopus) -> int:
+    """Bytes of shared memory of the reader's tables."""
+    if codec.code_bits <= JOINT_BITS:
+        return copied_bytes(2**codec.code_bits, TABLE_BUDGET)
+    lengths = 2 ** (2 * codec.norm_bits if codec.norm_bits <= 3 else codec.norm_bits)
+    return copied_bytes(4**codec.direction_bits, TABLE_BUDGET) + lengths * 128
+
+
+def read_tables(codec: Octopus) -> Callable[[Params], Tensor]:
+    """Return the function that tabulates triplets, times sqrt(D) as norms are root mean squares.
+
+    Its result is uint8 ``[1, bytes]``: rows of (x, y, z, 0) of all codes; for longer codes rows of all directions,
+    then ``2^b_nrm`` lengths.
+    """
+
+    def build(params: Params) -> Tensor:
+        rho = params["rho"][0].double() * params["signs"].shape[-1] ** 0.5
+        rows = torch.nn.functional.pad(params["directions"][0].double(), (0, 1))
+        if codec.code_bits <= JOINT_BITS:
+            return half_rows((rows[:, None] * rho[:, None]).flatten(0, 1)[None])
+        return torch.cat([half_rows(rows[None]), half_rows(rho[None, :, None])], 1)
+
+    return build
+
+
+def write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
+    """Return the function that tabulates what ``OctopusRow`` of csrc/encode_octopus.cuh reads."""
+
+    def build(params: Params) -> Tensor:
+        xi, rho, directions = (params[name][0].cpu().double() for name in ("xi", "rho", "directions"))
+        walls = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+        half = 2**codec.direction_bits // 2
+        # levels are symmetric to the last bit: signs give the other three quarters
+        quarter = directions.view(2 * half, 2 * half, 3)[half:, half:]
+        copies = {6: 4, 7: 1}.get(codec.direction_bits, 8)
+        entries = torch.nn.functional.pad(quarter, (0, 1)).float()[:, :, None].expand(-1, -1, copies, -1)
+        parts = (
+            wall_table(walls, codec.direction_bits, SLACK),
+            wall_table(midpoints(rho), codec.norm_bits),
+            entries.contiguous().view(torch.uint8).flatten(),
+        )
+        return torch.cat(parts)[None].to(params["xi"].device)
+
+    return build

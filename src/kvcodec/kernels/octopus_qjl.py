@@ -1,0 +1,25 @@
+"""Kernels of ``octopus-qjl``'s keys: those of ``octopus`` and the signs of a sketch."""
+
+from kvcodec.codec import Codec, Role
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.kernels import octopus, sketch
+from kvcodec.kernels.spec import Encoder, Reader
+from kvcodec.ops.hadamard import power_of_two_divisor
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    return sketch.sketched(octopus.reader(codec, head_dim, role), codec, head_dim)
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, OctopusQJL)
+    return Encoder(
+        f"kv::OctopusQjlRow<{octopus.row_arguments(codec, head_dim)}>",
+        "encode_qjl.cuh",
+        tables=sketch.written(octopus.write_tables(codec), "rho"),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        form="table",
+    )

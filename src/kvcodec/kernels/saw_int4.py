@@ -1,0 +1,23 @@
+"""Kernels of ``saw-int4``: rows of four bits with a scale and an integer zero point, rotated."""
+
+from kvcodec.codec import Codec, Role
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader, flag
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, SawInt4)
+    if (codec.zero, codec.pack) != ("rounded", "neighbours"):
+        raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
+    return Reader(f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6)
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, SawInt4)
+    if codec.pack != "neighbours":
+        raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
+    name = f"kv::EncodeSaw<{head_dim}, {flag(codec.zero == 'float')}>"
+    return Encoder(name, "encode_saw.cuh", order=codec.block_for(head_dim))

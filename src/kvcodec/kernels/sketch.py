@@ -1,0 +1,63 @@
+"""Signs of a sketch of what a first stage leaves over (QJL): keys of ``octopus_qjl`` and ``turboquant``'s sketch."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Reader
+from kvcodec.ops.bitpack import pack
+from kvcodec.ops.qjl import hadamard_matrix
+
+
+def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
+    """Return the reader of keys of a stage and the signs of a sketch of what it leaves over."""
+    if dim & (dim - 1):
+        raise UnsupportedError(f"the kernels sketch at head_dim 64, 128 and 256, not {dim} ({codec})")
+    assert stage.tables is not None
+    return Reader(
+        f"kv::ReadSketch<{stage.type}, {dim}>",
+        "read_sketch.cuh",
+        shared=stage.shared,
+        tables=_read(stage.tables),
+        factor=stage.factor,
+        order=stage.order,
+        also=(stage.header,),
+        queries=2,
+    )
+
+
+def _read(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:
+    """Tabulate what ``ReadSketch`` needs: signs of the sketch, then the stage's tables."""
+
+    def build(params: Params) -> Tensor:
+        signs = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
+        return torch.cat([signs, stage(params).expand(signs.shape[0], -1)], 1)
+
+    return build
+
+
+def written(stage: Callable[[Params], Tensor], levels: str) -> Callable[[Params], Tensor]:
+    """Return the function that tabulates what encoders of a sketched stage need.
+
+    The stage's tables, its levels (the constant of that name) and what ``Sketch`` of csrc/encode_qjl.cuh reads.
+    """
+    return lambda params: _with_sketch(params, stage(params), _filled(params[levels]))
+
+
+def _filled(numbers: Tensor) -> Tensor:
+    """Bytes of float32 ``[1, n]``, filled up to a multiple of 16: uint8 ``[1, m]``."""
+    return torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[-1] % 4)).view(torch.uint8)
+
+
+def _with_sketch(params: Params, *stage: Tensor) -> Tensor:
+    """Stage tables ``[1, n]`` and what ``Sketch`` of csrc/encode_qjl.cuh reads, per head."""
+    signs = params["sketch"][0]
+    heads, dim = signs.shape
+    parts = [*(part.expand(heads, -1) for part in stage), signs.float().contiguous().view(torch.uint8)]
+    if dim & (dim - 1):
+        minus = hadamard_matrix(dim, str(signs.device)) < 0
+        parts.append(pack(minus.to(torch.uint8), 1).flatten()[None].expand(heads, -1))
+    return torch.cat(parts, 1)

@@ -1,0 +1,42 @@
+"""Kernels of ``ultra-tq``: keys rounded to 16 levels, rotated; its values are ``group_int``."""
+
+import math
+
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Role
+from kvcodec.codecs.ultra_tq import GROUP, Norm, UltraTQ
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import Encoder, Reader, flag
+from kvcodec.kernels.tables import level_bytes, level_table, nearest_level
+from kvcodec.ops.hadamard import power_of_two_divisor
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """As ``spec.reader``."""
+    assert isinstance(codec, UltraTQ)
+    if role == "value":
+        raise UnsupportedError(f"the kernels read Ultra-TQ's keys, not {codec} as values")
+    return Reader(
+        f"kv::ReadUltraTQ<{head_dim}, {flag(codec.norm == 'block')}>",
+        "read_levels.cuh",
+        shared=level_bytes(4),
+        tables=lambda params: read_table(params, codec.norm),
+        order=power_of_two_divisor(head_dim),
+        alike=True,
+    )
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """As ``spec.encoder``."""
+    assert isinstance(codec, UltraTQ)
+    blocks, order = codec.norm == "block", power_of_two_divisor(head_dim)
+    shift = max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 0
+    name = f"kv::UltraTqRow<{head_dim}, {flag(blocks)}, {shift}>"
+    return Encoder(name, "encode_ultra_tq.cuh", tables=nearest_level(4), order=order, form="table", alike=True)
+
+
+def read_table(params: Params, norm: Norm) -> Tensor:
+    """Table of ``ReadUltraTQ``: the levels, over 4 when blocks have norms of their own, uint8 ``[1, 1024]``."""
+    levels = params["levels"][0].double()
+    return level_table(levels / 4 if norm == "block" else levels, 4)[None]
