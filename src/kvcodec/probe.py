@@ -160,7 +160,7 @@ class OutlierProbe:
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
             state, engine = one.cache.roles["key"], getattr(one.cache, "engine", None)
-            alike = state.codec, getattr(engine, "target", ""), one.sample.shape, one.sample.device
+            alike = state.codec, getattr(engine, "encode_spec", ""), one.sample.shape, one.sample.device
             groups.setdefault(alike, []).append(one)
         for group in groups.values():
             for part in _foldable(group):

@@ -65,7 +65,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    constants = {"pair": attention.text_of(pair), "key": key, "value": value}
+    constants = {"spec": attention.text_of(pair), "key": key, "value": value}
     for first, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(store.pages, store.table, first, count, **constants)
         part = slice(first, first + count)

@@ -12,8 +12,6 @@ Pitfall: decode attention does not round codes to 16 bits, this does; the two ag
 over decoded keys and values.
 """
 
-import ctypes
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -25,9 +23,10 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Seen
 from kvcodec.codec import FP16_MAX
 from kvcodec.errors import ShapeError
+from kvcodec.kernels.arguments import UnpackArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.decode import _at, _side, decode_spec_of
+from kvcodec.kernels.decode import decode_spec_of
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Rules, Scored, join, score, with_sinks
 from kvcodec.kernels.spec import DecodeSpec, includes
 from kvcodec.ops.hadamard import hadamard_signs
@@ -37,9 +36,6 @@ STAGING_BYTES = 1 << 30
 QUERY_BYTES = 1 << 28
 """Most bytes of float32 queries at a time; where there are more, the history is unpacked again for the next ones."""
 WARPS = 4
-
-ARGS = struct.Struct("<6Q6q4i")
-"""``kv::UnpackArgs``, field by field."""
 
 
 def tile_tokens(spec: DecodeSpec) -> int:
@@ -157,16 +153,20 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
     batch, heads = packed.table.shape[0], packed.pages.shape[1]
     if not count * batch:
         return
-    key, value = packed.key, packed.value
-    k_table, _, k_head, *_ = _side(key.tables, key.factor, key.order)
-    v_table, _, v_head, *_ = _side(value.tables, value.factor, value.order)
-    strides = k.stride()
-    skip = 2 * row * strides[2]
-    args = ctypes.create_string_buffer(ARGS.size)
-    ARGS.pack_into(
-        args, 0, _at(packed.pages), _at(packed.table), k_table, v_table, _at(k) + skip, _at(v) + skip, k_head, v_head,
-        packed.table.stride(0), *strides[:3], heads, first, count, int(k.dtype == torch.bfloat16),
-    )  # fmt: skip
+    args = UnpackArgs()
+    args.pages, args.page_table, args.table_row = (
+        packed.pages.data_ptr(),
+        packed.table.data_ptr(),
+        packed.table.stride(0),
+    )
+    if (tables := packed.key.tables) is not None:
+        args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+    if (tables := packed.value.tables) is not None:
+        args.v_table, args.v_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+    args.out_batch, args.out_head, args.out_token, _ = k.stride()
+    skip = 2 * row * k.stride(2)
+    args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
+    args.heads, args.first, args.count, args.kind = heads, first, count, int(k.dtype == torch.bfloat16)
     plan.kernel.launch((-(-count // (plan.tile * WARPS)), heads, batch), WARPS * 32, plan.shared, args)
 
 
