@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import Seen, attend
+from kvcodec.attention import Partial, Seen, attend, merge, with_sinks
 from kvcodec.cache import many as staged
 from kvcodec.cache.device import FusedLayerCache
 from kvcodec.codec import ROLES
@@ -24,7 +24,7 @@ from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.flash import Rules, Scored, join, score, with_sinks
+from kvcodec.kernels.flash import score
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -95,14 +95,14 @@ def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) 
 
 
 RULES_OF = {
-    "causal": Rules(),
-    "all": Rules(causal=False),
-    "window": Rules(before=9),
-    "window of the earlier": Rules(causal=False, before=100),
-    "padding": Rules(start=(30, 0)),
-    "padding behind queries": Rules(start=(120, 7)),
-    "padding and window": Rules(before=20, start=(95, 110)),
-    "soft cap": Rules(softcap=2.0, before=40),
+    "causal": Seen(),
+    "all": Seen(causal=False),
+    "window": Seen(window=10),
+    "window of the earlier": Seen(causal=False, window=101),
+    "padding": Seen(start=(30, 0)),
+    "padding behind queries": Seen(start=(120, 7)),
+    "padding and window": Seen(window=21, start=(95, 110)),
+    "soft cap": Seen(softcap=2.0, window=41),
 }
 
 
@@ -126,14 +126,14 @@ def test_what_rules_say_is_seen(name: str, n: int, monkeypatch: pytest.MonkeyPat
     q, k, v = (torch.randn(2, h, t, 32, generator=gen) for h, t in ((6, n), (2, tokens), (2, tokens)))
     own, keys = torch.arange(tokens - n, tokens)[:, None], torch.arange(tokens)
     seen = (keys <= own) | (not rules.causal)
-    if rules.before is not None:
-        seen = seen & (keys >= own - rules.before)
+    if rules.window:
+        seen = seen & (keys > own - rules.window)
     if rules.start:
         seen = seen & (keys >= torch.tensor(rules.start)[:, None, None, None])
     found, want = score(q, k, v, 0.2, rules), attended(q, k, v, 0.2, seen, rules.softcap)
     torch.testing.assert_close(found.out.double(), want[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(found.lse.double(), want[1], rtol=0, atol=1e-5)
-    masked = score(q, k, v, 0.2, Rules(softcap=rules.softcap, mask=seen))
+    masked = score(q, k, v, 0.2, Seen(softcap=rules.softcap, mask=seen))
     torch.testing.assert_close(masked.out, found.out, rtol=0, atol=1e-6)
 
 
@@ -144,10 +144,10 @@ def test_attention_over_nothing() -> None:
     assert not nothing.out.any()
     some = score(q, torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8), 1.0)
     for a, b in ((nothing, some), (some, nothing)):
-        assert torch.equal(join(a, b).out, some.out)
-    assert bool((join(nothing, nothing).lse == -torch.inf).all())
+        assert torch.equal(merge(a, b).out, some.out)
+    assert bool((merge(nothing, nothing).lse == -torch.inf).all())
     for lse in (-torch.inf, torch.inf):  # either stands for no token
-        alone = with_sinks(Scored(nothing.out, torch.full_like(nothing.lse, lse)), torch.zeros(2))
+        alone = with_sinks(Partial(nothing.out, torch.full_like(nothing.lse, lse)), torch.zeros(2))
         assert torch.equal(alone, nothing.out)
 
 

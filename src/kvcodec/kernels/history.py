@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.attention import BEFORE_IT, Seen
+from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
 from kvcodec.codec import FP16_MAX
 from kvcodec.errors import ShapeError
 from kvcodec.kernels.arguments import UnpackArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
-from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Rules, Scored, join, score, with_sinks
+from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, score
 from kvcodec.kernels.spec import DecodeSpec, includes
 from kvcodec.ops.hadamard import hadamard_signs
 
@@ -358,7 +358,7 @@ def attend_chunk(
 def attend_pages(
     q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, spec: str, key: Constants,
     value: Constants, scale: float, causal: bool = False,
-) -> Scored:  # fmt: skip
+) -> Partial:  # fmt: skip
     """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
 
     Parameters
@@ -375,12 +375,12 @@ def attend_pages(
 
     Returns
     -------
-    Scored
+    Partial
         Model basis.
     """
     history = History(Packed(pages, table, spec, key, value), first, last)
     found = _over(into_codes(q, key), history, 0, last - first, scale, Seen(causal=causal))
-    return Scored(out_of_codes(found.out, value), found.lse)
+    return Partial(out_of_codes(found.out, value), found.lse)
 
 
 def _attend(
@@ -417,29 +417,29 @@ def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, 
             yield row, end, min(max(oldest, seen.first(row, n, total)), total - n + row)
 
 
-def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Scored:
+def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
     """Attention of ``q [B, HQ, n, D]``, in the codes' basis, over the tokens ``[low, high)``, unpacked part by part.
 
     The last query belongs to the last token. Where the mask is the causal one, no part is shorter than the queries are
     many: so all but the last are seen whole from their other end on.
     """
     count = -(-(high - low) // _tokens_at_once(q, history.packed.pages.shape[1], seen))
-    total: Scored | None = None
+    total: Partial | None = None
     for i in range(count):
         begin, end = (low + (high - low) * x // count for x in (i, i + 1))
         k, v = history.staged(begin, end)
         if seen.mask is not None:
-            rules = Rules(False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
+            part = Seen(causal=False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
         else:
             # counted from the last key of this part, which stands for the last query
-            before = seen.window - 1 - (high - end) if seen.window and high - seen.window > begin else None
+            window = seen.window - (high - end) if seen.window and high - seen.window > begin else 0
             start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
-            rules = Rules(seen.causal and end == high, before, start if any(start) else (), seen.softcap)
-        found = score(q, k, v, scale, rules)
+            part = Seen(seen.causal and end == high, window, start=start if any(start) else (), softcap=seen.softcap)
+        found = score(q, k, v, scale, part)
         del k, v  # one part at a time
-        total = found if total is None else join(total, found)
+        total = found if total is None else merge(total, found)
     assert total is not None
-    return total if count == 1 else Scored(total.out.to(q.dtype), total.lse)
+    return total if count == 1 else Partial(total.out.to(q.dtype), total.lse)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

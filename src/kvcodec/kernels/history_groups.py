@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.attention import Partial, merge, with_sinks
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.flash import Flash, Scored, join, score, with_sinks
+from kvcodec.kernels.flash import Flash, score
 from kvcodec.kernels.history import (
     STAGING_BYTES,
     attend_pages,
@@ -68,10 +69,10 @@ def attend_groups(
         if at + blind < last:
             seeing = part[:, :, blind:]
             packed = _distant(seeing, pages, table, at + blind, unit, scale, flash, constants)
-            packed = join(packed, _near(seeing, pages, table, at + blind, unit, scale, constants))
-            own_group = Scored(total.out[:, :, blind:], total.lse[:, :, blind:])
-            seen = join(own_group, packed)
-            total = Scored(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
+            packed = merge(packed, _near(seeing, pages, table, at + blind, unit, scale, constants))
+            own_group = Partial(total.out[:, :, blind:], total.lse[:, :, blind:])
+            seen = merge(own_group, packed)
+            total = Partial(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
         out[:, :, row : row + last - at] = with_sinks(total, sinks)
         row += last - at
     return out
@@ -80,18 +81,18 @@ def attend_groups(
 def _distant(
     q: Tensor, pages: Tensor, table: Tensor, at: int, unit: int, scale: float, flash: Flash | None,
     constants: dict[str, Any],
-) -> Scored:  # fmt: skip
+) -> Partial:  # fmt: skip
     """Attention of queries in the slots ``at, at + 1, ...`` to the slots at least ``unit`` before them."""
     count = at + q.shape[2] - unit
     if flash is None or staged_bytes(pages, q, count) > STAGING_BYTES:
         return attend_pages(q, pages, table, 0, count, scale=scale, causal=True, **constants)
     found = flash(into_codes(q, constants["key"]), *unpack(pages, table, 0, count, **constants), scale)
-    return Scored(out_of_codes(found.out, constants["value"]), found.lse)
+    return Partial(out_of_codes(found.out, constants["value"]), found.lse)
 
 
 def _near(
     q: Tensor, pages: Tensor, table: Tensor, at: int, unit: int, scale: float, constants: dict[str, Any]
-) -> Scored:
+) -> Partial:
     """Attention of the same queries to those slots of the group before theirs that are fewer than ``unit`` away."""
     base, last = at // unit * unit, at + q.shape[2]
     groups = -(-(last - base) // unit)
@@ -104,7 +105,7 @@ def _near(
     lse = torch.nn.functional.pad(found.lse.flip(2), (0, 1), value=-torch.inf)
     rows = slice(at - base, last - base)
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in (out, lse))
-    return Scored(out_of_codes(out, constants["value"]), lse)
+    return Partial(out_of_codes(out, constants["value"]), lse)
 
 
 def _units(x: Tensor, unit: int) -> Tensor:
@@ -112,7 +113,7 @@ def _units(x: Tensor, unit: int) -> Tensor:
     return x[0].unflatten(1, (-1, unit)).transpose(0, 1)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) -> Scored:
+def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) -> Partial:
     """Attention of each query to its own group; ``k, v`` begin with a group, ``q`` with its token ``skip``."""
     tokens = -(-k.shape[2] // unit) * unit
     padded = (_padded(x, at, tokens) for x, at in ((q, skip), (k, 0), (v, 0)))
@@ -121,7 +122,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) 
     found = score(queries, keys, values, scale)
     rows = slice(skip, skip + q.shape[2])
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found)
-    return Scored(out, lse)
+    return Partial(out, lse)
 
 
 def _padded(x: Tensor, first: int, tokens: int) -> Tensor:
