@@ -65,15 +65,15 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    constants = {"spec": attention.text_of(pair), "key": key, "value": value}
+    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
     for first, count in ((0, tokens), (32, 77)):
-        found = prefill.unpack(store.pages, store.table, first, count, **constants)
+        found = prefill.unpack(packed, first, count)
         part = slice(first, first + count)
         # the products with every unit vector are the keys themselves
         units = prefill.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
         assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
         assert far(prefill.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
-        short = prefill.unpack(store.pages, store.table, first, count, **constants, dtype=torch.bfloat16)
+        short = prefill.unpack(packed, first, count, torch.bfloat16)
         for a, b in zip(short, found, strict=True):
             assert a.dtype == torch.bfloat16
             assert far(a.float(), b.float()) < 8e-3
@@ -86,9 +86,10 @@ def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) 
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
     pair = specs.decode_spec(made.key, made.value, 64, 64)
     key, value = (constants_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
+    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
     for first, count in ((16, 10), (-32, 10), (32, 33)):
         with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
-            prefill.unpack(store.pages, store.table, first, count, spec=attention.text_of(pair), key=key, value=value)
+            prefill.unpack(packed, first, count)
 
 
 # -- sums over parts ---------------------------------------------------------------------------------------------------

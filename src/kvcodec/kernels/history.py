@@ -111,16 +111,12 @@ class Packed(NamedTuple):
     value: Constants
 
 
-def unpack(
-    pages: Tensor, table: Tensor, first: int, count: int, *, spec: str, key: Constants, value: Constants,
-    dtype: torch.dtype = torch.float16,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
     """Unpack tokens ``[first, first + count)`` of every sequence.
 
     Parameters
     ----------
-    pages, table, spec, key, value
-        As ``Packed``.
+    packed : Packed
     first, count : int
         ``first`` a multiple of 16, with blocks of 32.
     dtype : torch.dtype
@@ -136,8 +132,8 @@ def unpack(
     ShapeError
         ``first`` does not begin a tile, or the table does not reach.
     """
-    packed = Packed(pages, table, spec, key, value)
-    k, v = _room(table.shape[0], count, pages.shape[1], decode_spec_of(spec).head_dim, pages.device, dtype)
+    batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], decode_spec_of(packed.spec).head_dim
+    k, v = _room(batch, count, heads, dim, packed.pages.device, dtype)
     _unpack_into(packed, first, count, k, v, 0)
     return k, v
 
@@ -255,7 +251,16 @@ Dense = tuple[Tensor, Tensor]
 
 
 class History(NamedTuple):
-    """All tokens of a call, oldest first: held dense, packed in the slots ``[first, last)``, held dense."""
+    """All tokens of a call, oldest first: held dense, packed in the slots ``[first, last)``, held dense.
+
+    Parameters
+    ----------
+    packed : Packed
+    first, last : int
+        Slots of the packed tokens.
+    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``), optional
+        Keys and values held dense before and behind the packed ones, model basis.
+    """
 
     packed: Packed
     first: int
@@ -287,7 +292,7 @@ class History(NamedTuple):
         if skip:
             k, v = k[:, :, skip:], v[:, :, skip:]
         for dense, begin in ((self.sink, 0), (self.window, before + count)):
-            if dense is None or low >= begin + dense[0].shape[2] or high <= begin:
+            if dense is None or not dense[0].shape[2] or low >= begin + dense[0].shape[2] or high <= begin:
                 continue
             part = slice(max(low - begin, 0), high - begin)
             for x, side, to in zip(dense, (packed.key, packed.value), (k, v), strict=True):
@@ -297,49 +302,17 @@ class History(NamedTuple):
         return k, v
 
 
-def attend_newest(
-    q: Tensor, sink: Dense | None, window: Dense | None, pages: Tensor, table: Tensor, first: int, last: int, *,
-    spec: str, key: Constants, value: Constants, scale: float, sinks: Tensor | None = None, seen: Seen = BEFORE_IT,
+def attend_history(
+    q: Tensor, history: History, scale: float, *, seen: Seen = BEFORE_IT, sinks: Tensor | None = None,
+    flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the newest n tokens of a cache, which lie in it already, over what they see of it.
+    """Attention of the newest n tokens, which are held already, over what they see of the history.
 
     Parameters
     ----------
     q : Tensor ``[B, HQ, n, D]``
         Model basis; query i belongs to token N - n + i of N.
-    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``) or None
-        Keys and values held dense before and behind the packed ones, model basis.
-    pages, table, spec, key, value
-        As ``Packed``.
-    first, last : int
-        Slots of the packed tokens.
-    scale : float
-    sinks : Tensor ``[HQ]``, optional
-        One learned logit per query head that only joins the softmax's denominator.
-    seen : Seen
-        Which tokens a query sees; default: all up to its own.
-
-    Returns
-    -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
-    """
-    dense = (None if x is None or not x[0].shape[2] else x for x in (sink, window))
-    return _attend(q, History(Packed(pages, table, spec, key, value), first, last, *dense), scale, sinks, seen)
-
-
-def attend_chunk(
-    q: Tensor, pages: Tensor, table: Tensor, length: int, *, spec: str, key: Constants, value: Constants,
-    scale: float, seen: Seen = BEFORE_IT, sinks: Tensor | None = None, flash: Flash | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of a sequence's newest n tokens over its first ``length`` slots, where they lie already.
-
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis; query i belongs to slot length - n + i.
-    pages, table, spec, key, value
-        As ``Packed``.
-    length : int
+    history : History
     scale : float
     seen : Seen
         Which tokens a query sees; default: all up to its own.
@@ -352,41 +325,6 @@ def attend_chunk(
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
-    return _attend(q, History(Packed(pages, table, spec, key, value), 0, length), scale, sinks, seen, flash)
-
-
-def attend_pages(
-    q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, spec: str, key: Constants,
-    value: Constants, scale: float, causal: bool = False,
-) -> Partial:  # fmt: skip
-    """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
-
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis.
-    pages, table, spec, key, value
-        As ``Packed``.
-    first, last : int
-        Slots.
-    scale : float
-    causal : bool
-        Whether the last query sees all tokens, the one before it all but the last, and so on; n <= last - first.
-
-    Returns
-    -------
-    Partial
-        Model basis.
-    """
-    history = History(Packed(pages, table, spec, key, value), first, last)
-    found = _over(into_codes(q, key), history, 0, last - first, scale, Seen(causal=causal))
-    return Partial(out_of_codes(found.out, value), found.lse)
-
-
-def _attend(
-    q: Tensor, history: History, scale: float, sinks: Tensor | None, seen: Seen, flash: Flash | None = None
-) -> Tensor:
-    """As ``attend_newest``; its queries in runs."""
     n, total, packed = q.shape[2], history.tokens, history.packed
     if flash is not None and (seen != Seen() or staged_bytes(packed.pages, q, total) > STAGING_BYTES):
         flash = None
@@ -401,6 +339,30 @@ def _attend(
             found = flash(part, staged[0][:, :, :high], staged[1][:, :, :high], scale)
         outs.append(out_of_codes(with_sinks(found, sinks), packed.value).to(q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+
+def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float, *, causal: bool = False) -> Partial:
+    """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis.
+    packed : Packed
+    first, last : int
+        Slots.
+    scale : float
+    causal : bool
+        Whether the last query sees all tokens, the one before it all but the last, and so on; n <= last - first.
+
+    Returns
+    -------
+    Partial
+        Model basis.
+    """
+    history = History(packed, first, last)
+    found = _over(into_codes(q, packed.key), history, 0, last - first, scale, Seen(causal=causal))
+    return Partial(out_of_codes(found.out, packed.value), found.lse)
 
 
 def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, int, int]]:
@@ -456,7 +418,7 @@ def _tokens_at_once(q: Tensor, heads: int, seen: Seen) -> int:
 
 
 def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool = True) -> int:
-    """Bound of what ``attend_newest`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
+    """Bound of what ``attend_history`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
 
     ``flash``: whether flash attention follows its rules (``attention.Seen.flash``).
     """
