@@ -2,7 +2,6 @@
 
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from kvcodec_lab.report import pictures
 from kvcodec_lab.report.figures import STYLES, points_of, style_of
 from kvcodec_lab.report.pages.compare import HTML_NAME, PNG_NAME, write_report
 from kvcodec_lab.report.tables import COLUMNS, columns_of
+from tests.lab.report.test_page import Page
 
 
 def row(spec: str, bits: float, kl: float, **more: object) -> dict[str, object]:
@@ -33,30 +33,12 @@ def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "write", lambda plots, path: path.write_bytes(b""))
 
 
-class Page(HTMLParser):
-    """Collect tags and attributes, refuse unclosed structure."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "br", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_writes_a_png_and_a_page_with_every_row_and_the_recommendation(tmp_path: Path) -> None:
     png, page = write_report(ROWS, tmp_path / "new" / "folder", META)
     assert (png.name, page.name) == (PNG_NAME, HTML_NAME)
     assert png.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert Page(text).open == []
+    Page(text)  # every tag is closed
     for r in ROWS:
         assert f"{r['spec']}</p>" in text.replace("</span>", "")
         assert re.search(rf"</svg>{r['spec']}</th>", text)
