@@ -106,6 +106,7 @@ class Packed:
             state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
         cache.length = tokens
         cache._push()
+        cache._prepare()  # the prefill bench calls the engine without a step of the cache before it
 
     def attend(self) -> Tensor:
         """One decode step: ``[B, HQ, 1, D]``."""

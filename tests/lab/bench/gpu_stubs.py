@@ -36,6 +36,8 @@ class ReferenceCache(LayerCache):
     def _push(self) -> None:
         pass
 
+    _prepare = _push
+
 
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "FusedLayerCache", ReferenceCache)
