@@ -203,7 +203,7 @@ class Visit:
 
     def done(self, job: Job, why: str, said: str, seconds: float) -> None:
         """Note how a job ended."""
-        from kvcodec_lab.bench.record import read_lines
+        from kvcodec_lab.report.rows import read_rows
 
         path = rows_file(self.out, job.part)
         with self.lock:
@@ -211,7 +211,7 @@ class Visit:
                 metric, unit, shape = goal(job, self.scale)
                 more = kind_of(job, self.scale) | {"status": why, "said": said[-SAID:]}
                 self.rows[path].add(job.variant, None, metric, unit, shape, None, **more)
-            rows = read_lines(path) if path.is_file() else []
+            rows = read_rows([path]) if path.is_file() else []
             new, self.shown[path] = rows[self.shown[path] :], len(rows)
             self.say(f"{job.name}: {why or 'ended'} after {seconds:.0f} s; {len(self.jobs)} left")
             for row in new:

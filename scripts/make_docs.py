@@ -20,7 +20,7 @@ from layout_drawing import drawing
 
 import kvcodec
 from kvcodec.registry import method_of
-from kvcodec_lab.eval.rows import read_rows
+from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.report.tables import cell, columns_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,13 +5,14 @@
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from kvcodec_lab.report import tables as report_tables
 from kvcodec_lab.report.pages.serve import drawing
+from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,14 +32,12 @@ CELL = 160
 def rows_of(root: Path) -> list[dict[str, Any]]:
     """Committed rows; none before the first measurement."""
     path = root / RESULTS
-    return list(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+    return read_rows([path]) if path.is_file() else []
 
 
 def markdown(grid: Grid) -> str:
     """A table, what it is about, and why something is missing."""
-    lines = [grid.headings, ["---", *["---:"] * (len(grid.headings) - 1)]]
-    lines += [[f"`{line[0]}`", *line[1:]] for line in grid.lines]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = report_tables.markdown(grid.headings, [[f"`{line[0]}`", *line[1:]] for line in grid.lines])
     reasons = [(line[0], why) for line, why in zip(grid.lines, grid.whys, strict=True) if why]
     missing = [f"- `{label}`: {_short(why)}" for label, why in reasons]
     return "\n\n".join(

@@ -20,7 +20,8 @@ from kvcodec.key_bias import LIMIT, KeyBiases, biases_of, probe_option
 from kvcodec.progress import Progress
 from kvcodec.scheme import mix_of
 from kvcodec_lab import cli
-from kvcodec_lab.advise.run import Request, advise
+from kvcodec_lab.advise.run import advise
+from kvcodec_lab.advise.steps import Request
 from kvcodec_lab.demo import SPECS, run_demo, show
 from kvcodec_lab.eval.compare import Settings, compare
 from kvcodec_lab.models import LoadedModel, SampleText

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcodec_lab.bench.record import key_of, newest, read_rows
+from kvcodec_lab.bench.record import key_of, newest
+from kvcodec_lab.report.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 MACHINES = [path for path in sorted((ROOT / "benchmarks/results").iterdir()) if any(path.glob("*.json"))]
@@ -16,7 +17,7 @@ MACHINES = [path for path in sorted((ROOT / "benchmarks/results").iterdir()) if 
 def timed(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a folder that say what was measured of what at which shape, with their files."""
     for path in sorted(folder.glob("*.json")):
-        for row in read_rows([path]):
+        for row in read_rows([path], needed=()):
             if {"spec", "metric", "shape"} <= row.keys():
                 yield path.name, row
 

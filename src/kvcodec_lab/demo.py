@@ -9,7 +9,7 @@ from typing import Any
 from kvcodec.key_bias import biases_of
 from kvcodec.progress import Progress
 from kvcodec.registry import get
-from kvcodec_lab.eval.compare import Settings, compare
+from kvcodec_lab.eval.compare import Settings, about, compare
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS
 from kvcodec_lab.eval.rows import Row, check_writable, plain, table, write_json
 from kvcodec_lab.models import LoadedModel, SampleText, load
@@ -155,23 +155,6 @@ def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) ->
         parts += ["", *(f"left out, as {why}" for why in meta["left_out"].values())]
     parts += ["", *(f"written: {path}" for path in paths), "", str(meta["recommendation"])]
     return "\n".join(parts)
-
-
-def about(rows: Sequence[Row]) -> str:
-    """What stands under a table: over how much text, whether anything is missing, warnings met on the way."""
-    row = rows[0]
-    text = (
-        f"{row['windows']} window{'s' * (row['windows'] > 1)} of {row['window_tokens']} tokens of {row['text']}, "
-        f"prefill={row['prefill']}, {row['dtype']} on {row['device']}; standard error of the perplexity "
-        f"{row['perplexity_se']:.2f} (over tokens; the windows are the same for all rows)."
-    )
-    text += {
-        "complete": "",
-        "budget": " Fewer windows than asked for: the time budget was spent (--budget).",
-        "short-text": " Fewer windows than asked for: the text is too short.",
-        "interrupted": " INTERRUPTED: these are the windows finished so far.",
-    }[row["status"]]
-    return "\n".join([text, *(f"{r['spec']}: {note}" for r in rows for note in r["notes"])])
 
 
 def continuations(rows: Sequence[Row], prompt: str) -> list[str]:

@@ -97,3 +97,16 @@ def dtype_of(model_or_config: Any) -> torch.dtype:
     """Dtype of a model's keys and values; a config without one is taken as bfloat16."""
     found = getattr(model_or_config, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in binary units.
+
+    >>> size(8 * 2**30), size(1536)
+    ('8.00 GiB', '1.50 KiB')
+    """
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"

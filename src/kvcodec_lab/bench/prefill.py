@@ -16,7 +16,6 @@ decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also sa
 the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
 """
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,10 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcodec.attention import BEFORE_IT, rounded_queries
-from kvcodec.cache.host import RoleState
-from kvcodec.codec import ROLES, Role
+from kvcodec.attention import rounded_queries
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec.kernels.history import History, attend_history
 from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
 from kvcodec_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
@@ -193,21 +191,18 @@ def prefill_apart(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``.
-
-    The call raises ``UnsupportedError`` if there is no such operator for these codecs.
-    """
+    """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``."""
     cache = packed.cache
     assert cache.engine is not None
     assert cache.store is not None
-    if not cache.engine.ready:
+    if not cache.engine.ready:  # the cache has made no step yet
         cache.engine.prepare(cache.roles)
-    roles: dict[Role, RoleState] = {}
-    for role, x in zip(ROLES, (k, v), strict=True):  # as a cache whose window holds the fresh tokens
-        roles[role] = copy.copy(cache.roles[role])
-        roles[role].window = torch.cat([packed.dense[role][1], x], 2)
-    scale = packed.shape.head_dim**-0.5
-    return partial(cache.engine.attend_many, q, roles, cache.store, scale=scale, sinks=None, seen=BEFORE_IT)
+    sink = packed.dense["key"][0], packed.dense["value"][0]
+    # as a cache whose window holds the fresh tokens
+    fresh = torch.cat([packed.dense["key"][1], k], 2), torch.cat([packed.dense["value"][1], v], 2)
+    pages = cache.engine.packed(cache.store.pages, cache.store.table)
+    history = History(pages, 0, packed.encoded["key"], sink, fresh)
+    return partial(attend_history, q, history, packed.shape.head_dim**-0.5)
 
 
 def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> Gate:

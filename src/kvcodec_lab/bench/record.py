@@ -8,13 +8,14 @@ are always within one run) and, where nothing was timed, ``values`` null and ``s
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcodec.errors import FormatError, KVError, UnsupportedError
+from kvcodec.errors import KVError, UnsupportedError
+from kvcodec_lab.report.rows import read_rows
 
 Row = dict[str, Any]
 Values = Mapping[str, float]
@@ -78,7 +79,7 @@ class Recorder:
 
     def __init__(self, path: Path | None, common: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self.path, self.common, self.say = path, common, say
-        self.rows: list[Row] = read_lines(path) if path is not None and path.is_file() else []
+        self.rows: list[Row] = read_rows([path]) if path is not None and path.is_file() else []
         self.begun = len(self.rows)
 
     def add(
@@ -117,39 +118,6 @@ class Recorder:
     def new(self) -> list[Row]:
         """Rows of this run."""
         return self.rows[self.begun :]
-
-
-def read_lines(path: Path) -> list[Row]:
-    """Rows of a ``.jsonl`` file; a last line that was cut is dropped.
-
-    Raises
-    ------
-    FormatError
-        If another line is not JSON.
-    """
-    rows: list[Row] = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for i, line in enumerate(lines):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if i == len(lines) - 1 and not line.endswith("\n"):
-                break
-            raise FormatError(f"{path}, line {i + 1}: not JSON ({error.msg}); remove the line.") from error
-    return rows
-
-
-def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """Rows of ``.json`` (a list, or an object with ``rows``) and ``.jsonl`` files, in order."""
-    rows: list[Row] = []
-    for path in paths:
-        if path.suffix == ".jsonl":
-            rows += read_lines(path)
-            continue
-        data = json.loads(path.read_text(encoding="utf-8"))
-        data = data.get("rows", [data]) if isinstance(data, dict) else data
-        rows += [row for row in data if isinstance(row, dict)]
-    return rows
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> Result:
     """Advise, and write the folder."""
     from kvcodec.progress import Progress
     from kvcodec.registry import get
-    from kvcodec_lab.advise.run import Request, advise
+    from kvcodec_lab.advise.run import advise
+    from kvcodec_lab.advise.steps import Request
     from kvcodec_lab.eval.rows import check_writable, plain, write_json
     from kvcodec_lab.models import load, load_text
 
@@ -103,7 +104,7 @@ def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
     try:
         strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
         pictures.write_strips(strips, out / "sensitivity.png")
-        pictures.write([figures.outliers({result["model"]: result["keys"]})], out / "keys.png", size=(7.0, 4.0))
+        pictures.write([figures.outliers({result["model"]: result["keys"]})], out / "keys.png")
     except UnsupportedError:
         return []
     return [out / "sensitivity.png", out / "keys.png"]
@@ -111,7 +112,7 @@ def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
 
 def show(result: Mapping[str, Any]) -> str:
     """What was found, for people."""
-    from kvcodec_lab.advise.run import size
+    from kvcodec_lab.advise.expected import size
 
     best, batch = result["advised"], result["batch"]
     asked = [f"memory {size(result['memory'])}"] if result["memory"] else []

@@ -25,7 +25,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Compare the presets."""
-    from kvcodec_lab.demo import about
+    from kvcodec_lab.eval.compare import about
     from kvcodec_lab.eval.rows import plain, table
 
     rows = measure(args, args.specs)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def _one(args: argparse.Namespace) -> Result:
     """One preset through ``compare``."""
-    from kvcodec_lab.demo import about
+    from kvcodec_lab.eval.compare import about
     from kvcodec_lab.eval.quantized_cache import quantized_cache_of
     from kvcodec_lab.eval.rows import plain
 

@@ -146,6 +146,23 @@ def compare(
     return comparison.rows(status)
 
 
+def about(rows: Sequence[Row]) -> str:
+    """What stands under a table: over how much text, whether anything is missing, warnings met on the way."""
+    row = rows[0]
+    text = (
+        f"{row['windows']} window{'s' * (row['windows'] > 1)} of {row['window_tokens']} tokens of {row['text']}, "
+        f"prefill={row['prefill']}, {row['dtype']} on {row['device']}; standard error of the perplexity "
+        f"{row['perplexity_se']:.2f} (over tokens; the windows are the same for all rows)."
+    )
+    text += {
+        "complete": "",
+        "budget": " Fewer windows than asked for: the time budget was spent (--budget).",
+        "short-text": " Fewer windows than asked for: the text is too short.",
+        "interrupted": " INTERRUPTED: these are the windows finished so far.",
+    }[row["status"]]
+    return "\n".join([text, *(f"{r['spec']}: {note}" for r in rows for note in r["notes"])])
+
+
 def _check_specs(schemes: list[KVScheme]) -> None:
     if not schemes:
         raise SpecError("no spec to compare; pass at least one, e.g. saw-int4.")

@@ -37,6 +37,25 @@ ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """Numbers of each scored token ``[n]``, in order; ``first`` is the position of the first in the window.
+
+    Parameters
+    ----------
+    nll, kl : Tensor
+        Negative log-likelihood, and KL(uncompressed || this one) of the distribution that predicts the token; nats.
+    top1, top5 : Tensor of bool
+        Whether the uncompressed model's most likely token is the most likely here, or among the five most likely.
+    """
+
+    nll: Tensor
+    kl: Tensor
+    top1: Tensor
+    top5: Tensor
+    first: int = 1
+
+
+@dataclass(frozen=True)
 class WindowScore:
     """Sums over the scored tokens of a window; ``squares`` are the sums of squares that standard errors need.
 
@@ -99,25 +118,40 @@ class Reference:
         self.nll = -self.log_p.gather(1, self.targets[:, None])[:, 0].double()
         self.best = self.log_p.argmax(-1)
 
-    def score_itself(self) -> WindowScore:
-        """Score of the uncompressed model: no rise, no divergence."""
-        n = self.nll.numel()
-        return WindowScore(n, self.nll.sum().item(), 0.0, 0.0, n, (self.nll.square().sum().item(), 0.0, 0.0))
+    def itself(self, first: int = 1) -> TokenScores:
+        """Score the uncompressed model from position ``first`` on: no divergence."""
+        nll = self.nll[first - 1 :]
+        same = torch.ones_like(nll, dtype=torch.bool)
+        return TokenScores(nll, torch.zeros_like(nll), same, same, first)
 
-    def score(self, logits: Tensor) -> WindowScore:
-        """Score a compressed run's ``logits [n, V]`` of the same window."""
-        kls, nlls, agree = [], [], 0
-        for a in range(0, self.targets.numel(), ROWS_AT_ONCE):
-            rows = slice(a, a + ROWS_AT_ONCE)
-            p, q = self.log_p[rows], logits[rows].float()
+    def compare(self, logits: Tensor, first: int = 1) -> TokenScores:
+        """Score a compressed run's ``logits [m, V]``, which predict the tokens from position ``first`` on."""
+        nll, kl, top1, top5 = [], [], [], []
+        for a in range(0, logits.shape[0], ROWS_AT_ONCE):
+            q = logits[a : a + ROWS_AT_ONCE].float()
+            rows = slice(a + first - 1, a + first - 1 + q.shape[0])
+            p, best = self.log_p[rows], self.best[rows]
             lse = torch.logsumexp(q, -1)
             # sum p (ln p - ln q), with ln q = logit - lse; the rounding of equal rows may fall below 0
-            kls.append((p - q).mul_(p.exp()).sum(-1).add_(lse).clamp_min_(0.0))
-            nlls.append(lse - q.gather(1, self.targets[rows, None])[:, 0])
-            agree += int((q.argmax(-1) == self.best[rows]).sum())
-        nll, kl = torch.cat(nlls).double(), torch.cat(kls).double()
+            kl.append((p - q).mul_(p.exp()).sum(-1).add_(lse).clamp_min_(0.0))
+            nll.append(lse - q.gather(1, self.targets[rows, None])[:, 0])
+            top1.append(q.argmax(-1) == best)
+            top5.append((q.topk(min(5, q.shape[1]), -1).indices == best[:, None]).any(-1))
+        return TokenScores(torch.cat(nll), torch.cat(kl), torch.cat(top1), torch.cat(top5), first)
+
+    def score_itself(self) -> WindowScore:
+        """Sums over a window of the uncompressed model."""
+        return self._sums(self.itself())
+
+    def score(self, logits: Tensor) -> WindowScore:
+        """Sums over a window of a compressed run's ``logits [n, V]``."""
+        return self._sums(self.compare(logits))
+
+    def _sums(self, scores: TokenScores) -> WindowScore:
+        nll, kl = scores.nll.double(), scores.kl.double()
         rise = nll - self.nll
         squares = nll.square().sum().item(), rise.square().sum().item(), kl.square().sum().item()
+        agree = int(scores.top1.sum())
         return WindowScore(nll.numel(), nll.sum().item(), rise.sum().item(), kl.sum().item(), agree, squares)
 
 

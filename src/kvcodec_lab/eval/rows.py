@@ -6,13 +6,13 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcodec.errors import FormatError, KVError
+from kvcodec.errors import KVError
 from kvcodec_lab.report.tables import cell, columns_of, with_reference
 
 Row = dict[str, Any]
@@ -66,16 +66,23 @@ def write_json(target: str | Path, data: Any) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    _write_whole(Path(target), text)
+    write_whole(Path(target), text)
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write ``{"rows": [...]}`` as JSON with one row to a line, whole or not at all; errors as ``write_json``."""
     lines = [json.dumps(plain(row), allow_nan=False, ensure_ascii=False) for row in rows]
-    _write_whole(path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+    write_whole(path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all: what was there stays if it fails.
+
+    Raises
+    ------
+    KVError
+        If the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -86,7 +93,7 @@ def _write_whole(path: Path, text: str) -> None:
             part.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise KVError(f"cannot write {path}: {error.strerror or error}; choose another file.") from error
+        raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another file.") from error
 
 
 def check_writable(folder: str | Path) -> Path:
@@ -107,26 +114,3 @@ def check_writable(folder: str | Path) -> Path:
             f"the folder {path} cannot be written ({error.strerror or error}); choose another one or fix its rights."
         ) from error
     return path
-
-
-def read_rows(paths: Iterable[str | Path]) -> list[Row]:
-    """Rows of result files: each a list of rows, or an object with ``rows``.
-
-    Raises
-    ------
-    FormatError
-        If a file is missing, is no JSON, or holds no rows.
-    """
-    rows: list[Row] = []
-    for path in map(Path, paths):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except ValueError as error:
-            raise FormatError(f"{path} is not JSON ({error}); pass a file that --json wrote.") from error
-        found = data.get("rows") if isinstance(data, dict) else data
-        if not isinstance(found, list) or not found or not all(isinstance(r, dict) and "spec" in r for r in found):
-            raise FormatError(f"{path} holds no result rows; pass a file that `kvcodec compare --json` or demo wrote.")
-        rows += found
-    return rows

@@ -24,9 +24,9 @@ from kvcodec.errors import ModelError
 from kvcodec.files.params import LayerParams
 from kvcodec.integrations.transformers.recording import CacheMaker, Prefill
 from kvcodec.scheme import KVScheme
-from kvcodec_lab.eval.perplexity import EXACT_CALL_TOKENS, ROWS_AT_ONCE, Reference, positions_of
+from kvcodec_lab.eval.perplexity import EXACT_CALL_TOKENS, Reference, TokenScores, positions_of
 from kvcodec_lab.eval.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of
-from kvcodec_lab.eval.tasks.base import WindowOutput, token_ids
+from kvcodec_lab.eval.tasks.base import token_ids
 
 UNCOMPRESSED = "(uncompressed)"
 
@@ -129,7 +129,7 @@ class Reader:
                 break
         return made, held or self._held(cache)
 
-    def window(self, ids: Tensor, reference: Reference) -> tuple[WindowOutput, Held]:
+    def window(self, ids: Tensor, reference: Reference) -> tuple[TokenScores, Held]:
         """Score each token of a window ``[n]`` against the uncompressed model's ``reference`` of it.
 
         With ``exact`` the tokens of the first call (256, or half of a short window) are not scored: they attend fresh
@@ -138,16 +138,12 @@ class Reader:
         n = ids.numel()
         first = 1 if self.prefill == "decoded" else min(EXACT_CALL_TOKENS, n // 2) + 1
         if self.maker is None:
-            rows = slice(first - 1, None)
-            none = torch.zeros_like(reference.nll[rows])
-            same = torch.ones_like(none, dtype=torch.bool)
-            output = WindowOutput(reference.nll[rows], none, same, same, first)
-            return output, Held(*self._dense_size(n))
+            return reference.itself(first), Held(*self._dense_size(n))
         cache = self._cache()
         step = n if self.prefill == "decoded" else first - 1
         calls = [self._logits(cache, ids[None, a : a + step], None)[0] for a in range(0, n, step)]
         logits = torch.cat(calls)[first - 1 : -1]
-        return _against(reference, logits, first), self._held(cache)
+        return reference.compare(logits, first), self._held(cache)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -197,22 +193,6 @@ class Reader:
 
 def _holds_kv(layer: Any) -> bool:
     return isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.ndim == 4
-
-
-def _against(reference: Reference, logits: Tensor, first: int) -> WindowOutput:
-    """Compare ``logits [m, V]``, which predict the tokens from position ``first`` on, with the reference."""
-    nll, kl, top1, top5 = [], [], [], []
-    for a in range(0, logits.shape[0], ROWS_AT_ONCE):
-        q = logits[a : a + ROWS_AT_ONCE].float()
-        rows = slice(a + first - 1, a + first - 1 + q.shape[0])
-        p, best = reference.log_p[rows], reference.best[rows]
-        lse = torch.logsumexp(q, -1)
-        # sum p (ln p - ln q), with ln q = logit - lse; the rounding of equal rows may fall below 0
-        kl.append((p - q).mul_(p.exp()).sum(-1).add_(lse).clamp_min_(0.0))
-        nll.append(lse - q.gather(1, reference.targets[rows, None])[:, 0])
-        top1.append(q.argmax(-1) == best)
-        top5.append((q.topk(min(5, q.shape[1]), -1).indices == best[:, None]).any(-1))
-    return WindowOutput(torch.cat(nll), torch.cat(kl), torch.cat(top1), torch.cat(top5), first)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

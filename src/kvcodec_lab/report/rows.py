@@ -134,7 +134,7 @@ def _read_json(path: Path, otherwise: str) -> Any:
 
 
 def _read_lines(path: Path, data: bytes) -> list[Any]:
-    """JSON of each line; a last line that a killed process left torn is passed over.
+    """JSON of each line; a last line that was cut, by a killed process, is passed over.
 
     Raises
     ------
@@ -142,10 +142,12 @@ def _read_lines(path: Path, data: bytes) -> list[Any]:
         If another line is not JSON.
     """
     found = []
-    for at, raw in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+    for at, raw in enumerate(data.splitlines(keepends=True), 1):
         try:
             found.append(json.loads(raw))
         except ValueError as error:
+            if not raw.endswith(b"\n"):
+                break
             raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
     return found
 

@@ -12,9 +12,11 @@ import kvcodec
 from kvcodec.errors import KVError, SpecError, UnsupportedError
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec_lab import cli
-from kvcodec_lab.advise import run as module
+from kvcodec_lab.advise import steps
 from kvcodec_lab.advise.candidates import Candidate, check_specs, choose, default_specs
-from kvcodec_lab.advise.run import Request, advise, size
+from kvcodec_lab.advise.expected import size
+from kvcodec_lab.advise.run import advise
+from kvcodec_lab.advise.steps import Request
 from kvcodec_lab.commands.advise import memory, show
 from kvcodec_lab.eval import perplexity
 from kvcodec_lab.eval.rows import plain
@@ -112,10 +114,10 @@ def test_without_memory_the_fewest_bytes_within_the_kl_are_advised(model, advise
 
 
 def test_a_sum_that_promised_too_much_is_asked_for_more(model, advised, monkeypatch):
-    monkeypatch.setattr(module._Search, "_measure", worse(module._Search._measure, 3))
+    monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, 3))
     found = advise(model, TEXT, request_for(max_kl=0.3), output=advised[1])
     promised = sorted((r["predicted_kl"], -r["bytes"]) for r in found["finalists"] if r["predicted_kl"] is not None)
-    assert 1 < len(promised) <= module.TRIES
+    assert 1 < len(promised) <= steps.TRIES
     assert promised == sorted(promised, key=lambda p: p[1]), "less KL was bought with more bytes"
 
 
@@ -126,7 +128,7 @@ def test_a_kl_that_is_not_reached_within_the_memory_is_said(model, advised):
 
 
 def test_a_preset_that_measures_better_than_the_mixture_is_advised(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(module._Search, "_measure", worse(module._Search._measure, 100))
+    monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, 100))
     found = advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
     assert found["advised"]["spec"] == "int-2"
     assert found["layers"] == []
@@ -135,7 +137,7 @@ def test_a_preset_that_measures_better_than_the_mixture_is_advised(model, tmp_pa
 
 
 def test_what_gives_no_numbers_is_not_advised(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(module._Search, "_measure", worse(module._Search._measure, math.nan))
+    monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, math.nan))
     found = advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
     assert found["advised"]["spec"] == "int-2"
     assert found["finalists"][-1]["spec"] == "(mixture)"

@@ -33,10 +33,8 @@ class Clock:
 class ReferenceCache(LayerCache):
     """What the benches need of a fused cache, served by the reference."""
 
-    def _push(self) -> None:
+    def refresh(self) -> None:
         pass
-
-    _prepare = _push
 
 
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:

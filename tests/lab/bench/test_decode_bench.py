@@ -10,8 +10,9 @@ from kvcodec_lab.bench import decode, packed
 from kvcodec_lab.bench.attention_rivals import AttentionRival, Dense, missing
 from kvcodec_lab.bench.decode import decode_rows, ratio
 from kvcodec_lab.bench.packed import Gate
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, newest, read_rows
+from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, newest
 from kvcodec_lab.bench.shapes import Shape, sweep
+from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.stamp import stamp
 from tests.lab.bench.gpu_stubs import CPU, Clock, use_reference
 
@@ -237,7 +238,7 @@ def test_rows_of_a_file_that_was_cut(tmp_path):
     path.write_text('{"spec": "a"}\n{"spec": "b"}\n{"sp')
     assert [r["spec"] for r in read_rows([path])] == ["a", "b"]
     path.write_text('{"spec": "a"}\n{"sp\n{"spec": "b"}\n')
-    with pytest.raises(FormatError, match="line 2: not JSON"):
+    with pytest.raises(FormatError, match="line 2 is damaged"):
         read_rows([path])
 
 

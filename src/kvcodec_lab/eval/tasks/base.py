@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
+from kvcodec_lab.eval.perplexity import TokenScores
 from kvcodec_lab.models import SampleText
 
 Kind = Literal["choices", "answer", "window"]
@@ -113,25 +112,6 @@ class AnswerOutput:
 
 
 @dataclass(frozen=True)
-class WindowOutput:
-    """Numbers of each scored token ``[n]``, in order; ``first`` is the position of the first in the window.
-
-    Parameters
-    ----------
-    nll, kl : Tensor
-        Negative log-likelihood, and KL(uncompressed || this one) of the distribution that predicts the token; nats.
-    top1, top5 : Tensor of bool
-        Whether the uncompressed model's likeliest token is the likeliest here, or among the five likeliest.
-    """
-
-    nll: Tensor
-    kl: Tensor
-    top1: Tensor
-    top5: Tensor
-    first: int = 1
-
-
-@dataclass(frozen=True)
 class Source:
     """Data that was read: what it is called, and the sha256 of its bytes (of several files: one after the other)."""
 
@@ -139,7 +119,7 @@ class Source:
     sha256: str
 
 
-Output = ChoiceOutput | AnswerOutput | WindowOutput
+Output = ChoiceOutput | AnswerOutput | TokenScores
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvcodec_lab.eval.perplexity import check_positions, split_windows, tokenize
-from kvcodec_lab.eval.tasks.base import SEPARATOR, Item, Metric, Scores, Task, TaskSettings, WindowOutput, item_id
+from kvcodec_lab.eval.perplexity import TokenScores, check_positions, split_windows, tokenize
+from kvcodec_lab.eval.tasks.base import SEPARATOR, Item, Metric, Scores, Task, TaskSettings, item_id
 
 PARTS = 8
 """Parts of a window that KL and agreement are also given for."""
@@ -50,7 +50,7 @@ class Perplexity(Windows):
         "perplexity": Metric("lower", "exp of the mean loss over all scored tokens", of="nll", exp=True)
     }
 
-    def score(self, item: Item, output: WindowOutput) -> Scores:
+    def score(self, item: Item, output: TokenScores) -> Scores:
         """Sum of the loss, nats."""
         return {"nll": total(output.nll)}
 
@@ -68,7 +68,7 @@ class Divergence(Windows):
         ),
     }
 
-    def score(self, item: Item, output: WindowOutput) -> Scores:
+    def score(self, item: Item, output: TokenScores) -> Scores:
         """Sums over the window, and over eight parts of it by position."""
         scores: Scores = {}
         n, size = len(item.ids), -(-len(item.ids) // PARTS)
