@@ -53,6 +53,35 @@ def test_prefill_rows(monkeypatch):
     assert apart["least_apart_us"] - 100.0 == pytest.approx((packed + 2 * bf16 + rest) / 4.3e6, rel=0.01)
 
 
+class Engine:
+    """Names the pages that it gets; notes whether it got constants."""
+
+    ready = False
+
+    def prepare(self, roles):
+        self.ready = True
+
+    def packed(self, pages, table):
+        assert self.ready
+        return pages, table
+
+
+def test_the_operator_sees_the_history_and_the_fresh_tokens(monkeypatch):
+    monkeypatch.setattr(prefill, "attend_history", lambda q, history, scale: (q, history, scale))
+    packed = packed_operator("kivi-2", Shape("prefill", 1, 4, 2, 64, 300), CPU)
+    packed.cache.engine = Engine()
+    q, k, v = (torch.randn(1, heads, 5, 64).bfloat16() for heads in (4, 2, 2))
+    asked, (pages, first, last, sink, window, *_), scale = prefill.prefill_operator(packed, q, k, v)()
+    assert asked is q
+    assert (scale, first, last) == (64**-0.5, 0, packed.encoded["key"])
+    assert pages == (packed.cache.store.pages, packed.cache.store.table)
+    for i, (role, x) in enumerate((("key", k), ("value", v))):
+        before = packed.cache.roles[role]
+        assert torch.equal(sink[i], before.sink)
+        assert torch.equal(window[i], torch.cat([before.window, x], 2))
+        assert before.encoded + before.sink.shape[2] + before.window.shape[2] == 300
+
+
 def test_prefill_without_an_operator_says_so(monkeypatch):
     def refuse(*_):
         raise UnsupportedError("one query token at a time")
