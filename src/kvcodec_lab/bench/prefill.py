@@ -195,6 +195,8 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     cache = packed.cache
     assert cache.engine is not None
     assert cache.store is not None
+    if not cache.engine.ready:  # the cache has made no step yet
+        cache.engine.prepare(cache.roles)
     sink = packed.dense["key"][0], packed.dense["value"][0]
     # as a cache whose window holds the fresh tokens
     fresh = torch.cat([packed.dense["key"][1], k], 2), torch.cat([packed.dense["value"][1], v], 2)

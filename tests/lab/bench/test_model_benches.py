@@ -54,30 +54,31 @@ def test_prefill_rows(monkeypatch):
 
 
 class Engine:
-    """Notes what it gets."""
+    """Names the pages that it gets; notes whether it got constants."""
 
-    ready, called = False, None
+    ready = False
 
     def prepare(self, roles):
         self.ready = True
 
-    def attend_many(self, q, roles, store, **options):
-        self.called = roles, options
-        return q
+    def packed(self, pages, table):
+        assert self.ready
+        return pages, table
 
 
-def test_the_operator_sees_the_history_and_the_fresh_tokens():
+def test_the_operator_sees_the_history_and_the_fresh_tokens(monkeypatch):
+    monkeypatch.setattr(prefill, "attend_history", lambda q, history, scale: (q, history, scale))
     packed = packed_operator("kivi-2", Shape("prefill", 1, 4, 2, 64, 300), CPU)
-    packed.cache.engine = engine = Engine()
+    packed.cache.engine = Engine()
     q, k, v = (torch.randn(1, heads, 5, 64).bfloat16() for heads in (4, 2, 2))
-    assert torch.equal(prefill.prefill_operator(packed, q, k, v)(), q)
-    assert engine.ready
-    roles, options = engine.called
-    assert options["scale"] == 64**-0.5
-    for role, x in (("key", k), ("value", v)):
-        state, before = roles[role], packed.cache.roles[role]
-        assert (state.sink is before.sink, state.runs) == (True, [(0, packed.encoded[role])])
-        assert torch.equal(state.window, torch.cat([before.window, x], 2))
+    asked, (pages, first, last, sink, window, *_), scale = prefill.prefill_operator(packed, q, k, v)()
+    assert asked is q
+    assert (scale, first, last) == (64**-0.5, 0, packed.encoded["key"])
+    assert pages == (packed.cache.store.pages, packed.cache.store.table)
+    for i, (role, x) in enumerate((("key", k), ("value", v))):
+        before = packed.cache.roles[role]
+        assert torch.equal(sink[i], before.sink)
+        assert torch.equal(window[i], torch.cat([before.window, x], 2))
         assert before.encoded + before.sink.shape[2] + before.window.shape[2] == 300
 
 
