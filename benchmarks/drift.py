@@ -30,7 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
 from kvcodec.attention import rounded_queries
-from kvcodec.cache.device import FusedLayerCache, fused_refusal
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import split_specs
 from kvcodec_lab.bench.record import Deadline, Recorder, device_lost
@@ -76,7 +77,7 @@ class Found(NamedTuple):
 
 def filled(
     spec: str, batch: int, tokens: int, heads: Heads, device: torch.device, seed: int, most: int | None = None
-) -> FusedLayerCache:
+) -> DeviceCache:
     """Return a cache of distinct tokens, encoded chunk by chunk; ``most``: of a full cache's capacity, but no more."""
     generator = torch.Generator(device).manual_seed(seed)
     chunk = max(64, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (batch * heads.kv * heads.dim)))
@@ -97,7 +98,7 @@ def units(batch: int, kv_heads: int) -> list[tuple[int, int]]:
     return [(b, h % kv_heads) for i, b in enumerate(sequences) for h in dict.fromkeys((i, kv_heads - 1 - i))]
 
 
-def decoded(cache: FusedLayerCache, chosen: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+def decoded(cache: DeviceCache, chosen: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of some sequences and heads, float32 ``[T, D]``; the cache keeps those sequences alone."""
     sequences = sorted({b for b, _ in chosen})
     cache.select(torch.tensor(sequences))
@@ -112,10 +113,10 @@ def decoded(cache: FusedLayerCache, chosen: Sequence[tuple[int, int]]) -> list[t
 
 
 @torch.no_grad()
-def errors(cache: FusedLayerCache, heads: Heads, seed: int) -> dict[str, Found]:
+def errors(cache: DeviceCache, heads: Heads, seed: int) -> dict[str, Found]:
     """Compare attention with float64 over what the cache decodes to; the cache is of no use afterwards."""
     chosen, group = units(cache.batch, heads.kv), heads.query // heads.kv
-    device = cache.roles["key"].dense("sink").device
+    device = cache.roles["key"].sink.device
     generator = torch.Generator(device).manual_seed(seed + 1)
     size = (cache.batch, heads.query, 1, heads.dim)
     q = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)

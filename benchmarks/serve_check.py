@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcodec.cache.pages import read_blocks
 from kvcodec.codec import ROLES, storage_dtype
 from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import PackedLayer
+from kvcodec.integrations.vllm.layer import EngineLayer
 
 
 class Recorder:
@@ -97,7 +97,7 @@ def compare(recorder: Recorder) -> dict[str, float]:
     return found
 
 
-def _one(packed: PackedLayer, rules: Any, calls: Any, cache: Tensor, kept: Tensor) -> dict[str, float]:
+def _one(packed: EngineLayer, rules: Any, calls: Any, cache: Tensor, kept: Tensor) -> dict[str, float]:
     """The same of one request, the bytes of the blocks that it has kept."""
     length, table = calls[-1][1], calls[-1][2]
     _, k, v, out = (torch.cat(parts) for parts in zip(*(own for *_, own in calls), strict=True))
@@ -131,14 +131,14 @@ def _one(packed: PackedLayer, rules: Any, calls: Any, cache: Tensor, kept: Tenso
     return found
 
 
-def _twin(packed: PackedLayer) -> PackedLayer:
+def _twin(packed: EngineLayer) -> EngineLayer:
     """A layer on the CPU that the library makes from the same words."""
-    cache = packed.cache
-    params = {role: {n: x.cpu() for n, x in own.items()} for role, own in cache.fitted.items()}
+    site = packed.site
+    params = {role: {n: x.cpu() for n, x in own.items()} for role, own in site.fitted.items()}
     given = {
-        "layer": cache.layer, "heads": packed.heads, "head_dim": packed.head_dim, "dtype": packed.dtype,
-        "device": torch.device("cpu"), "first_head": cache.first_head, "seed": cache.seed, "params": params or None,
+        "layer": site.layer, "heads": packed.heads, "head_dim": packed.head_dim, "dtype": packed.dtype,
+        "device": torch.device("cpu"), "first_head": site.first_head, "seed": site.seed, "params": params or None,
     }  # fmt: skip
     if isinstance(packed, GroupedLayer):
         return GroupedLayer(packed.scheme, slots=1, **given)
-    return PackedLayer(packed.scheme, **given)
+    return EngineLayer(packed.scheme, **given)

@@ -104,7 +104,8 @@ def fitted(scheme: Any, folder: Path, path: Path) -> Path:
     from transformers import AutoConfig
 
     from kvcodec.codec import ROLES, Site
-    from kvcodec.files.params import FittedParams, identify, sites_to_fit
+    from kvcodec.files.params import FittedParams, sites_to_fit
+    from kvcodec.integrations.transformers.identity import identify
 
     model = identify(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(SEED)

@@ -9,7 +9,7 @@ import kvcodec
 
 torch.manual_seed(0)
 keys, values = torch.randn(2, 1, 4, 512, 128)  # [batch, kv_heads, tokens, head_dim]
-keys[..., 7] *= 20  # one loud channel, as many models' keys have
+keys[..., 7] *= 20  # one large channel, as in the keys of many models
 
 print(f"{'spec':14}{'bytes':>9}{'bits':>7}{'key error':>11}")
 for spec in kvcodec.presets():

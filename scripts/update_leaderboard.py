@@ -74,7 +74,7 @@ def write_figure(runs: Runs, path: Path) -> bool:
     panels = plots(runs)
     if panels:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pictures.write(panels, path, size=(8.0, 6.4))
+        pictures.write(panels, path)
     return bool(panels)
 
 

@@ -12,6 +12,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     speed       the speed sentence, from the rows in benchmarks/results/nvidia-h200/
     kernels     speed-up of every preset with a kernel, break-even lengths, and SPEED_FIGURE, from DECODE there
     generate    the same through generate, from GENERATE_FILE there
+    vllm        vLLM's own decode attention, from VLLM_ATTENTION
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
     laboratory  the same of src/kvcodec_lab
@@ -62,6 +63,8 @@ GENERATE = "qwen3_8b_b1_32k"
 BOARD = Path("benchmarks/results/eval")
 BOARD_RUNS = ("smollm2-135m", "smollm2-135m-stressed")
 """The plain and the stressed run that the sentences quote."""
+
+VLLM_ATTENTION = SPEED / "vllm_attention.json"
 
 SERVE_FILE = "serve.json"
 SERVE_LOAD = {"input_len": 16384, "output_len": 1024, "concurrency": 256}
@@ -168,7 +171,7 @@ def write_figure(root: Path) -> bool:
     """Draw SPEED_FIGURE if there are rows for it; whether there are."""
     points = speed_points(decode_rows(root))
     if points:
-        pictures.write(figures.speed(points), root / SPEED_FIGURE, size=(4.6, 4.6))
+        pictures.write(figures.speed(points), root / SPEED_FIGURE)
     return bool(points)
 
 
@@ -260,6 +263,21 @@ def board_block(root: Path) -> str:
         return "\n".join(f"- {sentence}" for sentence in sentences(*(runs[name] for name in BOARD_RUNS)))
     except FormatError as error:
         raise MissingResultError(str(error)) from error
+
+
+def vllm_block(root: Path) -> str:
+    """Table: microseconds of vLLM's own decode attention, beside the preset of the sentence."""
+    if not (root / VLLM_ATTENTION).is_file():
+        raise MissingResultError(f"{VLLM_ATTENTION} does not exist; it was measured once, apart from the bench.")
+    rows = rows_of(root / VLLM_ATTENTION)
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    ours = [median_of(decode_rows(root), "decode_us_cold", shape)[0] for shape in shapes]
+    times = {f"`{SPEED_SPEC}`, this library": ours}
+    for row in rows:
+        times.setdefault(str(row["form"]), []).append(row["values"]["p50"])
+    out = [f"| microseconds, cold | {' | '.join(SPEED_TITLES[s] for s in shapes)} |", f"|---{'|---:' * len(shapes)}|"]
+    out += [f"| {name} | {' | '.join(f'{x:,.0f}' for x in values)} |" for name, values in times.items()]
+    return "\n".join(out)
 
 
 def engine_block(root: Path) -> str:
@@ -432,6 +450,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "speed": (Path("docs/speed.md"), speed_block),
     "kernels": (Path("docs/speed.md"), kernels_block),
     "generate": (Path("docs/speed.md"), generate_block),
+    "vllm": (Path("docs/speed.md"), vllm_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),
     "laboratory": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec_lab")),

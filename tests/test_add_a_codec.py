@@ -168,7 +168,7 @@ def test_the_conformance_suite_takes_it_up_and_passes(copy):
 
 
 def test_the_short_example_runs_and_prints_its_true_bits():
-    out = run(str(ROOT / "examples" / "04_my_codec.py"))
+    out = run(str(ROOT / "examples" / "03_my_codec.py"))
     bits = {line.split()[0]: float(line.split()[1]) for line in out.splitlines()}
     assert list(bits) == ["sign:window=0", "sign", "saw-int4", "dense"]
     assert 1 + 16 / 128 < bits["sign:window=0"] < 1.2  # a whole number of pages, and the table

@@ -30,7 +30,7 @@ MAY_IMPORT = (
         "kernels": {*CONTRACT, "ops", "codecs", "attention", "cache", "files", "kernels", "progress"},
         "compressed": {*CONTRACT},
         "description": {*CONTRACT, "kernels"},
-        "files": {*CONTRACT, "cache", "files", "integrations"},  # a model's layers are the integration's to read
+        "files": {*CONTRACT, "cache", "files"},
     }
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )

@@ -11,18 +11,17 @@ import kvcodec
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import FitError, FormatError, SpecError
-from kvcodec.files import container as sealed
+from kvcodec.files import container
 from kvcodec.files.params import (
     KIND,
     FittedParams,
     _layout_versions,
-    identify,
-    load_params,
     match_params,
     read_params,
     same_weights,
 )
 from kvcodec.integrations.transformers import layers
+from kvcodec.integrations.transformers.identity import identify, load_params
 from kvcodec_lab.fit import fit_model
 from tests.lab.eval.leaning import leaning
 from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_loaded
@@ -263,7 +262,7 @@ def resave(path, change, *, seal=True):
     tensors = load_file(path)
     change(header)
     if seal:
-        header["sha256"] = sealed.digest({k: v for k, v in header.items() if k != "sha256"}, tensors)
+        header["sha256"] = container.digest({k: v for k, v in header.items() if k != "sha256"}, tensors)
     save_file(tensors, path, metadata={KIND.mark: json.dumps(header, sort_keys=True)})
 
 
@@ -338,7 +337,7 @@ def test_a_failed_write_leaves_the_old_file(fitted, saved, monkeypatch):
         path.write_bytes(b"half a file")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(sealed, "save_file", full)
+    monkeypatch.setattr(container, "save_file", full)
     with pytest.raises(OSError, match=r"cannot write .*no space left"):
         fitted[SPECS[0]].save(saved)
     assert saved.read_bytes() == before

@@ -4,6 +4,7 @@ The specification that every fused kernel is tested against. Peak extra memory i
 the history.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -174,13 +175,46 @@ def attend(
             raise ShapeError(f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must.")
         mask = mask.expand(*mask.shape[:-1], total)
     scale = d**-0.5 if scale is None else scale
-    out: Partial | None = None
     rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
-    for first in range(0, total, chunk):
-        last = min(first + chunk, total)
-        k, v = cache.decode(first, last)
-        part = partial(rounded, k, v, scale, _bias(q, mask, causal, first, last, total), softcap)
-        out = part if out is None else merge(out, part)
+    parts = (cache.decode(first, min(first + chunk, total)) for first in range(0, total, chunk))
+    return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+
+
+def attend_parts(
+    q: Tensor,
+    parts: Iterable[tuple[Tensor, Tensor]],
+    total: int,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attention of the newest queries over decoded keys and values that come part by part.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis, rounded already where the codec rounds queries (``rounded_queries``).
+    parts : iterable of (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``)
+        Keys and values, oldest first; at least one.
+    total : int
+        Tokens of all parts.
+    scale : float
+    mask, causal, sinks, softcap
+        As ``attend``.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    b, hq, n, _ = q.shape
+    first, out = 0, None
+    for k, v in parts:
+        last = first + k.shape[2]
+        part = partial(q, k, v, scale, _bias(q, mask, causal, first, last, total), softcap)
+        out, first = part if out is None else merge(out, part), last
     assert out is not None
     if sinks is not None:
         logit = sinks.float().reshape(1, hq, 1).expand(b, hq, n)

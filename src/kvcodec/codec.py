@@ -18,9 +18,10 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -37,6 +38,8 @@ Payload = Mapping[str, Tensor]
 """The packed bits: exactly ``layout(D).fields``, each ``[B, H, M, *field.shape]``."""
 
 FP16_MAX = 65504.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -215,15 +218,20 @@ class Dense(Codec):
 
 @dataclass
 class _Held:
-    constants: Params
+    value: Any
+    tensors: tuple[Tensor, ...]
     asked: int
-    """When they were asked for last."""
+    """When it was asked for last."""
+
+
+def _values(constants: Params) -> Iterable[Tensor]:
+    return constants.values()
 
 
 class Shared:
-    """Constants that are built once in a process and shared by all caches; nobody writes them.
+    """What is built once in a process of constants that all caches share; nobody writes them.
 
-    The ones that were not asked for the longest leave when all together are larger than a limit.
+    What was not asked for the longest leaves when all tensors together are larger than a limit.
 
     Parameters
     ----------
@@ -234,49 +242,66 @@ class Shared:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._held: dict[Hashable, _Held] = {}
+        self._uses: Counter[Tensor] = Counter()  # one tensor may be held by several: its bytes count once
         self._bytes = self._asked = 0
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, device: torch.device, build: Callable[[], Params]) -> Params:
+    def get(
+        self,
+        key: Hashable,
+        device: torch.device,
+        build: Callable[[], T],
+        tensors: Callable[[T], Iterable[Tensor]] = _values,  # type: ignore[assignment]  # of Params
+    ) -> T:
         """Return what ``build`` made for this key, now or before.
 
         Parameters
         ----------
         key
-            Everything that the constants depend on, the device included.
+            Everything that it depends on, the device included.
         device : torch.device
-            Where they are.
+            Where its tensors are.
         build : callable
+        tensors : callable
+            Gives the tensors of what was built; by default it is a mapping of them.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return build()  # its memory is the graph's, which every replay writes
         with self._lock:
             if (held := self._held.get(key)) is not None:  # one look: to hash and to compare a key takes its time
                 held.asked = self._asked = self._asked + 1
-                return held.constants
+                found: T = held.value
+                return found
         with torch.inference_mode(False), torch.no_grad():  # or they could never be used outside of it
             built = build()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # other streams will read them
         with self._lock:
             self._asked += 1
-            if key not in self._held:  # another thread may have been faster
-                self._held[key] = _Held(built, self._asked)
-                self._bytes += _size(built)
-                while self._bytes > self.limit and len(self._held) > 1:
-                    oldest = min(self._held, key=lambda one: self._held[one].asked)
-                    self._bytes -= _size(self._held.pop(oldest).constants)
-            return self._held[key].constants
+            if key in self._held:  # another thread was faster
+                other: T = self._held[key].value
+                return other
+            self._held[key] = _Held(built, tuple(tensors(built)), self._asked)
+            for tensor in self._held[key].tensors:
+                self._bytes += 0 if self._uses[tensor] else tensor.nbytes
+                self._uses[tensor] += 1
+            while self._bytes > self.limit and len(self._held) > 1:
+                self._forget(min(self._held, key=lambda one: self._held[one].asked))
+            return built
+
+    def _forget(self, key: Hashable) -> None:
+        for tensor in self._held.pop(key).tensors:
+            self._uses[tensor] -= 1
+            if not self._uses[tensor]:
+                del self._uses[tensor]
+                self._bytes -= tensor.nbytes
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all of it."""
         with self._lock:
             self._held.clear()
+            self._uses.clear()
             self._bytes = 0
-
-
-def _size(constants: Params) -> int:
-    return sum(tensor.nbytes for tensor in constants.values())
 
 
 SHARED = Shared(512 << 20)

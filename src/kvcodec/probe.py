@@ -15,7 +15,7 @@ where outlier channels are the reason (``OUTLIERS``): what is merely coarse is a
 weights the error of the scores is known (``key_bias``); where that is small the probe says nothing: it does not know
 which channels queries look at.
 
-On a GPU nothing but a copy of the sample is made while a layer is filled. ``settle`` judges all layers at once, their
+On a GPU nothing but the sample is kept while a layer is filled. ``settle`` judges all layers at once, their
 heads side by side as if they were one layer's: some hundred launches and one host sync, whatever the model's depth. The
 kernels encode there, where they serve the layers, and the codec decodes what they wrote.
 """
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
@@ -42,6 +43,8 @@ OUTLIERS = 10.0
 """outlier_ratio from which a broken codec is refused: keys without outlier channels have up to 6, others hundreds."""
 SAMPLE_TOKENS = 256
 FEWEST_TOKENS = 16
+VIEW = 4
+"""Until ``settle`` a sample is held as a view where that keeps at most so many times its memory alive; else a copy."""
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
 """Presets tried, in order of size, when the chosen one breaks."""
 
@@ -140,11 +143,13 @@ class OutlierProbe:
         known = layer in self.found or any(noted.layer == layer for noted in self.noted)
         if known or isinstance(state.codec, Dense) or keys.shape[-1] % 4:
             return
-        unit = int(getattr(cache, "unit", state.codec.block_tokens))
+        unit = cache.unit if isinstance(cache, DeviceCache) else state.codec.block_tokens
         tokens = min(keys.shape[2], max(SAMPLE_TOKENS, unit)) // unit * unit
         if tokens < FEWEST_TOKENS or state.params is None:
             return
-        sample = keys[:1, :, -tokens:].to(storage_dtype(keys.dtype), copy=True)
+        sample = keys[:1, :, -tokens:].to(storage_dtype(keys.dtype))
+        if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
+            sample = sample.clone()
         self.noted.append(_Noted(layer, cache, sample))
         if not waits(keys):
             self.settle()
@@ -159,8 +164,9 @@ class OutlierProbe:
         fresh = [one for one in self.noted if one.layer not in self.measured]
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
-            state, engine = one.cache.roles["key"], getattr(one.cache, "engine", None)
-            alike = state.codec, getattr(engine, "target", ""), one.sample.shape, one.sample.device
+            engine = one.cache.engine if isinstance(one.cache, DeviceCache) else None
+            written = "" if engine is None else engine.encode_spec
+            alike = one.cache.roles["key"].codec, written, one.sample.shape, one.sample.device
             groups.setdefault(alike, []).append(one)
         for group in groups.values():
             for part in _foldable(group):
@@ -224,8 +230,10 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
     states = [cache.roles["key"] for cache in caches]
     codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
     params = _side_by_side(codec, constants, keys.shape[3])
-    engine = getattr(caches[0], "engine", None)
-    payload = None if engine is None else engine.encode_side_by_side(keys, [c.engine for c in caches], caches[0].store)  # type: ignore[attr-defined]
+    engines = [c.engine for c in caches if isinstance(c, DeviceCache) and c.engine is not None]
+    payload, store = None, caches[0].store
+    if len(engines) == len(caches) and store is not None:
+        payload = engines[0].encode_side_by_side(keys, engines, store)
     if payload is None:  # nobody may have looked for NaN and Inf yet
         x = keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX)
         payload = codec.encode(codec.to_code(x, params), params)

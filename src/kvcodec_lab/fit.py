@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import FitError, ModelError
-from kvcodec.files.params import FittedParams, identify, sites_to_fit
+from kvcodec.files.params import FittedParams, sites_to_fit
 from kvcodec.integrations.transformers.recording import watched
 from kvcodec.progress import Progress
 from kvcodec.registry import get
@@ -134,7 +134,9 @@ def fit_model(
     >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
     >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
     """
-    from kvcodec.integrations.transformers.plan import check_layouts, plan_for  # needs transformers
+    from kvcodec.integrations.transformers.cache import check_layouts  # needs transformers
+    from kvcodec.integrations.transformers.identity import identify
+    from kvcodec.integrations.transformers.plan import plan_for
 
     scheme, shown = get(spec), progress or Progress(False)
     check_fit(scheme, text, window_tokens)

@@ -255,7 +255,7 @@ def test_keys_leave_one_by_one_and_values_in_groups_of_32():
         now = {role: cache.roles[role].encoded for role in before}
         assert now["key"] == scheme.encoded_tokens("key", 128 + step) == step
         assert now["value"] == scheme.encoded_tokens("value", 128 + step) == step // 32 * 32
-        assert 96 <= cache.roles["value"].dense("window").shape[2] <= 127
+        assert 96 <= cache.roles["value"].window.shape[2] <= 127
         if now["value"] != before["value"]:
             leaving.append(step)
         before = now

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.cache.device import fused_refusal
+from kvcodec.cache.fused import fused_refusal
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache.device import fused_refusal
+from kvcodec.cache.fused import fused_refusal
 from kvcodec.codec import roundtrip
 from kvcodec.codecs.hessian import HessianRotated
 from kvcodec.codecs.kmeans_residual import KMeansResidual

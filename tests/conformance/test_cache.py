@@ -34,8 +34,8 @@ def assert_same(cache: kvcodec.LayerCache, other: kvcodec.LayerCache) -> None:
     for role, state in cache.roles.items():
         twin = other.roles[role]
         assert state.runs == twin.runs
-        assert same_bits(state.dense("sink"), twin.dense("sink").contiguous())
-        assert same_bits(state.dense("window"), twin.dense("window").contiguous())
+        assert same_bits(state.sink, twin.sink.contiguous())
+        assert same_bits(state.window, twin.window.contiguous())
 
 
 def filled(scheme, k, v, *cuts: int, **options) -> kvcodec.LayerCache:
@@ -225,7 +225,7 @@ def test_random_operations_equal_the_same_on_decoded_tokens(scheme, data):
             for name, a, b in zip(("keys", "values"), cache.decode(), model.decode(), strict=True):
                 assert torch.equal(a, b), f"{name} after {kind}({size}, {extra})"
         for role, state in cache.roles.items():
-            held = (state.dense("sink").shape[2], state.encoded, state.dense("window").shape[2])
+            held = (state.sink.shape[2], state.encoded, state.window.shape[2])
             expected = model.roles[role]
             assert held == (len(expected.sink), len(expected.encoded), len(expected.window)), role
         assert sum(cache.nbytes().values()) == sum(t.untyped_storage().nbytes() for t in cache.tensors())
@@ -271,10 +271,10 @@ def test_sinks_are_the_first_positions_not_the_first_that_are_left(scheme):
     cache.append(*kv(6, batch=1, heads=1, dim=dim))
     cache.crop(2)
     cache.append(*kv(5, batch=1, heads=1, dim=dim, seed=1))
-    assert cache.roles["key"].dense("sink").shape[2] == 4
+    assert cache.roles["key"].sink.shape[2] == 4
     cache.evict(3)
     cache.append(*kv(5, batch=1, heads=1, dim=dim, seed=2))
-    assert (cache.roles["key"].dense("sink").shape[2], cache.start, len(cache)) == (1, 3, 9)
+    assert (cache.roles["key"].sink.shape[2], cache.start, len(cache)) == (1, 3, 9)
 
 
 @pytest.mark.parametrize("rounds", [40])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvcodec
-from kvcodec.files import container as sealed
+from kvcodec.files import container
 from kvcodec.files.caches import KIND, load_layers, save_layers
 
 from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
@@ -121,7 +121,7 @@ def resave(path, header, tensors, *, sign: bool = True) -> None:
     """Write a changed file, with a fitting sha256 unless told not to."""
     header = {k: v for k, v in header.items() if k != "sha256" or not sign}
     if sign:
-        header["sha256"] = sealed.digest(header, tensors)
+        header["sha256"] = container.digest(header, tensors)
     save_file(tensors, path, metadata={KIND.mark: json.dumps(header, sort_keys=True)})
 
 
@@ -226,7 +226,7 @@ def test_a_failed_write_leaves_the_old_file(saved, monkeypatch):
         path.write_bytes(b"half a file")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(sealed, "save_file", full)
+    monkeypatch.setattr(container, "save_file", full)
     with pytest.raises(OSError, match=r"cannot write .*no space left"):
         save_layers(saved, load_layers(saved)[0], {})
     assert saved.read_bytes() == before
@@ -241,7 +241,7 @@ def test_paths_that_cannot_be_written_say_why(tmp_path, monkeypatch):
         save_layers(tmp_path / "file" / "c", [], {})
     with pytest.raises(IsADirectoryError, match="name a file in it"):
         save_layers(tmp_path, [], {})
-    monkeypatch.setattr(sealed.os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(container.os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(PermissionError, match="is not writable"):
         save_layers(tmp_path / "c", [], {})
 

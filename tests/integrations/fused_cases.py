@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError

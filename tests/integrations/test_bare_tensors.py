@@ -7,7 +7,7 @@ import torch
 
 import kvcodec
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "05_bare_tensors.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "04_bare_tensors.py"
 
 
 def test_example_runs() -> None:

@@ -10,7 +10,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES, Role, roundtrip
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.integrations.vllm.pending import PendingGroups
 
 CPU = torch.device("cpu")
 HEADS, DIM, UNIT, BLOCK = 2, 64, 32, 64
@@ -49,15 +49,15 @@ def pool(layer: GroupedLayer, blocks: int = 12) -> torch.Tensor:
     return torch.full((blocks, layer.heads, BLOCK, layer.token_bytes), 0xFF, dtype=torch.uint8)
 
 
-def staging(layer: GroupedLayer, rows: int = 4) -> Staging:
-    return Staging(layer.slots, layer.unit, BLOCK, rows, CPU)
+def pending_of(layer: GroupedLayer, rows: int = 4) -> PendingGroups:
+    return PendingGroups(layer.slots, layer.unit, BLOCK, rows, CPU)
 
 
-def put(staged: Staging, row: list[int], length: int, new: int) -> torch.Tensor:
+def put(pending: PendingGroups, row: list[int], length: int, new: int) -> torch.Tensor:
     """Announce a step of one request; its table."""
     table = torch.tensor([row], dtype=torch.int32)
     lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32)
-    staged.put(table, lengths, starts, torch.zeros(new, dtype=torch.int64))
+    pending.put(table, lengths, starts, torch.zeros(new, dtype=torch.int64))
     return table
 
 
@@ -66,13 +66,13 @@ def fed(
 ) -> torch.Tensor:
     """Outputs of all tokens, which come in chunks of these sizes."""
     q, k, v = tokens()
-    staged, out, at = staging(layer), [], first
+    pending, out, at = pending_of(layer), [], first
     attend = layer.prefill_own if kernels else layer.attend_own
     for n in cuts:
         part = slice(at, at + n)
         at += n
-        row = put(staged, ROW, at, n)[0]
-        own = layer.take_chunk(k[part], v[part], cache, row, at, staged.slot[:1], kernels=kernels)
+        row = put(pending, ROW, at, n)[0]
+        own = layer.take_chunk(k[part], v[part], cache, row, at, pending.slot[:1], kernels=kernels)
         assert own["key"].shape[2] == at - (at - n) // UNIT * UNIT
         out.append(attend(q[part], cache, row, at, rules, own))
     assert at == TOTAL
@@ -84,7 +84,7 @@ def plain(layer: GroupedLayer, rules: Rules) -> torch.Tensor:
     q, k, v = tokens()
     decoded = []
     for role, x in zip(ROLES, (k, v), strict=True):
-        state = layer.cache.roles[role]
+        state = layer.roles[role]
         whole = x[: TOTAL // UNIT * UNIT].transpose(0, 1)[None]
         assert state.params is not None
         decoded.append(roundtrip(state.codec, whole, state.params)[0].transpose(0, 1).half())
@@ -132,7 +132,7 @@ def test_pages_hold_the_librarys_bytes(spec: str) -> None:
     cache, (_, k, v) = pool(layer), tokens()
     found = fed(layer, cache, CUTS["across"], RULES["plain"])
     torch.testing.assert_close(found.double(), plain(layer, RULES["plain"]), rtol=0, atol=2e-3)
-    library = LayerCache(layer.scheme, layer=3, page_tokens=BLOCK, params=layer.cache.fitted)
+    library = LayerCache(layer.scheme, layer=3, page_tokens=BLOCK, params=layer.site.fitted)
     whole = TOTAL // UNIT * UNIT
     library.append(*(x[:whole].transpose(0, 1)[None] for x in (k, v)))
     store, (layout, pages) = library.store, layer.pages(cache)
@@ -170,7 +170,7 @@ def test_groups_with_a_row_that_cannot_be_stored_are_zero_bytes() -> None:
     bad_k, bad_v = k.clone(), v.clone()
     bad_k[40, 1, 3], bad_v[5, 0, 2] = torch.nan, 1e6
     for into, keys, values in ((clean, k, v), (cache, bad_k, bad_v)):
-        layer.take_chunk(keys, values, into, put(staging(layer), ROW, 64, 64)[0], 64, torch.tensor([0]))
+        layer.take_chunk(keys, values, into, put(pending_of(layer), ROW, 64, 64)[0], 64, torch.tensor([0]))
     layout, pages = layer.pages(cache)
     _, wanted = layer.pages(clean)
     for plane in layout.planes:
@@ -185,15 +185,15 @@ def test_half_of_the_heads_write_the_same_bytes() -> None:
     k, v = tokens(64, heads=4)[1:]
     both = made(SPECS[0], heads=4)
     whole = pool(both)
-    both.take_chunk(k, v, whole, put(staging(both), ROW, 64, 64)[0], 64, torch.tensor([0]))
+    both.take_chunk(k, v, whole, put(pending_of(both), ROW, 64, 64)[0], 64, torch.tensor([0]))
     for first in (0, 2):
         part = made(SPECS[0], first_head=first)
         cache, own = pool(part), slice(first, first + 2)
-        part.take_chunk(k[:, own], v[:, own], cache, put(staging(part), ROW, 64, 64)[0], 64, torch.tensor([0]))
+        part.take_chunk(k[:, own], v[:, own], cache, put(pending_of(part), ROW, 64, 64)[0], 64, torch.tensor([0]))
         assert torch.equal(cache, whole[:, own])
 
 
 def test_slots_are_counted() -> None:
     layer = made(SPECS[0], slots=5)
-    assert layer.staged_bytes == 2 * 6 * HEADS * UNIT * DIM * 2
-    assert made(SPECS[0], dtype=torch.float32).staged["key"].dtype == torch.float16
+    assert layer.pending_bytes == 2 * 6 * HEADS * UNIT * DIM * 2
+    assert made(SPECS[0], dtype=torch.float32).slot_rows["key"].dtype == torch.float16

@@ -225,7 +225,5 @@ def test_what_a_call_needs_is_bounded() -> None:
             torch.cuda.reset_peak_memory_stats()
             out = layer.attend(q)
             torch.cuda.synchronize()
-        from kvcodec.cache.many import workspace_bytes
-
         assert torch.cuda.memory_allocated() - before <= out.nbytes + 512
-        assert torch.cuda.max_memory_allocated() - before <= workspace_bytes(layer, q) + out.nbytes
+        assert torch.cuda.max_memory_allocated() - before <= layer.chunk_workspace_bytes(q) + out.nbytes

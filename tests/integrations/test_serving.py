@@ -10,7 +10,7 @@ import kvcodec
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.integrations.vllm.options import check_command, read_options
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
 from kvcodec.scheme import mix_of
@@ -21,10 +21,10 @@ SERVED = [name for name, why in verdicts(kvcodec.presets()).items() if not why]
 SPECS = ("saw-int4", "fp8", "hqmq-s24_r3", "octopus-3:window=0", "octopus-qjl-2:window=0", "ultra-tq", "q4_0", "dense")
 
 
-def made(spec: str, **options: Any) -> PackedLayer:
+def made(spec: str, **options: Any) -> EngineLayer:
     scheme = kvcodec.get(spec).for_layer(3, 8)
     given = {"layer": 3, "heads": HEADS, "head_dim": DIM, "dtype": torch.float16, "device": CPU, **options}
-    return PackedLayer(scheme, **given)
+    return EngineLayer(scheme, **given)
 
 
 def rows(heads: int = HEADS, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +32,7 @@ def rows(heads: int = HEADS, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.
     return k, v
 
 
-def pool(layer: PackedLayer, blocks: int = 12) -> torch.Tensor:
+def pool(layer: EngineLayer, blocks: int = 12) -> torch.Tensor:
     """Blocks as vLLM allocates them, full of bytes that nobody wrote."""
     return torch.full((blocks, layer.heads, BLOCK, layer.token_bytes), 0xFF, dtype=torch.uint8)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.codec import ROLES, Dense
 from kvcodec.codecs.hqmq import Hqmq

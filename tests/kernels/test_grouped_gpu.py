@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.integrations.vllm.pending import PendingGroups
 from tests.integrations.test_groups import BLOCK, HEADS, RULES, SINKS, SPECS, UNIT, made, pool, tokens
 
 pytestmark = [
@@ -26,10 +26,10 @@ class Served:
         if rules.sinks is not None:
             rules = rules._replace(sinks=rules.sinks.to(device))
         self.rules, self.kernels, self.device = rules, kernels, device
-        params = made(spec).cache.fitted
+        params = made(spec).site.fitted
         self.layer = made(spec, device=device, params=params)
         self.cache = pool(self.layer).to(device)
-        self.staged = Staging(self.layer.slots, UNIT, BLOCK, ROWS, device)
+        self.pending = PendingGroups(self.layer.slots, UNIT, BLOCK, ROWS, device)
         self.data = [[x.to(device) for x in tokens(seed=i)] for i in range(3)]
         self.blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
         self.table = torch.zeros(ROWS, COLUMNS, dtype=torch.int32, device=device)
@@ -51,14 +51,14 @@ class Served:
 
     def put(self, requests: Any) -> None:
         where = torch.zeros(len(self.data[0][0]), dtype=torch.int64, device=self.device)
-        self.staged.put(self.table, self.lengths, self.starts, where, requests)
+        self.pending.put(self.table, self.lengths, self.starts, where, requests)
 
     def prompt(self, r: int, first: int, last: int) -> torch.Tensor:
         q, k, v = (x[first:last] for x in self.data[r])
         self.announce([r], [last], last - first)
         self.put([r])
         row, layer = self.table[0], self.layer
-        own = layer.take_chunk(k, v, self.cache, row, last, self.staged.slot[:1], kernels=self.kernels)
+        own = layer.take_chunk(k, v, self.cache, row, last, self.pending.slot[:1], kernels=self.kernels)
         attend = layer.prefill_own if self.kernels else layer.attend_own
         return attend(q, self.cache, row, last, self.rules, own)
 
@@ -67,7 +67,7 @@ class Served:
             to[: len(newest)] = torch.stack([self.data[r][part][t] for r, t in newest])
 
     def step(self, space: torch.Tensor) -> torch.Tensor:
-        given = (self.cache, self.table, self.lengths, self.staged, self.rules, space)
+        given = (self.cache, self.table, self.lengths, self.pending, self.rules, space)
         return self.layer.step_groups(self.q, self.k, self.v, *given)
 
 
@@ -92,7 +92,7 @@ def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:
     space = torch.empty(-(-size // 4), device=device)
     replay, out = (lambda: None), torch.empty(0)
     if graph:
-        there.staged.blank(ROWS)
+        there.pending.blank(ROWS)
         there.step(space)  # programs are loaded outside of a graph
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
@@ -136,5 +136,5 @@ def test_slots_by_their_block_need_no_synchronisation() -> None:
         served.announce([1], [length], 1)
         with unsynchronised():
             served.put(None)
-        assert int(served.staged.held[0]) == (length - 1) % UNIT + 1
-        assert int(served.staged.slot[0]) < served.layer.slots
+        assert int(served.pending.dense_len[0]) == (length - 1) % UNIT + 1
+        assert int(served.pending.slot[0]) < served.layer.slots

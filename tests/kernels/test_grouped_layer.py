@@ -7,7 +7,7 @@ import torch
 
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.kernels import history_groups as prefill_groups
 from tests.integrations.test_groups import (
     BLOCK,
@@ -74,14 +74,14 @@ class Batch:
         self.rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
         self.data = [tokens(seed=i) for i in range(3)]
         self.caches = [pool(self.layer) for _ in range(2)]
-        self.staged = Staging(self.layer.slots, UNIT, BLOCK, 5, CPU)
+        self.pending = PendingGroups(self.layer.slots, UNIT, BLOCK, 5, CPU)
         self.own: GroupedLayer = made(spec)  # its slots are the reference's
         for i, (length, (_, k, v)) in enumerate(zip(lengths, self.data, strict=True)):
             if length:
                 slot = torch.tensor([i])
                 row = torch.tensor(self.rows[i], dtype=torch.int32)
                 self.put([i], [length])
-                self.layer.take_chunk(k[:length], v[:length], self.caches[0], row, length, self.staged.slot[:1])
+                self.layer.take_chunk(k[:length], v[:length], self.caches[0], row, length, self.pending.slot[:1])
                 self.own.take_chunk(k[:length], v[:length], self.caches[1], row, length, slot)
         columns = 5
         size = self.layer.workspace_bytes(4, 2 * HEADS, self.caches[0], columns, rules)
@@ -93,7 +93,7 @@ class Batch:
             table[i, :3] = torch.tensor(self.rows[r])
         lengths = torch.tensor([self.lengths[r] for r in which] + [0] * padding, dtype=torch.int32)
         starts = torch.tensor([0, *new, *[0] * padding]).cumsum(0).int()
-        self.staged.put(table, lengths, starts, torch.zeros(sum(new), dtype=torch.int64))
+        self.pending.put(table, lengths, starts, torch.zeros(sum(new), dtype=torch.int64))
         return table, lengths
 
     def step(self, which: list[int], padding: int) -> None:
@@ -103,7 +103,7 @@ class Batch:
         last = [(r, self.lengths[r] - 1) for r in which]
         newest = [torch.stack([self.data[r][part][t] for r, t in last]) for part in range(3)]
         q, k, v = (torch.cat([x, x[:1].expand(padding, -1, -1)]) for x in newest)
-        given = (self.caches[0], table, lengths, self.staged, self.rules, self.space)
+        given = (self.caches[0], table, lengths, self.pending, self.rules, self.space)
         found = self.layer.step_groups(q, k, v, *given)
         for i, (r, t) in enumerate(last):
             row, slot = torch.tensor(self.rows[r], dtype=torch.int32), torch.tensor([r])
@@ -128,10 +128,10 @@ def test_decoding_is_the_references(spec: str, rules: str) -> None:
 def test_a_captured_batch_without_requests_writes_nothing() -> None:
     batch = Batch(SPECS[0], RULES["plain"], [5, 0, 0])
     layer, cache = batch.layer, batch.caches[0]
-    before = [cache.clone(), *(layer.staged[r][: layer.slots].clone() for r in ("key", "value"))]
-    batch.staged.blank(3)
+    before = [cache.clone(), *(layer.slot_rows[r][: layer.slots].clone() for r in ("key", "value"))]
+    batch.pending.blank(3)
     q, k, v = (x[:3] for x in batch.data[0])
     table, lengths = torch.zeros(3, 5, dtype=torch.int32), torch.full((3,), 320, dtype=torch.int32)
-    layer.step_groups(q, k, v, cache, table, lengths, batch.staged, batch.rules, batch.space)
-    after = [cache, *(layer.staged[r][: layer.slots] for r in ("key", "value"))]
+    layer.step_groups(q, k, v, cache, table, lengths, batch.pending, batch.rules, batch.space)
+    after = [cache, *(layer.slot_rows[r][: layer.slots] for r in ("key", "value"))]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

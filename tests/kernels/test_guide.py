@@ -1,4 +1,4 @@
-"""Programs of the documentation that need a GPU, run on the emulated one: generate, a reader of one's own."""
+"""Programs of the documentation that need a GPU, on the emulated one: generating in the kernels, and a reader."""
 
 import re
 import sys

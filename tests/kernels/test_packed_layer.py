@@ -7,7 +7,7 @@ import torch
 
 from kvcodec.attention import partial
 from kvcodec.integrations.vllm import layer as served
-from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Scored
@@ -30,7 +30,7 @@ def places(where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return page.int(), place.int()
 
 
-def filled(layer: PackedLayer, tokens: int = TOKENS) -> torch.Tensor:
+def filled(layer: EngineLayer, tokens: int = TOKENS) -> torch.Tensor:
     cache, (k, v) = pool(layer), rows()
     layer.write(k[:tokens], v[:tokens], cache, slots(0, tokens))
     return cache

@@ -10,14 +10,13 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.attention import Seen, attend
-from kvcodec.cache import many as staged
-from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers import attention as attention_module
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
-from kvcodec.integrations.transformers.layers import PackedLayer
+from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
@@ -282,7 +281,7 @@ def test_what_queries_see(name: str, spec: str, machine: dict[str, Any], monkeyp
             monkeypatch.setattr(prefill, "STAGING_BYTES", staging)
             monkeypatch.setattr(prefill, "QUERY_BYTES", queries)
             monkeypatch.setattr(prefill, "REFERENCE_ROWS", 256 if queries > 1 else 7)
-            found = staged.attend(fused, q, scale=0.2, sinks=sinks, seen=seen)
+            found = fused.attend_chunk(q, scale=0.2, sinks=sinks, seen=seen)
             assert far(found, want) < 1.5e-3
     # no more is unpacked than what is seen
     if name == "window":
@@ -293,13 +292,11 @@ def test_what_queries_see(name: str, spec: str, machine: dict[str, Any], monkeyp
 def test_what_is_not_served_says_why(machine: dict[str, Any]) -> None:
     k, v = rows(1, 1, 40, 64)
     fused, reference = FusedLayerCache(scheme("int-8")), Reference(scheme("int-8"))
-    assert staged.refusal(fused) == "the cache is empty"
     with pytest.raises(ShapeError, match="the cache is empty"):
         fused.attend(torch.randn(1, 2, 8, 64))
     for cache in (fused, reference):
         cache.append(k, v)
     q = torch.randn(1, 2, 8, 64)
-    assert staged.refusal(fused) == ""
     mask = torch.rand(1, 1, 8, 40, generator=torch.Generator().manual_seed(1)) < 0.5
     for options in ({"mask": mask}, {"causal": False}, {"softcap": 3.0}):
         torch.testing.assert_close(fused.attend(q, **options), attend(q, reference, **options), rtol=0, atol=4e-3)
@@ -310,9 +307,9 @@ def test_what_is_not_served_says_why(machine: dict[str, Any]) -> None:
         fused.attend(q[:, :, :1], mask=mask[:, :, :1])
     for seen in (Seen(start=(1, 2)), Seen(window=3, causal=False)):
         with pytest.raises(ShapeError, match="one start for each of 1 sequences"):
-            staged.attend(fused, q, seen=seen)
+            fused.attend_chunk(q, seen=seen)
     with pytest.raises(ShapeError, match=r"mask \(1, 1, 8, 39\) does not fit 8 queries over 40 tokens"):
-        staged.attend(fused, q, seen=Seen(mask=mask[..., :39]))
+        fused.attend_chunk(q, seen=Seen(mask=mask[..., :39]))
 
 
 def test_a_flagged_token_is_told_before_more_come(machine: dict[str, Any]) -> None:
@@ -345,11 +342,11 @@ def test_the_bound_of_the_workspace_counts_what_is_staged(machine: dict[str, Any
     k, v = rows(1, 1, 96, 64)
     fused = FusedLayerCache(scheme("int-8"))
     q = torch.randn(1, 2, 8, 64).half()
-    assert staged.workspace_bytes(fused, q) == 0
+    assert fused.chunk_workspace_bytes(q) == 0
     fused.append(k, v)
-    assert staged.workspace_bytes(fused, q) >= 96 * 2 * 2 * 64
+    assert fused.chunk_workspace_bytes(q) >= 96 * 2 * 2 * 64
     scores = 4 * 2 * 8 * 96
-    assert staged.workspace_bytes(fused, q, flash=False) >= staged.workspace_bytes(fused, q) - (1 << 20) + scores
+    assert fused.chunk_workspace_bytes(q, flash=False) >= fused.chunk_workspace_bytes(q) - (1 << 20) + scores
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -495,9 +492,9 @@ def test_a_compiled_call_takes_several_tokens(machine: dict[str, Any]) -> None:
     module.num_key_value_groups = 2  # type: ignore[assignment]
     outs, torch_dynamo = [], importlib.import_module("torch._dynamo")
     for compiled in (False, True):
-        layer = PackedLayer(FusedLayerCache(scheme("int-8"), capacity=96), 0, "fused", "exact")
+        layer = PackedCacheLayer(FusedLayerCache(scheme("int-8"), capacity=96), 0, "fused", "exact")
 
-        def call(first: int, last: int, layer: PackedLayer = layer) -> Tensor:
+        def call(first: int, last: int, layer: PackedCacheLayer = layer) -> Tensor:
             part = slice(first, last)
             keys, values = layer.update(k[:, :, part], v[:, :, part])
             return kvcodec_attention(module, q[:, :, part], keys, values, None)[0]

@@ -10,26 +10,32 @@ again. ``runs`` lists the live slot ranges of a role.
 
 import bisect
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Role, Site, check_tensors, drawn
+from kvcodec.cache.site import LayerSite, RoleSite
+from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
-from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme, page_layout
 
 
-class RoleState:
-    """Keys or values of a layer: dense sink, live runs of slots in the pages, dense window."""
+class RoleState(RoleSite):
+    """Keys or values of a layer: dense sink, live runs of slots in the pages, dense window.
 
-    def __init__(self, role: Role, codec: Codec, site: Site) -> None:
-        self.role, self.codec, self.site = role, codec, site
-        self.params: Params | None = None
-        self.drawn = False  # whether what needs no sample follows from codec and site
-        self.sink: Tensor | None = None
-        self.window: Tensor | None = None
+    Parameters
+    ----------
+    of : RoleSite
+        Codec and constants.
+    sink, window : Tensor ``[B, H, t, D]``
+        Tokens held dense, model basis.
+    """
+
+    def __init__(self, of: RoleSite, sink: Tensor, window: Tensor) -> None:
+        super().__init__(of.role, of.codec, of.site, of.params, of.drawn)
+        self.sink, self.window = sink, window
         self.runs: list[tuple[int, int]] = []
         self.remembered: Tensor | None = None
 
@@ -63,11 +69,10 @@ class RoleState:
             at += b - a
         self.runs = kept
 
-    def dense(self, name: str) -> Tensor:
-        """Return ``sink`` or ``window``."""
-        tensor = getattr(self, name)
-        assert isinstance(tensor, Tensor)
-        return tensor
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens held dense."""
+        return self.sink.shape[2] + self.window.shape[2]
 
 
 class LayerCache:
@@ -75,8 +80,9 @@ class LayerCache:
 
     Parameters
     ----------
-    scheme : KVScheme
-        Scheme of this layer (``scheme.for_layer``).
+    scheme : KVScheme or LayerSite
+        Scheme of this layer (``scheme.for_layer``); or its site, which says ``layer``, ``seed``, ``params`` and
+        ``first_head`` as well.
     layer : int
         Layer index; with ``seed`` it decides the random constants.
     seed : int
@@ -102,9 +108,12 @@ class LayerCache:
     (100, torch.Size([1, 4, 1, 64]))
     """
 
+    store: PageStore | None = None
+    """The pages; None until the first append."""
+
     def __init__(
         self,
-        scheme: KVScheme,
+        scheme: KVScheme | LayerSite,
         *,
         layer: int = 0,
         seed: int = 0,
@@ -114,22 +123,40 @@ class LayerCache:
         first_head: int = 0,
         remember: bool = False,
     ) -> None:
-        if not isinstance(scheme, KVScheme):
+        if not isinstance(scheme, KVScheme | LayerSite):
             raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass kvcodec.get({str(scheme)!r}).")
         if capacity < 0 or (page_tokens is not None and page_tokens < 1):
             raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
-        self.scheme, self.layer, self.seed = scheme, layer, seed
-        self.fitted = params or {}
-        self.page_tokens, self.reserve, self.first_head = page_tokens, capacity, first_head
-        self.remember = remember
+        self.site = LayerSite(scheme, layer, seed, params, first_head) if isinstance(scheme, KVScheme) else scheme
+        self.page_tokens, self.reserve, self.remember = page_tokens, capacity, remember
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, the allocation included."""
         self.roles: dict[Role, RoleState] = {}
-        self.store: PageStore | None = None
+        self.store = None
         self.start = 0  # absolute position of the oldest live token
         self.length = 0  # live tokens
+
+    @property
+    def scheme(self) -> KVScheme:
+        """Scheme of this layer."""
+        return self.site.scheme
+
+    @property
+    def layer(self) -> int:
+        """Layer index."""
+        return self.site.layer
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random constants."""
+        return self.site.seed
+
+    @property
+    def fitted(self) -> Mapping[Role, Params]:
+        """Constants that were given, by role."""
+        return self.site.fitted
 
     def __len__(self) -> int:
         """Live tokens per sequence."""
@@ -148,24 +175,18 @@ class LayerCache:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        dims = keys.shape[3], values.shape[3]
+        sites = self.site.roles(keys.shape[1], dims, keys.dtype, keys.device)
+        page = page_layout(sites["key"].codec, sites["value"].codec, *dims, self.page_tokens)
+        self._hold(keys, sites, PageStore(page, keys.shape[0], keys.shape[1], keys.device, self.reserve))
+
+    def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
+        """Begin to hold tokens like ``keys``, with these constants, in these pages."""
+        self._dtype, self.store = keys.dtype, store
         batch, heads = keys.shape[:2]
-        self._dtype = keys.dtype
-        for role, x in zip(ROLES, (keys, values), strict=True):
-            codec = self.scheme.codec(role).for_dtype(keys.dtype)
-            site = Site(self.layer, role, heads, x.shape[-1], self.seed, x.device, self.first_head)
-            state = RoleState(role, codec, site)
-            held = codec.held_dtype(keys.dtype)
-            empty = torch.empty(batch, heads, 0, x.shape[-1], dtype=held, device=x.device)
-            state.sink, state.window = empty, empty
-            state.drawn = role not in self.fitted
-            if not state.drawn:
-                state.params = {k: v.to(x.device) for k, v in self.fitted[role].items()}
-            elif not codec.needs_sample:
-                state.params = drawn(codec, site)
-            self.roles[role] = state
-        key, value = self.roles["key"], self.roles["value"]
-        page = page_layout(key.codec, value.codec, key.site.head_dim, value.site.head_dim, self.page_tokens)
-        self.store = PageStore(page, batch, heads, keys.device, self.reserve)
+        for role, of in sites.items():
+            empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
+            self.roles[role] = RoleState(of, empty, empty)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add tokens; whole blocks that leave the window are encoded, once.
@@ -190,7 +211,7 @@ class LayerCache:
         before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
         try:
             for role, x in zip(ROLES, (keys, values), strict=True):
-                self._append_role(self.roles[role], x.to(self.roles[role].dense("sink").dtype))
+                self._append_role(self.roles[role], x.to(self.roles[role].sink.dtype))
         except BaseException:  # out of memory, an interrupt: keys and values stay in step
             for state, sink, window, runs, params in before:
                 state.sink, state.window, state.runs, state.params = sink, window, runs, params
@@ -202,27 +223,29 @@ class LayerCache:
         leaving = self._pass_window(state, x)
         count = leaving.shape[2]
         if count:
-            assert state.params is not None
-            payload = state.codec.encode(state.codec.to_code(leaving.float(), state.params), state.params)
-            first = state.next_slot
+            payload, first = state.encode(leaving), state.next_slot
             self.store.ensure(first + count, exact=count > 1 and not state.runs)
             self.store.write(state.role, first, payload)
             state.extend(count)
 
     def _pass_window(self, state: RoleState, x: Tensor) -> Tensor:
         """Put new tokens into sink and window; return those that leave the window, in whole blocks."""
-        to_sink = min(max(self.scheme.sink - self.start - self.length, 0), x.shape[2])
-        if to_sink:
-            state.sink = torch.cat([state.dense("sink"), x[:, :, :to_sink]], 2)
+        sink = self.scheme.sink
+        if sink and (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
+            state.sink = torch.cat([state.sink, x[:, :, :to_sink]], 2)
             x = x[:, :, to_sink:]
-        pending = torch.cat([state.dense("window"), x], 2) if state.dense("window").shape[2] else x
+        pending = torch.cat([state.window, x], 2) if state.window.shape[2] else x
         unit = self._unit(state)
         if state.params is None:  # fitted on the prefill: everything seen so far is the sample
-            if pending.shape[2] + state.dense("sink").shape[2] == 0:
+            if pending.shape[2] + state.sink.shape[2] == 0:
                 return pending
-            sample = torch.cat([state.dense("sink"), pending], 2) if state.dense("sink").shape[2] else pending
+            sample = torch.cat([state.sink, pending], 2) if state.sink.shape[2] else pending
             state.params = state.codec.fit(state.site, sample)
         count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
+        if count == pending.shape[2]:
+            if state.window.shape[2]:
+                state.window = _no_tokens(*pending.shape[:2], pending.shape[3], pending.dtype, pending.device)
+            return pending
         # a clone, so that no view keeps the prefill's 16-bit tensor alive
         state.window = pending[:, :, count:].clone()
         return pending[:, :, :count]
@@ -230,28 +253,6 @@ class LayerCache:
     def _unit(self, state: RoleState) -> int:
         """Tokens that leave the window together."""
         return state.codec.block_tokens
-
-    def look_at(self, layout: PageLayout, pages: Tensor, table: Tensor, first: int, last: int) -> None:
-        """Hold the encoded tokens in slots ``[first, last)`` of pages that somebody else owns and writes.
-
-        For engines that keep the pages themselves: ``attend`` and ``decode`` then read these. The cache must have been
-        told its shapes, by an ``append`` of no tokens, and holds no sink and no window.
-
-        Parameters
-        ----------
-        layout : PageLayout
-        pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        table : Tensor ``[B, M]``
-            Page ids; only those of the slots named are read.
-        first, last : int
-        """
-        if self.store is None:
-            raise UnsupportedError("look_at: the shapes are unknown; append keys and values of no tokens first.")
-        self.store.layout, self.store.pages, self.store.table = layout, pages, table
-        self._forget_decoded()
-        for state in self.roles.values():
-            state.runs = [(first, last)] if first < last else []
-        self.length = last - first
 
     def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape[:3] != values.shape[:3]:
@@ -265,7 +266,7 @@ class LayerCache:
         if self.store is None:
             return
         for role, x in zip(ROLES, (keys, values), strict=True):
-            held = self.roles[role].dense("sink").shape
+            held = self.roles[role].sink.shape
             if (x.shape[0], x.shape[1], x.shape[3]) != (held[0], held[1], held[3]):
                 raise ShapeError(
                     f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={held[0]}, "
@@ -290,7 +291,7 @@ class LayerCache:
 
     def _decode_role(self, role: Role, first: int, last: int) -> Tensor:
         state = self.roles[role]
-        sink, window = state.dense("sink"), state.dense("window")
+        sink, window = state.sink, state.window
         parts = [sink[:, :, first:last].to(self._dtype)] if first < sink.shape[2] else []
         at = sink.shape[2]
         for a, b in state.runs:
@@ -322,13 +323,7 @@ class LayerCache:
 
     def _decode_slots(self, state: RoleState, first: int, last: int) -> Tensor:
         assert self.store is not None
-        assert state.params is not None
-        payload = self.store.read(state.role, first, last)
-        x = state.codec.from_code(state.codec.decode(payload, state.params), state.params)
-        skip = first - first // state.codec.block_tokens * state.codec.block_tokens
-        x = x[:, :, skip : skip + last - first]
-        # an extreme may decode to beyond fp16's range: saturate, never Inf in the model's dtype
-        return (x.clamp(-FP16_MAX, FP16_MAX) if self._dtype == torch.float16 else x).to(self._dtype)
+        return state.read(self.store, first, last, self._dtype)
 
     def attend(
         self,
@@ -371,7 +366,7 @@ class LayerCache:
             return
         self._forget_decoded()
         for state in self.roles.values():
-            sink, window = state.dense("sink"), state.dense("window")
+            sink, window = state.sink, state.window
             s, e = sink.shape[2], state.encoded
             if first < s:
                 state.sink = torch.cat([sink[:, :, :first], sink[:, :, min(last, s) :]], 2)
@@ -412,8 +407,8 @@ class LayerCache:
         batch = self.batch
         self._forget_decoded()
         for state in self.roles.values():
-            state.sink = state.dense("sink").index_select(0, index)
-            state.window = state.dense("window").index_select(0, index)
+            state.sink = state.sink.index_select(0, index)
+            state.window = state.window.index_select(0, index)
             if state.codec.needs_sample and state.params is not None and batch > 1:
                 state.params = {
                     k: p.index_select(0, index) if p.shape[0] == batch else p for k, p in state.params.items()
@@ -432,8 +427,8 @@ class LayerCache:
         if self.store is not None:
             yield from self.store.tensors()
             for state in self.roles.values():
-                yield state.dense("sink")
-                yield state.dense("window")
+                yield state.sink
+                yield state.window
 
     def nbytes(self) -> dict[str, int]:
         """Bytes really held, by part; the sum is the bytes of ``tensors()``.
@@ -454,8 +449,8 @@ class LayerCache:
             parts[name] = parts.get(name, 0) + held
             used += held
         for role, state in self.roles.items():
-            for name in ("sink", "window"):
-                if bytes_ := _storage_bytes(state.dense(name)):
+            for name, dense in (("sink", state.sink), ("window", state.window)):
+                if bytes_ := _storage_bytes(dense):
                     parts[f"{role}.{name}"] = bytes_
         parts["reserve"] = _storage_bytes(self.store.pages) - used
         parts["table"] = _storage_bytes(self.store.table)
@@ -469,6 +464,13 @@ class LayerCache:
         """Elements of K and V that the live tokens stand for."""
         dims = sum(s.site.head_dim for s in self.roles.values())
         return self.batch * (self.store.heads if self.store else 0) * self.length * dims
+
+
+@lru_cache(maxsize=64)
+def _no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty sink or window: the layers of a model share it."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(batch, heads, 0, head_dim, dtype=dtype, device=device)
 
 
 def _storage_bytes(x: Tensor) -> int:

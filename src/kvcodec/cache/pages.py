@@ -27,14 +27,12 @@ class PageStore:
     """
 
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
-        self.layout = layout
-        self.heads = heads
-        self.pages = torch.empty(0, heads, layout.page_bytes, dtype=torch.uint8, device=device)
-        self.table = torch.empty(batch, 0, dtype=torch.int32, device=device)
+        self.layout, self.heads = layout, heads
         self.growth_bytes = 0  # largest pool that was held twice for a moment, to grow it
-        if capacity:
-            self._grow(-(-capacity // layout.page_tokens))
-            self.table = self.table.clone()  # compiled graphs know its address: not one that caches share
+        columns = -(-capacity // layout.page_tokens)
+        # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
+        self.pages = torch.zeros(batch * columns, heads, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.table = _ids(0, batch, columns, device, _stream(device))
 
     @classmethod
     def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
@@ -62,8 +60,7 @@ class PageStore:
 
     def _grow(self, columns: int) -> None:
         batch, first = self.table.shape[0], self.pages.shape[0]
-        # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
-        fresh = self.pages.new_zeros(batch * columns, *self.pages.shape[1:])
+        fresh = self.pages.new_zeros(batch * columns, *self.pages.shape[1:])  # as in ``__init__``
         if first:
             self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
         self.pages = torch.cat([self.pages, fresh]) if first else fresh

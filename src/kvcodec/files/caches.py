@@ -1,4 +1,4 @@
-"""Save packed caches and load them: one sealed safetensors file (``sealed.py``), written whole or not at all.
+"""Save packed caches and load them: one safetensors file (``container.py``), written whole or not at all.
 
 The pages go to disk as they lie in memory (``layout.py``); sinks and windows follow in 16 bit. Constants that derive
 from the seed are not written: they are drawn again, and a fingerprint tells whether the draw still gives the same.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import FormatError, KVError
 from kvcodec.files.container import Kind, check_target, load_params, read, store_params, write
@@ -123,8 +124,8 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "roles": {},
     }
     for role, held in layer.roles.items():
-        for part in ("sink", "window"):
-            tensors[f"{name}.{role}.{part}"] = held.dense(part).detach().cpu().contiguous().clone()
+        for part, dense in (("sink", held.sink), ("window", held.window)):
+            tensors[f"{name}.{role}.{part}"] = dense.detach().cpu().contiguous().clone()
         entry: dict[str, Any] = {
             "head_dim": held.site.head_dim,
             "layout_version": (page.key if role == "key" else page.value).version,
@@ -212,7 +213,7 @@ def _rebuild(
     layer.store, layer.start, layer.length = store, held["start"], held["length"]
     layer._dtype = getattr(torch, held["dtype"])
     for held_role in layer.roles.values():
-        live = held_role.dense("sink").shape[2] + held_role.encoded + held_role.dense("window").shape[2]
+        live = held_role.encoded + held_role.dense_tokens
         if live != layer.length or held_role.next_slot > store.capacity:
             raise FormatError(f"layer {name} holds {live} {held_role.role} tokens, not {layer.length}; save it again.")
     return layer
@@ -228,8 +229,8 @@ def _rebuild_role(
 ) -> RoleState:
     entry = held["roles"][role]
     site = Site(layer.layer, role, held["heads"], entry["head_dim"], layer.seed, device)
-    state = RoleState(role, layer.scheme.codec(role).for_dtype(getattr(torch, held["dtype"])), site)
-    state.sink, state.window = (tensors[f"{name}.{part}"].to(device) for part in ("sink", "window"))
+    of = RoleSite(role, layer.scheme.codec(role).for_dtype(getattr(torch, held["dtype"])), site)
+    state = RoleState(of, *(tensors[f"{name}.{part}"].to(device) for part in ("sink", "window")))
     state.runs = [(int(first), int(last)) for first, last in entry["runs"]]
     if "params" in entry:
         state.params = load_params(entry["params"], tensors, device)

@@ -1,8 +1,8 @@
-"""One kind of file for everything that is saved: safetensors, versioned, sealed by a sha256, whole or absent.
+"""One kind of file for everything that is saved: safetensors, with a version and a sha256, whole or absent.
 
 The one metadata entry (its name is the *mark*, e.g. ``kvcodec-cache``) is JSON: ``version``, ``kvcodec``, what the kind
 of file states about itself, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
-The seal tells damage and careless edits; it is no signature.
+The checksum tells damage and careless edits; it is no signature.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from kvcodec.version import __version__
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of sealed file.
+    """A kind of file.
 
     Parameters
     ----------

@@ -69,36 +69,9 @@ class ModelIdentity:
         return f"{self.type}, {len(self.layers)} KV layers, {self.kv_heads} KV heads, head_dim {self.head_dim}"
 
 
-def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
-    """Read a model's identity.
-
-    Parameters
-    ----------
-    model_or_config : PreTrainedModel or PreTrainedConfig
-    name : str
-        Default: the class name.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model cannot be served.
-    """
-    from kvcodec.integrations.transformers.plan import plan_for  # needs transformers
-
-    plan = plan_for(model_or_config, "decoded")
-    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
-    layers = tuple(layer.index for layer in plan.kv_layers)
-    weights: dict[str, tuple[int, float, float]] = {}
-    if isinstance(model_or_config, torch.nn.Module):
-        names = [n for n, p in model_or_config.named_parameters() if p.is_floating_point() and p.ndim > 1]
-        chosen = [names[round(i)] for i in torch.linspace(0, len(names) - 1, min(WEIGHTS, len(names))).tolist()]
-        weights = _figures(model_or_config, chosen)
-    return ModelIdentity(name or plan.name, config.model_type, layers, plan.heads, plan.head_dim, weights)
-
-
 def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float, float]]) -> bool:
-    """Whether a model holds the weights that ``identify`` looked at, up to the rounding of a 16-bit load."""
-    found = _figures(model, weights)
+    """Whether a model holds the weights of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
+    found = figures(model, weights)
     elsewhere = {name for name, p in model.named_parameters() if p.is_meta}  # offloaded: not to be seen here
     return all(
         name in found and _same(found[name], weight) for name, weight in weights.items() if name not in elsewhere
@@ -110,7 +83,8 @@ def _same(a: tuple[int, float, float], b: tuple[int, float, float]) -> bool:
     return a[0] == b[0] and all(abs(p - q) <= allowed for p, q in zip(a[1:], b[1:], strict=True))
 
 
-def _figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
+def figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
+    """Elements looked at, mean magnitude and mean of parameters by name; without those that are elsewhere."""
     parameters = dict(model.named_parameters())
     found = {}
     for name in names:
@@ -138,7 +112,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         Tokens kept per layer, out of how many windows of how many tokens of the text.
     text_name, text_sha256 : str
     file, sha256 : str
-        Name of the file and its seal; empty before it is saved.
+        Name of the file and its checksum; empty before it is saved.
     """
 
     scheme: KVScheme
@@ -168,13 +142,24 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         """The spec that this was fitted for."""
         return str(self.scheme)
 
-    def check(self, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0) -> None:
+    def check(
+        self, here: ModelIdentity, spec: str | KVScheme, *, seed: int = 0, model: torch.nn.Module | None = None
+    ) -> None:
         """Refuse to serve another scheme, model, shape or seed.
+
+        Parameters
+        ----------
+        here : ModelIdentity
+            The model that the constants shall serve, by its config.
+        spec : str or KVScheme
+        seed : int
+        model : torch.nn.Module, optional
+            Its weights are compared as well.
 
         Raises
         ------
         FormatError
-            The text says what differs. Weights are compared where a model is given, not a config.
+            The text says what differs.
         """
         scheme, name = get(spec), self.file or "these params"
         if scheme != self.scheme:
@@ -186,7 +171,6 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
                 f"{name}: fitted with seed {self.seed}, from which its constants are drawn, not with seed {seed}; "
                 f"pass seed={self.seed}, or run kvcodec fit with --seed {seed}."
             )
-        here = identify(getattr(model_or_config, "config", model_or_config))
         cure = "run kvcodec fit with this model"
         alike = ("type", "layers", "kv_heads", "head_dim")
         if any(getattr(here, part) != getattr(self.model, part) for part in alike):
@@ -194,14 +178,14 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
                 f"{name}: fitted for {self.model.name} ({self.model.shape}), not for a model of another shape "
                 f"({here.shape}); {cure}."
             )
-        if isinstance(model_or_config, torch.nn.Module) and not same_weights(model_or_config, self.model.weights):
+        if model is not None and not same_weights(model, self.model.weights):
             raise FormatError(
-                f"{name}: fitted for {self.model.name}, whose weights are not those of this "
-                f"{type(model_or_config).__name__}; {cure}."
+                f"{name}: fitted for {self.model.name}, whose weights are not those of this {type(model).__name__}; "
+                f"{cure}."
             )
 
     def save(self, path: str | Path) -> "FittedParams":
-        """Write the constants to one safetensors file, whole or not at all; return them with its name and seal.
+        """Write the constants to one safetensors file, whole or not at all; return them with its name and checksum.
 
         Raises
         ------
@@ -285,34 +269,6 @@ def read_params(path: str | Path) -> FittedParams:
             f"{path} was written by kvcodec {header.get('kvcodec')} and does not fit this version: {error}; "
             f"use that version, or {KIND.again}."
         ) from error
-
-
-def load_params(path: str | Path, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0) -> FittedParams:
-    """Read a params file for a model and a scheme.
-
-    Parameters
-    ----------
-    path : str or Path
-    model_or_config : PreTrainedModel or PreTrainedConfig
-        Given a model, its weights are compared as well.
-    spec : str or KVScheme
-    seed : int
-
-    Returns
-    -------
-    FittedParams
-        A mapping ``{layer: {"key": Params, "value": Params}}``, as ``cache_for`` takes it.
-
-    Raises
-    ------
-    FileNotFoundError, IsADirectoryError
-        No file there.
-    FormatError
-        The file is cut, altered, foreign or newer, or was fitted for another scheme, model, shape or seed.
-    """
-    fitted = read_params(path)
-    fitted.check(model_or_config, spec, seed=seed)
-    return fitted
 
 
 def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Role, Codec]]:

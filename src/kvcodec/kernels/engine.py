@@ -3,8 +3,9 @@
 An engine holds no module and no compiled kernel, only names and tensors: caches are copied and saved.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Payload, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build
@@ -22,6 +24,7 @@ from kvcodec.kernels.encode import encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.history import attend_newest, workspace_bytes
 from kvcodec.kernels.spec import Encoder, Reader, decode_spec, encode_spec, encoder, reader
+from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme, page_layout
 
 
@@ -76,6 +79,63 @@ def refusal(
     return ""
 
 
+class Chosen(NamedTuple):
+    """What serves a scheme's layers of one head_dim and dtype on one device.
+
+    Parameters
+    ----------
+    engine : Engine
+        Without constants: a layer takes ``fresh``.
+    layout : PageLayout
+    name : Hashable
+        Of all this, for what layers share.
+    """
+
+    engine: "Engine"
+    layout: PageLayout
+    name: Hashable
+
+
+class Kernels:
+    """The engines of a model's layers: chosen once for all layers of the same scheme and sizes.
+
+    Parameters
+    ----------
+    page_tokens : int, optional
+    static : bool
+        As in ``choose``.
+    """
+
+    def __init__(self, page_tokens: int | None = None, *, static: bool = False) -> None:
+        self.page_tokens, self.static = page_tokens, static
+        self._chosen: dict[tuple[Codec, Codec, int, torch.dtype, torch.device], Chosen] = {}
+
+    def serve(self, scheme: KVScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> Chosen:
+        """Return what serves keys and values of this head_dim and dtype.
+
+        Raises
+        ------
+        UnsupportedError
+            Nothing does; the text is the reason.
+        """
+        asked = scheme.key, scheme.value, head_dim, dtype, device
+        if (known := self._chosen.get(asked)) is not None:
+            return known
+        key, value = (scheme.codec(role).for_dtype(dtype) for role in ROLES)
+        engine = choose(KVScheme(key, value), head_dim, device, self.page_tokens, static=self.static)
+        layout = page_layout(key, value, head_dim, head_dim, self.page_tokens)
+        by = tuple(engine.written_by(role) for role in ROLES)
+        chosen = Chosen(engine, layout, _name(key, value, head_dim, device, layout.page_tokens, by))
+        self._chosen[asked] = chosen
+        return chosen
+
+
+@lru_cache(maxsize=1024)
+def _name(*_what: Hashable) -> Hashable:
+    """One object for equal arguments: to compare it costs nothing, to compare codecs does."""
+    return object()
+
+
 class Engine:
     """Reads and writes the pages of one layer with CUDA kernels, compiled for its two codecs at their first use.
 
@@ -115,7 +175,13 @@ class Engine:
         self.__dict__.update(state)
         self._find()
 
-    def prepare(self, roles: Mapping[Role, RoleState]) -> None:
+    def fresh(self) -> "Engine":
+        """The same kernels without constants, for another layer."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, reading={}, writing={}, ready=False)
+        return other
+
+    def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Take over the constants of the roles; tensors that were there keep their addresses if shapes allow."""
         for role in ROLES:
             for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
@@ -138,24 +204,14 @@ class Engine:
         held = [*self.reading.values(), *self.writing.values()]
         return [x for side in held for x in (side.tables, side.factor) if x is not None]
 
-    def encode(
-        self,
-        new: Mapping[Role, Tensor],
-        roles: Mapping[Role, RoleState],
-        store: PageStore,
-        first: Tensor,
-        bad: Tensor,
-    ) -> None:
-        """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on."""
-        for role, x in new.items():
-            if self.encoders[role] is None:
-                state = roles[role]
-                assert state.params is not None
-                payload = state.codec.encode(state.codec.to_code(x.float(), state.params), state.params)
-                store.write(role, state.next_slot, payload)
+    def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
+        """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
+
+        Only roles that a kernel encodes (``written_by``).
+        """
         encode_to_pages(
-            None if self.encoders["key"] is None else new["key"],
-            None if self.encoders["value"] is None else new["value"],
+            new.get("key"),
+            new.get("value"),
             store.pages,
             store.table,
             first,
@@ -224,8 +280,8 @@ class Engine:
         first, last = key.runs[0] if key.runs else (0, 0)
         return attend_newest(
             q,
-            (key.dense("sink"), value.dense("sink")),
-            (key.dense("window"), value.dense("window")),
+            (key.sink, value.sink),
+            (key.window, value.window),
             store.pages,
             store.table,
             first,

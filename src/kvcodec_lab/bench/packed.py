@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
-from kvcodec.cache.device import FusedLayerCache, fused_refusal
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
@@ -105,7 +106,7 @@ class Packed:
             state.sink, state.window = (x.expand(batch, -1, -1, -1).contiguous() for x in self.dense[role])
             state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
         cache.length = tokens
-        cache._push()
+        cache.refresh()
 
     def attend(self) -> Tensor:
         """One decode step: ``[B, HQ, 1, D]``."""
@@ -156,7 +157,7 @@ def _fitted(scheme: KVScheme, sample: Tensor, seed: int) -> dict[Role, Params]:
     return found
 
 
-def _allocated(scheme: KVScheme, params: dict[Role, Params], nothing: Tensor, tokens: int) -> FusedLayerCache:
+def _allocated(scheme: KVScheme, params: dict[Role, Params], nothing: Tensor, tokens: int) -> DeviceCache:
     """Return an empty cache of fixed capacity, as a captured decode step needs it; else one that grows."""
     try:
         cache = FusedLayerCache(scheme, layer=LAYER, params=params, capacity=tokens)

@@ -104,7 +104,7 @@ def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
     try:
         strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
         pictures.write_strips(strips, out / "sensitivity.png")
-        pictures.write([figures.outliers({result["model"]: result["keys"]})], out / "keys.png", size=(7.0, 4.0))
+        pictures.write([figures.outliers({result["model"]: result["keys"]})], out / "keys.png")
     except UnsupportedError:
         return []
     return [out / "sensitivity.png", out / "keys.png"]

@@ -41,7 +41,8 @@ from kvcodec import __version__
 from kvcodec.codec import Dense
 from kvcodec.description import describe
 from kvcodec.errors import FormatError, KVError, ModelError, SpecError, UnsupportedError
-from kvcodec.files.params import LayerParams, load_params
+from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.identity import load_params
 from kvcodec.integrations.transformers.recording import CacheMaker, Prefill, attention_of, packed_cache
 from kvcodec.registry import get, load_file
 from kvcodec.scheme import KVScheme

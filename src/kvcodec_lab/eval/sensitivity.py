@@ -214,7 +214,7 @@ def _logits(model: Any, scheme: KVScheme, ids: Tensor, seed: int) -> Tensor:
 
 
 def _header(model: LoadedModel, windows: Sequence[Tensor], seed: int, text: str) -> dict[str, Any]:
-    from kvcodec.files.params import identify
+    from kvcodec.integrations.transformers.identity import identify
 
     weights = identify(model.model).weights
     return {

@@ -102,6 +102,8 @@ class Plot:
         What is not drawn, and how to read it.
     key : str
         By which a script finds the drawing.
+    size : (float, float)
+        Inches of the panel in a picture.
     """
 
     title: str
@@ -114,6 +116,7 @@ class Plot:
     names: Literal["frontier", "all", "legend"] = "frontier"
     note: str = ""
     key: str = ""
+    size: tuple[float, float] = (9.0, 5.4)
 
 
 @dataclass(frozen=True)
@@ -288,7 +291,8 @@ def speed(points: Sequence[Any], *, names: Literal["frontier", "all"] = "all") -
     for shape in dict.fromkeys(p.shape for p in points):
         shown = [Point(p.spec, p.bits, p.speedup) for p in points if p.shape == shape]
         level = Level("fastest 16-bit attention", 1.0)
-        plots.append(Plot(SPEED_TITLES.get(shape, shape), x, y, shown, (), [level], "higher", names))
+        title = SPEED_TITLES.get(shape, shape)
+        plots.append(Plot(title, x, y, shown, (), [level], "higher", names, size=(4.6, 4.6)))
     return plots
 
 
@@ -308,7 +312,7 @@ def recomputed(rows: Sequence[Row], title: str, *, x: str, y: str, log_y: bool =
         curves.append(Curve(name, [(r["x"], r["ours"]) for r in here], _by_place(i)))
         curves.append(Curve("", [(r["x"], r["printed"]) for r in here], _by_place(i), joined=False))
     told = f"{title}\nfilled: ours; hollow: the paper or its reference"
-    return Plot(told, Axis(x), Axis(y, "log" if log_y else "linear"), curves=curves, names="legend")
+    return Plot(told, Axis(x), Axis(y, "log" if log_y else "linear"), curves=curves, names="legend", size=(6.4, 4.2))
 
 
 def rate_distortion(rows: Sequence[Row]) -> list[Plot]:
@@ -337,7 +341,7 @@ def rate_distortion(rows: Sequence[Row]) -> list[Plot]:
         note = f"above {MOST_BITS:.0f} bits, not shown: {', '.join(left_out)}" if left_out else ""
         what = "layers" if " of " in source else "seeds"
         title = f"{source} (D = {here[0]['head_dim']}; {here[0]['samples']} {what})"
-        plots.append(Plot(title, x, y, points, curves, note=note))
+        plots.append(Plot(title, x, y, points, curves, note=note, size=(5.6, 4.85)))
     return plots
 
 
@@ -372,4 +376,5 @@ def outliers(models: Mapping[str, Sequence[Row]]) -> Plot:
     ]
     title = "Keys: the largest chunk over the median one, worst head of each layer"
     y = Axis("K_max / K_median of chunks of four channels", "log")
-    return Plot(title, Axis("layer"), y, (), curves, [Level("3: an outlier for Med3", 3.0)], names="legend")
+    return Plot(title, Axis("layer"), y, (), curves, [Level("3: an outlier for Med3", 3.0)], names="legend",
+                size=(7.0, 4.0))  # fmt: skip

@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import KVError, UnsupportedError
-from kvcodec_lab.report.figures import STYLES, Plot, Point, Strips, frontier, style_of
+from kvcodec_lab.report.figures import STYLES, Axis, Plot, Point, Strips, frontier, style_of
 
 LABEL_POINTS = 8.0
 
 
-def write(plots: Sequence[Plot], path: Path, *, size: tuple[float, float] = (9.0, 5.4)) -> None:
+def write(plots: Sequence[Plot], path: Path) -> None:
     """Draw panels beside each other and write them; the suffix of ``path`` is the format.
 
     Parameters
     ----------
     plots : sequence of Plot
-        One panel has its note below it; several share the titles of the first one's axes.
+        One panel has its note below it; several share the size of the first one and the titles of its axes.
     path : Path
-    size : (float, float)
-        Inches of a panel.
 
     Raises
     ------
@@ -32,13 +30,11 @@ def write(plots: Sequence[Plot], path: Path, *, size: tuple[float, float] = (9.0
     KVError
         If the file cannot be written.
     """
-    count = max(len(plots), 1)
-    across = 2 if count in (2, 4) else min(3, count)
-    down = -(-count // across)
-    figure, canvas = _figure(size[0] * across, size[1] * down)
-    panels = figure.subplots(
-        down, across, squeeze=False, sharey=bool(plots) and all(p.y.scale == "linear" for p in plots)
-    )
+    plots = plots or [Plot("", Axis(""), Axis(""))]
+    across = 2 if len(plots) in (2, 4) else min(3, len(plots))
+    down = -(-len(plots) // across)
+    figure, canvas = _figure(plots[0].size[0] * across, plots[0].size[1] * down)
+    panels = figure.subplots(down, across, squeeze=False, sharey=all(p.y.scale == "linear" for p in plots))
     for axes in panels.flat[len(plots) :]:
         axes.set_axis_off()
     methods: dict[str, Any] = {}
@@ -50,7 +46,7 @@ def write(plots: Sequence[Plot], path: Path, *, size: tuple[float, float] = (9.0
     if len(plots) == 1:
         panels[0][0].set(xlabel=plots[0].x.title, ylabel=plots[0].y.title)
         figure.supxlabel(plots[0].note, fontsize=7.5, x=0.01, ha="left")
-    elif plots:
+    else:
         for plot, axes in drawn:
             axes.set_xlabel(plot.note, fontsize=7)
         figure.supxlabel(plots[0].x.title, fontsize=9)
@@ -72,7 +68,7 @@ def write_strips(strips: Strips, path: Path) -> None:
     UnsupportedError, KVError
         As ``write``.
     """
-    layers = sorted({layer for held in strips.lines.values() for layer in held})
+    layers = sorted({layer for held in strips.lines.values() for layer in held}) or [0]
     floor = min((v for held in strips.lines.values() for v in held.values() if v > 0), default=1e-6)
     values = [
         [math.log10(max(held[layer], floor)) if layer in held else math.nan for layer in layers]

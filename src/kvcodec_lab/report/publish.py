@@ -58,7 +58,7 @@ def _figure(rows: Sequence[Json], path: Path, say: Callable[[str], None]) -> Non
     if not points:
         return
     try:
-        pictures.write(figures.speed(points), path, size=(4.6, 4.6))
+        pictures.write(figures.speed(points), path)
     except UnsupportedError as error:  # no matplotlib on the machine of the GPU: the page has its own drawing
         say(str(error))
         return

@@ -214,13 +214,13 @@ def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any])
                 name = name.replace("--", "-")
             title = f"{PAPERS[paper]}, {table}"
             plot = recomputed(points, title, x=axes.x, y=axes.y, log_y=axes.log_y)
-            pictures.write([plot], folder / name, size=(6.4, 4.2))
+            pictures.write([plot], folder / name)
             paths.append(folder / name)
             figures[paper, table] = name
     if study:
         for suffix in (".png", ".svg"):
             paths.append(folder / (FIGURE + suffix))
-            pictures.write(rate_distortion(study), paths[-1], size=(5.6, 4.85))
+            pictures.write(rate_distortion(study), paths[-1])
         figures[STUDY, ""] = FIGURE + ".png"
     data = {"about": about, "claims": claims, "not_recomputed": missing, "rate_distortion": study}
     write_json(folder / JSON, plain(data))

@@ -33,7 +33,7 @@ class Clock:
 class ReferenceCache(LayerCache):
     """What the benches need of a fused cache, served by the reference."""
 
-    def _push(self) -> None:
+    def refresh(self) -> None:
         pass
 
 

@@ -53,6 +53,34 @@ def test_prefill_rows(monkeypatch):
     assert apart["least_apart_us"] - 100.0 == pytest.approx((packed + 2 * bf16 + rest) / 4.3e6, rel=0.01)
 
 
+class Engine:
+    """Notes what it gets."""
+
+    ready, called = False, None
+
+    def prepare(self, roles):
+        self.ready = True
+
+    def attend_many(self, q, roles, store, **options):
+        self.called = roles, options
+        return q
+
+
+def test_the_operator_sees_the_history_and_the_fresh_tokens():
+    packed = packed_operator("kivi-2", Shape("prefill", 1, 4, 2, 64, 300), CPU)
+    packed.cache.engine = engine = Engine()
+    q, k, v = (torch.randn(1, heads, 5, 64).bfloat16() for heads in (4, 2, 2))
+    assert torch.equal(prefill.prefill_operator(packed, q, k, v)(), q)
+    assert engine.ready
+    roles, options = engine.called
+    assert options["scale"] == 64**-0.5
+    for role, x in (("key", k), ("value", v)):
+        state, before = roles[role], packed.cache.roles[role]
+        assert (state.sink is before.sink, state.runs) == (True, [(0, packed.encoded[role])])
+        assert torch.equal(state.window, torch.cat([before.window, x], 2))
+        assert before.encoded + before.sink.shape[2] + before.window.shape[2] == 300
+
+
 def test_prefill_without_an_operator_says_so(monkeypatch):
     def refuse(*_):
         raise UnsupportedError("one query token at a time")

@@ -32,7 +32,7 @@ def test_tokens_are_the_shapes_and_windows_are_among_them(spec):
     packed, scheme = packed_operator(spec, ODD, CPU, 5), scheme_of(spec)
     for role in ROLES:
         state = packed.cache.roles[role]
-        parts = state.dense("sink").shape[2], state.encoded, state.dense("window").shape[2]
+        parts = state.sink.shape[2], state.encoded, state.window.shape[2]
         assert packed.encoded[role] == state.encoded
         assert sum(parts) == len(packed.cache) == 421
         assert parts[:2] == (scheme.sink, scheme.encoded_tokens(role, 421))

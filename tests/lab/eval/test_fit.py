@@ -7,7 +7,8 @@ from transformers import DynamicCache
 import kvcodec
 from kvcodec.codec import Site
 from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
-from kvcodec.files.params import load_params, sites_to_fit
+from kvcodec.files.params import sites_to_fit
+from kvcodec.integrations.transformers.identity import load_params
 from kvcodec_lab import fit as module
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.fit import about, about_text, capture, fit_model

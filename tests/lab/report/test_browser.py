@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from kvcodec_lab.report.pages import bench, compare, serve
 from kvcodec_lab.report.pages.eval import page_html
-from kvcodec_lab.report.rows import read_folder, read_layers
+from kvcodec_lab.report.rows import read_folder, read_layers, read_rows
 from kvcodec_lab.report.words import bytes_text
 from tests.lab.report import chromium, folders
 from tests.lab.report.folders import BITS, SPECS, UNCOMPRESSED
 
+ROOT = Path(__file__).parents[3]
 PROGRAM = chromium.find()
 pytestmark = [
     pytest.mark.slow,
@@ -67,6 +69,24 @@ def test_it_renders_without_an_error_a_request_or_a_sideways_scroll(
     assert picture.stat().st_size > 20_000
     assert browser.complaints() == []
     assert browser.asked() == [page.as_uri()]
+
+
+@pytest.mark.parametrize("name", ["bench", "serve", "compare"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_other_pages_have_the_same_shell(browser: chromium.Browser, name: str, width: int, tmp_path: Path) -> None:
+    results = ROOT / "benchmarks/results"
+    text = {
+        "bench": lambda: bench.page_html(read_rows([results / "nvidia-h200/decode.json"])),
+        "serve": lambda: serve.page_html(read_rows([results / "nvidia-h200/serve.json"])),
+        "compare": lambda: compare.page_html(read_rows([results / "cpu/smollm2-135m.json"]), {}, b""),
+    }[name]()
+    page = tmp_path / "page.html"
+    page.write_text(text, encoding="utf-8")
+    browser.open(page, width, dark=True)
+    assert browser.run("document.documentElement.scrollWidth") == width
+    assert browser.run("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert browser.run("[...document.querySelectorAll('section')].every(s => s.getBoundingClientRect().height > 60)")
+    assert browser.complaints() == []
 
 
 def test_a_heading_sorts_by_keyboard_and_says_so(browser: chromium.Browser, page: Path) -> None:

@@ -15,13 +15,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvcodec.attention import Partial, Seen, attend, merge, partial
-from kvcodec.cache import many as staged
-from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.device import DeviceCache
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME
 
 if TYPE_CHECKING:
-    from kvcodec.integrations.transformers.layers import PackedLayer
+    from kvcodec.integrations.transformers.layers import PackedCacheLayer
 
 START = "kvcodec_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
@@ -34,7 +33,7 @@ QUERY_CHUNK = 256
 class PackedKV:
     """Stands for the K and V of a packed layer; any use of it as a tensor is refused with a sentence."""
 
-    def __init__(self, layer: "PackedLayer") -> None:
+    def __init__(self, layer: "PackedCacheLayer") -> None:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
@@ -97,11 +96,10 @@ def kvcodec_attention(
     if not isinstance(key, PackedKV) and attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
     if isinstance(key, PackedKV):
-        if query.shape[2] > 1 and isinstance(key.layer.cache, FusedLayerCache):
-            several = _several_apart if torch.compiler.is_compiling() else _several
-            out = several(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
-        else:
-            out = _packed(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+        way = _streamed
+        if isinstance(key.layer.cache, DeviceCache):
+            way = _token if query.shape[2] == 1 else _chunk_apart if torch.compiler.is_compiling() else _chunk
+        out = way(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
     elif s_aux is None and not softcap:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, is_causal=causal)
         return out, None
@@ -110,21 +108,17 @@ def kvcodec_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(
+def _streamed(
     query: Tensor,
-    layer: "PackedLayer",
+    layer: "PackedCacheLayer",
     mask: Tensor | None,
     scale: float,
     causal: bool,
     sinks: Tensor | None,
     softcap: float,
 ) -> Tensor:
+    """Attention over pages decoded a chunk at a time, by the reference."""
     cache = layer.cache
-    if layer.attention == "fused" and query.shape[2] == 1:
-        start = None if mask is None else _visible_from(mask, layer)
-        out = cache.attend(query, scale=scale, sinks=sinks, start=start, softcap=softcap)  # type: ignore[call-arg]
-        layer.attended("fused", query)
-        return out
     if mask is not None:
         mask = _fit_mask(mask, len(cache), layer.is_sliding)
     out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
@@ -132,9 +126,26 @@ def _packed(
     return out
 
 
-def _several(
+def _token(
     query: Tensor,
-    layer: "PackedLayer",
+    layer: "PackedCacheLayer",
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of one query token over a fused cache; the newest token sees all others, causal or not."""
+    assert isinstance(layer.cache, DeviceCache)
+    start = None if mask is None else _visible_from(mask, layer)
+    out = layer.cache.attend_token(query, scale=scale, sinks=sinks, start=start, softcap=softcap)
+    layer.attended("fused", query)
+    return out
+
+
+def _chunk(
+    query: Tensor,
+    layer: "PackedCacheLayer",
     mask: Tensor | None,
     scale: float,
     causal: bool,
@@ -143,23 +154,21 @@ def _several(
 ) -> Tensor:
     """Attention of several query tokens over a fused cache."""
     cache = layer.cache
-    assert isinstance(cache, FusedLayerCache)
-    if staged.refusal(cache):
-        return _packed(query, layer, mask, scale, causal, sinks, softcap)
+    assert isinstance(cache, DeviceCache)
     cache.synchronize()
-    rules = Seen(causal) if mask is None else _rules(mask, layer, staged.tokens(cache))
+    rules = Seen(causal) if mask is None else _rules(mask, layer, cache.host_tokens())
     rules = rules._replace(softcap=softcap)
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
-    out = staged.attend(cache, query, scale=scale, sinks=sinks, seen=rules)
+    out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
     layer.attended("staged" if rules.flash else "scored", query)
     return out
 
 
-_several_apart = torch.compiler.disable(_several)  # lengths and masks are looked at on the host
+_chunk_apart = torch.compiler.disable(_chunk)  # lengths and masks are looked at on the host
 
 
-def _rules(mask: Tensor, layer: "PackedLayer", held: int) -> Seen:
+def _rules(mask: Tensor, layer: "PackedCacheLayer", held: int) -> Seen:
     """Read a mask of several queries: as causal, with the layer's window and left padding, if it says just that.
 
     One host sync for each mask: the layers of a model share it, and it carries what was found.
@@ -208,7 +217,7 @@ def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None
     return rules._replace(start=padding if any(padding) else ())
 
 
-def _visible_from(mask: Tensor, layer: "PackedLayer") -> Tensor:
+def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
     """Turn the mask of one query token into the first visible token of each sequence, int32 ``[B]``."""
     start = getattr(mask, START, None)
     if start is None:

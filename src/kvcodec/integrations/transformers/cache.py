@@ -16,25 +16,36 @@ The last two need the attention function, which importing this module registers:
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite
+from kvcodec.cache.static import StaticCache
 from kvcodec.errors import (
     BrokenPresetError,
     FitError,
     FormatError,
     KVCodecWarning,
+    ShapeError,
     SpecError,
     UnsupportedError,
     nearest,
 )
-from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries, load_params
-from kvcodec.integrations.transformers.layers import Arrivals, PackedLayer, Prefill, WindowedLayer
-from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, check_layouts, plan_for
+from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
+from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.identity import check_params, load_params
+from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
+from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
+from kvcodec.integrations.transformers.windowed import WindowedLayer
+from kvcodec.kernels.engine import Kernels
 from kvcodec.key_bias import Probe, biases_of, probe_option
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
@@ -71,9 +82,9 @@ class KVCache(Cache):  # type: ignore[misc]
         self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
 
     @property
-    def packed_layers(self) -> list[PackedLayer]:
+    def packed_layers(self) -> list[PackedCacheLayer]:
         """The layers that hold packed K and V."""
-        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+        return [layer for layer in self.layers if isinstance(layer, PackedCacheLayer)]
 
     @property
     def layer_caches(self) -> list[LayerCache]:
@@ -276,7 +287,7 @@ attention='decoded')
     check_queries(scheme, [layer.index for layer in kv_layers], given)
     watch = _watch(model_or_config, plan, scheme, given, action)
     arrivals = Arrivals(len(kv_layers), watch)
-    build = _builder(attention, plan, schemes, model_or_config, max_len, page_tokens)
+    kernels = _kernels(plan, schemes, model_or_config, max_len, page_tokens) if attention == "fused" else None
     packed = iter(zip(kv_layers, schemes, strict=True))
     layers: list[Any] = []
     for planned in plan.layers:
@@ -286,16 +297,16 @@ attention='decoded')
         _, layer_scheme = next(packed)
         if planned.window is not None:
             layer_scheme = replace(layer_scheme, sink=0)
-        cache = build(
-            layer_scheme,
-            layer=planned.index,
-            seed=seed,
-            params=given.get(planned.index),
-            page_tokens=page_tokens,
-            capacity=max_len or 0,
-        )
+        site = LayerSite(layer_scheme, planned.index, seed, given.get(planned.index))
+        cache: LayerCache
+        if kernels is None:
+            cache = LayerCache(site, page_tokens=page_tokens, capacity=max_len or 0)
+        elif max_len:
+            cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
+        else:
+            cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
         if planned.window is None:
-            layers.append(PackedLayer(cache, planned.index, attention, prefill, arrivals))
+            layers.append(PackedCacheLayer(cache, planned.index, attention, prefill, arrivals))
         else:
             common = cache, planned.index, attention, prefill, arrivals
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
@@ -375,7 +386,7 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
     if isinstance(params, str | Path):
         return load_params(params, model_or_config, scheme, seed=seed)
     if isinstance(params, FittedParams):
-        params.check(model_or_config, scheme, seed=seed)
+        check_params(params, model_or_config, scheme, seed=seed)
     return params or {}
 
 
@@ -395,42 +406,58 @@ def _watch(
     return watch
 
 
-def _builder(
-    attention: Attention,
-    plan: ModelPlan,
-    schemes: list[KVScheme],
-    model_or_config: Any,
-    max_len: int | None,
-    page_tokens: int | None,
-) -> type[LayerCache]:
-    """Return the class of layer cache, after refusing what the fused kernels cannot take."""
-    if attention != "fused":
-        return LayerCache
-    from kvcodec.cache.device import FusedLayerCache, fused_refusal
+def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int | None = None) -> None:
+    """Refuse a head_dim that a codec cannot take, or a page that blocks do not fill, before any token is seen.
 
-    device = getattr(model_or_config, "device", None)
-    if device is not None:
-        for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-            if layer.head_dim is None:
-                continue
-            if reason := fused_refusal(scheme, layer.head_dim, device, max_len or 0, page_tokens):
-                raise UnsupportedError(
-                    f"{plan.name}, layer {layer.index}: {reason}. Use attention='decoded' or 'streamed'."
-                )
+    Raises
+    ------
+    ShapeError
+    """
+    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+        if layer.head_dim is None:
+            continue
+        try:
+            scheme.page_layout(layer.head_dim, page_tokens)
+        except ShapeError as error:
+            raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error
+
+
+def _kernels(
+    plan: ModelPlan, schemes: Sequence[KVScheme], model_or_config: Any, max_len: int | None, page_tokens: int | None
+) -> Kernels:
+    """Choose the kernels of a model's layers.
+
+    Raises
+    ------
+    UnsupportedError
+        They cannot take a layer on the model's device (a config has none, so its layers are asked at the first token),
+        or a static cache is asked for where layers slide.
+    """
+    kernels = Kernels(page_tokens, static=max_len is not None)
+    device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
+    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+        if device is None or layer.head_dim is None:
+            continue
+        try:
+            kernels.serve(scheme, layer.head_dim, dtype or torch.float16, device)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
+            ) from error
     if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
         raise UnsupportedError(
             f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
             f"not; leave max_len out."
         )
-    return FusedLayerCache
+    return kernels
 
 
-def _workspace_bytes(layer: PackedLayer) -> int:
+def _workspace_bytes(layer: PackedCacheLayer) -> int:
     store = layer.cache.store
     return max(layer.workspace_bytes, store.growth_bytes if store else 0)
 
 
-def _layer_report(layer: PackedLayer) -> dict[str, Any]:
+def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
     parts = layer.cache.nbytes()
     note = layer.note()
     if layer.cache.roles:
@@ -442,5 +469,5 @@ def _layer_report(layer: PackedLayer) -> dict[str, Any]:
         "bytes": parts,
         "total_bytes": sum(parts.values()),
         "calls": {path: count for path, count in layer.calls.items() if count},
-        "kernels": getattr(layer.cache, "kernels", dict)(),
+        "kernels": layer.cache.kernels() if isinstance(layer.cache, DeviceCache) else {},
     }

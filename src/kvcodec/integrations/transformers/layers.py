@@ -1,24 +1,24 @@
-"""One model layer of a packed cache: what transformers calls, on top of a ``LayerCache``.
+"""One model layer of a packed cache with full attention: what transformers calls, on top of a ``LayerCache``.
 
-``PackedLayer`` serves full attention, ``WindowedLayer`` sliding and chunked attention. Every token is encoded once, on
-arrival; what ``update`` returns depends on the layer's way of attention: decoded K and V, or a handle to itself.
+Every token is encoded once, on arrival; what ``update`` returns depends on the layer's way of attention: decoded K and
+V, or a handle to itself. ``windowed.py`` has the layers of sliding and chunked attention.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcodec.cache import many as staged
-from kvcodec.cache.device import FusedLayerCache
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import FP16_MAX, ROLES, check_tensor, largest
+from kvcodec.cache.static import StaticCache
+from kvcodec.codec import ROLES, check_tensor
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV
 from kvcodec.integrations.transformers.plan import Attention
-from kvcodec.probe import OutlierProbe, waits
 
 Prefill = Literal["exact", "decoded"]
 
@@ -30,132 +30,7 @@ DECODE_COPIES = 10
 """Upper bound of the float32 copies of a chunk that a codec's decode holds at once; a test counts them."""
 
 
-class Note(NamedTuple):
-    """A layer that was given several tokens in this forward pass.
-
-    Parameters
-    ----------
-    layer : PackedLayer
-    before : tuple or None
-        What ``PackedLayer.go_back`` takes; None: the layer was empty.
-    wrong : tuple of Tensor
-        Numbers on the device, one each, that are above a bound or NaN if codecs cannot hold the tokens.
-    bound : float
-    earlier : Tensor, optional
-        The layer's own flag: whether a token of an earlier decode step could not be held.
-    """
-
-    layer: "PackedLayer"
-    before: tuple[Any, ...] | None = None
-    wrong: tuple[Tensor, ...] = ()
-    bound: float = 0.0
-    earlier: Tensor | None = None
-
-
-class Arrivals:
-    """What is noted on a GPU while a forward pass gives several tokens to each layer, and looked at once, at its end.
-
-    A look at a number waits for the GPU. In the middle of a pass that costs more than the number did. A pass that
-    stopped in its middle is looked at before the next call adds, changes or reads anything.
-
-    Parameters
-    ----------
-    layers : int
-        Layers that a pass fills.
-    probe : OutlierProbe, optional
-        Judges the keys of the pass that fills the empty layers.
-    """
-
-    def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
-        self.layers, self.probe = layers, probe
-        self.noted: dict[int, Note] = {}
-        self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
-
-    def append(self, layer: "PackedLayer", keys: Tensor, values: Tensor) -> bool:
-        """Append several tokens to a fused layer, and note what ``settle`` has to look at; False: nothing was done."""
-        cache, first = layer.cache, not layer.filled
-        if not waits(keys) or keys.shape[2] == 1 or layer.attention != "fused":
-            return False
-        if layer.prefill != "exact" if first else cache.reserve:  # a static cache looks at its lengths anyway
-            return False
-        assert isinstance(cache, FusedLayerCache)
-        if (flags := self.flags.get(keys.device)) is None:
-            zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
-            flags = self.flags[keys.device] = zeros.split(1)
-        flag, earlier = flags[len(self.noted) % self.layers], cache.bad if cache.unchecked else None
-        before = None if first else layer.state()
-        try:
-            cache.append(keys, values, flag=flag)
-        except BaseException:
-            self.flags = {}  # this one may be up
-            raise
-        cache.unchecked = False  # looked at in ``settle`` as well
-        if cache.flags_all(keys):
-            self.noted[layer.index] = Note(layer, before, (flag,), earlier=earlier)
-        else:
-            both = largest(keys), largest(values)
-            self.noted[layer.index] = Note(layer, before, both, FP16_MAX, earlier)
-        return True
-
-    def came(self, layer: "PackedLayer", keys: Tensor, first: bool) -> None:
-        """Take notice of a layer that these keys were appended to."""
-        if first:
-            self.noted.setdefault(layer.index, Note(layer))
-            if self.probe is not None:
-                self.probe(layer.index, layer.cache, keys)
-        if self.noted and (not waits(keys) or len(self.noted) == self.layers):
-            self.settle()
-
-    def settle(self) -> None:
-        """Look at what was noted.
-
-        Raises
-        ------
-        ValueError
-            NaN, Inf or |x| > 65504 in the tokens; every layer that was noted is as it was before the pass.
-        """
-        if not self.noted:
-            return
-        if self.probe is not None:
-            self.probe.measure()  # before the wait
-        noted, self.noted = list(self.noted.values()), {}
-        looks = [(n, n.bound, x) for n in noted for x in n.wrong]
-        looks += [(n, -1.0, n.earlier) for n in noted if n.earlier is not None]  # before this pass
-        for device in {x.device for *_, x in looks}:  # of a model on several GPUs
-            here = [one for one in looks if one[2].device == device]
-            numbers = torch.cat([x.view(1) for *_, x in here]).tolist()
-            for (note, bound, _), number in zip(here, numbers, strict=True):
-                if number <= max(bound, 0.0):  # NaN is not
-                    continue
-                self._go_back(noted)
-                if bound < 0:
-                    note.layer.cache.refuse(number)  # type: ignore[attr-defined]
-                what, now = ("prefill", "empty again") if note.before is None else ("call", "as it was before the call")
-                raise ValueError(
-                    f"layer {note.layer.index}: a key or value of the {what} is not finite or above 65504; codecs "
-                    f"store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) or the "
-                    f"attention mask. The cache is {now}."
-                )
-        if self.probe is not None:
-            self.probe.settle()
-
-    def _go_back(self, noted: Sequence[Note]) -> None:
-        self.flags = {}
-        for note in noted:
-            if note.before is None:
-                note.layer.reset()
-            else:
-                note.layer.go_back(note.before)
-
-    def forget(self, layer: "PackedLayer") -> None:
-        """Drop what was noted of a layer."""
-        if self.noted.pop(layer.index, None):
-            self.flags = {}  # its own may be up, and nobody will look
-        if self.probe is not None:
-            self.probe.forget(layer.index)
-
-
-class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Cache of one full-attention layer.
 
     Parameters
@@ -187,7 +62,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
         self.arrivals = arrivals or Arrivals(1)
-        self.is_compileable = attention == "fused" and cache.reserve > 0
+        self.is_compileable = isinstance(cache, StaticCache)
+        scheme, given = cache.scheme, cache.fitted  # given constants need no sample of the whole prefill
+        self.sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
         self.calls = dict.fromkeys(("exact", "decoded", "streamed", "fused", "staged", "scored"), 0)
@@ -270,11 +147,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         n = keys.shape[2]
         if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass is over
             self.arrivals.settle()
-        scheme, given = self.cache.scheme, self.cache.fitted  # given constants need no sample of the whole prefill
-        sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
         if self.arrivals.append(self, keys, values):
             return
-        if n <= APPEND_TOKENS or self.attention == "fused" or (sampled and not self.filled):
+        if n <= APPEND_TOKENS or self.attention == "fused" or (self.sampled and not self.filled):
             self.cache.append(keys, values)
             return
         for name, x in (("keys", keys), ("values", values)):
@@ -327,21 +202,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             ]
             scores = 4 * batch * heads * n * chunk * 4
             need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
-        elif path != "fused":
-            need = staged.workspace_bytes(self.cache, query, path == "staged")  # type: ignore[arg-type]
         else:
-            need = self.cache.workspace_bytes(query)  # type: ignore[attr-defined]
+            assert isinstance(self.cache, DeviceCache)
+            if path == "fused":
+                need = self.cache.workspace_bytes(query)
+            else:
+                need = self.cache.chunk_workspace_bytes(query, path == "staged")
         self.workspace_bytes = max(self.workspace_bytes, need)
 
-    def state(self) -> tuple[Any, ...]:
-        """What an append to this fused layer, and what attention drops after it, replace."""
-        assert isinstance(self.cache, FusedLayerCache)
-        return (self.cache.state(),)
+    def state(self) -> Before:
+        """What an append to this layer, whose pages grow, and what attention drops after it replace."""
+        assert isinstance(self.cache, GrowingCache)
+        assert self.cache.store is not None
+        return Before(self.cache.state(), self.cache.store.pages, self.cache.store.table, self.cache.length)
 
-    def go_back(self, state: tuple[Any, ...]) -> None:
+    def go_back(self, state: Before) -> None:
         """Be as when ``state`` was called, as if nothing had been appended since."""
-        assert isinstance(self.cache, FusedLayerCache)
-        self.cache.go_back(*state)
+        assert isinstance(self.cache, GrowingCache)
+        self.cache.go_back(state.cache)
 
     def reach(self, held: int) -> tuple[int, int, int]:
         """How far back a query sees when so many tokens are held: ``window, chunk, place`` of ``Seen``."""
@@ -351,8 +229,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> Any:
         """Tokens seen; a device tensor for a static cache, which must not synchronise."""
-        if self.is_compileable:
-            return self.cache.device_length() if self.filled else 0  # type: ignore[attr-defined]
+        if isinstance(self.cache, StaticCache):
+            return self.cache.device_length() if self.filled else 0
         return self.cache.length
 
     def get_max_length(self) -> int:
@@ -411,140 +289,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def note(self) -> str:
         """Return one phrase on what is particular about this layer."""
         return "full attention"
-
-
-class WindowedLayer(PackedLayer):
-    """Cache of one sliding- or chunked-attention layer: the newest ``window - 1`` tokens, packed.
-
-    The scheme's sink is off here (the first tokens leave like any other). With ``activate_past_recording`` older
-    tokens stay until the next ``crop``, so that a rollback finds them. An exact prefill longer than the window skips
-    what no later query sees, so the group edges of a codec that groups tokens follow the prefill's end there.
-
-    Parameters
-    ----------
-    window : int
-        Tokens a query sees, itself included.
-    kind : str
-        ``sliding_attention`` or ``chunked_attention``.
-    """
-
-    is_sliding = True
-
-    def __init__(
-        self,
-        cache: LayerCache,
-        index: int,
-        attention: Attention,
-        prefill: Prefill,
-        arrivals: Arrivals | None = None,
-        *,
-        window: int,
-        kind: str,
-    ) -> None:
-        super().__init__(cache, index, attention, prefill, arrivals)
-        self.window, self.kind = window, kind
-        self.cumulative_length = 0
-        self.record_past = False
-
-    def activate_past_recording(self) -> None:
-        """Keep older tokens until the next ``crop``."""
-        self.record_past = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As ``PackedLayer.update``; returns the tokens that a query of this call can see."""
-        first, fresh = not self.filled, key_states.shape[2]
-        past = min(self.cumulative_length, self.window - 1)
-        exact = first and self.prefill == "exact"
-        # nobody will see the older tokens of an exact prefill again: they are not even encoded
-        skip = max(fresh - self.window + 1, 0) if exact and not self.record_past else 0
-        self._append(key_states[:, :, skip:].detach(), value_states[:, :, skip:].detach())
-        self.cumulative_length += fresh  # not before: a refused token was not seen
-        self._arrived(key_states, first)
-        if exact:
-            self.calls["exact"] += 1
-            return key_states, value_states
-        if self.attention != "decoded":
-            return self._stored(fresh)
-        out = self._decoded(len(self.cache) - past - fresh)
-        self._restrict()
-        return out
-
-    def attended(self, path: str, query: Tensor) -> None:
-        """As ``PackedLayer.attended``; then forget what no later query sees."""
-        super().attended(path, query)
-        self._restrict()
-
-    def reach(self, held: int) -> tuple[int, int, int]:
-        """As ``PackedLayer.reach``."""
-        if self.kind == "chunked_attention":
-            return 0, self.window, self.cumulative_length - held
-        return self.window, 0, 0
-
-    def state(self) -> tuple[Any, ...]:
-        """As ``PackedLayer.state``; pages are dropped here, and they are few."""
-        store = self.cache.store
-        assert store is not None
-        return *super().state(), store.pages, store.table, self.cumulative_length
-
-    def go_back(self, state: tuple[Any, ...]) -> None:
-        """As ``PackedLayer.go_back``."""
-        before, pages, table, self.cumulative_length = state
-        assert self.cache.store is not None
-        self.cache.store.pages, self.cache.store.table = pages, table
-        super().go_back((before,))
-
-    def _restrict(self) -> None:
-        if not self.record_past:
-            self._drop_old()
-
-    def _drop_old(self) -> None:
-        if (old := len(self.cache) - self.window + 1) > 0:
-            self.cache.evict(old)
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, evicted ones included."""
-        return self.cumulative_length
-
-    def get_max_length(self) -> int:
-        """Return the window."""
-        return self.window
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask that the next call needs."""
-        past = min(self.cumulative_length, self.window - 1)
-        return past + query_length, self.cumulative_length - past
-
-    def reset(self) -> None:
-        """Forget every token."""
-        super().reset()
-        self.cumulative_length = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As ``PackedLayer.crop``; also drops the recorded past. 0 does only that.
-
-        Raises
-        ------
-        RuntimeError
-            If the tokens that would become visible again have been evicted.
-        """
-        self.arrivals.settle()
-        seen, tokens_to_remove = self.cumulative_length, int(tokens_to_remove)
-        keep = min(tokens_to_remove, seen) if tokens_to_remove > 0 else max(seen + tokens_to_remove, 0)
-        remove = seen - keep
-        if remove:
-            if len(self.cache) - remove < min(keep, self.window - 1):
-                raise RuntimeError(
-                    f"layer {self.index}: crop by {remove} tokens needs older ones that left the window of "
-                    f"{self.window}; call cache.activate_past_recording() before generating."
-                )
-            self.cache.crop(len(self.cache) - remove)
-            self.cumulative_length = keep
-            self.filled = keep > 0
-        self._drop_old()
-
-    def note(self) -> str:
-        """Return one phrase on what is particular about this layer."""
-        return f"{self.kind}, window {self.window}: the newest {self.window - 1} tokens, no sink"
 
 
 def _fill(whole: tuple[Tensor, ...], at: int, parts: tuple[Tensor, Tensor]) -> None:

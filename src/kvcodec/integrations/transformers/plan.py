@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.errors import UnsupportedError
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -247,19 +247,3 @@ def check_fits(plan: ModelPlan, layers: list[Any]) -> str:
             if want is not None and came != want:
                 return f"layer {layer.index} of the file has {came} {word}, {plan.name} has {want}"
     return ""
-
-
-def check_layouts(plan: ModelPlan, schemes: list[Any], page_tokens: int | None = None) -> None:
-    """Refuse a head_dim that a codec cannot take, or a page that blocks do not fill, before any token is seen.
-
-    Raises
-    ------
-    ShapeError
-    """
-    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-        if layer.head_dim is None:
-            continue
-        try:
-            scheme.page_layout(layer.head_dim, page_tokens)
-        except ShapeError as error:
-            raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error

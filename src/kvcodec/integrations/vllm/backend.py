@@ -1,4 +1,4 @@
-"""The attention backend: what vLLM asks of one, over ``PackedLayer``. vLLM 0.32 and 0.33.
+"""The attention backend: what vLLM asks of one, over ``EngineLayer``. vLLM 0.32 and 0.33.
 
 A layer is bound when its weights are loaded: only then its name, and with that its number, its scheme and its constants
 are known. From then on it has a backend class of its own scheme, which tells vLLM how many bytes a token takes. Layers
@@ -34,9 +34,9 @@ from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, check_engine, check_weights
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import PackedLayer, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
-from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_refusal, page_step, refusal
 from kvcodec.kernels.build import LEAST
 
@@ -243,27 +243,27 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         for impl in impls:
             impl.slots, impl.leads = slots, impl is impls[0]
-        self.staging = self._stage([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
+        self.pending = self._pending_of([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
         for impl in impls:
-            impl.staging = self.staging
+            impl.pending = self.pending
 
-    def _stage(self, layers: list[PackedLayer], page_tokens: int, rows: int) -> Staging | None:
+    def _pending_of(self, layers: list[EngineLayer], page_tokens: int, rows: int) -> PendingGroups | None:
         """Make the slots of layers that encode groups of tokens: all of a builder's do, or none."""
         if not isinstance(first := layers[0], GroupedLayer):
             return None
         if why := page_refusal(first.scheme, page_tokens):
             raise UnsupportedError(f"kvcodec: {why}")
-        held = sum(layer.staged_bytes for layer in layers if isinstance(layer, GroupedLayer))
+        held = sum(layer.pending_bytes for layer in layers if isinstance(layer, GroupedLayer))
         logger.info(
             "kvcodec: beside the cache, %d layers hold unfinished groups of %d tokens of %d requests: %.1f MB",
             *(len(layers), first.unit, first.slots, held / 1e6),
         )
-        return Staging(first.slots, first.unit, page_tokens, max(rows, first.slots), first.device)
+        return PendingGroups(first.slots, first.unit, page_tokens, max(rows, first.slots), first.device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
         """Return the metadata of a batch that has no requests."""
-        if self.staging is not None:
-            self.staging.blank(common_attn_metadata.num_reqs)
+        if self.pending is not None:
+            self.pending.blank(common_attn_metadata.num_reqs)
         return self._metadata(common_attn_metadata)
 
     def build(
@@ -271,8 +271,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
     ) -> PackedMetadata:
         """Return the metadata of a step; only chunks of prompts need numbers on the host."""
         c = common_attn_metadata
-        if self.staging is not None:
-            self.staging.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx)
+        if self.pending is not None:
+            self.pending.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx)
         return self._metadata(c)
 
     def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:
@@ -340,9 +340,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
         self.around = Around(self)
-        self.packed: PackedLayer | None = None
+        self.packed: EngineLayer | None = None
         self.slots: Slots | None = None
-        self.staging: Staging | None = None
+        self.pending: PendingGroups | None = None
         self.leads = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -387,7 +387,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 logger.warning("kvcodec: %s", told)
         self.around.end()
 
-    def _packed(self) -> PackedLayer:
+    def _packed(self) -> EngineLayer:
         if self.packed is None:
             layers = self.config.compilation_config.static_forward_context
             self.packed = layers[self.kv_sharing_target_layer_name].impl.packed
@@ -456,21 +456,21 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self, packed: GroupedLayer, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: PackedMetadata, out: Tensor
     ) -> None:
         """Store new tokens and attend with them, into ``out``: a token needs those of its group that are not stored."""
-        staging, n = self.staging, m.decodes
-        assert staging is not None
-        assert staging.page_tokens == cache.shape[2]
+        pending, n = self.pending, m.decodes
+        assert pending is not None
+        assert pending.page_tokens == cache.shape[2]
         if n:
             space = self._workspace(packed, q, cache, m)
-            given = (cache, m.table[:n], m.seq_lens[:n], staging, self.rules, space)
+            given = (cache, m.table[:n], m.seq_lens[:n], pending, self.rules, space)
             out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
         kernels = cache.device.type != "cpu"
         attend = packed.prefill_own if kernels else packed.attend_own
         for row, first, last, length in m.chunks:
-            slot = staging.slot[row : row + 1]
+            slot = pending.slot[row : row + 1]
             own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
 
-    def _decode(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+    def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots, n = self.slots, m.decodes
         assert slots is not None
         seq_lens, start = m.seq_lens[:n], None
@@ -481,7 +481,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         space = self._workspace(packed, q, kv_cache, m)
         return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, space)
 
-    def _workspace(self, packed: PackedLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+    def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots = self.slots
         assert slots is not None
         if slots.workspace is None:  # the first call is a trial run, outside of any graph

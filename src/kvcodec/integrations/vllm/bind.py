@@ -12,10 +12,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcodec.codec import Params
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import PackedLayer
+from kvcodec.integrations.vllm.layer import EngineLayer
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.integrations.vllm.servable import group_tokens, refusal
 
@@ -63,7 +64,7 @@ def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]
 
 def bind(
     config: VllmConfig, options: Options, heads: int, head_dim: int, name: str, layer: Any, dtype: torch.dtype
-) -> PackedLayer:
+) -> EngineLayer:
     """Return what a layer needs: its scheme by its number in the model, its constants by its heads' numbers.
 
     Parameters
@@ -99,7 +100,7 @@ def bind(
     first_head = rank // max(1, size // total) * heads
     params = None
     if options.params is not None:
-        options.params.check(hf_config, options.params.scheme, seed=options.seed)
+        check_params(options.params, hf_config, options.params.scheme, seed=options.seed)
         params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params[index].items()}
     device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
     grouped = group_tokens(scheme) > 1
@@ -111,7 +112,7 @@ def bind(
     # stages of a pipeline take turns: between two of its own, a request's slot must outlast the others'
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
     with _plain_torch():
-        return (partial(GroupedLayer, slots=slots) if grouped else PackedLayer)(
+        return (partial(GroupedLayer, slots=slots) if grouped else EngineLayer)(
             scheme,
             layer=index,
             heads=heads,

@@ -1,7 +1,7 @@
 """A layer whose codecs encode G tokens together, over an engine's pages: whole groups there, the rest in 16 bit beside.
 
-A group that is complete lies in the pages as ``PackedLayer``'s tokens do: the library's bytes, keys and values. Until
-then its tokens wait in a slot (``staging.py``), where a step finds them again. A step that completes it encodes it.
+A group that is complete lies in the pages as ``EngineLayer``'s tokens do: the library's bytes, keys and values. Until
+then its tokens wait in a slot (``pending.py``), where a step finds them again. A step that completes it encodes it.
 
 **What a token reads**: its own group, up to itself, in 16 bit; every group before it, decoded. The rule names places in
 the sequence and nothing else, so the cut of a prompt into chunks, a hit in the prefix cache and a preemption do not
@@ -19,26 +19,26 @@ CUDA GPU   ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``
 =========  ====================================  ====================================================================
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcodec.attention import attend
 from kvcodec.codec import ROLES, Role, storage_dtype
-from kvcodec.integrations.vllm.layer import PackedLayer, Rules
-from kvcodec.integrations.vllm.pending import Staging
+from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
+from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import group_tokens
 from kvcodec.scheme import KVScheme
 
 
-class GroupedLayer(PackedLayer):
+class GroupedLayer(EngineLayer):
     """Constants, pages and slots of one layer.
 
     Parameters
     ----------
     scheme, **options
-        As ``PackedLayer``.
+        As ``EngineLayer``.
     slots : int
         Requests that run at once.
     """
@@ -50,12 +50,12 @@ class GroupedLayer(PackedLayer):
         self.unit, self.slots = group_tokens(self.scheme), slots
         shape = (slots + 1, self.heads, self.unit, self.head_dim)
         held = storage_dtype(self.dtype)
-        self.staged: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
+        self.slot_rows: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
 
     @property
-    def staged_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """Bytes of the slots."""
-        return sum(x.nbytes for x in self.staged.values())
+        return sum(x.nbytes for x in self.slot_rows.values())
 
     # -- several tokens of one request ---------------------------------------------------------------------------------
 
@@ -95,13 +95,13 @@ class GroupedLayer(PackedLayer):
         whole, rest = (length - begin) // self.unit * self.unit, length % self.unit
         own: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
-            staged = self.staged[role]
-            old = staged.index_select(0, slot)[:, :, : length - n - begin]
-            own[role] = torch.cat([old, x.transpose(0, 1)[None].to(staged.dtype)], 2)
+            rows = self.slot_rows[role]
+            old = rows.index_select(0, slot)[:, :, : length - n - begin]
+            own[role] = torch.cat([old, x.transpose(0, 1)[None].to(rows.dtype)], 2)
             if rest:
-                kept = staged.new_zeros(1, *staged.shape[1:])
+                kept = rows.new_zeros(1, *rows.shape[1:])
                 kept[:, :, :rest] = own[role][:, :, whole:]
-                staged.index_copy_(0, slot, kept)
+                rows.index_copy_(0, slot, kept)
         if whole:
             groups: dict[Role, Tensor] = {role: x[:, :, :whole] for role, x in own.items()}
             if kernels:
@@ -129,7 +129,6 @@ class GroupedLayer(PackedLayer):
         own : dict of role to Tensor ``[1, H, t, D]``
             As ``take_chunk`` returned it.
         """
-        layout, pages = self.pages(cache)
         n, unit = q.shape[0], self.unit
         begin, packed = length - own["key"].shape[2], (length - 1) // unit * unit
         first = min(max(0, length - n - rules.window + 1), packed) if rules.window else 0
@@ -139,25 +138,9 @@ class GroupedLayer(PackedLayer):
         mask = torch.cat([decoded < group, (dense >= group) & (dense <= at)], 1)
         if rules.window:
             mask &= torch.cat([decoded, dense], 1) > at - rules.window
-        self.cache.look_at(layout, pages, row[None], first, packed)
-        states = self.cache.roles
-        empty = {role: state.dense("window") for role, state in states.items()}
-        try:
-            for role, x in own.items():
-                states[role].window = x
-            self.cache.length += length - begin
-            out = attend(
-                q.transpose(0, 1)[None],
-                self.cache,
-                scale=rules.scale,
-                mask=mask,
-                sinks=rules.sinks,
-                softcap=rules.softcap,
-            )
-        finally:
-            for role, x in empty.items():
-                states[role].window = x
-        return out[0].transpose(0, 1)
+        pieces = (x.to(self.dtype).split(CHUNK_TOKENS, 2) for x in (own["key"], own["value"]))
+        parts = chain(self._decoded(cache, row, first, packed), zip(*pieces, strict=True))
+        return self._attend_parts(q, parts, mask.shape[1], rules, mask)
 
     def prefill_own(
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
@@ -198,7 +181,7 @@ class GroupedLayer(PackedLayer):
         cache: Tensor,
         table: Tensor,
         seq_lens: Tensor,
-        staging: Staging,
+        pending: PendingGroups,
         rules: Rules,
         workspace: Tensor | None = None,
     ) -> Tensor:
@@ -212,7 +195,7 @@ class GroupedLayer(PackedLayer):
         table : Tensor int32 ``[B, M]``
         seq_lens : Tensor int32 ``[B]``
             Tokens, the new one included.
-        staging : Staging
+        pending : PendingGroups
             With this step's numbers; its first B rows are these.
         rules : Rules
         workspace : Tensor float32, optional
@@ -223,14 +206,14 @@ class GroupedLayer(PackedLayer):
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
         n = q.shape[0]
-        slot, place, packed = staging.slot[:n], staging.place[:n], staging.packed[:n]
+        slot, place, packed = pending.slot[:n], pending.place[:n], pending.packed[:n]
         dense: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
-            self.staged[role][slot, :, place] = x.to(self.staged[role].dtype)
-            dense[role] = self.staged[role].index_select(0, slot)
+            self.slot_rows[role][slot, :, place] = x.to(self.slot_rows[role].dtype)
+            dense[role] = self.slot_rows[role].index_select(0, slot)
         # a slot that is not complete goes behind its page, where nothing is stored
-        store = self._store(cache, staging.page[:n, None])
-        self.engine(cache.shape[2]).encode(dense, self.cache.roles, store, staging.first[:n], self.bad)
+        store = self._store(cache, pending.page[:n, None])
+        self.engine(cache.shape[2]).encode(dense, store, pending.first[:n], self.bad)
         start = dense_start = None
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)
@@ -245,7 +228,7 @@ class GroupedLayer(PackedLayer):
             start=start,
             dense_k=dense["key"],
             dense_v=dense["value"],
-            dense_lens=staging.held[:n],
+            dense_lens=pending.dense_len[:n],
             dense_start=dense_start,
             workspace=workspace,
         )

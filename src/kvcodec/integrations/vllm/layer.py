@@ -16,16 +16,16 @@ Every token attends to what the pages hold, in a prompt as well: so neither the 
 the prefix cache decides what a token reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcodec.attention import Seen, attend
-from kvcodec.cache.host import LayerCache
+from kvcodec.attention import Seen, attend_parts, rounded_queries
 from kvcodec.cache.pages import PageStore, write_blocks
+from kvcodec.cache.site import LayerSite
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
@@ -64,7 +64,11 @@ def _on_device(number: int, device: torch.device) -> Tensor:
         return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
-class PackedLayer:
+CHUNK_TOKENS = 1024
+"""Tokens decoded at a time by the reference."""
+
+
+class EngineLayer:
     """Constants and pages of one layer whose codecs encode each token alone; ``groups.GroupedLayer`` has the others.
 
     Parameters
@@ -103,9 +107,8 @@ class PackedLayer:
     ) -> None:
         self.scheme = KVScheme(scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype), spec=scheme.spec)
         self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
-        self.cache = LayerCache(self.scheme, layer=layer, seed=seed, params=params, first_head=first_head)
-        none = torch.empty(1, heads, 0, head_dim, dtype=dtype, device=device)
-        self.cache.append(none, none)
+        self.site = LayerSite(self.scheme, layer, seed, params, first_head)
+        self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
         self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
@@ -165,14 +168,12 @@ class PackedLayer:
     def _put(self, role: Role, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``."""
         layout, pages = self.pages(cache)
-        state = self.cache.roles[role]
-        assert state.params is not None
-        rows = rows.to(state.dense("window").dtype).float()
+        site = self.roles[role]
+        rows = rows.to(site.codec.held_dtype(self.dtype)).float()
         good = (rows.abs() <= FP16_MAX).all(-1)
-        rows = rows.masked_fill(~good[..., None], 0.0)
-        payload = state.codec.encode(state.codec.to_code(rows, state.params), state.params)
+        payload = site.encode(rows.masked_fill(~good[..., None], 0.0))
         if not bool(good.all()):
-            bad = ~good.unflatten(2, (-1, state.codec.block_tokens)).all(-1)
+            bad = ~good.unflatten(2, (-1, site.codec.block_tokens)).all(-1)
             payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
         write_blocks(layout, pages, role, slots, payload)
 
@@ -194,22 +195,34 @@ class PackedLayer:
         -------
         Tensor ``[n, HQ, D]`` of q's dtype.
         """
-        layout, pages = self.pages(cache)
         n, first, mask = q.shape[0], 0, None
         if rules.window:
             first = max(0, length - n - rules.window + 1)
             at = torch.arange(length - n, length, device=q.device)[:, None]
             seen = torch.arange(first, length, device=q.device)[None]
             mask = (seen <= at) & (seen > at - rules.window)
-        self.cache.look_at(layout, pages, row[None], first, length)
-        out = attend(
-            q.transpose(0, 1)[None],
-            self.cache,
-            scale=rules.scale,
-            mask=mask,
-            sinks=rules.sinks,
-            softcap=rules.softcap,
-        )
+        return self._attend_parts(q, self._decoded(cache, row, first, length), length - first, rules, mask)
+
+    def _decoded(self, cache: Tensor, row: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values ``[1, H, t, D]`` of a request's tokens ``[first, last)``, a chunk at a time."""
+        store = self._store(cache, row[None])
+        for at in range(first, last, CHUNK_TOKENS):
+            end = min(at + CHUNK_TOKENS, last)
+            yield (
+                self.roles["key"].read(store, at, end, self.dtype),
+                self.roles["value"].read(store, at, end, self.dtype),
+            )
+
+    def _attend_parts(
+        self, q: Tensor, parts: Iterator[tuple[Tensor, Tensor]], total: int, rules: Rules, mask: Tensor | None
+    ) -> Tensor:
+        """Attention of ``q [n, HQ, D]`` over decoded keys and values; as ``kvcodec.attention.attend_parts``."""
+        q, key = q.transpose(0, 1)[None], self.roles["key"]
+        if key.params is not None:
+            q = rounded_queries(q, key.codec, key.params, self.heads)
+        out = attend_parts(
+            q, parts, total, scale=rules.scale, mask=mask, sinks=rules.sinks, softcap=rules.softcap
+        )  # fmt: skip
         return out[0].transpose(0, 1)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
@@ -227,7 +240,7 @@ class PackedLayer:
                 found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.scheme}: {error}.") from error
-            found.prepare(self.cache.roles)
+            found.prepare(self.roles)
             self.engines[page_tokens] = found
         return self.engines[page_tokens]
 
@@ -248,7 +261,7 @@ class PackedLayer:
         engine, store = self.engine(cache.shape[2]), self._store(cache, page[:, None])
         # each token is a sequence of one page, because an engine names slots, not sequences
         new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
-        engine.encode(new, self.cache.roles, store, place, self.bad)
+        engine.encode(new, store, place, self.bad)
 
     def encode_chunk(self, keys: Tensor, values: Tensor, cache: Tensor, row: Tensor, length: int) -> None:
         """Encode a request's newest tokens with kernels; nothing synchronises.
@@ -264,7 +277,7 @@ class PackedLayer:
         """
         first = _on_device(length - keys.shape[0], cache.device)
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
-        self.engine(cache.shape[2]).encode(new, self.cache.roles, self._store(cache, row[None]), first, self.bad)
+        self.engine(cache.shape[2]).encode(new, self._store(cache, row[None]), first, self.bad)
 
     def decode(
         self,

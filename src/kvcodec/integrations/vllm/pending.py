@@ -36,7 +36,7 @@ from kvcodec.errors import UnsupportedError
 FREE = -1
 
 
-class Staging:
+class PendingGroups:
     """Slots of unfinished groups, and a step's numbers by row of the batch.
 
     Parameters
@@ -55,7 +55,7 @@ class Staging:
     ----------
     slot, place : Tensor int64 ``[rows]``
         Slot of the row's newest token, and its place there.
-    packed, held : Tensor int32 ``[rows]``
+    packed, dense_len : Tensor int32 ``[rows]``
         Tokens that are read from pages, and from the slot.
     page, first : Tensor int32 ``[rows]``
         Block and place to which a group that this step completes is encoded; place ``page_tokens``: none is completed.
@@ -64,7 +64,7 @@ class Staging:
     def __init__(self, slots: int, unit: int, page_tokens: int, rows: int, device: torch.device) -> None:
         self.slots, self.unit, self.page_tokens, self.device = slots, unit, page_tokens, device
         self.slot, self.place = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        self.packed, self.held, self.page, self.first = (
+        self.packed, self.dense_len, self.page, self.first = (
             torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(4)
         )
         self.block = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)  # holds the slot's group
@@ -77,7 +77,7 @@ class Staging:
     def blank(self, rows: int) -> None:
         """Numbers of a batch without requests, as captured graphs are tried with; nothing is remembered of it."""
         for numbers, none in (
-            *((self.slot, self.slots), (self.place, 0), (self.packed, 0), (self.held, 0), (self.page, 0)),
+            *((self.slot, self.slots), (self.place, 0), (self.packed, 0), (self.dense_len, 0), (self.page, 0)),
             (self.first, self.page_tokens),
         ):
             numbers[:rows] = none
@@ -126,7 +126,7 @@ class Staging:
         self.slot[:rows] = slot
         self.place[:rows] = (length - 1).clamp(min=0) % unit
         self.packed[:rows] = base
-        self.held[:rows] = length - base
+        self.dense_len[:rows] = length - base
         self.page[:rows] = torch.where(real, newest, 0)
         self.first[:rows] = torch.where(ends, base % self.page_tokens, self.page_tokens)
         self._check()

@@ -156,7 +156,7 @@ def plots(runs: Runs) -> list[Plot]:
     """KL over true bits, a panel for each run that has it."""
     held = {f"{model_name(results)}, {kind(results)}": points(results) for results in runs.values()}
     y = Axis(METRICS["kl"], "log")
-    return [Plot(title, BITS, y, found, names="all") for title, found in held.items() if found]
+    return [Plot(title, BITS, y, found, names="all", size=(8.0, 6.4)) for title, found in held.items() if found]
 
 
 # -- the sentences -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A codec of your own in 30 lines: one bit per element (the sign) and one fp16 scale per token.
 
-Run: python examples/04_my_codec.py. The whole story, with options, random constants and proofs: docs/add-a-codec.md.
+Run: python examples/03_my_codec.py. The whole story, with options, random constants and proofs: docs/add-a-codec.md.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Sign(kvcodec.Codec):
         return signs * payload["scale"].float()
 
 
-@kvcodec.register("sign", source="examples/04_my_codec.py")
+@kvcodec.register("sign", source="examples/03_my_codec.py")
 def sign(window: int = 16) -> kvcodec.KVScheme:
     """One bit per element, the newest tokens dense."""
     return kvcodec.KVScheme(key=Sign(), value=Sign(), window=window)

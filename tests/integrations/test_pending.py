@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.vllm.pending import FREE, Staging
+from kvcodec.integrations.vllm.pending import FREE, PendingGroups
 
 CPU = torch.device("cpu")
 UNIT, PAGE, COLUMNS = 8, 16, 6
@@ -80,7 +80,7 @@ def tensors(batch: list[tuple[Request, int]], padding: int = 0) -> tuple[torch.T
 @pytest.mark.parametrize(("most", "budget"), [(1, 9), (4, 12), (4, 300), (9, 20)])
 def test_every_request_finds_its_group_again(most: int, budget: int, named: bool) -> None:
     """Arrivals, ends, prefix hits, steps that leave requests out for want of budget, blocks that change hands."""
-    engine, staging = Engine(most + budget, most, budget), Staging(most, UNIT, PAGE, most + 3, CPU)
+    engine, pending = Engine(most + budget, most, budget), PendingGroups(most, UNIT, PAGE, most + 3, CPU)
     held: dict[int, list[tuple[int, int]]] = {}  # slot -> (request, place in it) of each token
     skipped = reused = 0
     for _ in range(400):
@@ -90,11 +90,11 @@ def test_every_request_finds_its_group_again(most: int, budget: int, named: bool
         skipped += len(engine.running) > len(batch)
         padding = engine.random.randrange(4)
         rows = [request.row for request, _ in batch] if named else None
-        staging.put(*tensors(batch, padding), rows)
+        pending.put(*tensors(batch, padding), rows)
         used = set()
         for i, (request, count) in enumerate(batch):
             length, before = request.tokens, request.tokens - count
-            slot, rest = int(staging.slot[i]), before % UNIT
+            slot, rest = int(pending.slot[i]), before % UNIT
             if rest or length % UNIT:
                 assert slot < most
                 assert slot not in used
@@ -106,12 +106,12 @@ def test_every_request_finds_its_group_again(most: int, budget: int, named: bool
                 reused += slot in held
                 held[slot] = [(request.number, t) for t in range(begin, length)]
             base = (length - 1) // UNIT * UNIT
-            assert (int(staging.packed[i]), int(staging.held[i])) == (base, length - base)
-            assert int(staging.place[i]) == (length - 1) % UNIT
-            assert int(staging.page[i]) == request.blocks[-1]
-            assert int(staging.first[i]) == (PAGE if length % UNIT else base % PAGE)
+            assert (int(pending.packed[i]), int(pending.dense_len[i])) == (base, length - base)
+            assert int(pending.place[i]) == (length - 1) % UNIT
+            assert int(pending.page[i]) == request.blocks[-1]
+            assert int(pending.first[i]) == (PAGE if length % UNIT else base % PAGE)
         for i in range(len(batch), len(batch) + padding):
-            assert (int(staging.slot[i]), int(staging.held[i]), int(staging.first[i])) == (most, 0, PAGE)
+            assert (int(pending.slot[i]), int(pending.dense_len[i]), int(pending.first[i])) == (most, 0, PAGE)
     assert engine.count > 40
     assert reused > 20
     assert skipped > 20 or most == 1 or budget > 40 * most
@@ -124,12 +124,12 @@ def one(blocks: list[int], length: int, new: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_a_group_that_is_not_there_is_an_error() -> None:
-    staging = Staging(2, UNIT, PAGE, 4, CPU)
-    staging.put(*one([3], 5, 5))
+    pending = PendingGroups(2, UNIT, PAGE, 4, CPU)
+    pending.put(*one([3], 5, 5))
     with pytest.raises(UnsupportedError, match=r"goes on in a group of 8 tokens whose beginning is not here.*; serve"):
-        staging.put(*one([4], 6, 1))
+        pending.put(*one([4], 6, 1))
     for rows in (None, [1]):
-        again = Staging(2, UNIT, PAGE, 4, CPU)
+        again = PendingGroups(2, UNIT, PAGE, 4, CPU)
         again.put(*one([3], 5, 5), rows)
         with pytest.raises(UnsupportedError, match="beginning is not here"):  # tokens between them are missing
             again.put(*one([3], 7, 1), rows)
@@ -137,35 +137,35 @@ def test_a_group_that_is_not_there_is_an_error() -> None:
 
 def test_batches_without_requests_leave_no_trace() -> None:
     """Captures of graphs, and the steps of an idle replica."""
-    staging = Staging(2, UNIT, PAGE, 4, CPU)
-    staging.put(*one([3], 5, 5), [1])
-    before = [x.clone() for x in (staging.block, staging.end)]
-    staging.blank(4)
+    pending = PendingGroups(2, UNIT, PAGE, 4, CPU)
+    pending.put(*one([3], 5, 5), [1])
+    before = [x.clone() for x in (pending.block, pending.end)]
+    pending.blank(4)
     lengths, starts = torch.full((3,), 5).int(), torch.arange(4).int() * 5
     for rows in (None, [0, 1, 2]):
         for block, where in ((0, 5), (3, -1)):  # the null block; blocks of the step before, and nothing to store
-            staging.put(torch.full((3, COLUMNS), block).int(), lengths, starts, torch.full((15,), where), rows)
-            assert staging.slot[:3].tolist() == [2, 2, 2]
-            assert staging.first[:3].tolist() == [PAGE] * 3
-    assert all(torch.equal(a, b) for a, b in zip(before, (staging.block, staging.end), strict=True))
-    staging.put(*one([3], 6, 1), [1])
-    assert int(staging.slot[0]) == 1
+            pending.put(torch.full((3, COLUMNS), block).int(), lengths, starts, torch.full((15,), where), rows)
+            assert pending.slot[:3].tolist() == [2, 2, 2]
+            assert pending.first[:3].tolist() == [PAGE] * 3
+    assert all(torch.equal(a, b) for a, b in zip(before, (pending.block, pending.end), strict=True))
+    pending.put(*one([3], 6, 1), [1])
+    assert int(pending.slot[0]) == 1
 
 
 def test_slots_of_complete_groups_are_given_back() -> None:
-    staging = Staging(2, UNIT, PAGE, 4, CPU)
-    staging.put(*one([3], 5, 5))
-    slot = int(staging.slot[0])
-    staging.put(*one([3], 8, 3))
-    assert int(staging.slot[0]) == slot  # read once more in this step
-    assert bool((staging.block == FREE).all())
+    pending = PendingGroups(2, UNIT, PAGE, 4, CPU)
+    pending.put(*one([3], 5, 5))
+    slot = int(pending.slot[0])
+    pending.put(*one([3], 8, 3))
+    assert int(pending.slot[0]) == slot  # read once more in this step
+    assert bool((pending.block == FREE).all())
 
 
 def test_numbers_stay_where_graphs_read_them() -> None:
-    staging = Staging(2, UNIT, PAGE, 4, CPU)
-    names = ("slot", "place", "packed", "held", "page", "first")
-    at = [getattr(staging, name).data_ptr() for name in names]
+    pending = PendingGroups(2, UNIT, PAGE, 4, CPU)
+    names = ("slot", "place", "packed", "dense_len", "page", "first")
+    at = [getattr(pending, name).data_ptr() for name in names]
     given: Any = one([3], 5, 5)
-    staging.put(*given)
-    staging.blank(2)
-    assert [getattr(staging, name).data_ptr() for name in names] == at
+    pending.put(*given)
+    pending.blank(2)
+    assert [getattr(pending, name).data_ptr() for name in names] == at

@@ -1,0 +1,148 @@
+"""GrowingCache: a cache for the fused kernels whose pages grow; the host knows every length.
+
+The kernels are told lengths by numbers on the device that all layers share: a step writes them once for a model, not
+once for a layer, and no state has to be kept in step with another.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.cache.device import DeviceCache
+from kvcodec.codec import Role, check_tensors
+
+
+class State(NamedTuple):
+    """What an append replaces; nothing is copied.
+
+    Sink and window are new tensors after an append; slots behind the end are written again by the next one.
+    """
+
+    roles: list[tuple[Role, Tensor, Tensor, list[tuple[int, int]]]]
+    start: int
+    length: int
+    unchecked: bool
+
+
+class GrowingCache(DeviceCache):
+    """The packed cache of one layer, served by the fused kernels; pages are allocated as tokens come.
+
+    Parameters
+    ----------
+    As ``DeviceCache``, without a capacity.
+    """
+
+    unchecked = False
+    """Whether a single token has come since the device's flag was last found to be 0."""
+
+    def reset(self) -> None:
+        """Forget everything, the allocation included."""
+        self.engine = self.bad = None
+        self.unchecked = False
+        super().reset()
+
+    @property
+    def seq_lens(self) -> Tensor | None:  # type: ignore[override]
+        """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
+        return None if self.store is None else self._device_lengths()[0]
+
+    def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
+        """As ``DeviceCache.append``; pages grow where they are full."""
+        n = keys.shape[2]
+        if n == 1:
+            self.unchecked = True
+        elif flag is None:
+            earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
+            self.refuse(*check_tensors(keys, values, *earlier))  # by one look at the device
+        self._check_shapes(keys, values)
+        if self.store is None:
+            leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
+            self._start(keys, values, leaving)
+        assert self.store is not None
+        new = self._held(keys, values)
+        if self.holds_dense or any(state.params is None for state in self.roles.values()):
+            new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
+        self.length += n
+        if (count := new["key"].shape[2]) == 0:
+            return
+        runs = self.roles["key"].runs
+        last = runs[-1][1] if runs else 0
+        self.store.ensure(last + count, exact=n > 1)
+        if flag is None and (flag := self.bad) is None:
+            flag = self.bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        self._write(new, _number(last, self.batch, keys.device), flag)
+        for state in self.roles.values():
+            state.extend(count)
+
+    def refuse(self, flag: float = 0) -> None:
+        """Raise what ``check`` raises for a flag that is not 0."""
+        self.unchecked = flag != 0
+        super().refuse(flag)
+
+    def state(self) -> State:
+        """What an append replaces, for ``go_back``."""
+        roles = [(role, s.sink, s.window, list(s.runs)) for role, s in self.roles.items()]
+        return State(roles, self.start, self.length, self.unchecked)
+
+    def go_back(self, state: State) -> None:
+        """Forget what has been appended since ``state``; pages that it needed are freed."""
+        self.start, self.length, self.unchecked = state.start, state.length, state.unchecked
+        for role, sink, window, runs in state.roles:
+            now = self.roles[role]
+            now.sink, now.window, now.runs = sink, window, runs
+        self._forget_decoded()
+        self._free_dead_pages()
+
+    def _is_empty(self) -> bool:
+        return self.length == 0
+
+    def _device_lengths(self) -> tuple[Tensor, Tensor]:
+        assert self.store is not None
+        runs = self.roles["key"].runs
+        first, last = runs[0] if runs else (0, 0)
+        device = self.store.table.device
+        return _number(last, self.batch, device), _number(first, self.batch, device)
+
+    def _dense(self) -> dict[str, Tensor | None]:
+        both = {
+            role: state.window if not state.sink.shape[2] else torch.cat([state.sink, state.window], 2)
+            for role, state in self.roles.items()
+        }
+        return {"dense_k": both["key"], "dense_v": both["value"]}
+
+    def _sink_tokens(self) -> int:
+        return self.roles["key"].sink.shape[2]
+
+    def synchronize(self) -> None:
+        """Raise what ``check`` raises, if a single token has come since the last look."""
+        if self.unchecked:
+            self.check()
+
+    def refresh(self) -> None:
+        """Do nothing: the device keeps no lengths of its own."""
+
+    def _remove(self, first: int, last: int) -> None:
+        self._one_run(first, last)
+        super()._remove(first, last)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes really held, as ``LayerCache.nbytes``; also raises what ``check`` raises."""
+        self.check()
+        return super().nbytes()
+
+
+def _number(number: int, batch: int, device: torch.device) -> Tensor:
+    """The number for every sequence, int32 ``[batch]``: layers share it, and nobody writes it."""
+    if device.type != "cuda":
+        return _numbers(number, batch, device, 0)
+    if torch.cuda.is_current_stream_capturing():  # its memory is the graph's
+        return torch.full((batch,), number, dtype=torch.int32, device=device)
+    return _numbers(number, batch, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=64)
+def _numbers(number: int, batch: int, device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.full((batch,), number, dtype=torch.int32, device=device)

@@ -1,0 +1,279 @@
+"""StaticCache: a cache of fixed capacity for the fused kernels; lengths live on the device.
+
+A decode step neither synchronises nor allocates: it can be captured in a CUDA graph and traced by ``torch.compile``.
+Every tensor keeps its address. The host's runs, sink and window are brought up to date only when a host operation
+(decode, crop, select, nbytes ...) needs them.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from kvcodec.cache.device import DeviceCache
+from kvcodec.codec import Role, check_tensors
+from kvcodec.errors import ShapeError, UnsupportedError
+
+
+class StaticCache(DeviceCache):
+    """The packed cache of one layer, served by the fused kernels; ``capacity`` tokens are allocated at once.
+
+    Parameters
+    ----------
+    As ``DeviceCache``.
+    """
+
+    dense_len: Tensor | None = None
+    """With a sink, window or blocks: tokens held dense, int32 ``[B]`` on the device."""
+    fresh = False
+    """Whether this append allocates: the device's lengths are 0, and are not read."""
+    emptied = False
+    """Whether nothing has come since a reset that kept the pages."""
+
+    def reset(self) -> None:
+        """Forget every token; the pages stay, because captured graphs hold their addresses."""
+        if self.store is None:
+            self._forget_all()
+            return
+        for tensor in (self.seq_lens, self.first, self.bad, self.dense_len):
+            if tensor is not None:
+                tensor.zero_()
+        for role, state in self.roles.items():
+            if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
+                state.params, self.engine.ready = None, False  # the next prefill's
+        self.start = 0
+        self.emptied = True
+
+    def _forget_all(self) -> None:
+        """Forget the allocation as well."""
+        self.engine = self.seq_lens = self.bad = self.dense_len = None
+        self.emptied = False
+        super().reset()
+
+    @property
+    def length(self) -> int:
+        """Live tokens per sequence; reads the device."""
+        return 0 if self.seq_lens is None or self.fresh else int(self.device_length())
+
+    @length.setter
+    def length(self, value: int) -> None:
+        """Do nothing: ``refresh`` counts what the host holds."""
+
+    def device_length(self) -> Tensor:
+        """Live tokens, on the device."""
+        assert self.seq_lens is not None
+        encoded = self.seq_lens[0] - self.first[0]
+        return encoded if self.dense_len is None else encoded + self.dense_len[0]
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        self._start(keys, values, self.reserve)
+        assert self.store is not None
+        self.store.table = self.store.table.clone()  # not the one that caches share
+        self.fresh, batch = True, keys.shape[0]
+        sizes = batch, batch, 1
+        zeros = (torch.zeros(n, dtype=torch.int32, device=keys.device) for n in sizes)
+        self.seq_lens, self.first, self.bad = zeros
+        if self.holds_dense:
+            self._allocate_dense(batch)
+        _stay(self.store.pages, self.store.table, self.seq_lens, self.first, self.bad)
+        self._stay_constants()
+
+    def _allocate_dense(self, batch: int) -> None:
+        """Make the buffers of sink and window, sink first."""
+        width = self.scheme.sink + self.scheme.window + self.unit
+        self.buffers: dict[Role, Tensor] = {}
+        for role, state in self.roles.items():
+            self.buffers[role] = state.sink.new_zeros(batch, state.sink.shape[1], width, state.sink.shape[3])
+        device = self.buffers["key"].device
+        self.dense_len = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flags of an encode that may not count
+        self.places = torch.arange(width, dtype=torch.int64, device=device)
+        _stay(*self.buffers.values(), self.dense_len, self.spare, self.places)
+
+    def _prepare(self) -> bool:
+        assert self.engine is not None
+        was_ready = self.engine.ready
+        ready = super()._prepare()
+        if ready and not was_ready:
+            self._stay_constants()
+        return ready
+
+    def _stay_constants(self) -> None:
+        assert self.engine is not None
+        _stay(*self.engine.tensors())
+
+    def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
+        """As ``DeviceCache.append``; tokens for which there is no slot are refused, in a single step by ``check``."""
+        n = keys.shape[2]
+        if n != 1 and flag is None:
+            check_tensors(keys, values)
+        if self.emptied:  # other sequences than before the reset get pages of their own
+            self.emptied = False
+            b, h, _, d = self.roles["key"].sink.shape
+            if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
+                self._forget_all()
+        self._check_shapes(keys, values)
+        if self.store is None:
+            self._allocate(keys, values)
+        assert self.seq_lens is not None
+        assert self.bad is not None
+        new = self._held(keys, values)
+        if self.holds_dense and n == 1 and self.engine is not None and self.engine.ready:
+            self._step(new)
+            return
+        if self.holds_dense:
+            self._pull()
+        if self.holds_dense or any(state.params is None for state in self.roles.values()):
+            new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
+        self._prepare()  # also without tokens: the next step may be a captured one
+        if count := new["key"].shape[2]:
+            if self.holds_dense or count > 1:
+                self._check_room(count)
+            self._write(new, self.seq_lens, self.bad if flag is None else flag)
+            self.seq_lens.add_(count)
+        self._push_dense()
+        self.fresh = False
+
+    def _check_room(self, n: int) -> None:
+        """Refuse tokens for which there are no slots (evicted slots stay used)."""
+        assert self.store is not None
+        assert self.seq_lens is not None
+        if (0 if self.fresh else int(self.seq_lens[0])) + n > self.store.capacity:
+            raise ShapeError(
+                f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
+                f"fit. Make it larger (max_len) or crop it."
+            )
+
+    def _step(self, new: Mapping[Role, Tensor]) -> None:
+        """Append one token beside a sink or window, without a look at the lengths.
+
+        A block that is full is encoded and makes room. Which step that is, only the device knows, so every step encodes
+        the oldest block; in the others it goes to slots behind the capacity, where it is dropped.
+        """
+        assert self.seq_lens is not None
+        assert self.dense_len is not None
+        assert self.bad is not None
+        assert self.store is not None
+        sink, unit, width = self.scheme.sink, self.unit, self.places.shape[0]
+        at = self.dense_len[:1].long().clamp_(max=width - 1)
+        for role, x in new.items():
+            self.buffers[role].index_copy_(2, at, x)
+        full = (self.dense_len + 1 >= width).to(torch.int32)  # [B], all alike
+        oldest = {role: buffer[:, :, sink : sink + unit] for role, buffer in self.buffers.items()}
+        self._write(oldest, torch.where(full > 0, self.seq_lens, self.store.capacity), self.spare)
+        self.bad.copy_(torch.maximum(self.bad, self.spare * full[:1]))
+        self.spare.zero_()
+        gone = (full[:1] * unit).long()
+        kept = (self.places + torch.where(self.places >= sink, gone, 0)).clamp_(max=width - 1)
+        for buffer in self.buffers.values():
+            buffer.copy_(buffer.index_select(2, kept))
+        self.seq_lens.add_(full * unit)
+        self.dense_len.add_(1 - full * unit)
+
+    def _is_empty(self) -> bool:
+        return self.emptied
+
+    def _device_lengths(self) -> tuple[Tensor, Tensor]:
+        assert self.seq_lens is not None
+        return self.seq_lens, self.first
+
+    def _dense(self) -> dict[str, Tensor | None]:
+        return {"dense_k": self.buffers["key"], "dense_v": self.buffers["value"], "dense_lens": self.dense_len}
+
+    def _sink_tokens(self) -> int:
+        return self.scheme.sink
+
+    # -- the host's state and the device's ---------------------------------------------------------------------------
+
+    def _pull(self) -> None:
+        """Set the host's runs, sink and window from the device's lengths, by one look."""
+        if self.seq_lens is None:
+            return
+        first = last = count = 0
+        if not self.fresh:
+            numbers = [self.first[:1], self.seq_lens[:1], *(() if self.dense_len is None else (self.dense_len[:1],))]
+            first, last, *dense = torch.cat(numbers).tolist()
+            count = dense[0] if dense else 0
+        for role, state in self.roles.items():
+            state.runs = [(first, last)] if last > first else []
+            if self.dense_len is not None:
+                sink = min(count, self.scheme.sink)
+                state.sink, state.window = self.buffers[role][:, :, :sink], self.buffers[role][:, :, sink:count]
+
+    def _push_dense(self) -> None:
+        """Move sink and window of the host's state back to the buffers."""
+        if self.dense_len is None:
+            return
+        # copies: what is written may be what is read
+        parts = {role: torch.cat([s.sink, s.window], 2) for role, s in self.roles.items()}
+        if self.dense_len.shape[0] != self.batch:
+            self._allocate_dense(self.batch)
+        for role, state in self.roles.items():
+            count = parts[role].shape[2]
+            self.buffers[role][:, :, :count] = parts[role]
+            state.sink = state.window = parts[role].new_empty(*parts[role].shape[:2], 0, parts[role].shape[3])
+            self.dense_len.fill_(count)
+
+    def refresh(self) -> None:
+        """Set the device's lengths and buffers from the host's runs, sink and window."""
+        if self.seq_lens is None or self.bad is None or self.store is None:
+            return
+        runs = self.roles["key"].runs
+        first, last = runs[0] if runs else (0, 0)
+        if last <= self.store.capacity:  # what did not fit has been cropped away
+            self.bad.masked_fill_(self.bad == 2, 0)
+        if self.seq_lens.shape[0] == self.batch:  # in place: captured graphs hold the addresses
+            self.seq_lens.fill_(last)
+            self.first.fill_(first)
+        else:
+            like = self.seq_lens
+            self.seq_lens, self.first = like.new_full((self.batch,), last), like.new_full((self.batch,), first)
+        self._push_dense()
+
+    def synchronize(self) -> None:
+        """Bring the host's runs, sink and window up to date; raises what ``check`` raises (host syncs)."""
+        self._pull()
+        self.check()  # a full cache has no slots for its last tokens
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices``."""
+        self._pull()
+        super().select(indices)
+        self.refresh()
+
+    def _remove(self, first: int, last: int) -> None:
+        self._pull()
+        self._one_run(first, last)
+        if first < last < self.length:
+            raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
+        super()._remove(first, last)
+        self.refresh()
+
+    def _free_dead_pages(self) -> None:
+        """Keep all pages: captured graphs hold their addresses."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes really held, as ``LayerCache.nbytes``; also raises what ``check`` raises."""
+        self.synchronize()
+        if self.dense_len is None:
+            return super().nbytes()
+        for role, state in self.roles.items():  # the buffers count as the windows that they are
+            state.sink, state.window = self.buffers[role][:, :, :0].clone(), self.buffers[role]
+        try:
+            return super().nbytes()
+        finally:
+            self._pull()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held for the sequences, as ``LayerCache.tensors``."""
+        if self.dense_len is None or self.store is None:
+            yield from super().tensors()
+            return
+        yield from self.store.tensors()
+        yield from self.buffers.values()
+
+
+def _stay(*tensors: Tensor) -> None:
+    """Tell compiled graphs that these tensors keep their addresses."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)

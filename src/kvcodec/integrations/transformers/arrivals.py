@@ -1,0 +1,176 @@
+"""What a forward pass on a GPU is given, noted layer by layer and looked at once, at its end.
+
+A look at a number waits for the GPU. In the middle of a pass that costs more than the number did.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.growing import GrowingCache, State
+from kvcodec.codec import FP16_MAX, ROLES, largest
+from kvcodec.probe import OutlierProbe, waits
+
+if TYPE_CHECKING:
+    from kvcodec.integrations.transformers.layers import PackedCacheLayer
+
+
+class Before(NamedTuple):
+    """A fused layer before a call: what ``PackedCacheLayer.go_back`` takes.
+
+    Parameters
+    ----------
+    cache : State
+    pages, table : Tensor
+        Of its store.
+    seen : int
+        Tokens seen, those included that left a window.
+    """
+
+    cache: State
+    pages: Tensor
+    table: Tensor
+    seen: int
+
+
+class Note(NamedTuple):
+    """A layer that was given several tokens in this forward pass.
+
+    Parameters
+    ----------
+    layer : PackedCacheLayer
+    tokens : int
+        How many.
+    before : Before or None
+        None: the layer was empty.
+    wrong : tuple of Tensor
+        Numbers on the device, one each, that are above a bound or NaN if codecs cannot hold the tokens.
+    bound : float
+    earlier : Tensor, optional
+        The layer's own flag: whether a token of an earlier decode step could not be held.
+    """
+
+    layer: "PackedCacheLayer"
+    tokens: int
+    before: Before | None = None
+    wrong: tuple[Tensor, ...] = ()
+    bound: float = 0.0
+    earlier: Tensor | None = None
+
+
+class Arrivals:
+    """What is noted while a forward pass gives several tokens to each layer, and looked at once, at its end.
+
+    A pass that stopped in its middle is looked at before the next call adds, changes or reads anything.
+
+    Parameters
+    ----------
+    layers : int
+        Layers that a pass fills.
+    probe : OutlierProbe, optional
+        Judges the keys of the pass that fills the empty layers.
+    """
+
+    def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
+        self.layers, self.probe = layers, probe
+        self.noted: dict[int, Note] = {}
+        self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
+
+    def append(self, layer: "PackedCacheLayer", keys: Tensor, values: Tensor) -> bool:
+        """Append several tokens to a fused layer, and note what ``settle`` has to look at; False: nothing was done."""
+        cache, first = layer.cache, not layer.filled
+        if not isinstance(cache, DeviceCache) or keys.shape[2] == 1 or not waits(keys):
+            return False
+        grows = isinstance(cache, GrowingCache)
+        if layer.prefill != "exact" if first else not grows:  # a static cache looks at its lengths anyway
+            return False
+        if (flags := self.flags.get(keys.device)) is None:
+            zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
+            flags = self.flags[keys.device] = zeros.split(1)
+        flag = flags[len(self.noted) % self.layers]
+        earlier = cache.bad if isinstance(cache, GrowingCache) and cache.unchecked else None
+        before = None if first else layer.state()
+        try:
+            cache.append(keys, values, flag=flag)
+        except BaseException:
+            self.flags = {}  # this one may be up
+            raise
+        if isinstance(cache, GrowingCache):
+            cache.unchecked = False  # looked at in ``settle`` as well
+        wrong, bound = ((flag,), 0.0) if cache.flags_all(keys) else ((largest(keys), largest(values)), FP16_MAX)
+        self.noted[layer.index] = Note(layer, keys.shape[2], before, wrong, bound, earlier)
+        return True
+
+    def came(self, layer: "PackedCacheLayer", keys: Tensor, first: bool) -> None:
+        """Take notice of a layer that these keys were appended to."""
+        if first:
+            self.noted.setdefault(layer.index, Note(layer, keys.shape[2]))
+            if self.probe is not None:
+                self.probe(layer.index, layer.cache, keys)
+        if self.noted and (not waits(keys) or len(self.noted) == self.layers):
+            self.settle()
+
+    def settle(self) -> None:
+        """Look at what was noted.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504 in the tokens; every layer that was noted is as it was before the pass.
+        """
+        if not self.noted:
+            return
+        if self.probe is not None:
+            self.probe.measure()  # before the wait
+        noted, self.noted = list(self.noted.values()), {}
+        looks = [(n, n.bound, x) for n in noted for x in n.wrong]
+        looks += [(n, -1.0, n.earlier) for n in noted if n.earlier is not None]  # before this pass
+        for device in {x.device for *_, x in looks}:  # of a model on several GPUs
+            here = [one for one in looks if one[2].device == device]
+            numbers = torch.cat([x.view(1) for *_, x in here]).tolist()
+            for (note, bound, _), number in zip(here, numbers, strict=True):
+                if number <= max(bound, 0.0):  # NaN is not
+                    continue
+                where = _where(note) if bound >= 0 else ""
+                self._go_back(noted)
+                if bound < 0 and isinstance(note.layer.cache, DeviceCache):
+                    note.layer.cache.refuse(number)
+                what, now = ("prefill", "empty again") if note.before is None else ("call", "as it was before the call")
+                raise ValueError(
+                    f"layer {note.layer.index}: a key or value of the {what} is not finite or above 65504{where}; "
+                    f"codecs store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) or "
+                    f"the attention mask. The cache is {now}."
+                )
+        if self.probe is not None:
+            self.probe.settle()
+
+    def _go_back(self, noted: Sequence[Note]) -> None:
+        self.flags = {}
+        for note in noted:
+            if note.before is None:
+                note.layer.reset()
+            else:
+                note.layer.go_back(note.before)
+
+    def forget(self, layer: "PackedCacheLayer") -> None:
+        """Drop what was noted of a layer."""
+        if self.noted.pop(layer.index, None):
+            self.flags = {}  # its own may be up, and nobody will look
+        if self.probe is not None:
+            self.probe.forget(layer.index)
+
+
+def _where(note: Note) -> str:
+    """Role and position of a token that could not be held: it is stored as a row of zeros, or waits as it came."""
+    cache = note.layer.cache
+    held = len(cache)
+    first = held - min(note.tokens, held)
+    for role, x in zip(ROLES, cache.decode(first, held), strict=True):
+        lost = ~(x.abs() <= FP16_MAX).all(-1) | (x == 0).all(-1)
+        if bool(lost.any()):
+            b, h, t = lost.nonzero()[0].tolist()
+            return f" ({role}s[batch={b}, head={h}, token={note.tokens - (held - first) + t}])"
+    return ""
