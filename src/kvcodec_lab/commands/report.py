@@ -88,9 +88,14 @@ def run(args: argparse.Namespace) -> Result:
         page = _eval_page(args)
         return Result([str(page)], f"written: {page}")
     _check_options(args)
+    for path in args.files:
+        try:
+            Path(path).open("rb").close()
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from error
     rows = read_rows(args.files)
     if not rows:
-        raise FormatError(f"{', '.join(args.files)}: no result rows; pass what `kvcodec compare --json` or demo wrote.")
+        raise FormatError(f"{', '.join(args.files)} holds no result rows; pass what compare --json or demo wrote.")
     out = check_writable(args.out or "kvcodec-report")
     meta: dict[str, Any] = {"title": args.title or "kvcodec report", "files": ", ".join(map(str, args.files))}
     meta |= {key: rows[0][key] for key in ("model", "text", "versions") if key in rows[0]}
