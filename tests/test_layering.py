@@ -146,7 +146,7 @@ def test_a_codec_knows_no_other_paper(path):
             assert module in BRICKS, f"{name_of(path)} imports {module}; share it in ops/ or as one of {sorted(BRICKS)}"
 
 
-READS_ROWS = ("kvcodec_lab.bench.record", "kvcodec_lab.bench.shapes", "kvcodec_lab.bench.studies",
+READS_ROWS = ("kvcodec_lab.bench", "kvcodec_lab.bench.record", "kvcodec_lab.bench.shapes", "kvcodec_lab.bench.studies",
               "kvcodec_lab.bench.summary", "kvcodec_lab.serve.tables")  # fmt: skip
 
 

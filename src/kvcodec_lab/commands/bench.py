@@ -10,13 +10,12 @@ from kvcodec_lab.result import Result, collected
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    from kvcodec_lab.bench import command
-    from kvcodec_lab.report import publish
+    from kvcodec_lab.bench import PARTS, command
 
     p.add_argument(
         "what",
         nargs="?",
-        choices=("cache", "codec", *publish.PARTS, "serve", "page"),
+        choices=("cache", "codec", *PARTS, "serve", "page"),
         default="cache",
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import FormatError, KVError, SpecError
-from kvcodec_lab.eval.rows import check_writable, write_whole
-from kvcodec_lab.report.pages.compare import write_report
-from kvcodec_lab.report.pages.eval import CONTEXT, page_html
 from kvcodec_lab.report.rows import ADVICE, SENSITIVITY, read_folder, read_layers, read_rows, read_times
-from kvcodec_lab.report.sizes import CONTEXTS
+from kvcodec_lab.report.sizes import CONTEXT, CONTEXTS
 from kvcodec_lab.result import Result
 
 PAGE = "report.html"
@@ -84,13 +81,21 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Write the page of a folder, or picture and page of files."""
+    from kvcodec_lab.eval.rows import check_writable
+    from kvcodec_lab.report.pages.compare import write_report
+
     if _names_folder(args.files):
         page = _eval_page(args)
         return Result([str(page)], f"written: {page}")
     _check_options(args)
+    for path in args.files:
+        try:
+            Path(path).open("rb").close()
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from error
     rows = read_rows(args.files)
     if not rows:
-        raise FormatError(f"{', '.join(args.files)}: no result rows; pass what `kvcodec compare --json` or demo wrote.")
+        raise FormatError(f"{', '.join(args.files)} holds no result rows; pass what compare --json or demo wrote.")
     out = check_writable(args.out or "kvcodec-report")
     meta: dict[str, Any] = {"title": args.title or "kvcodec report", "files": ", ".join(map(str, args.files))}
     meta |= {key: rows[0][key] for key in ("model", "text", "versions") if key in rows[0]}
@@ -106,6 +111,9 @@ def _eval_page(args: argparse.Namespace) -> Path:
     KVError
         What is read is damaged or missing, or the page cannot be written. A page that was there stays then.
     """
+    from kvcodec_lab.eval.rows import write_whole
+    from kvcodec_lab.report.pages.eval import page_html
+
     folder = Path(args.files[0])
     if args.out is not None:
         raise SpecError("--out is for result files; the page of a folder goes to -o FILE.")

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvcodec.errors import KVError
 from kvcodec_lab.report.tables import cell, columns_of, with_reference
 
@@ -20,6 +18,8 @@ Row = dict[str, Any]
 
 def versions() -> dict[str, str]:
     """Versions that a result depends on."""
+    import torch
+
     import kvcodec
 
     found = {"kvcodec": kvcodec.__version__, "torch": torch.__version__, "python": platform.python_version()}

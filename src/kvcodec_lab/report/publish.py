@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec_lab.bench import PARTS
 from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.summary import speed_points
 from kvcodec_lab.report import figures, pictures
@@ -12,7 +13,6 @@ from kvcodec_lab.report.pages import bench, serve
 from kvcodec_lab.report.rows import Json, read_rows
 from kvcodec_lab.serve.tables import charts
 
-PARTS = ("decode", "encode", "prefill", "generate", "first")
 NEEDED = ("spec", "metric", "shape")
 
 

@@ -127,8 +127,9 @@ def _read_bytes(path: Path, otherwise: str) -> bytes:
 
 
 def _read_json(path: Path, otherwise: str) -> Any:
+    data = _read_bytes(path, otherwise)
     try:
-        return json.loads(_read_bytes(path, otherwise))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON ({error}); it was cut or altered.") from error
 

@@ -6,13 +6,16 @@ this process does not know (a codec of somebody else's file) is scaled from the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
-from kvcodec.registry import get
-from kvcodec.scheme import KVScheme
 from kvcodec_lab.report.rows import UNCOMPRESSED, Results, mapping, number
 
+if TYPE_CHECKING:
+    from kvcodec.scheme import KVScheme
+
+CONTEXT = 32_768
+"""Tokens of a sequence that a page shows memory for at first."""
 CONTEXTS = tuple(2**k for k in range(8, 24))
 """Contexts that the page has bytes for; between them they grow evenly."""
 DENSE_BYTES = 2
@@ -36,7 +39,7 @@ def shape_of(about: Mapping[str, object]) -> Shape | None:
     return Shape(*(int(n or 0) for n in found))
 
 
-def bytes_at(scheme: KVScheme | None, tokens: int, shape: Shape, bits: float | None = None) -> float | None:
+def bytes_at(scheme: "KVScheme | None", tokens: int, shape: Shape, bits: float | None = None) -> float | None:
     """Bytes of one sequence's cache.
 
     Parameters
@@ -48,6 +51,8 @@ def bytes_at(scheme: KVScheme | None, tokens: int, shape: Shape, bits: float | N
     bits : float or None
         Bits an element, K and V together; None: not known, and neither are the bytes.
     """
+    from kvcodec.codec import ROLES
+
     elements = tokens * shape.heads * shape.head_dim
     if scheme is None:
         return None if bits is None else 2 * shape.layers * elements * bits / 8
@@ -67,6 +72,8 @@ def sizes(results: Results, contexts: Sequence[int] = CONTEXTS) -> tuple[dict[st
 
     Both are empty where the model's shape is not known.
     """
+    from kvcodec.registry import get
+
     shape = shape_of(results.about)
     if shape is None:
         return {}, []

@@ -9,10 +9,9 @@ from kvcodec_lab.report.html import Cell, Section, escape, paragraph, plain
 from kvcodec_lab.report.pages import eval_figures as drawn
 from kvcodec_lab.report.pages.eval_tables import heat_maps, name_cell, overview_table, task_table
 from kvcodec_lab.report.rows import UNCOMPRESSED, Json, Layers, Results, mapping
-from kvcodec_lab.report.sizes import CONTEXTS, sizes
+from kvcodec_lab.report.sizes import CONTEXT, CONTEXTS, sizes
 from kvcodec_lab.report.words import about_task, bytes_text, headline, listed, metric_name
 
-CONTEXT = 32_768
 MOST_ITEMS = 4
 """Items whose answers are shown, of each task."""
 INTERVALS = (
