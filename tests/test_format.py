@@ -11,7 +11,7 @@ import kvcodec
 from kvcodec.files import caches as persist
 from kvcodec.files import params
 from kvcodec.ops.bitpack import pack
-from kvcodec.ops.woven import weave
+from kvcodec.ops.interleaved import interleave
 from kvcodec_lab.fit import fit_model
 from tests.lab.eval.tiny import TEXT, tiny_loaded
 
@@ -89,25 +89,27 @@ def test_the_bit_stream_is_as_written():
     assert not any(bits[33:]), "spare bits are zero"
 
 
-def test_woven_codes_are_as_written():
+def test_interleaved_codes_are_as_written():
     section = DOC.split("### Interleaved codes")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\d) \| codes `(\d) i \.\. \d i \+ (\d)` \| `(\d) s` \| (.*) \|$", section, re.M)
     assert [int(row[0]) for row in rows] == [2, 3, 4]
     for b, each, last, step, top in ((*map(int, row[:4]), row[4]) for row in rows):
         assert (last + 1, step) == (each, b)
         codes = torch.randint(0, 1 << b, (128,), generator=torch.Generator().manual_seed(b))
-        words = weave(codes, b).view(torch.int16).long() & 0xFFFF
+        words = interleave(codes, b).view(torch.int16).long() & 0xFFFF
         own = {4 * q + p: codes[32 * q + 12 + p] for q in range(4) for p in range(4)}  # g = 3
         for i in range(b):
             unit = sum(int(own[each * i + s]) << step * s for s in range(each))
             if "code 15" in top:
                 unit |= (int(own[15]) >> i & 1) << 15
             assert int(words[8 * i + 3]) == unit
-        assert torch.equal(weave(codes, b), pack(codes, b)) == (b == 4)
+        assert torch.equal(interleave(codes, b), pack(codes, b)) == (b == 4)
 
 
-def test_the_presets_with_woven_codes_are_listed():
+def test_the_presets_with_interleaved_codes_are_listed():
     section = DOC.split("### Interleaved codes")[1].split("\n## ")[0].split("\n\n")[1]
     scheme = {name: kvcodec.get(name) for name in kvcodec.presets()}
-    woven = {n for n, s in scheme.items() if type(s.value).__name__ == "GroupInt" and s.value.layout(128).version == 2}
-    assert woven == {name for name in re.findall(r"`([\w-]+)`", section) if name in scheme}
+    interleaved = {
+        n for n, s in scheme.items() if type(s.value).__name__ == "GroupInt" and s.value.layout(128).version == 2
+    }
+    assert interleaved == {name for name in re.findall(r"`([\w-]+)`", section) if name in scheme}

@@ -225,7 +225,6 @@ def attend_parts(
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
-    b, hq, n, _ = q.shape
     first, out = 0, None
     for k, v in parts:
         last = first + k.shape[2]

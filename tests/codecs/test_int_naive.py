@@ -12,7 +12,7 @@ from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.woven import unweave, weave
+from kvcodec.ops.interleaved import deinterleave, interleave
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -85,7 +85,7 @@ def test_symmetric_codes_are_offset_binary_and_never_zero():
     payload = GroupInt(3, 0, symmetric=True).encode(x, {})
     assert unpack(payload["codes"], 3, 8).flatten().tolist() == [1, 7, 4, 5, 3, 6, 2, 4]
     many = GroupInt(3, 32, symmetric=True).encode(gauss(1, 1, 512, 128), {})
-    assert unweave(many["codes"], 3).unique().tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert deinterleave(many["codes"], 3).unique().tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("value", [0.0, 3.140625, -65504.0, 65504.0, 2.0**-24])
@@ -163,8 +163,8 @@ def test_blocks_of_tokens_are_packed_token_by_token():
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_woven_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits, symmetric):
-    """Each group of 32 as a row of its own, which nothing weaves, has the same codes and scales."""
+def test_interleaved_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits, symmetric):
+    """Each group of 32 as a row of its own, which nothing interleaves, has the same codes and scales."""
     codec, x = GroupInt(bits, 32, symmetric=symmetric), gauss(1, 2, 30, head_dim, seed=bits)
     x[..., :16] *= 8
     payload = codec.encode(x, {})
@@ -172,10 +172,10 @@ def test_woven_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits, symme
     single = codec.encode(filled.view(1, 2, -1, 32), {})
     assert codec.layout(32).version == 1
     codes = unpack(single["codes"], bits, 32).view(1, 2, 30, -1)[..., :head_dim].to(torch.uint8)
-    woven = bits in (2, 3) and head_dim in (128, 256)
-    assert codec.layout(head_dim).version == (2 if woven else 1)
-    if woven:
-        assert torch.equal(payload["codes"], weave(codes, bits))
+    interleaved = bits in (2, 3) and head_dim in (128, 256)
+    assert codec.layout(head_dim).version == (2 if interleaved else 1)
+    if interleaved:
+        assert torch.equal(payload["codes"], interleave(codes, bits))
     else:
         assert torch.equal(unpack(payload["codes"], bits, head_dim).to(torch.uint8), codes)
     assert all(torch.equal(payload[n].flatten(), single[n].flatten()) for n in payload if n != "codes")
@@ -184,7 +184,7 @@ def test_woven_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits, symme
 
 
 @pytest.mark.parametrize("codec", [GroupInt(2, 0), GroupInt(3, 64), GroupInt(2, 16), GroupInt(2, 32, "tokens")])
-def test_other_groups_are_not_woven(codec):
+def test_other_groups_are_not_interleaved(codec):
     assert codec.layout(128).version == 1
     x = gauss(1, 1, 32, 128)
     payload = codec.encode(x, {})
@@ -194,7 +194,7 @@ def test_other_groups_are_not_woven(codec):
     assert torch.equal(codes.float(), ((x - zero) / scale).round().clamp(0, codec.steps))
 
 
-def test_the_version_of_woven_codes_goes_through_outliers():
+def test_the_version_of_interleaved_codes_goes_through_outliers():
     assert Med(GroupInt(2, 32)).layout(128).version == 2
     assert Med(GroupInt(2, 32)).layout(64).version == 1
     assert [kvcodec.get("octopus-2").value.layout(d).version for d in (64, 96, 128, 256)] == [1, 1, 2, 2]

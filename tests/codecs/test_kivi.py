@@ -113,12 +113,12 @@ def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
         assert float((y - x).square().sum() / x.square().sum()) == pytest.approx(expected, rel=0.015)
 
 
-@pytest.mark.parametrize(("head_dim", "woven"), [(64, False), (96, False), (128, True), (256, True)])
-def test_a_cache_saved_before_values_were_woven_is_refused_where_they_are_now(tmp_path, head_dim, woven):
+@pytest.mark.parametrize(("head_dim", "interleaved"), [(64, False), (96, False), (128, True), (256, True)])
+def test_a_cache_saved_before_values_were_interleaved_is_refused_where_they_are_now(tmp_path, head_dim, interleaved):
     cache = LayerCache(kvcodec.get("kivi-2"))
     cache.append(*gauss(2, 1, 2, 200, head_dim).half())
     with pytest.MonkeyPatch.context() as before:
-        before.setattr(GroupInt, "_weaves", lambda codec, dim: False)
+        before.setattr(GroupInt, "_interleaves", lambda codec, dim: False)
         page_layout.cache_clear()
         old = LayerCache(kvcodec.get("kivi-2"))
         old.append(*gauss(2, 1, 2, 200, head_dim).half())
@@ -128,7 +128,7 @@ def test_a_cache_saved_before_values_were_woven_is_refused_where_they_are_now(tm
     assert all(torch.equal(a, b) for a, b in zip(cache.decode(), (keys, values), strict=True)), "the same values"
     save_layers(tmp_path / "new", [cache], {})
     assert torch.equal(load_layers(tmp_path / "new")[0][0].decode()[1], values)
-    if woven:
+    if interleaved:
         with pytest.raises(
             FormatError, match=r"the bytes of GroupInt have version 1, this kvcodec has 2; load it with"
         ):

@@ -13,7 +13,7 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.octopus import Octopus, _Tables, octopus
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from kvcodec.ops.parts import unpack_parts
+from kvcodec.ops.split_words import unpack_split
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
 
@@ -30,7 +30,7 @@ def fitted(codec, dim=128, heads=1):
 
 
 def codes_of(codec, payload, dim=128):
-    return unpack_parts(payload, codec.code_bits, -(-dim // 3), codec.low_bits).long()
+    return unpack_split(payload, codec.code_bits, -(-dim // 3), codec.low_bits).long()
 
 
 @lru_cache

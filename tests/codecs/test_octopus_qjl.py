@@ -14,7 +14,7 @@ from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL, octopus_qjl
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.parts import unpack_parts
+from kvcodec.ops.split_words import unpack_split
 
 from .definitions import MARGIN, by_definition, key_batches, rotated_unit, sylvester
 
@@ -99,7 +99,7 @@ def test_signs_are_those_of_the_sketch_of_what_is_left(x, split):
     codec, dim = OctopusQJL(*split), x.shape[-1]
     params = fitted(codec, dim)
     payload = codec.encode(codec.to_code(x, params), params)
-    codes = unpack_parts(payload, codec.code_bits, -(-dim // 3), codec.low_bits).long()
+    codes = unpack_split(payload, codec.code_bits, -(-dim // 3), codec.low_bits).long()
     n, rho = params["directions"][0][codes >> split[1]], params["rho"][0][codes & 2 ** split[1] - 1]
     held = (n * rho[..., None]).flatten(-2)[..., :dim].double()
     r = rotated_unit(x, params["signs"].unsqueeze(2)) - held

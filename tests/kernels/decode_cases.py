@@ -186,7 +186,7 @@ def each_in_turn(firsts: Iterable[Any], seconds: Sequence[Any]) -> list[Any]:
 
 def two_dims_in_turn(firsts: Iterable[Any], odd: Sequence[int] = (64, 96)) -> list[Any]:
     """Pairs for ``parametrize``: every first with a head_dim of ``odd`` and with 128 or 256; the others are wide."""
-    whole = (128, 256)  # rows of 128 channels are often woven, and other rows not
+    whole = (128, 256)  # rows of 128 channels are often interleaved, and other rows not
     made = []
     for i, first in enumerate(firsts):
         chosen = odd[i % len(odd)], whole[(i + i // 2) % 2]

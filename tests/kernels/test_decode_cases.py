@@ -13,7 +13,7 @@ from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
 DENSE_JOINS = Side(GroupInt(4, 0, "channels"), "kv::ReadInt<{D}, 4, false>", "read_int.cuh")
 INT8 = Side(GroupInt(8, 0, "channels"), "kv::ReadInt<{D}, 8, false>", "read_int.cuh")
-WOVEN = Side(GroupInt(2, 32, "channels"), "kv::ReadGroupInt<{D}, 2>", "read_group.cuh")
+INTERLEAVED = Side(GroupInt(2, 32, "channels"), "kv::ReadGroupInt<{D}, 2>", "read_group.cuh")
 # what CASES has only together
 APART = (
     Case((130, 7, 64), heads=2, group=8),
@@ -67,7 +67,7 @@ def test_dense_tokens_in_a_split_of_their_own(teams: int) -> None:
 
 
 @pytest.mark.parametrize("group", [4, 8])
-@pytest.mark.parametrize("side", [INT8, WOVEN], ids=["int-8", "groups of 32"])
+@pytest.mark.parametrize("side", [INT8, INTERLEAVED], ids=["int-8", "groups of 32"])
 def test_long_sums_do_not_drift(side: Side, group: int) -> None:
     """The tensor core truncates: thousands of products of one sign may not lose what is left when the zero is off.
 

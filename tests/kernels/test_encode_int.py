@@ -114,7 +114,7 @@ ROWS: dict[str, Sequence[Callable[[int], Case]]] = {
         *(_innerq(2, "full"), _innerq(3, "literal", "FACTOR_INVERSE"), _innerq(3, "literal", "FACTOR_OVER")),
     ],
 }
-# values of kivi and the like, with codes woven or not: by their width, and by whether 128 divides head_dim
+# values of kivi and the like, with codes interleaved or not: by their width, and by whether 128 divides head_dim
 OFTEN = [_group_int(b, 32) for b in (2, 3, 4, 8)]
 BLOCKS: dict[str, Sequence[Callable[[int], Case]]] = {
     "kivi": [_tokens_int(2), _tokens_int(3), _tokens_int(4), _tokens_int(8), _tokens_int(4, symmetric=True)],

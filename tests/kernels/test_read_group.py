@@ -76,13 +76,13 @@ def test_reader(name: str, dim: int) -> None:
 @pytest.mark.parametrize(
     ("name", "dim"), [("kivi-2", 128), ("kivi-3", 256), ("kivi-4", 128), ("group keys 2", 256), ("group keys 3", 128)]
 )
-def test_woven_order(name: str, dim: int) -> None:
+def test_interleaved_order(name: str, dim: int) -> None:
     """Where the head dimension is a multiple of 128."""
     check_all(*PAIRS[name], dim, CASES[::2] if dim == 256 else CASES, tolerance=2)
 
 
 @pytest.mark.parametrize("values", [2.0**-16, 1e-3, 1e4])
-def test_woven_values_of_any_size(values: float) -> None:
+def test_interleaved_values_of_any_size(values: float) -> None:
     """Scales join weights in fp16, which must neither vanish nor overflow."""
     key, value = PAIRS["kivi-4"]
     check(key, value, 128, Case(lens=(130, 64), values=values), tolerance=2)

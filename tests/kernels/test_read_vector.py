@@ -15,7 +15,7 @@ from kvcodec.kernels import hqmq as hqmq_kernels
 from kvcodec.kernels import octopus as octopus_kernels
 from kvcodec.kernels.spec import reader as reader_of
 from kvcodec.ops.hadamard import power_of_two_divisor
-from kvcodec.ops.parts import pack_parts
+from kvcodec.ops.split_words import pack_split
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Side, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels
@@ -197,7 +197,7 @@ def test_octopus_codes(codec: Octopus, dim: int) -> None:
         tokens = codes.shape[2] // 16 * 16
         codes = codes[:, :, :tokens]
     norm = numbers(tokens) if codec.norm == "fp16" else numbers(tokens).float() * 1.1
-    payload = {**pack_parts(codes, codec.code_bits, codec.low_bits), "norm": norm}
+    payload = {**pack_split(codes, codec.code_bits, codec.low_bits), "norm": norm}
     want = codec.decode(payload, params)[0, 0]
     got = unpacked(codec, dim, payload, params, tokens, "key")
     steps = 1 if codec.code_bits <= JOINT_BITS else 3  # a direction, a length and their product are rounded
@@ -238,7 +238,7 @@ def test_hqmq_codes_of_both_roles(codec: Hqmq, dim: int) -> None:
     params = codec.fit(Site(1, "key", 1, dim)), codec.fit(Site(1, "value", 1, dim))
     payload, tokens = hqmq_payload(codec, dim)
     for dead in (False, True):
-        if codec.s == 24 or not dead:  # the tables that are woven, read as where slots are dead
+        if codec.s == 24 or not dead:  # the tables that are interleaved, read as where slots are dead
             both = unpacked_pair(codec, dim, payload, params, tokens, dead)
             for constants, got in zip(params, both, strict=True):
                 assert_decoded(codec, payload, constants, got)

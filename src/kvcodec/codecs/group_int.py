@@ -15,13 +15,14 @@ Codes are computed with S and Z as they are held, so x^ is the nearest represent
 Block along channels (one token of one head; ``ceil(D / G)`` groups of neighbouring channels, the last one shorter when
 G does not divide D)::
 
-    codes   uint8  [D b / 8]        channel 0 in the lowest bits, or woven
+    codes   uint8  [D b / 8]        channel 0 in the lowest bits, or interleaved
     scale   fp16   [ceil(D / G)]
     zero    fp16   [ceil(D / G)]    asymmetric only
 
-Woven (``ops/woven``, layout version 2) are codes of 2 and 3 bits in groups of 32 channels if 128 divides D: as many
-bytes, in an order that lets attention kernels load one channel of two tokens into a register. Channel 32 q + 4 g + p of
-a run of 128 is code 4 q + p of g = 0..7; the 16 codes of a g fill b 16-bit units, unit i of g is word 8 i + g::
+Codes of 2 and 3 bits in groups of 32 channels are interleaved if 128 divides D (``ops/interleaved``, layout version
+2): as many bytes, in an order that lets attention kernels load one channel of two tokens into a register. Channel
+32 q + 4 g + p of a run of 128 is code 4 q + p of g = 0..7; the 16 codes of a g fill b 16-bit units, unit i of g is
+word 8 i + g::
 
     b = 2   8 codes to a unit, the first in the lowest bits
     b = 3   5 codes to a unit, and bit 15 of unit i is bit i of code 15
@@ -62,7 +63,7 @@ from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.groups import fp16_scale, group_count, split_channels, spread_channels
-from kvcodec.ops.woven import RUN, unweave, weave
+from kvcodec.ops.interleaved import RUN, deinterleave, interleave
 
 Along = Literal["channels", "tokens"]
 BITS = (2, 3, 4, 8)
@@ -126,7 +127,7 @@ class GroupInt(Codec):
         fields.append(Field("scale", "float16", (scales,), "scales"))
         if not self.symmetric:
             fields.append(Field("zero", "float16", (scales,), "scales"))
-        version = 2 if self._weaves(head_dim) else 1
+        version = 2 if self._interleaves(head_dim) else 1
         return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=float(self.bits), version=version)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
@@ -151,7 +152,7 @@ class GroupInt(Codec):
         """``S code + Z``."""
         packed = payload["codes"]
         dim = packed.shape[-1] * 8 // self.bits
-        codes = (unweave(packed, self.bits) if self._weaves(dim) else unpack(packed, self.bits, dim)).float()
+        codes = (deinterleave(packed, self.bits) if self._interleaves(dim) else unpack(packed, self.bits, dim)).float()
         scale = self._spread(payload["scale"], dim)
         if self.symmetric:
             x = codes.sub_(2 ** (self.bits - 1)).mul_(scale)
@@ -159,14 +160,14 @@ class GroupInt(Codec):
             x = codes.mul_(scale).add_(self._spread(payload["zero"], dim))
         return x.flatten(2, 3) if self.along == "tokens" else x
 
-    def _weaves(self, head_dim: int) -> bool:
-        """Whether codes are woven; 4 bits are the same bytes either way."""
+    def _interleaves(self, head_dim: int) -> bool:
+        """Whether codes are interleaved; 4 bits are the same bytes either way."""
         return (self.along, self.group) == ("channels", 32) and self.bits in (2, 3) and head_dim % RUN == 0
 
     def _pack(self, codes: Tensor) -> Tensor:
         """Bytes of whole numbers ``[..., D]``, held as floats."""
         small = codes.to(torch.uint8)
-        return weave(small, self.bits) if self._weaves(codes.shape[-1]) else pack(small, self.bits)
+        return interleave(small, self.bits) if self._interleaves(codes.shape[-1]) else pack(small, self.bits)
 
     def _spread(self, held: Tensor, head_dim: int) -> Tensor:
         """Give every element of a block its group's number in float32, ready to broadcast."""

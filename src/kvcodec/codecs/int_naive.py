@@ -7,11 +7,12 @@ the rounding are ``group_int``'s. Keys and values alike, no rotation, no window:
 
 Block (one token of one head)::
 
-    codes   uint8  [D b / 8]         channel 0 in the lowest bits, or woven
+    codes   uint8  [D b / 8]         channel 0 in the lowest bits, or interleaved
     scale   fp16   [1]               [ceil(D / G)] in groups
     zero    fp16   [1]               asymmetric only
 
-Codes of 2 and 3 bits are woven with ``group=32`` where 128 divides D (``group_int``): the same bytes in another order.
+Codes of 2 and 3 bits are interleaved with ``group=32`` where 128 divides D (``group_int``): the same bytes in another
+order.
 
 Bits: b + 32/D; D = 128, b = 4: 68 bytes, 4.25. Groups of 32: b + 1. Symmetric: half of that overhead.
 

@@ -12,7 +12,8 @@ Blocks (drawn for b = 2, D = 128, G = 32; arithmetic and bytes are ``group_int``
     scale   fp16   [D]                       scale   fp16   [ceil(D / G)]
     zero    fp16   [D]                       zero    fp16   [ceil(D / G)]
 
-Values of 2 and 3 bits in groups of 32 are woven where 128 divides D (``group_int``): the same bytes in another order.
+Values of 2 and 3 bits in groups of 32 are interleaved where 128 divides D (``group_int``): the same bytes in another
+order.
 
 Bits: keys b + 32/G, values b + 32 ceil(D/G) / D; D = 128, G = 32, b = 2: 3.0 and 3.0. At D = 80 the last group of a
 value has 16 channels: 3.0 and 3.2.

@@ -8,8 +8,8 @@
     k^ = gamma s * H (rho^_i n*_i)_i                         Eq. 13; the padded coordinates are dropped
 
 Block (one token of one head); one code of w = 2 b_dir + b_nrm bits per triplet, ``(i_xi << b_dir | i_eta) << b_nrm |
-i_rho``: the row of a joint table of all 2^w decoded triplets. Four parts have about T/4 codes each (ops/parts), where w
-exceeds 10 first directions, then lengths::
+i_rho``: the row of a joint table of all 2^w decoded triplets. Four parts have about T/4 codes each (ops/split_words),
+where w exceeds 10 first directions, then lengths::
 
     codes  uint8          [16 h]                   whole words of the parts, h = floor(floor(T/4) w / 32)
     tail   uint8          [ceil(T w / 8) - 16 h]   their other bits
@@ -62,8 +62,8 @@ from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
 from kvcodec.ops.octahedral import coordinate_density, direction_table, to_square
-from kvcodec.ops.parts import pack_parts, part_bytes, unpack_parts
 from kvcodec.ops.rotation import random_signs, rotate, rotate_back
+from kvcodec.ops.split_words import pack_split, split_bytes, unpack_split
 from kvcodec.ops.sums import row_norm
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
@@ -141,7 +141,7 @@ class Octopus(Codec):
     def layout(self, head_dim: int) -> Layout:
         """Joint codes and the norm of one token; in version 1 the codes were one bit stream."""
         check_whole_bytes("octopus", head_dim)
-        sizes = part_bytes(-(-head_dim // 3), self.code_bits).items()
+        sizes = split_bytes(-(-head_dim // 3), self.code_bits).items()
         norm = Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms")
         fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), norm)
         return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)
@@ -187,7 +187,7 @@ class Octopus(Codec):
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
             codes[part] = self._round(t, tables).unflatten(0, (-1, triplets))
         norm = (gamma / dim**0.5).to(torch.float16 if self.norm == "fp16" else torch.float32)
-        packed = pack_parts(codes.reshape(*x.shape[:-1], triplets), self.code_bits, self.low_bits)
+        packed = pack_split(codes.reshape(*x.shape[:-1], triplets), self.code_bits, self.low_bits)
         return {**packed, "norm": norm.reshape(*x.shape[:-1], 1)}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
@@ -197,7 +197,7 @@ class Octopus(Codec):
     def look_up(self, payload: Payload, params: Params) -> Tensor:
         """Triplets of the codes side by side: u^ in float32."""
         dim = params["signs"].shape[-1]
-        codes = unpack_parts(payload, self.code_bits, -(-dim // 3), self.low_bits).long()
+        codes = unpack_split(payload, self.code_bits, -(-dim // 3), self.low_bits).long()
         joint = params["directions"][0][:, None] * params["rho"][0][:, None]  # [4^b_dir, 2^b_nrm, 3]
         return joint.flatten(0, 1)[codes].flatten(-2)[..., :dim]
 

@@ -3,7 +3,8 @@
 //
 //     EncodeGroupInt<D, BITS, GROUP, SYMMETRIC>       GROUP = 0: one group
 //
-// Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are woven (ops/woven.py)
+// Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are interleaved
+// (ops/interleaved.py)
 // at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
 #pragma once
 #include "encode.cuh"
@@ -74,10 +75,11 @@ KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c
   }
 }
 
-// The bytes of a woven run of 128 channels: 'code' holds the 16 that part 0..7 has of it, 4 q + p for channel 32 q + 4
+// The bytes of an interleaved run of 128 channels: 'code' holds the 16 that part 0..7 has of it, 4 q + p for channel
+// 32 q + 4
 // part + p. As above, but lanes share nothing: a lane's units are whole.
 template <int WIDTH>
-KV_DEV void store_woven(uint8_t* to, int part, const uint32_t (&code)[16], uint32_t keep, bool live) {
+KV_DEV void store_interleaved(uint8_t* to, int part, const uint32_t (&code)[16], uint32_t keep, bool live) {
   static_assert(WIDTH == 2 || WIDTH == 3, "4 bits in a plain stream are the same bytes");
   constexpr int EACH = 16 / WIDTH;
   KV_UNROLL for (int i = 0; i < WIDTH; i++) {
@@ -122,7 +124,7 @@ template <int LANES> KV_DEV float team_min(float x) {
 }
 
 // groups of channels of one token, any grid
-template <int D, int GROUP, class GRID, bool WOVEN = false> struct EncodeGroups {
+template <int D, int GROUP, class GRID, bool INTERLEAVED = false> struct EncodeGroups {
   KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = D / 8;
   KV_CONST int G = GROUP ? GROUP : D, GROUPS = (D + G - 1) / G;
   KV_CONST int PLANES = GRID::HAS_ZERO ? 3 : 2;
@@ -204,7 +206,7 @@ template <int D, int GROUP, class GRID, bool WOVEN = false> struct EncodeGroups 
         if (live && part == g % 8) put(at, g, one, keep);
       }
     }
-    constexpr int RUN = WOVEN ? 16 : 4;  // codes that are stored together
+    constexpr int RUN = INTERLEAVED ? 16 : 4;  // codes that are stored together
     KV_UNROLL for (int i = 0; i < N / RUN; i++) {
       uint32_t code[RUN];
       KV_UNROLL for (int e = 0; e < RUN; e++) {
@@ -212,7 +214,7 @@ template <int D, int GROUP, class GRID, bool WOVEN = false> struct EncodeGroups 
         code[e] = GRID::code(y[RUN * i + e], own.s, own.r, own.z);
       }
       uint8_t* to = at[0] + RUN * GRID::WIDTH * i;
-      if constexpr (WOVEN) store_woven<GRID::WIDTH>(to, part, code, keep, live);
+      if constexpr (INTERLEAVED) store_interleaved<GRID::WIDTH>(to, part, code, keep, live);
       else store_quad<GRID::WIDTH>(to, part, code[0], code[1], code[2], code[3], keep, live);
     }
   }

@@ -3,13 +3,13 @@
 #pragma once
 #include "encode_sums.cuh"
 #include "encode_table.cuh"
-#include "parts.cuh"
+#include "split_words.cuh"
 
 namespace kv {
 
-// A row's codes in the bytes of ops/parts.py: lanes of a team take a word at a time.
+// A row's codes in the bytes of ops/split_words.py: lanes of a team take a word at a time.
 template <int COUNT, int BITS, int LOW> struct StoreParts {
-  using Order = Parts<COUNT, BITS, LOW>;
+  using Order = SplitWords<COUNT, BITS, LOW>;
 
   // 32 bits of a part from bit `from` on, zeros behind its end
   KV_DEV static uint32_t word(const uint16_t* codes, int part, int from) {

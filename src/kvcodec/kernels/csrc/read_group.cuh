@@ -3,7 +3,7 @@
 #pragma once
 #include "read_int.cuh"
 #include "read_levels.cuh"
-#include "read_woven.cuh"
+#include "read_interleaved.cuh"
 
 namespace kv {
 
@@ -107,9 +107,11 @@ template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
   }
 };
 
-// The reader of the codec's bytes: woven (of 4 bits the same) or a plain bit stream.
-template <int D, int BITS, int GROUP, bool WOVEN> struct GroupInt { using Reader = ReadPlainInt<D, BITS, GROUP>; };
-template <int D, int BITS> struct GroupInt<D, BITS, 32, true> { using Reader = ReadWoven<D, BITS>; };
+// The reader of the codec's bytes: interleaved (of 4 bits the same) or a plain bit stream.
+template <int D, int BITS, int GROUP, bool INTERLEAVED> struct GroupInt {
+  using Reader = ReadPlainInt<D, BITS, GROUP>;
+};
+template <int D, int BITS> struct GroupInt<D, BITS, 32, true> { using Reader = ReadInterleaved<D, BITS>; };
 template <int D, int BITS, int GROUP = 32>
 using ReadGroupInt = typename GroupInt<D, BITS, GROUP, GROUP == 32 && BITS < 8 && D % 128 == 0>::Reader;
 

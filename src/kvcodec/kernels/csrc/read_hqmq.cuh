@@ -29,24 +29,24 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   // Rows whose low bits are a byte: keys' and values' tables lie in each other's gaps, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
-  KV_CONST bool WOVEN = BYTES && PLACE != ALONE;
-  using Codebook = Table8<ENTRIES, 73728, WOVEN ? 2 : 1>;
+  KV_CONST bool INTERLEAVED = BYTES && PLACE != ALONE;
+  using Codebook = Table8<ENTRIES, 73728, INTERLEAVED ? 2 : 1>;
 
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Fields::PLANES;
   KV_FUNCTION int plane_bytes(int p) { return Fields::plane_bytes(p); }
   KV_CONST int TABLE = Codebook::BYTES;
-  KV_CONST int REACH = WOVEN ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
-  // where there are dead slots: what lies behind woven tables is being written
-  using Bounded = ReadHqmq<D, S, R, PLACE, WOVEN>;
-  KV_CONST uint32_t MOST = WOVEN ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
+  KV_CONST int REACH = INTERLEAVED ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
+  // where there are dead slots: what lies behind interleaved tables is being written
+  using Bounded = ReadHqmq<D, S, R, PLACE, INTERLEAVED>;
+  KV_CONST uint32_t MOST = INTERLEAVED ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
   // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
-    constexpr bool DOWN = PLACE == VALUES && !WOVEN;
-    Codebook::template fill<DOWN>(WOVEN && PLACE == VALUES ? to - GAP : to, from, thread, threads);
+    constexpr bool DOWN = PLACE == VALUES && !INTERLEAVED;
+    Codebook::template fill<DOWN>(INTERLEAVED && PLACE == VALUES ? to - GAP : to, from, thread, threads);
   }
-  KV_CONST int GAP = TABLE - Codebook::STRIDE / 2;  // from the values' woven table to where it would be
+  KV_CONST int GAP = TABLE - Codebook::STRIDE / 2;  // from the values' interleaved table to where it would be
 
   // N chunks of a part: all of the eighth `part` of a row (values), or two eighths (keys)
   template <int N> struct Part {
@@ -54,7 +54,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
     KV_CONST uint32_t LAST = (1u << (Fields::W - 1)) - 1;  // of the rows that a code can name
     // where row 0 would be
     KV_DEV static const uint8_t* begin(const uint8_t* table) {
-      return PLACE != VALUES ? table : table - (WOVEN ? GAP : (int)(LAST - ENTRIES + 1) * Codebook::STRIDE);
+      return PLACE != VALUES ? table : table - (INTERLEAVED ? GAP : (int)(LAST - ENTRIES + 1) * Codebook::STRIDE);
     }
     KV_DEV static uint32_t bounded(uint32_t at, uint32_t most) {
       return (PLACE != ALONE && !BOUND) || at < most ? at : most;
@@ -130,7 +130,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
     // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`
     KV_DEV static uint32_t address(uint32_t low, int b, uint32_t high, int h, int lane) {
       const uint32_t copy = Codebook::copy(lane);
-      if (!WOVEN) {
+      if (!INTERLEAVED) {
         const uint32_t at = prmt(low, high & 0x01010101u, (uint32_t)(b | (4 + h) << 4 | (12 + h) * 0x1100));
         return (at << TO) + copy;
       }

@@ -9,7 +9,7 @@
 // at most; where one is missing, padding is looked up.
 #pragma once
 #include "bits.cuh"
-#include "parts.cuh"
+#include "split_words.cuh"
 
 namespace kv {
 
@@ -36,7 +36,7 @@ template <int D, int B_DIR, int B_NRM, bool NORM32, bool AS_LOADED = false> stru
   KV_CONST int W = 2 * B_DIR + B_NRM;
   KV_CONST bool JOINT = W <= JOINT_BITS;
   using Halved = ReadOctopus<D, B_DIR, B_NRM, NORM32, JOINT>;
-  using Order = Parts<(D + 2) / 3, W, JOINT ? 0 : B_NRM>;
+  using Order = SplitWords<(D + 2) / 3, W, JOINT ? 0 : B_NRM>;
   KV_CONST int LEAST = Order::LEAST, PER = Order::MOST;  // triplets of a part
   KV_CONST bool PAIRS = B_NRM <= 3;
   KV_CONST int ENTRIES = 1 << (JOINT ? W : 2 * B_DIR);

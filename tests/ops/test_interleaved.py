@@ -1,4 +1,4 @@
-"""Woven codes: every bit where the definition has it, there and back, and the plain bit stream at 4 bits."""
+"""Interleaved codes: every bit where the definition has it, there and back, and the plain bit stream at 4 bits."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcodec.ops.bitpack import pack, packed_bytes
-from kvcodec.ops.woven import RUN, unweave, weave
+from kvcodec.ops.interleaved import RUN, deinterleave, interleave
 
 
 def random_codes(bits: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_every_bit_lies_where_the_definition_has_it(bits):
         codes = torch.zeros(RUN * bits, 2 * RUN, dtype=torch.uint8)  # row: one bit of one channel
         for row in range(RUN * bits):
             codes[row, RUN * run + row // bits] = 1 << row % bits
-        packed = weave(codes, bits)
+        packed = interleave(codes, bits)
         assert packed.shape == (RUN * bits, 2 * 16 * bits)
         for row, (word, at) in enumerate(places):
             byte = 16 * bits * run + 2 * word + at // 8
@@ -47,31 +47,31 @@ def test_every_bit_lies_where_the_definition_has_it(bits):
 )
 def test_there_and_back(bits, runs, lead, dtype, seed):
     codes = random_codes(bits, *lead, runs * RUN, seed=seed)
-    packed = weave(codes.to(dtype), bits)
+    packed = interleave(codes.to(dtype), bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (*lead, packed_bytes(runs * RUN, bits))
-    back = unweave(packed, bits)
+    back = deinterleave(packed, bits)
     assert back.dtype == torch.uint8
     assert torch.equal(back, codes)
     for run in range(runs):  # runs know nothing of each other
         part = slice(16 * bits * run, 16 * bits * (run + 1))
-        assert torch.equal(packed[..., part], weave(codes[..., RUN * run : RUN * (run + 1)], bits))
+        assert torch.equal(packed[..., part], interleave(codes[..., RUN * run : RUN * (run + 1)], bits))
 
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_any_bytes_are_some_codes(bits):
     """No bit is spare: a kernel that reads a dead slot reads codes, and writing them again gives the slot's bytes."""
     packed = torch.randint(0, 256, (50, 32 * bits), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    codes = unweave(packed, bits)
+    codes = deinterleave(packed, bits)
     assert int(codes.max()) == (1 << bits) - 1
-    assert torch.equal(weave(codes, bits), packed)
+    assert torch.equal(interleave(codes, bits), packed)
 
 
 def test_four_bits_are_the_plain_bit_stream():
     codes = random_codes(4, 20, 3 * RUN)
-    assert torch.equal(weave(codes, 4), pack(codes, 4))
+    assert torch.equal(interleave(codes, 4), pack(codes, 4))
     for bits in (2, 3):
-        assert not torch.equal(weave(codes & 3, bits), pack(codes & 3, bits))
+        assert not torch.equal(interleave(codes & 3, bits), pack(codes & 3, bits))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -79,7 +79,7 @@ def test_bytes_at_an_odd_address_and_apart(bits):
     codes = random_codes(bits, 2, 3, RUN)
     held = torch.zeros(2, 3, 16 * bits + 3, dtype=torch.uint8)
     part = held[..., 1 : 16 * bits + 1]
-    part.copy_(weave(codes, bits))
-    assert torch.equal(unweave(part, bits), codes)
+    part.copy_(interleave(codes, bits))
+    assert torch.equal(deinterleave(part, bits), codes)
     rows = codes.transpose(0, 1)  # neither are codes contiguous
-    assert torch.equal(weave(rows, bits), weave(rows.contiguous(), bits))
+    assert torch.equal(interleave(rows, bits), interleave(rows.contiguous(), bits))

@@ -48,10 +48,10 @@ class Runs(NamedTuple):
     bit: Tensor
 
 
-def part_bytes(n: int, bits: int) -> dict[str, int]:
+def split_bytes(n: int, bits: int) -> dict[str, int]:
     """Bytes of a row, by field.
 
-    >>> part_bytes(43, 10), part_bytes(43, 3), part_bytes(64, 8)
+    >>> split_bytes(43, 10), split_bytes(43, 3), split_bytes(64, 8)
     ({'codes': 48, 'tail': 6}, {'tail': 17}, {'codes': 64})
     """
     head = 16 * (n // PARTS * bits // 32)
@@ -76,7 +76,7 @@ def _fields(n: int, bits: int, low: int) -> list[list[tuple[int, int, int]]]:
 
 @lru_cache(maxsize=64)
 def _runs(n: int, bits: int, low: int, device: str) -> Runs:
-    words = 8 * part_bytes(n, bits).get("codes", 0) // PARTS  # bits of a part that are whole words
+    words = 8 * split_bytes(n, bits).get("codes", 0) // PARTS  # bits of a part that are whole words
     found = []
     tail = PARTS * words
     for part, fields in enumerate(_fields(n, bits, low)):
@@ -93,7 +93,7 @@ def _runs(n: int, bits: int, low: int, device: str) -> Runs:
     return Runs(code, shift, (1 << length) - 1, position // 8, position % 8)
 
 
-def pack_parts(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
+def pack_split(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
     """Pack the last axis.
 
     Parameters
@@ -108,18 +108,18 @@ def pack_parts(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
     Returns
     -------
     dict
-        ``codes`` and ``tail``, uint8, of ``part_bytes`` bytes on the last axis.
+        ``codes`` and ``tail``, uint8, of ``split_bytes`` bytes on the last axis.
 
     Examples
     --------
-    >>> packed = pack_parts(torch.arange(18), 8)  # parts of 5, 5, 4 and 4 codes, one word each
+    >>> packed = pack_split(torch.arange(18), 8)  # parts of 5, 5, 4 and 4 codes, one word each
     >>> packed["codes"].tolist(), packed["tail"].tolist()
     ([0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16, 17], [4, 9])
     """
     n = codes.shape[-1]
     runs = _runs(n, bits, low, str(codes.device))
     wide = (codes.to(torch.int32)[..., runs.code] >> runs.shift.int() & runs.mask.int()) << runs.bit.int()
-    sizes = part_bytes(n, bits)
+    sizes = split_bytes(n, bits)
     row = torch.zeros(*codes.shape[:-1], sum(sizes.values()) + 2, dtype=torch.int32, device=codes.device)
     for i in range(3):  # bits of different runs, so that sums are unions
         row.index_add_(-1, runs.byte + i, wide >> 8 * i & 0xFF)
@@ -127,8 +127,8 @@ def pack_parts(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
     return {name: piece.contiguous() for name, piece in zip(sizes, pieces, strict=True)}
 
 
-def unpack_parts(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) -> Tensor:
-    """Inverse of ``pack_parts``.
+def unpack_split(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) -> Tensor:
+    """Inverse of ``pack_split``.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def unpack_parts(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) 
     -------
     Tensor int32 ``[..., n]``
     """
-    row = torch.cat([packed[name] for name in part_bytes(n, bits)], -1)
+    row = torch.cat([packed[name] for name in split_bytes(n, bits)], -1)
     row = torch.nn.functional.pad(row, (0, 2)).to(torch.int32)
     runs = _runs(n, bits, low, str(row.device))
     wide = row[..., runs.byte] | row[..., runs.byte + 1] << 8 | row[..., runs.byte + 2] << 16

@@ -1,4 +1,5 @@
-// Codes of a row in four parts (kvcodec/ops/parts.py): words of each part, and a tail of the bits that fill no word.
+// Codes of a row in four parts (kvcodec/ops/split_words.py): words of each part, and a tail of the bits that fill no
+// word.
 #pragma once
 #include "platform.cuh"
 
@@ -7,7 +8,7 @@ namespace kv {
 constexpr int JOINT_BITS = 10;  // codecs/octopus.py: longer codes are held in two fields
 
 // COUNT codes of BITS bits, the lowest LOW of which are a field of their own
-template <int COUNT, int BITS, int LOW> struct Parts {
+template <int COUNT, int BITS, int LOW> struct SplitWords {
   KV_CONST int LEAST = COUNT / 4, MORE = COUNT % 4;     // codes of a part; that many parts have one more
   KV_CONST int MOST = LEAST + (MORE > 0);
   KV_CONST int WORDS = LEAST * BITS / 32;               // of a part

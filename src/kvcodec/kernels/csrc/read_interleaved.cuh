@@ -1,4 +1,5 @@
-// Reader of integers in groups of 32 channels of a token in woven order (kvcodec/ops/woven.py): values of kivi, octopus
+// Reader of integers in groups of 32 channels of a token in interleaved order (kvcodec/ops/interleaved.py): values of
+// kivi, octopus
 // and ultra-tq where the head dimension is a multiple of 128.
 //
 // Of 128 channels, every g of 8 has four in each of the four groups: 16 codes in BITS units of 16 bits, unit i of g at
@@ -12,8 +13,8 @@
 namespace kv {
 
 // 16 codes in BITS units: of two tokens (values) or of two g (keys), one in each half of a word
-template <int BITS> struct Woven {
-  static_assert(BITS == 2 || BITS == 3 || BITS == 4, "widths with a woven order");
+template <int BITS> struct Interleaved {
+  static_assert(BITS == 2 || BITS == 3 || BITS == 4, "widths with an interleaved order");
   KV_CONST int UNIT = 16 / BITS;                     // codes of a unit; of 3 bits one more is spread over three units
   KV_CONST int HIGH = BITS == 2 ? 10 : BITS == 3 ? 9 : 8;  // bits that a half's upper codes are moved down by
   KV_FUNCTION bool upper(int n) { return n % UNIT * BITS >= HIGH; }
@@ -29,9 +30,9 @@ template <int BITS> struct Woven {
   }
 };
 
-template <int D, int BITS> struct ReadWoven {
+template <int D, int BITS> struct ReadInterleaved {
   static_assert(D % 128 == 0 && D <= 256, "groups of rows of 128 channels, 8 of them at most");
-  using Codes = Woven<BITS>;
+  using Codes = Interleaved<BITS>;
   KV_CONST int RUNS = D / 128;
   KV_CONST int ROW = D * BITS / 8;
   KV_CONST int SCALES = D / 32;

@@ -1,4 +1,4 @@
-"""Woven codes: 2, 3 or 4 bits of runs of 128 channels, in 16-bit units that a tensor core's loads can transpose.
+"""Interleaved codes: 2, 3 or 4 bits of runs of 128 channels, in 16-bit units that a tensor core's loads can transpose.
 
 A kernel that multiplies with values wants one channel of two tokens in a register, and the eight channels of a product
 in one group of 32, so that they share a scale. GPUs load 8 x 8 matrices of 16-bit units from shared memory and
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 RUN = 128
-"""Channels that are woven together."""
+"""Channels that are interleaved together."""
 
 
-def weave(codes: Tensor, bits: int) -> Tensor:
+def interleave(codes: Tensor, bits: int) -> Tensor:
     """Pack the last axis; ``bitpack.pack`` in another order of bits.
 
     Parameters
@@ -41,7 +41,7 @@ def weave(codes: Tensor, bits: int) -> Tensor:
     --------
     >>> codes = torch.zeros(128, dtype=torch.uint8)
     >>> codes[[4, 37]] = 3  # q = 0, g = 1, p = 0 and q = 1, g = 1, p = 1
-    >>> weave(codes, 2).view(torch.int16)[:2].tolist()
+    >>> interleave(codes, 2).view(torch.int16)[:2].tolist()
     [0, 3075]
     """
     lanes = codes.to(torch.int16).unflatten(-1, (-1, 4, 8, 4))  # [..., run, q, g, p]
@@ -59,8 +59,8 @@ def weave(codes: Tensor, bits: int) -> Tensor:
     return torch.stack(units, -2).view(torch.uint8).flatten(-3)
 
 
-def unweave(packed: Tensor, bits: int) -> Tensor:
-    """Inverse of ``weave``.
+def deinterleave(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of ``interleave``.
 
     Parameters
     ----------
