@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """Un-normalised attention over some tokens: row maximum, sum of exponentials, weighted values."""
+    """Attention over some of the tokens, normalised over these alone.
 
-    m: Tensor  # [B, HQ, n]
-    l: Tensor  # [B, HQ, n]
-    acc: Tensor  # [B, HQ, n, D]
+    Parameters
+    ----------
+    out : Tensor ``[B, HQ, n, D]``
+        Zeros for a query that sees none of them.
+    lse : Tensor float32 ``[B, HQ, n]``
+        Log-sum-exp of the scores (natural); -inf for such a query.
+    """
+
+    out: Tensor
+    lse: Tensor
 
 
 class Seen(NamedTuple):
@@ -89,11 +96,19 @@ BEFORE_IT = Seen()
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Join two partials over disjoint tokens; exact up to rounding, in either order."""
-    m = torch.maximum(a.m, b.m)
-    safe = m.masked_fill(m == -torch.inf, 0.0)  # no token seen yet on either side
-    wa, wb = (a.m - safe).exp(), (b.m - safe).exp()
-    return Partial(m, a.l * wa + b.l * wb, a.acc * wa[..., None] + b.acc * wb[..., None])
+    """Join two partials over disjoint tokens, in float32; exact up to rounding, in either order."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # no token seen on either side
+    wa, wb = ((x.lse - safe).exp()[..., None] for x in (a, b))
+    return Partial(a.out.float() * wa + b.out.float() * wb, lse)
+
+
+def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
+    """Output of a partial over all tokens, where learned logits ``[HQ]`` join the softmax's denominator alone."""
+    if sinks is None:
+        return part.out
+    weight = torch.sigmoid(part.lse - sinks.float().view(1, -1, 1))
+    return part.out * weight[..., None].to(part.out.dtype)
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float = 0.0) -> Partial:
@@ -111,8 +126,9 @@ def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, 
         s = s + bias
     m = s.amax(-1)
     p = (s - m.masked_fill(m == -torch.inf, 0.0)[..., None]).exp()
-    acc = p.reshape(b, h, hq // h * n, t) @ v.float()
-    return Partial(m, p.sum(-1), acc.reshape(b, hq, n, v.shape[-1]))
+    total = p.sum(-1)
+    acc = (p.reshape(b, h, hq // h * n, t) @ v.float()).reshape(b, hq, n, v.shape[-1])
+    return Partial(acc / total.clamp_min(1e-38)[..., None], m + total.log())
 
 
 def attend(
@@ -209,17 +225,13 @@ def attend_parts(
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
-    b, hq, n, _ = q.shape
     first, out = 0, None
     for k, v in parts:
         last = first + k.shape[2]
         part = partial(q, k, v, scale, _bias(q, mask, causal, first, last, total), softcap)
         out, first = part if out is None else merge(out, part), last
     assert out is not None
-    if sinks is not None:
-        logit = sinks.float().reshape(1, hq, 1).expand(b, hq, n)
-        out = merge(out, Partial(logit, torch.ones_like(logit), torch.zeros_like(out.acc)))
-    return (out.acc / out.l.clamp_min(1e-38)[..., None]).to(q.dtype)
+    return with_sinks(out, sinks).to(q.dtype)
 
 
 def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 import kvcodec
+from kvcodec.attention import Seen
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.engine import kernels_for
-from kvcodec.kernels.flash import Rules, score
+from kvcodec.kernels.flash import score
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.kernels.test_fused import Reference
@@ -169,15 +170,15 @@ def test_a_compiled_prompt_in_chunks() -> None:
 
 
 RULES_OF = {
-    "causal": Rules(),
-    "all": Rules(causal=False),
-    "window": Rules(before=9),
-    "no window": Rules(before=4000),
-    "window of the earlier": Rules(causal=False, before=100),
-    "padding": Rules(start=(30, 0)),
-    "padding behind queries": Rules(start=(250, 7)),
-    "nothing seen": Rules(start=(260, 3)),
-    "padding and window": Rules(before=20, start=(195, 210)),
+    "causal": Seen(),
+    "all": Seen(causal=False),
+    "window": Seen(window=10),
+    "no window": Seen(window=4001),
+    "window of the earlier": Seen(causal=False, window=101),
+    "padding": Seen(start=(30, 0)),
+    "padding behind queries": Seen(start=(250, 7)),
+    "nothing seen": Seen(start=(260, 3)),
+    "padding and window": Seen(window=21, start=(195, 210)),
 }
 
 

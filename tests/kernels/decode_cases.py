@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Codec, Params, Role, Site
+from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.layout import PageLayout
 from tests.kernels import harness
 
@@ -114,39 +115,6 @@ class Geometry:
     teams: int = 1
 
 
-class _SideArgs(ctypes.Structure):
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("factor", ctypes.c_void_p),
-        ("table_head", ctypes.c_int64),
-        ("table_bytes", ctypes.c_int64),
-        ("factor_batch", ctypes.c_int64),
-        ("block", ctypes.c_int64),
-    )
-
-
-_POINTERS = (
-    "q pages page_table seq_lens start dense_k dense_v dense_lens dense_start sinks part_o part_m part_l out lse"
-)
-_STRIDES = (
-    "q_batch q_head table_row dense_k_batch dense_k_head dense_k_token dense_v_batch dense_v_head dense_v_token "
-    "out_batch out_head runs alike pieces"
-)
-_NUMBERS = "q_kind dense_kind out_kind heads group tiles splits slots capacity dense_width"
-
-
-class _Args(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
-        ("key", _SideArgs),
-        ("value", _SideArgs),
-        *((name, ctypes.c_int64) for name in _STRIDES.split()),
-        *((name, ctypes.c_int32) for name in _NUMBERS.split()),
-        ("scale2", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )
-
-
 _SOURCE = """
 #include "decode.cuh"
 {includes}
@@ -203,7 +171,7 @@ def library(
         arguments = {**variant._asdict(), "cap": str(variant.cap).lower()}
         source += _VARIANT.format(name=variant.name, **arguments, **names)
     lib = harness.build(source)
-    assert lib.enter("args_bytes", result=ctypes.c_int) == ctypes.sizeof(_Args)
+    assert lib.enter("args_bytes", result=ctypes.c_int) == ctypes.sizeof(DecodeArgs)
     return lib
 
 
@@ -375,7 +343,7 @@ def _check(
         def put(x: Tensor | None, write: bool = False) -> int | None:
             return None if x is None else memory.put(x, write)
 
-        args = _Args()
+        args = DecodeArgs()
         args.q, args.q_batch, args.q_head = put(q), hq * dim, dim
         args.pages, args.page_table, args.table_row = put(store.pages), put(store.table), columns
         args.seq_lens, args.start = put(_ints(case.lens)), put(_ints(case.start))

@@ -304,10 +304,8 @@ def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generato
     q = torch.randn(batch, hq, n, dim, generator=gen, device=like.device).to(like.dtype)
     first = rng.choice((0, rng.randint(0, tokens - 1)))
     last = rng.randint(first + 1, tokens)
-    got = prefill.attend_pages(
-        q, layer.store.pages, layer.store.table, first, last, spec=layer.spec, key=layer.key, value=layer.value,
-        scale=scale,
-    )  # fmt: skip
+    packed = prefill.Packed(layer.store.pages, layer.store.table, layer.spec, layer.key, layer.value)
+    got = prefill.attend_pages(q, packed, first, last, scale)
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
     for b in range(batch):
         k, v = layer.keys[b, :, first:last], layer.values[b, :, first:last]

@@ -17,29 +17,13 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.ultraquant import UltraQuant
+from kvcodec.kernels.arguments import EncodeArgs, EncodeRoleArgs
 from kvcodec.layout import Field, Layout, PageLayout
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import two_dims_in_turn
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class Side(ctypes.Structure):
-    _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("x", "tables", "factor", "first")),
-        *((n, ctypes.c_int64) for n in ("batch", "head", "token", "table_head", "factor_batch", "plane", "tokens")),
-    ]
-
-
-class Args(ctypes.Structure):
-    _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("pages", "page_table", "bad")),
-        ("key", Side),
-        ("value", Side),
-        *((n, ctypes.c_int64) for n in ("page_bytes", "table_row")),
-        *((n, ctypes.c_int32) for n in ("kind", "page_tokens", "capacity", "heads")),
-    ]
 
 
 @dataclass(frozen=True)
@@ -189,7 +173,7 @@ def _launch(library: harness.Library, index: int, case: Case, call: Call, params
     first, bad = torch.tensor(call.first, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     x = call.x
     with library.memory() as memory:
-        side = Side(x=memory.put(x), first=memory.put(first), tokens=x.shape[2])
+        side = EncodeRoleArgs(x=memory.put(x), first=memory.put(first), tokens=x.shape[2])
         side.batch, side.head, side.token = x.stride()[:3]
         if case.factor:
             norm = params["norm"]
@@ -197,7 +181,7 @@ def _launch(library: harness.Library, index: int, case: Case, call: Call, params
             side.factor, side.factor_batch = memory.put(factor), factor.stride(0) if len(factor) > 1 else 0
         if "table" in params:
             side.tables, side.table_head = memory.put(params["table"]), params["table"].stride(1) * 4
-        args = Args(memory.put(pages, True), memory.put(table), memory.put(bad, True), side, Side())
+        args = EncodeArgs(memory.put(pages, True), memory.put(table), memory.put(bad, True), side, EncodeRoleArgs())
         args.page_bytes, args.table_row, args.kind = layout.page_bytes, table.stride(0), KINDS.index(x.dtype)
         args.page_tokens, args.heads = call.page_tokens, x.shape[1]
         args.capacity = call.columns * call.page_tokens
@@ -412,13 +396,15 @@ def test_keys_and_values_in_one_launch() -> None:
     store.table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     pages, first = store.pages.clone(), torch.tensor([[0, 0], [5, 5]], dtype=torch.int32)
     with library.memory() as memory:
-        key = Side(x=memory.put(keys), first=memory.put(first[0].clone()), tokens=21, plane=layout.planes[0].offset)
-        value = Side(x=memory.put(values), first=memory.put(first[1].clone()), tokens=19)
+        key = EncodeRoleArgs(
+            x=memory.put(keys), first=memory.put(first[0].clone()), tokens=21, plane=layout.planes[0].offset
+        )
+        value = EncodeRoleArgs(x=memory.put(values), first=memory.put(first[1].clone()), tokens=19)
         value.plane = next(p.offset for p in layout.planes if p.role == "value")
         for side, x in ((key, keys), (value, values)):
             side.batch, side.head, side.token = x.stride()[:3]
         held, table = memory.put(pages, True), memory.put(store.table)
-        args = Args(held, table, None, key, value, layout.page_bytes, 2, 0, 16, 32, 2)
+        args = EncodeArgs(held, table, None, key, value, layout.page_bytes, 2, 0, 16, 32, 2)
         library.enter("run", ctypes.byref(args))
     store.write("key", 0, codecs[0].encode(codecs[0].to_code(keys.float(), {}), {}))
     store.write("value", 5, codecs[1].encode(values.float(), {}))

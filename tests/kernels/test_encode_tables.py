@@ -15,6 +15,7 @@ from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
 from kvcodec.codecs.ultra_tq import UltraTQ
+from kvcodec.kernels.arguments import EncodeArgs, EncodeRoleArgs
 from kvcodec.kernels.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
 from kvcodec.kernels.spec import encoder as encoder_of
 from kvcodec.kernels.tables import wall_table
@@ -36,23 +37,6 @@ extern "C" void run{i}(int x, kv::EncodeArgs* args) {{
 extern "C" int table{i}() {{ return C{i}::TABLE; }}
 extern "C" int plane{i}(int p) {{ return p < C{i}::PLANES ? C{i}::plane_bytes(p) : -1; }}
 """
-
-
-class _Side(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "tables", "factor", "first")]
-        + [(name, ctypes.c_int64) for name in ("batch", "head", "token", "table_head", "factor_batch")]
-        + [(name, ctypes.c_int64) for name in ("plane", "tokens")]
-    )
-
-
-class _Args(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("pages", "page_table", "bad")]
-        + [("key", _Side), ("value", _Side)]
-        + [(name, ctypes.c_int64) for name in ("page_bytes", "table_row")]
-        + [(name, ctypes.c_int32) for name in ("kind", "page_tokens", "capacity", "heads")]
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,13 +95,13 @@ class Encoders:
         name = encoder.factor or encoder.own
         factor = params[name] if name else None
         with lib.memory() as memory:
-            side = _Side(
+            side = EncodeRoleArgs(
                 x=memory.put(x), tables=memory.put(tables), factor=None if factor is None else memory.put(factor),
                 first=memory.put(first), batch=x.stride(0), head=x.stride(1), token=x.stride(2), factor_batch=0,
                 table_head=tables.shape[1] if len(tables) > 1 else 0, plane=0, tokens=tokens,
             )  # fmt: skip
             kind = [torch.float16, torch.bfloat16, torch.float32].index(x.dtype)
-            args = _Args(
+            args = EncodeArgs(
                 pages=memory.put(pages, True), page_table=memory.put(order), bad=memory.put(said, True), key=side,
                 value=side, page_bytes=end, table_row=columns, kind=kind, page_tokens=PAGE, capacity=columns * PAGE,
                 heads=heads,

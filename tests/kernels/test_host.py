@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels import build, encode, launch
+from kvcodec.kernels import arguments, build, encode, launch
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.build import Program
@@ -28,47 +29,40 @@ SAW = kvcodec.get("saw-int4:rotate=kv")
 # -- structs ---------------------------------------------------------------------------------------------------------
 
 
+def fields_of(struct: type[ctypes.Structure], before: str = "", at: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each number, those of structs within named ``struct.number``."""
+    for name, kind, *_ in struct._fields_:
+        field = getattr(struct, name)
+        if issubclass(kind, ctypes.Structure):
+            yield from fields_of(kind, f"{before}{name}.", at + field.offset)
+        else:
+            yield before + name, at + field.offset, field.size
+
+
 @pytest.mark.parametrize(
-    ("header", "struct", "packed", "names"),
+    ("header", "struct"),
     [
-        ("args.cuh", "kv::DecodeArgs", attention.ARGS, attention.ARGS_FIELDS),
-        ("encode_args.cuh", "kv::EncodeArgs", encode.ARGS, encode.ARGS_FIELDS),
+        ("args.cuh", arguments.DecodeArgs),
+        ("encode_args.cuh", arguments.EncodeArgs),
+        ("unpack.cuh", arguments.UnpackArgs),
     ],
-    ids=["decode", "encode"],
 )
-def test_structs_are_laid_out_as_the_compiler_does(
-    header: str, struct: str, packed: Any, names: tuple[str, ...]
-) -> None:
-    offsets = ", ".join(f"(int)__builtin_offsetof({struct}, {name})" for name in names)
-    sizes = ", ".join(f"(int)sizeof((({struct}*)0)->{name})" for name in names)
+def test_structs_are_laid_out_as_the_compiler_does(header: str, struct: type[ctypes.Structure]) -> None:
+    fields, name = list(fields_of(struct)), f"kv::{struct.__name__}"
+    offsets = ", ".join(f"(int)__builtin_offsetof({name}, {field})" for field, *_ in fields)
+    sizes = ", ".join(f"(int)sizeof((({name}*)0)->{field})" for field, *_ in fields)
     library = harness.build(
         f'#include "{header}"\nconstexpr int O[] = {{{offsets}}}, S[] = {{{sizes}}};\n'
-        f'extern "C" int size() {{ return sizeof({struct}); }}\n'
+        f'extern "C" int size() {{ return sizeof({name}); }}\n'
         'extern "C" int offset(int i) { return O[i]; }\nextern "C" int bytes(int i) { return S[i]; }\n'
     )
 
-    def ask(name: str, *args: int) -> int:
-        return library.enter(name, *args, result=ctypes.c_int)
+    def ask(what: str, *args: int) -> int:
+        return library.enter(what, *args, result=ctypes.c_int)
 
-    assert ask("size") == packed.size
-    codes = packed.format.removeprefix("<")
-    flat = [c for number, c in _codes(codes) for _ in range(number)]
-    assert len(flat) == len(names)
-    at = 0
-    for i, (name, code) in enumerate(zip(names, flat, strict=True)):
-        assert (ask("offset", i), ask("bytes", i)) == (at, {"Q": 8, "q": 8, "i": 4, "f": 4}[code]), name
-        at += ask("bytes", i)
-
-
-def _codes(text: str) -> list[tuple[int, str]]:
-    found, number = [], ""
-    for c in text:
-        if c.isdigit():
-            number += c
-        else:
-            found.append((int(number or 1), c))
-            number = ""
-    return found
+    assert ask("size") == ctypes.sizeof(struct) == sum(size for *_, size in fields)  # no field of C++ is left out
+    for i, (field, offset, size) in enumerate(fields):
+        assert (ask("offset", i), ask("bytes", i)) == (offset, size), field
 
 
 # -- the cache of compiled programs ----------------------------------------------------------------------------------

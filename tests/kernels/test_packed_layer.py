@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.attention import partial
+from kvcodec.attention import Partial, partial
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.flash import Scored
 from tests.integrations.test_serving import BLOCK, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
@@ -110,12 +109,12 @@ class EngineFlash:
 
     queries = 0
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Scored:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
         assert 0 < q.shape[2] <= k.shape[2]
         self.queries += q.shape[2]
         hidden = torch.full((q.shape[2], k.shape[2]), -torch.inf).triu(k.shape[2] - q.shape[2] + 1)
         part = partial(q, k, v, scale, hidden)
-        return Scored((part.acc / part.l[..., None]).to(q.dtype), part.m + part.l.log())
+        return part._replace(out=part.out.to(q.dtype))
 
 
 @pytest.mark.parametrize("spec", ["int-8", "turboquant-4"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import Seen, attend
+from kvcodec.attention import Partial, Seen, attend, merge, with_sinks
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codec import ROLES
 from kvcodec.errors import ShapeError, UnsupportedError
@@ -23,7 +23,7 @@ from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.flash import Rules, Scored, join, score, with_sinks
+from kvcodec.kernels.flash import score
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -64,15 +64,15 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    constants = {"pair": attention.text_of(pair), "key": key, "value": value}
+    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
     for first, count in ((0, tokens), (32, 77)):
-        found = prefill.unpack(store.pages, store.table, first, count, **constants)
+        found = prefill.unpack(packed, first, count)
         part = slice(first, first + count)
         # the products with every unit vector are the keys themselves
         units = prefill.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
         assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
         assert far(prefill.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
-        short = prefill.unpack(store.pages, store.table, first, count, **constants, dtype=torch.bfloat16)
+        short = prefill.unpack(packed, first, count, torch.bfloat16)
         for a, b in zip(short, found, strict=True):
             assert a.dtype == torch.bfloat16
             assert far(a.float(), b.float()) < 8e-3
@@ -85,23 +85,24 @@ def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) 
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
     pair = specs.decode_spec(made.key, made.value, 64, 64)
     key, value = (constants_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
+    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
     for first, count in ((16, 10), (-32, 10), (32, 33)):
         with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
-            prefill.unpack(store.pages, store.table, first, count, spec=attention.text_of(pair), key=key, value=value)
+            prefill.unpack(packed, first, count)
 
 
 # -- sums over parts ---------------------------------------------------------------------------------------------------
 
 
 RULES_OF = {
-    "causal": Rules(),
-    "all": Rules(causal=False),
-    "window": Rules(before=9),
-    "window of the earlier": Rules(causal=False, before=100),
-    "padding": Rules(start=(30, 0)),
-    "padding behind queries": Rules(start=(120, 7)),
-    "padding and window": Rules(before=20, start=(95, 110)),
-    "soft cap": Rules(softcap=2.0, before=40),
+    "causal": Seen(),
+    "all": Seen(causal=False),
+    "window": Seen(window=10),
+    "window of the earlier": Seen(causal=False, window=101),
+    "padding": Seen(start=(30, 0)),
+    "padding behind queries": Seen(start=(120, 7)),
+    "padding and window": Seen(window=21, start=(95, 110)),
+    "soft cap": Seen(softcap=2.0, window=41),
 }
 
 
@@ -125,14 +126,14 @@ def test_what_rules_say_is_seen(name: str, n: int, monkeypatch: pytest.MonkeyPat
     q, k, v = (torch.randn(2, h, t, 32, generator=gen) for h, t in ((6, n), (2, tokens), (2, tokens)))
     own, keys = torch.arange(tokens - n, tokens)[:, None], torch.arange(tokens)
     seen = (keys <= own) | (not rules.causal)
-    if rules.before is not None:
-        seen = seen & (keys >= own - rules.before)
+    if rules.window:
+        seen = seen & (keys > own - rules.window)
     if rules.start:
         seen = seen & (keys >= torch.tensor(rules.start)[:, None, None, None])
     found, want = score(q, k, v, 0.2, rules), attended(q, k, v, 0.2, seen, rules.softcap)
     torch.testing.assert_close(found.out.double(), want[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(found.lse.double(), want[1], rtol=0, atol=1e-5)
-    masked = score(q, k, v, 0.2, Rules(softcap=rules.softcap, mask=seen))
+    masked = score(q, k, v, 0.2, Seen(softcap=rules.softcap, mask=seen))
     torch.testing.assert_close(masked.out, found.out, rtol=0, atol=1e-6)
 
 
@@ -143,10 +144,10 @@ def test_attention_over_nothing() -> None:
     assert not nothing.out.any()
     some = score(q, torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8), 1.0)
     for a, b in ((nothing, some), (some, nothing)):
-        assert torch.equal(join(a, b).out, some.out)
-    assert bool((join(nothing, nothing).lse == -torch.inf).all())
+        assert torch.equal(merge(a, b).out, some.out)
+    assert bool((merge(nothing, nothing).lse == -torch.inf).all())
     for lse in (-torch.inf, torch.inf):  # either stands for no token
-        alone = with_sinks(Scored(nothing.out, torch.full_like(nothing.lse, lse)), torch.zeros(2))
+        alone = with_sinks(Partial(nothing.out, torch.full_like(nothing.lse, lse)), torch.zeros(2))
         assert torch.equal(alone, nothing.out)
 
 

@@ -151,10 +151,9 @@ def test_unpacked_pages_are_what_the_codec_decodes(name: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
+    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
     for first, count in ((0, 128), (32, 77)):
-        found = prefill.unpack(
-            store.pages, store.table, first, count, spec=attention.text_of(pair), key=key, value=value
-        )
+        found = prefill.unpack(packed, first, count)
         for got, want in zip(found, decoded, strict=True):
             part = want[:, :, first : first + count]
             assert float((got.float() - part).norm() / part.norm()) < 1e-3

@@ -290,7 +290,7 @@ class Kernel:
         grid: tuple[int, int, int],
         threads: int,
         shared: int,
-        args: "ctypes.Array[ctypes.c_char]",
+        args: ctypes.Structure,
         *,
         early: bool = False,
     ) -> None:
@@ -304,8 +304,8 @@ class Kernel:
             Threads of a block.
         shared : int
             Bytes of dynamic shared memory.
-        args : ctypes buffer
-            The struct; copied before this returns.
+        args : ctypes.Structure
+            One of ``arguments``; copied before this returns.
         early : bool
             May start before the kernel ahead of it on the stream has ended (programmatic dependent launch); it then
             waits for that one's results itself. Ignored below compute capability 9.0.

@@ -11,8 +11,6 @@ Pitfalls: a page id is read for every tile in ``[start, seq_len)``, so those tab
 outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
 """
 
-import ctypes
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.build import Kernel, Program, load, refusal
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes
@@ -72,46 +71,12 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     return Program(source, folders=folders)
 
 
-ARGS = struct.Struct("<15Q" + 2 * "2Q4q" + "14q" + "10i2f")
-"""``kv::DecodeArgs``, field by field."""
-ARGS_FIELDS = (
-    *("q", "pages", "page_table", "seq_lens", "start", "dense_k", "dense_v", "dense_lens", "dense_start", "sinks"),
-    *("part_o", "part_m", "part_l", "out", "lse"),
-    *(
-        f"{side}.{name}"
-        for side in ("key", "value")
-        for name in ("table", "factor", "table_head", "table_bytes", "factor_batch", "block")
-    ),
-    *("q_batch", "q_head", "table_row", "dense_k_batch", "dense_k_head", "dense_k_token"),
-    *("dense_v_batch", "dense_v_head", "dense_v_token", "out_batch", "out_head"),
-    *("runs", "alike", "pieces"),
-    *("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles", "splits", "slots", "capacity", "dense_width"),
-    *("scale2", "softcap"),
-)
-"""Names of its numbers, in order."""
-
-
 def _rows(x: Tensor) -> Tensor:
     """16-bit rows that 16-byte copies can fetch: themselves, or a copy."""
     x = x.half() if x.dtype == torch.float32 else x
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]):
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def _at(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _side(tables: Tensor | None, factor: Tensor | None, order: int) -> tuple[int, ...]:
-    return (
-        _at(tables),
-        _at(factor),
-        0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
-        0 if tables is None else tables.shape[1],
-        0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
-        order,
-    )
 
 
 def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False) -> int:
@@ -194,12 +159,18 @@ def _attend(
         q = q.contiguous()
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    dense_strides: tuple[int, ...] = (0,) * 6
-    dense_kind, width = -1, 0
+    args = DecodeArgs()
+    dense_kind = -1
     if dense_k is not None and dense_v is not None and dense_k.shape[2]:
         dense_k, dense_v = _rows(dense_k), _rows(dense_v)
-        dense_strides = (*dense_k.stride()[:3], *dense_v.stride()[:3])
-        dense_kind, width = KINDS[dense_k.dtype], dense_k.shape[2]
+        dense_kind, args.dense_width = KINDS[dense_k.dtype], dense_k.shape[2]
+        args.dense_k, args.dense_v = dense_k.data_ptr(), dense_v.data_ptr()
+        args.dense_k_batch, args.dense_k_head, args.dense_k_token, _ = dense_k.stride()
+        args.dense_v_batch, args.dense_v_head, args.dense_v_token, _ = dense_v.stride()
+        if dense_lens is not None:
+            args.dense_lens = dense_lens.data_ptr()
+        if dense_start is not None:
+            args.dense_start = dense_start.data_ptr()
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * spec.page_tokens
@@ -213,12 +184,11 @@ def _attend(
     if dense_k is not None and spec.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
         splits += 1  # multiprocessors to spare: dense tokens in a CTA of their own
     slots = splits + (dense_k is not None and not spec.joins)
-    part = 0
     if slots > 1:
         if workspace is None:
             workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
-        part = workspace.data_ptr()
-    size = rows * slots * 4
+        part, size = workspace.data_ptr(), rows * slots * 4
+        args.part_o, args.part_m, args.part_l = part, part + size * dim, part + size * (dim + 1)
     # teams of warps share tables: of all heads, or of each on multiprocessors of its own
     own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables))
     alike = 1 if own else num_kv_heads
@@ -228,18 +198,22 @@ def _attend(
         grid = max(1, min(most, -(-pieces // plan.config.teams))), num_kv_heads // alike, 1
     else:
         grid = slots, num_kv_heads * tiles, batch
-    args = ctypes.create_string_buffer(ARGS.size)
-    ARGS.pack_into(
-        args, 0,
-        q.data_ptr(), pages.data_ptr(), table.data_ptr(), seq_lens.data_ptr(), _at(start),
-        _at(dense_k), _at(dense_v), _at(dense_lens), _at(dense_start), _at(sinks),
-        part, part + size * dim, part + size * (dim + 1), o.data_ptr(), lse.data_ptr(),
-        *_side(key_tables, key_factor, key_order), *_side(value_tables, value_factor, value_order),
-        q.stride(0), q.stride(1), table.stride(0), *dense_strides, o.stride(0), o.stride(1),
-        runs, alike, pieces,
-        KINDS[q.dtype], dense_kind, KINDS[o.dtype], num_kv_heads, group, tiles, splits, slots, capacity, width,
-        scale * LOG2E, softcap,
-    )  # fmt: skip
+    args.q, args.pages, args.page_table = q.data_ptr(), pages.data_ptr(), table.data_ptr()
+    args.seq_lens, args.out, args.lse = seq_lens.data_ptr(), o.data_ptr(), lse.data_ptr()
+    if start is not None:
+        args.start = start.data_ptr()
+    if sinks is not None:
+        args.sinks = sinks.data_ptr()
+    args.key.fill(key_tables, key_factor, key_order)
+    args.value.fill(value_tables, value_factor, value_order)
+    args.q_batch, args.q_head, _, _ = q.stride()
+    args.table_row = table.stride(0)
+    args.out_batch, args.out_head = num_q_heads * dim, dim
+    args.runs, args.alike, args.pieces = runs, alike, pieces
+    args.q_kind = args.out_kind = KINDS[q.dtype]
+    args.dense_kind, args.heads, args.group, args.tiles = dense_kind, num_kv_heads, group, tiles
+    args.splits, args.slots, args.capacity = splits, slots, capacity
+    args.scale2, args.softcap = scale * LOG2E, softcap
     plan.decode.launch(grid, plan.config.teams * plan.config.warps * 32, plan.shared, args)
     if slots > 1:
         shared = (COMBINE_WARPS + 1) * (dim + 2) * 4  # kv::combine_shared

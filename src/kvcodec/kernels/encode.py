@@ -8,8 +8,6 @@ is stored as zero bytes and raises a flag on the device to 1, a token past the p
 raises it to 2.
 """
 
-import ctypes
-import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.arguments import EncodeArgs
 from kvcodec.kernels.build import Kernel, Program, load, refusal
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
@@ -103,28 +102,10 @@ def _launches(text: str, roles: tuple[Role, ...], device: torch.device) -> dict[
             continue
         kernel, tell = load(program, ("kv_encode", "kv_shared"), device, spec.name)
         size = torch.zeros(1, dtype=torch.int32, device=device)
-        args = ctypes.create_string_buffer(ARGS.size)
-        struct.pack_into("<Q", args, ARGS_FIELDS.index("bad") * 8, size.data_ptr())
-        tell.launch((1, 1, 1), 32, 0, args)
+        tell.launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
         found[group] = Launch(kernel, int(size))  # waits for the device, once per program
     return found
 
-
-ARGS = struct.Struct("<3Q" + 2 * "4Q7q" + "2q4i")
-"""``kv::EncodeArgs``, field by field."""
-ARGS_FIELDS = (
-    *("pages", "page_table", "bad"),
-    *(
-        f"{s}.{f}"
-        for s in ("key", "value")
-        for f in (
-            *("x", "tables", "factor", "first", "batch", "head", "token", "table_head", "factor_batch", "plane"),
-            "tokens",
-        )
-    ),
-    *("page_bytes", "table_row", "kind", "page_tokens", "capacity", "heads"),
-)
-"""Names of its numbers, in order."""
 
 _SPECS: dict[str, EncodeSpec] = {}
 """Specs by the text that stands for them in a compiled graph."""
@@ -136,24 +117,6 @@ def text_of(spec: EncodeSpec) -> str:
     text = repr(tuple(spec))
     _SPECS[text] = spec
     return text
-
-
-def _side(x: Tensor | None, tables: Tensor | None, factor: Tensor | None, first: Tensor, plane: int) -> tuple[int, ...]:
-    if x is None:
-        return (0,) * 11
-    return (
-        x.data_ptr(),
-        0 if tables is None else tables.data_ptr(),
-        0 if factor is None else factor.data_ptr(),
-        first.data_ptr(),
-        x.stride(0),
-        x.stride(1),
-        x.stride(2),
-        0 if tables is None or tables.shape[0] == 1 else tables.stride(0),
-        0 if factor is None or factor.shape[0] == 1 else factor.stride(0),
-        plane,
-        x.shape[2],
-    )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -174,14 +137,16 @@ def _encode(
     if not x:
         return
     some = next(iter(x.values()))
-    args = ctypes.create_string_buffer(ARGS.size)
-    ARGS.pack_into(
-        args, 0, pages.data_ptr(), table.data_ptr(), 0 if bad is None else bad.data_ptr(),
-        *_side(x.get("key"), key_tables, key_factor, first, spec.key_plane),
-        *_side(x.get("value"), value_tables, value_factor, first, spec.value_plane),
-        spec.page_bytes, table.stride(0), KINDS[some.dtype], spec.page_tokens,
-        table.shape[1] * spec.page_tokens, pages.shape[1],
-    )  # fmt: skip
+    args = EncodeArgs()
+    args.pages, args.page_table = pages.data_ptr(), table.data_ptr()
+    if bad is not None:
+        args.bad = bad.data_ptr()
+    if "key" in x:
+        args.key.fill(x["key"], key_tables, key_factor, first, spec.key_plane)
+    if "value" in x:
+        args.value.fill(x["value"], value_tables, value_factor, first, spec.value_plane)
+    args.page_bytes, args.table_row, args.kind = spec.page_bytes, table.stride(0), KINDS[some.dtype]
+    args.page_tokens, args.capacity, args.heads = spec.page_tokens, table.shape[1] * spec.page_tokens, pages.shape[1]
     for group, (kernel, shared) in _launches(text, tuple(x), some.device).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None

@@ -22,7 +22,7 @@ from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
-from kvcodec.kernels.history import attend_newest, workspace_bytes
+from kvcodec.kernels.history import History, Packed, attend_history, workspace_bytes
 from kvcodec.kernels.spec import Encoder, Reader, decode_spec, encode_spec, encoder, reader
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme, page_layout
@@ -278,21 +278,14 @@ class Engine:
         """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
         key, value = roles["key"], roles["value"]
         first, last = key.runs[0] if key.runs else (0, 0)
-        return attend_newest(
-            q,
-            (key.sink, value.sink),
-            (key.window, value.window),
-            store.pages,
-            store.table,
-            first,
-            last,
-            spec=self.decode_spec,
-            key=self.reading["key"],
-            value=self.reading["value"],
-            scale=scale,
-            sinks=sinks,
-            seen=seen,
+        history = History(
+            self.packed(store.pages, store.table), first, last, (key.sink, value.sink), (key.window, value.window)
         )
+        return attend_history(q, history, scale, seen=seen, sinks=sinks)
+
+    def packed(self, pages: Tensor, table: Tensor) -> Packed:
+        """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them."""
+        return Packed(pages, table, self.decode_spec, self.reading["key"], self.reading["value"])
 
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
         """Upper bound of what ``attend_many`` needs beside the cache of so many packed and dense tokens.

@@ -12,8 +12,6 @@ Pitfall: decode attention does not round codes to 16 bits, this does; the two ag
 over decoded keys and values.
 """
 
-import ctypes
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -22,13 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.attention import BEFORE_IT, Seen
+from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
 from kvcodec.codec import FP16_MAX
 from kvcodec.errors import ShapeError
+from kvcodec.kernels.arguments import UnpackArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.decode import _at, _side, decode_spec_of
-from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Rules, Scored, join, score, with_sinks
+from kvcodec.kernels.decode import decode_spec_of
+from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, score
 from kvcodec.kernels.spec import DecodeSpec, includes
 from kvcodec.ops.hadamard import hadamard_signs
 
@@ -37,9 +36,6 @@ STAGING_BYTES = 1 << 30
 QUERY_BYTES = 1 << 28
 """Most bytes of float32 queries at a time; where there are more, the history is unpacked again for the next ones."""
 WARPS = 4
-
-ARGS = struct.Struct("<6Q6q4i")
-"""``kv::UnpackArgs``, field by field."""
 
 
 def tile_tokens(spec: DecodeSpec) -> int:
@@ -115,16 +111,12 @@ class Packed(NamedTuple):
     value: Constants
 
 
-def unpack(
-    pages: Tensor, table: Tensor, first: int, count: int, *, spec: str, key: Constants, value: Constants,
-    dtype: torch.dtype = torch.float16,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
     """Unpack tokens ``[first, first + count)`` of every sequence.
 
     Parameters
     ----------
-    pages, table, spec, key, value
-        As ``Packed``.
+    packed : Packed
     first, count : int
         ``first`` a multiple of 16, with blocks of 32.
     dtype : torch.dtype
@@ -140,8 +132,8 @@ def unpack(
     ShapeError
         ``first`` does not begin a tile, or the table does not reach.
     """
-    packed = Packed(pages, table, spec, key, value)
-    k, v = _room(table.shape[0], count, pages.shape[1], decode_spec_of(spec).head_dim, pages.device, dtype)
+    batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], decode_spec_of(packed.spec).head_dim
+    k, v = _room(batch, count, heads, dim, packed.pages.device, dtype)
     _unpack_into(packed, first, count, k, v, 0)
     return k, v
 
@@ -157,16 +149,20 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
     batch, heads = packed.table.shape[0], packed.pages.shape[1]
     if not count * batch:
         return
-    key, value = packed.key, packed.value
-    k_table, _, k_head, *_ = _side(key.tables, key.factor, key.order)
-    v_table, _, v_head, *_ = _side(value.tables, value.factor, value.order)
-    strides = k.stride()
-    skip = 2 * row * strides[2]
-    args = ctypes.create_string_buffer(ARGS.size)
-    ARGS.pack_into(
-        args, 0, _at(packed.pages), _at(packed.table), k_table, v_table, _at(k) + skip, _at(v) + skip, k_head, v_head,
-        packed.table.stride(0), *strides[:3], heads, first, count, int(k.dtype == torch.bfloat16),
-    )  # fmt: skip
+    args = UnpackArgs()
+    args.pages, args.page_table, args.table_row = (
+        packed.pages.data_ptr(),
+        packed.table.data_ptr(),
+        packed.table.stride(0),
+    )
+    if (tables := packed.key.tables) is not None:
+        args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+    if (tables := packed.value.tables) is not None:
+        args.v_table, args.v_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+    args.out_batch, args.out_head, args.out_token, _ = k.stride()
+    skip = 2 * row * k.stride(2)
+    args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
+    args.heads, args.first, args.count, args.kind = heads, first, count, int(k.dtype == torch.bfloat16)
     plan.kernel.launch((-(-count // (plan.tile * WARPS)), heads, batch), WARPS * 32, plan.shared, args)
 
 
@@ -255,7 +251,16 @@ Dense = tuple[Tensor, Tensor]
 
 
 class History(NamedTuple):
-    """All tokens of a call, oldest first: held dense, packed in the slots ``[first, last)``, held dense."""
+    """All tokens of a call, oldest first: held dense, packed in the slots ``[first, last)``, held dense.
+
+    Parameters
+    ----------
+    packed : Packed
+    first, last : int
+        Slots of the packed tokens.
+    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``), optional
+        Keys and values held dense before and behind the packed ones, model basis.
+    """
 
     packed: Packed
     first: int
@@ -287,7 +292,7 @@ class History(NamedTuple):
         if skip:
             k, v = k[:, :, skip:], v[:, :, skip:]
         for dense, begin in ((self.sink, 0), (self.window, before + count)):
-            if dense is None or low >= begin + dense[0].shape[2] or high <= begin:
+            if dense is None or not dense[0].shape[2] or low >= begin + dense[0].shape[2] or high <= begin:
                 continue
             part = slice(max(low - begin, 0), high - begin)
             for x, side, to in zip(dense, (packed.key, packed.value), (k, v), strict=True):
@@ -297,49 +302,17 @@ class History(NamedTuple):
         return k, v
 
 
-def attend_newest(
-    q: Tensor, sink: Dense | None, window: Dense | None, pages: Tensor, table: Tensor, first: int, last: int, *,
-    spec: str, key: Constants, value: Constants, scale: float, sinks: Tensor | None = None, seen: Seen = BEFORE_IT,
+def attend_history(
+    q: Tensor, history: History, scale: float, *, seen: Seen = BEFORE_IT, sinks: Tensor | None = None,
+    flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the newest n tokens of a cache, which lie in it already, over what they see of it.
+    """Attention of the newest n tokens, which are held already, over what they see of the history.
 
     Parameters
     ----------
     q : Tensor ``[B, HQ, n, D]``
         Model basis; query i belongs to token N - n + i of N.
-    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``) or None
-        Keys and values held dense before and behind the packed ones, model basis.
-    pages, table, spec, key, value
-        As ``Packed``.
-    first, last : int
-        Slots of the packed tokens.
-    scale : float
-    sinks : Tensor ``[HQ]``, optional
-        One learned logit per query head that only joins the softmax's denominator.
-    seen : Seen
-        Which tokens a query sees; default: all up to its own.
-
-    Returns
-    -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
-    """
-    dense = (None if x is None or not x[0].shape[2] else x for x in (sink, window))
-    return _attend(q, History(Packed(pages, table, spec, key, value), first, last, *dense), scale, sinks, seen)
-
-
-def attend_chunk(
-    q: Tensor, pages: Tensor, table: Tensor, length: int, *, spec: str, key: Constants, value: Constants,
-    scale: float, seen: Seen = BEFORE_IT, sinks: Tensor | None = None, flash: Flash | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of a sequence's newest n tokens over its first ``length`` slots, where they lie already.
-
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis; query i belongs to slot length - n + i.
-    pages, table, spec, key, value
-        As ``Packed``.
-    length : int
+    history : History
     scale : float
     seen : Seen
         Which tokens a query sees; default: all up to its own.
@@ -352,41 +325,6 @@ def attend_chunk(
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
-    return _attend(q, History(Packed(pages, table, spec, key, value), 0, length), scale, sinks, seen, flash)
-
-
-def attend_pages(
-    q: Tensor, pages: Tensor, table: Tensor, first: int, last: int, *, spec: str, key: Constants,
-    value: Constants, scale: float, causal: bool = False,
-) -> Scored:  # fmt: skip
-    """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
-
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis.
-    pages, table, spec, key, value
-        As ``Packed``.
-    first, last : int
-        Slots.
-    scale : float
-    causal : bool
-        Whether the last query sees all tokens, the one before it all but the last, and so on; n <= last - first.
-
-    Returns
-    -------
-    Scored
-        Model basis.
-    """
-    history = History(Packed(pages, table, spec, key, value), first, last)
-    found = _over(into_codes(q, key), history, 0, last - first, scale, Seen(causal=causal))
-    return Scored(out_of_codes(found.out, value), found.lse)
-
-
-def _attend(
-    q: Tensor, history: History, scale: float, sinks: Tensor | None, seen: Seen, flash: Flash | None = None
-) -> Tensor:
-    """As ``attend_newest``; its queries in runs."""
     n, total, packed = q.shape[2], history.tokens, history.packed
     if flash is not None and (seen != Seen() or staged_bytes(packed.pages, q, total) > STAGING_BYTES):
         flash = None
@@ -403,6 +341,30 @@ def _attend(
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
+def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float, *, causal: bool = False) -> Partial:
+    """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis.
+    packed : Packed
+    first, last : int
+        Slots.
+    scale : float
+    causal : bool
+        Whether the last query sees all tokens, the one before it all but the last, and so on; n <= last - first.
+
+    Returns
+    -------
+    Partial
+        Model basis.
+    """
+    history = History(packed, first, last)
+    found = _over(into_codes(q, packed.key), history, 0, last - first, scale, Seen(causal=causal))
+    return Partial(out_of_codes(found.out, packed.value), found.lse)
+
+
 def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, int, int]]:
     """Queries that are taken together: the first, the one behind the last, and the oldest token that they may see."""
     n = q.shape[2]
@@ -417,29 +379,29 @@ def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, 
             yield row, end, min(max(oldest, seen.first(row, n, total)), total - n + row)
 
 
-def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Scored:
+def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
     """Attention of ``q [B, HQ, n, D]``, in the codes' basis, over the tokens ``[low, high)``, unpacked part by part.
 
     The last query belongs to the last token. Where the mask is the causal one, no part is shorter than the queries are
     many: so all but the last are seen whole from their other end on.
     """
     count = -(-(high - low) // _tokens_at_once(q, history.packed.pages.shape[1], seen))
-    total: Scored | None = None
+    total: Partial | None = None
     for i in range(count):
         begin, end = (low + (high - low) * x // count for x in (i, i + 1))
         k, v = history.staged(begin, end)
         if seen.mask is not None:
-            rules = Rules(False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
+            part = Seen(causal=False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
         else:
             # counted from the last key of this part, which stands for the last query
-            before = seen.window - 1 - (high - end) if seen.window and high - seen.window > begin else None
+            window = seen.window - (high - end) if seen.window and high - seen.window > begin else 0
             start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
-            rules = Rules(seen.causal and end == high, before, start if any(start) else (), seen.softcap)
-        found = score(q, k, v, scale, rules)
+            part = Seen(seen.causal and end == high, window, start=start if any(start) else (), softcap=seen.softcap)
+        found = score(q, k, v, scale, part)
         del k, v  # one part at a time
-        total = found if total is None else join(total, found)
+        total = found if total is None else merge(total, found)
     assert total is not None
-    return total if count == 1 else Scored(total.out.to(q.dtype), total.lse)
+    return total if count == 1 else Partial(total.out.to(q.dtype), total.lse)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -456,7 +418,7 @@ def _tokens_at_once(q: Tensor, heads: int, seen: Seen) -> int:
 
 
 def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool = True) -> int:
-    """Bound of what ``attend_newest`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
+    """Bound of what ``attend_history`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
 
     ``flash``: whether flash attention follows its rules (``attention.Seen.flash``).
     """

@@ -3,21 +3,20 @@
 A query at place r of a group of G tokens sees, in three parts that are joined by their log-sum-exps::
 
     packed, at least G tokens before it     causal attention with the keys moved by G places
-    packed, the rest of the group before    places r + 1 .. G - 1 of it: causal with queries and keys turned round
+    packed, the rest of the group before    places r + 1 .. G - 1 of it: causal with queries and keys in reverse order
     16 bit, its own group                   places 0 .. r: causal
 
 so that flash attention needs no mask but the causal one. Of the last two, groups are the batch.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.flash import Flash, Scored, join, score, with_sinks
+from kvcodec.attention import Partial, merge, with_sinks
+from kvcodec.kernels.flash import Flash, score
 from kvcodec.kernels.history import (
     STAGING_BYTES,
+    Packed,
     attend_pages,
     into_codes,
     out_of_codes,
@@ -28,8 +27,8 @@ from kvcodec.kernels.history import (
 
 
 def attend_groups(
-    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, table: Tensor, length: int, unit: int, *, spec: str,
-    key: Constants, value: Constants, scale: float, sinks: Tensor | None = None, flash: Flash | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, length: int, unit: int, scale: float, *,
+    sinks: Tensor | None = None, flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a sequence's newest n tokens, each over its own group in 16 bit and packed ones before it.
 
@@ -39,8 +38,8 @@ def attend_groups(
         Model basis; query i belongs to token length - n + i.
     k, v : Tensor ``[1, H, t, D]``
         16 bit, model basis: the tokens from the beginning of the first query's group on.
-    pages, table, spec, key, value
-        As ``prefill.unpack``; whole groups of the ``length`` tokens lie there already.
+    packed : Packed
+        Whole groups of the ``length`` tokens lie there already.
     length : int
     unit : int
         Tokens of a group; blocks of both codecs and tiles of 32 divide it.
@@ -54,8 +53,7 @@ def attend_groups(
     -------
     Tensor ``[1, HQ, n, D]`` of q's dtype.
     """
-    n, constants = q.shape[2], {"spec": spec, "key": key, "value": value}
-    begin, out = length - k.shape[2], torch.empty_like(q)
+    n, begin, out = q.shape[2], length - k.shape[2], torch.empty_like(q)
     step, row = max(unit, rows_at_once(q) // unit * unit), 0
     while row < n:
         at = length - n + row  # place of the first of these queries
@@ -67,44 +65,39 @@ def attend_groups(
         blind = max(0, unit - at)  # queries of the first group
         if at + blind < last:
             seeing = part[:, :, blind:]
-            packed = _distant(seeing, pages, table, at + blind, unit, scale, flash, constants)
-            packed = join(packed, _near(seeing, pages, table, at + blind, unit, scale, constants))
-            own_group = Scored(total.out[:, :, blind:], total.lse[:, :, blind:])
-            seen = join(own_group, packed)
-            total = Scored(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
+            before = _distant(seeing, packed, at + blind, unit, scale, flash)
+            before = merge(before, _near(seeing, packed, at + blind, unit, scale))
+            own_group = Partial(total.out[:, :, blind:], total.lse[:, :, blind:])
+            seen = merge(own_group, before)
+            total = Partial(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
         out[:, :, row : row + last - at] = with_sinks(total, sinks)
         row += last - at
     return out
 
 
-def _distant(
-    q: Tensor, pages: Tensor, table: Tensor, at: int, unit: int, scale: float, flash: Flash | None,
-    constants: dict[str, Any],
-) -> Scored:  # fmt: skip
+def _distant(q: Tensor, packed: Packed, at: int, unit: int, scale: float, flash: Flash | None) -> Partial:
     """Attention of queries in the slots ``at, at + 1, ...`` to the slots at least ``unit`` before them."""
     count = at + q.shape[2] - unit
-    if flash is None or staged_bytes(pages, q, count) > STAGING_BYTES:
-        return attend_pages(q, pages, table, 0, count, scale=scale, causal=True, **constants)
-    found = flash(into_codes(q, constants["key"]), *unpack(pages, table, 0, count, **constants), scale)
-    return Scored(out_of_codes(found.out, constants["value"]), found.lse)
+    if flash is None or staged_bytes(packed.pages, q, count) > STAGING_BYTES:
+        return attend_pages(q, packed, 0, count, scale, causal=True)
+    found = flash(into_codes(q, packed.key), *unpack(packed, 0, count), scale)
+    return Partial(out_of_codes(found.out, packed.value), found.lse)
 
 
-def _near(
-    q: Tensor, pages: Tensor, table: Tensor, at: int, unit: int, scale: float, constants: dict[str, Any]
-) -> Scored:
+def _near(q: Tensor, packed: Packed, at: int, unit: int, scale: float) -> Partial:
     """Attention of the same queries to those slots of the group before theirs that are fewer than ``unit`` away."""
     base, last = at // unit * unit, at + q.shape[2]
     groups = -(-(last - base) // unit)
-    k, v = unpack(pages, table, base - unit, groups * unit, **constants)
-    turned = _padded(into_codes(q, constants["key"]), at - base, groups * unit)
+    k, v = unpack(packed, base - unit, groups * unit)
+    padded = _padded(into_codes(q, packed.key), at - base, groups * unit)
     # places of a group from the last to the first: key c is seen by query c + 1 and the ones behind it
-    queries, keys, values = (_units(x, unit).flip(2) for x in (turned, k, v))
+    queries, keys, values = (_units(x, unit).flip(2) for x in (padded, k, v))
     found = score(queries[:, :, 1:], keys[:, :, :-1], values[:, :, :-1], scale)
     out = torch.nn.functional.pad(found.out.flip(2), (0, 0, 0, 1))
     lse = torch.nn.functional.pad(found.lse.flip(2), (0, 1), value=-torch.inf)
     rows = slice(at - base, last - base)
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in (out, lse))
-    return Scored(out_of_codes(out, constants["value"]), lse)
+    return Partial(out_of_codes(out, packed.value), lse)
 
 
 def _units(x: Tensor, unit: int) -> Tensor:
@@ -112,7 +105,7 @@ def _units(x: Tensor, unit: int) -> Tensor:
     return x[0].unflatten(1, (-1, unit)).transpose(0, 1)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) -> Scored:
+def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) -> Partial:
     """Attention of each query to its own group; ``k, v`` begin with a group, ``q`` with its token ``skip``."""
     tokens = -(-k.shape[2] // unit) * unit
     padded = (_padded(x, at, tokens) for x, at in ((q, skip), (k, 0), (v, 0)))
@@ -121,7 +114,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) 
     found = score(queries, keys, values, scale)
     rows = slice(skip, skip + q.shape[2])
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found)
-    return Scored(out, lse)
+    return Partial(out, lse)
 
 
 def _padded(x: Tensor, first: int, tokens: int) -> Tensor:

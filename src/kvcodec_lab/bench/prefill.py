@@ -16,7 +16,6 @@ decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also sa
 the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
 """
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,8 +28,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
-from kvcodec.codec import ROLES
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec.kernels.history import History, attend_history
 from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
 from kvcodec_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
@@ -198,31 +197,16 @@ def prefill_apart(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such operator for these codecs here.
-    """
-    try:
-        prefill: Any = importlib.import_module("kvcodec.kernels.history")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("this version has no operator for many queries") from error
-    cache, scale = packed.cache, packed.shape.head_dim**-0.5
-    engine: Any = cache.engine  # type: ignore[attr-defined, unused-ignore]
+    """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``."""
+    cache = packed.cache
+    assert cache.engine is not None
     assert cache.store is not None
-    store, encoded = cache.store, packed.encoded["key"]
-    constants = {
-        "spec": engine.decode_spec,
-        "key": engine.reading["key"],
-        "value": engine.reading["value"],
-        "scale": scale,
-    }
-    sink = tuple(packed.dense[role][0] for role in ROLES)
-    fresh = tuple(torch.cat([packed.dense[role][1], x], 2) for role, x in zip(ROLES, (k, v), strict=True))
+    sink = packed.dense["key"][0], packed.dense["value"][0]
     # as a cache whose window holds the fresh tokens
-    return partial(prefill.attend_newest, q, sink, fresh, store.pages, store.table, 0, encoded, **constants)
+    fresh = torch.cat([packed.dense["key"][1], k], 2), torch.cat([packed.dense["value"][1], v], 2)
+    pages = cache.engine.packed(cache.store.pages, cache.store.table)
+    history = History(pages, 0, packed.encoded["key"], sink, fresh)
+    return partial(attend_history, q, history, packed.shape.head_dim**-0.5)
 
 
 def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> Gate:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvcodec.attention import Partial, Seen, attend, merge, partial
+from kvcodec.attention import Seen, attend, partial, with_sinks
 from kvcodec.cache.device import DeviceCache
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME
@@ -280,8 +280,7 @@ def _dense(
     softcap: float,
 ) -> Tensor:
     """Attention over plain tensors with learned sinks or a soft cap."""
-    b, hq, n, _ = q.shape
-    total = k.shape[2]
+    n, total = q.shape[2], k.shape[2]
     outs = []
     for first in range(0, n, QUERY_CHUNK):
         rows = q[:, :, first : first + QUERY_CHUNK]
@@ -294,10 +293,7 @@ def _dense(
         if hidden is not None and hidden.dtype == torch.bool:
             hidden = torch.zeros(hidden.shape, device=q.device).masked_fill_(~hidden, -torch.inf)
         part = partial(rows, k, v, scale, hidden, softcap)
-        if sinks is not None:
-            logit = sinks.float().reshape(1, hq, 1).expand(b, hq, rows.shape[2])
-            part = merge(part, Partial(logit, torch.ones_like(logit), torch.zeros_like(part.acc)))
-        outs.append((part.acc / part.l.clamp_min(1e-38)[..., None]).to(q.dtype))
+        outs.append(with_sinks(part, sinks).to(q.dtype))
     return torch.cat(outs, 2)
 
 

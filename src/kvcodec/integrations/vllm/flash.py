@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcodec.kernels.flash import Flash, Scored
+from kvcodec.attention import Partial
+from kvcodec.kernels.flash import Flash
 
 
 @lru_cache(maxsize=64)
@@ -31,7 +32,7 @@ def flash_for(head_dim: int) -> Flash | None:
     if version != 3:
         return None
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Scored:
+    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
         n, t = q.shape[2], k.shape[2]
         rows, keys = _ends(n, q.device), _ends(t, q.device)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -48,6 +49,6 @@ def flash_for(head_dim: int) -> Flash | None:
             return_softmax_lse=True,
             fa_version=version,
         )
-        return Scored(out.transpose(0, 1)[None], lse[None])
+        return Partial(out.transpose(0, 1)[None], lse[None])
 
     return flash

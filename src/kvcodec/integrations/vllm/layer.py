@@ -31,7 +31,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.kernels.engine import Engine, choose
 from kvcodec.kernels.flash import Flash
-from kvcodec.kernels.history import workspace_bytes
+from kvcodec.kernels.history import History, attend_history, workspace_bytes
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
@@ -340,18 +340,11 @@ class EngineLayer:
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
-        from kvcodec.kernels.history import attend_chunk
-
-        engine = self.engine(cache.shape[2])
-        out = attend_chunk(
+        packed = self.engine(cache.shape[2]).packed(self.pages(cache)[1], row[None])
+        out = attend_history(
             q.transpose(0, 1)[None],
-            self.pages(cache)[1],
-            row[None],
-            length,
-            spec=engine.decode_spec,
-            key=engine.reading["key"],
-            value=engine.reading["value"],
-            scale=rules.scale,
+            History(packed, 0, length),
+            rules.scale,
             seen=Seen(window=rules.window, softcap=rules.softcap),
             sinks=rules.sinks,
             flash=self.flash,

@@ -1,5 +1,5 @@
-// Arguments of the encode kernels. One struct by value, mirrored field by field in kvcodec/kernels/encode.py: pointers,
-// then 64-bit numbers, then 32-bit numbers, so that both compilers lay it out alike.
+// Arguments of the encode kernels. One struct by value, mirrored field by field in kvcodec/kernels/arguments.py:
+// pointers, then 64-bit numbers, then 32-bit numbers, so that both compilers lay it out alike.
 #pragma once
 #include "platform.cuh"
 

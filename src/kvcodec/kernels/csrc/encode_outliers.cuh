@@ -1,5 +1,5 @@
-// Med (codecs/outliers.py) around a row codec whose code basis is the model's: chunks of four above a threshold go to fp16,
-// and the inner codec sees zeros in their place.
+// Med (codecs/outliers.py) around a row codec whose code basis is the model's: chunks of four above a threshold go to
+// fp16, and the inner codec sees zeros in their place.
 #pragma once
 #include "encode_sums.cuh"
 #include "encode_table.cuh"

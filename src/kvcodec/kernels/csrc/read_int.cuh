@@ -102,8 +102,8 @@ template <int BITS, int C> struct Codes {
   }
 };
 
-// Codes per part of a row of D. Where D / 4 or D / 8 codes would not end with a byte, a word or a group, a part is longer,
-// and the last ones are empty: those of D = 96 are as long as those of 128, those of D = 192 as those of 256.
+// Codes per part of a row of D. Where D / 4 or D / 8 codes would not end with a byte, a word or a group, a part is
+// longer, and the last ones are empty: those of D = 96 are as long as those of 128, those of D = 192 as those of 256.
 template <int D, int BITS> KV_CONSTEXPR int key_codes() {
   return D == 96 && BITS < 4 ? 32 : D == 192 && BITS == 3 ? 64 : D / 4;
 }

@@ -1,5 +1,5 @@
-// Reader of med (kvcodec/codecs/outliers.py) around a reader of single tokens in the model's basis: chunks of four channels
-// that are held in fp16 take the place of what the inner codec has there.
+// Reader of med (kvcodec/codecs/outliers.py) around a reader of single tokens in the model's basis: chunks of four
+// channels that are held in fp16 take the place of what the inner codec has there.
 //
 // The inner reader is left as it is. Scores and outputs are sums over channels, so what outliers are above the inner
 // codec's numbers is added in a product of its own. A warp scatters the chunks of 16 tokens, one to a lane, into a

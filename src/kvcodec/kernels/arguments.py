@@ -1,0 +1,90 @@
+"""Arguments of the kernels: one struct by value, field by field as ``csrc/*args.cuh`` and ``csrc/unpack.cuh`` have it.
+
+Pointers, then 64-bit numbers, then 32-bit numbers, so that C++ and ctypes lay them out alike; a test compares them.
+What is not set is zero: a null pointer, or an option that is off. Assigning the fields that a call needs costs less
+than packing all of them.
+"""
+
+import ctypes
+
+from torch import Tensor
+
+
+class RoleArgs(ctypes.Structure):
+    """``kv::Side``: what keys or values need besides their bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "factor")),
+        *((name, ctypes.c_int64) for name in ("table_head", "table_bytes", "factor_batch", "block")),
+    )
+
+    def fill(self, tables: Tensor | None, factor: Tensor | None, order: int) -> None:
+        """Take constants as ``constants.Constants`` holds them."""
+        self.block = order
+        if tables is not None:
+            self.table, self.table_bytes = tables.data_ptr(), tables.shape[1]
+            self.table_head = 0 if tables.shape[0] == 1 else tables.stride(0)
+        if factor is not None:
+            self.factor, self.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
+
+
+class DecodeArgs(ctypes.Structure):
+    """``kv::DecodeArgs``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "pages", "page_table", "seq_lens", "start")),
+        *((name, ctypes.c_void_p) for name in ("dense_k", "dense_v", "dense_lens", "dense_start", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("part_o", "part_m", "part_l", "out", "lse")),
+        ("key", RoleArgs),
+        ("value", RoleArgs),
+        *((name, ctypes.c_int64) for name in ("q_batch", "q_head", "table_row")),
+        *((name, ctypes.c_int64) for name in ("dense_k_batch", "dense_k_head", "dense_k_token")),
+        *((name, ctypes.c_int64) for name in ("dense_v_batch", "dense_v_head", "dense_v_token")),
+        *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "runs", "alike", "pieces")),
+        *((name, ctypes.c_int32) for name in ("q_kind", "dense_kind", "out_kind", "heads", "group", "tiles")),
+        *((name, ctypes.c_int32) for name in ("splits", "slots", "capacity", "dense_width")),
+        ("scale2", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class EncodeRoleArgs(ctypes.Structure):
+    """``kv::EncodeSide``: where new keys or values come from, and where their planes begin."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "tables", "factor", "first")),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "table_head", "factor_batch")),
+        *((name, ctypes.c_int64) for name in ("plane", "tokens")),
+    )
+
+    def fill(self, x: Tensor, tables: Tensor | None, factor: Tensor | None, first: Tensor, plane: int) -> None:
+        """Take new tokens ``[B, H, N, D]`` and the constants of their encoder."""
+        self.x, self.first, self.plane, self.tokens = x.data_ptr(), first.data_ptr(), plane, x.shape[2]
+        self.batch, self.head, self.token, _ = x.stride()
+        if tables is not None:
+            self.tables, self.table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+        if factor is not None:
+            self.factor, self.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
+
+
+class EncodeArgs(ctypes.Structure):
+    """``kv::EncodeArgs``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages", "page_table", "bad")),
+        ("key", EncodeRoleArgs),
+        ("value", EncodeRoleArgs),
+        *((name, ctypes.c_int64) for name in ("page_bytes", "table_row")),
+        *((name, ctypes.c_int32) for name in ("kind", "page_tokens", "capacity", "heads")),
+    )
+
+
+class UnpackArgs(ctypes.Structure):
+    """``kv::UnpackArgs``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages", "page_table", "k_table", "v_table", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("k_table_head", "v_table_head", "table_row")),
+        *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
+        *((name, ctypes.c_int32) for name in ("heads", "first", "count", "kind")),
+    )
