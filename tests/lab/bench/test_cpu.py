@@ -15,7 +15,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.codec import Site
 from kvcodec.errors import KVError, ShapeError, SpecError, UnsupportedError
 from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.parts import unpack_parts
+from kvcodec.ops.split_words import unpack_split
 from kvcodec_lab import stamp
 from kvcodec_lab.bench import cpu
 from kvcodec_lab.bench.cpu import cache_rows, codec_rows
@@ -175,7 +175,7 @@ def test_the_search_through_all_directions_finds_the_codes():
     params = codec.fit(Site(0, "key", 2, 64))
     x = codec.to_code(torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(2)), params)
     _, search = exhaustive(codec)
-    codes = unpack_parts(codec.encode(x, params), codec.code_bits, 22, codec.low_bits).long() >> codec.norm_bits
+    codes = unpack_split(codec.encode(x, params), codec.code_bits, 22, codec.low_bits).long() >> codec.norm_bits
     assert torch.equal(search(x.double(), params), codes)
 
 
