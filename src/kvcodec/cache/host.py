@@ -4,8 +4,8 @@ Takes bare tensors, returns decoded tensors or attention; needs no model library
 each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one.
 
 A *slot* is a token's place in the pages. Slots are handed out in order and never rewritten while their token lives.
-Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists the
-live slot ranges of a role.
+Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists
+the live slot ranges of a role.
 """
 
 import bisect
