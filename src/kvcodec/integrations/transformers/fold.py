@@ -8,7 +8,7 @@ any prompt. After folding, ``innerq-base:norm=false`` does what ``innerq-base`` 
 keys or queries at run time. On the prompt that the norms were fitted on, max |K_k| becomes its square root.
 
 Between projection and attention a key may only be rotated, and both channels (i, i + D/2) of a rotated pair must have
-the same norm (as fitted norms do). Anything else does not commute with a norm per channel, and such a model is refused:
+the same norm (fitted norms do). Anything else does not commute with a norm per channel, and such a model is refused:
 RMS norms of q and k, fused or shared projections, a clip, multi-head latent attention, partial rotation, pairs of
 neighbouring channels. The rotation is verified on random rows.
 
