@@ -1,7 +1,7 @@
-"""kvcodec: KV caches 3-5x smaller, at their true bits, behind one contract.
+"""kvcodec: compressed KV caches, 3-5x smaller with every byte counted, behind one codec interface.
 
-Importing this package imports nothing else: a public name brings its module with it when it is first asked for. So the
-command line prints its help before torch is loaded, and neither CUDA, Triton nor transformers is touched before use.
+Importing this package imports nothing else: a public name is imported from its module on first use. So the command
+line prints its help without loading torch, and neither CUDA nor transformers is touched before it is needed.
 """
 
 from importlib import import_module as _import_module
@@ -64,5 +64,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Public names, those not asked for yet included."""
+    """Public names, including those not imported yet."""
     return sorted({*globals(), *__all__})

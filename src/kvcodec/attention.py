@@ -1,7 +1,6 @@
-"""Reference attention over a packed cache: parts decoded a chunk at a time, merged by log-sum-exp.
+"""Reference attention over a packed cache, decoded chunk by chunk and merged by log-sum-exp.
 
-The specification that every fused kernel is tested against. Peak extra memory is one chunk of decoded K and V, never
-the history.
+Every fused kernel is tested against it. Peak extra memory is one chunk of decoded K and V, never the whole history.
 """
 
 from collections.abc import Iterable
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """Attention over some of the tokens, normalised over these alone.
+    """Attention over a subset of the tokens, normalised over that subset.
 
     Parameters
     ----------
     out : Tensor ``[B, HQ, n, D]``
-        Zeros for a query that sees none of them.
+        Zeros for a query that sees no token of the subset.
     lse : Tensor float32 ``[B, HQ, n]``
         Log-sum-exp of the scores (natural); -inf for such a query.
     """
@@ -33,22 +32,23 @@ class Partial(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Which of the N tokens held are seen by the newest n, query i being token N - n + i.
+    """Which of the N cached tokens the newest n queries see; query i is token N - n + i.
 
     Parameters
     ----------
     causal : bool
-        Whether later tokens are hidden.
+        Whether tokens after the query are hidden.
     window : int
         Tokens that a query sees, itself included; 0: all before it. Only with ``causal``.
     chunk, place : int
-        A query sees the tokens of its own chunk of so many; ``place`` is that of the oldest token held. 0: no chunks.
+        Chunked attention: a query sees its own chunk of ``chunk`` tokens only; 0: no chunks. ``place`` is the absolute
+        position of the oldest cached token.
     start : tuple of int
-        By sequence, how many of the oldest tokens are hidden (left padding); empty: none.
+        Left padding: how many of the oldest tokens of each sequence are hidden; empty: none.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
     mask : Tensor, optional
-        Boolean (True = seen) or additive, broadcastable to ``[B, HQ, n, N]``: in the place of all but ``softcap``.
+        Boolean (True = seen) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces everything but ``softcap``.
     """
 
     causal: bool = True
@@ -61,7 +61,7 @@ class Seen(NamedTuple):
 
     @property
     def flash(self) -> bool:
-        """Whether flash attention can do it: without soft cap, and no mask but these rules."""
+        """Whether flash attention can compute it: no soft cap and no explicit mask."""
         return not self.softcap and self.mask is None
 
     @property
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
         return self.flash and self.causal and not (self.window or self.chunk or any(self.start))
 
     def edges(self, n: int, total: int) -> list[int]:
-        """Queries with which a chunk begins, the first one, and n."""
+        """Query indices at which a chunk begins, with 0 before and n after them."""
         if not self.chunk or self.mask is not None:
             return [0, n]
         begun = self.place + total - n
@@ -86,7 +86,7 @@ class Seen(NamedTuple):
         return max(0, own - self.window + 1) if self.window else 0
 
     def of_rows(self, row: int, end: int) -> "Seen":
-        """The same for the queries ``[row, end)`` alone."""
+        """The same rules for the queries ``[row, end)`` only."""
         mask = self.mask
         return self if mask is None or mask.shape[-2] == 1 else self._replace(mask=mask[..., row:end, :])
 
@@ -104,7 +104,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
-    """Output of a partial over all tokens, where learned logits ``[HQ]`` join the softmax's denominator alone."""
+    """Output of a partial over all tokens, with learned logits ``[HQ]`` added to the softmax's denominator."""
     if sinks is None:
         return part.out
     weight = torch.sigmoid(part.lse - sinks.float().view(1, -1, 1))
@@ -184,11 +184,14 @@ def attend(
         )
     if chunk < 1 or (causal and mask is None and n > total):
         raise ShapeError(
-            f"attend: chunk={chunk}, {n} queries over {total} tokens; chunk >= 1, queries are tokens held."
+            f"attend: chunk={chunk}, {n} queries over {total} tokens; expected chunk >= 1 and no more queries than "
+            f"cached tokens."
         )
     if mask is not None:
         if mask.shape[-1] not in (1, total):
-            raise ShapeError(f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must.")
+            raise ShapeError(
+                f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must be 1 or {total}."
+            )
         mask = mask.expand(*mask.shape[:-1], total)
     scale = d**-0.5 if scale is None else scale
     rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
@@ -207,7 +210,7 @@ def attend_parts(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention of the newest queries over decoded keys and values that come part by part.
+    """Attention of the newest queries over decoded keys and values, given in parts.
 
     Parameters
     ----------
@@ -235,7 +238,7 @@ def attend_parts(
 
 
 def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> Tensor:
-    """Queries ``[B, HQ, n, D]`` as attention multiplies them: rounded in the code basis by codecs that do so."""
+    """Queries ``[B, HQ, n, D]`` as attention uses them: rounded in the code basis where the codec rounds queries."""
     if not codec.query_error:
         return q
     b, hq, n, d = q.shape

@@ -1,10 +1,10 @@
-"""The one contract: what a codec is, where it works, and what it may rely on.
+"""The codec interface: what a codec implements, and what it must guarantee.
 
 A codec maps K or V of one site (layer, role) to packed bytes and back::
 
     model basis --to_code--> code basis --encode--> Payload --decode--> code basis --from_code--> model basis
 
-- **Config is the object**: a frozen dataclass of plain values, so equality, hash, repr and JSON are free.
+- **Config is the object**: a frozen dataclass of plain values, so equality, hash, repr and JSON need no code.
 - **Everything learned or drawn lives in Params** (``fit``), constant afterwards: signs, codebooks, thresholds.
 - **encode is pure and append-invariant**: blocks encoded one by one equal blocks encoded together; a slice of the
   batch equals the batch's slice. Nothing may depend on the rest of the call.
@@ -78,7 +78,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """A map from K or V to bytes and back; see the module's text for the promises."""
+    """A map from K or V to bytes and back; see the module's text for what it must guarantee."""
 
     @property
     def block_tokens(self) -> int:
@@ -99,12 +99,12 @@ class Codec(ABC):
     def query_error(self) -> float:
         """Largest relative error of a component of ``query_to_code``; 0: none.
 
-        Above 0 attention rounds queries as well, and ``to_code`` must be orthogonal.
+        If above 0, attention rounds queries as well, and ``to_code`` must be orthogonal.
         """
         return 0.0
 
     def for_dtype(self, dtype: torch.dtype) -> "Codec":
-        """Return the codec for input of ``dtype``; itself, unless what it holds depends on that (``Dense``)."""
+        """Return the codec for input of ``dtype``; itself, unless its layout depends on the dtype (``Dense``)."""
         return self
 
     def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -192,12 +192,12 @@ class Dense(Codec):
     dtype: DenseDtype | None = None
 
     def for_dtype(self, dtype: torch.dtype) -> "Dense":
-        """Fix what is held for input of ``dtype``."""
+        """Fix the stored dtype for input of ``dtype``."""
         name: DenseDtype = "bfloat16" if dtype == torch.bfloat16 else "float16"
         return self if self.dtype else replace(self, dtype=name)
 
     def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What ``data`` is held in: nothing is rounded on the way there."""
+        """The dtype of ``data``, so that nothing is rounded before ``encode``."""
         held = getattr(torch, self.for_dtype(dtype).dtype or "float16")
         assert isinstance(held, torch.dtype)
         return held
@@ -221,7 +221,7 @@ class _Held:
     value: Any
     tensors: tuple[Tensor, ...]
     asked: int
-    """When it was asked for last."""
+    """When it was last requested."""
 
 
 def _values(constants: Params) -> Iterable[Tensor]:
@@ -229,9 +229,9 @@ def _values(constants: Params) -> Iterable[Tensor]:
 
 
 class Shared:
-    """What is built once in a process of constants that all caches share; nobody writes them.
+    """An LRU store of constants: built once in a process, shared by all caches, never written to.
 
-    What was not asked for the longest leaves when all tensors together are larger than a limit.
+    The least recently used entries are dropped while all tensors together exceed a limit.
 
     Parameters
     ----------
@@ -253,26 +253,26 @@ class Shared:
         build: Callable[[], T],
         tensors: Callable[[T], Iterable[Tensor]] = _values,  # type: ignore[assignment]  # of Params
     ) -> T:
-        """Return what ``build`` made for this key, now or before.
+        """Return the entry of this key; ``build`` makes it if it is missing.
 
         Parameters
         ----------
         key
-            Everything that it depends on, the device included.
+            Everything that the entry depends on, the device included.
         device : torch.device
             Where its tensors are.
         build : callable
         tensors : callable
-            Gives the tensors of what was built; by default it is a mapping of them.
+            Returns the tensors of an entry; by default an entry is a mapping to tensors.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return build()  # its memory is the graph's, which every replay writes
+            return build()  # its memory belongs to the graph, and every replay overwrites it
         with self._lock:
-            if (held := self._held.get(key)) is not None:  # one look: to hash and to compare a key takes its time
+            if (held := self._held.get(key)) is not None:  # one look-up: hashing and comparing a key is slow
                 held.asked = self._asked = self._asked + 1
                 found: T = held.value
                 return found
-        with torch.inference_mode(False), torch.no_grad():  # or they could never be used outside of it
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors are of no use outside of it
             built = build()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # other streams will read them
@@ -297,7 +297,7 @@ class Shared:
                 self._bytes -= tensor.nbytes
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Drop every entry."""
         with self._lock:
             self._held.clear()
             self._uses.clear()
@@ -305,7 +305,7 @@ class Shared:
 
 
 SHARED = Shared(512 << 20)
-"""Of this process: what codecs draw (``drawn``), and what kernels make of it."""
+"""Of this process: constants that codecs draw (``drawn``), and the kernel tables made from them."""
 
 
 def drawn(codec: Codec, site: Site) -> Params:
@@ -320,7 +320,7 @@ def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Largest magnitude of ``x``, without a look at it: 0-d on its device, NaN if there is one; 0 of no numbers."""
+    """Largest magnitude of ``x``, without synchronising: 0-d on its device, NaN if ``x`` has one; 0 if it is empty."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     if x.device.type != "cpu":
@@ -330,7 +330,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 def check_tensor(name: str, x: Tensor) -> None:
-    """Refuse what no codec can store.
+    """Validate that codecs can store a tensor.
 
     Raises
     ------
@@ -344,7 +344,7 @@ def check_tensor(name: str, x: Tensor) -> None:
         raise ShapeError(f"{name}: got {came}; expected a floating point tensor [batch, kv_heads, tokens, head_dim].")
     if x.numel() == 0:
         return
-    if float(largest(x)) <= FP16_MAX:  # NaN fails the comparison, so it goes on as well
+    if float(largest(x)) <= FP16_MAX:  # false for NaN
         return
     bad = (~(x.abs().float() <= FP16_MAX)).nonzero()[0].tolist()
     value = x[tuple(bad)].item()
@@ -357,12 +357,12 @@ def check_tensor(name: str, x: Tensor) -> None:
 
 
 def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
-    """``check_tensor`` of both, by one look at the device; returns the numbers of ``more``, tensors ``[1]``."""
+    """``check_tensor`` of both, by one synchronisation; also returns the numbers of ``more``, tensors ``[1]``."""
     both = (keys, values)
     fit = all(isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and x.numel() for x in both)
     if fit and keys.device == values.device:
         key, value, *told = torch.cat([*(largest(x).float().view(1) for x in both), *more]).tolist()
-        if key <= FP16_MAX and value <= FP16_MAX:  # NaN fails the comparison
+        if key <= FP16_MAX and value <= FP16_MAX:  # false for NaN
             return told
     check_tensor("keys", keys)
     check_tensor("values", values)

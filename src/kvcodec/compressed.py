@@ -156,7 +156,7 @@ def _compress_role(
     params = {name: constant.to(x.device) for name, constant in params.items()}
     sink = min(scheme.sink, x.shape[2])
     end = sink + scheme.encoded_tokens(role, x.shape[2])
-    # encoded from what the cache would hold: float32 rounds to fp16 in the window first, so append == one call
+    # a cache rounds float32 to fp16 in its window first; doing so here makes compress() equal to append()
     body = codec.to_code(held[:, :, sink:end].float(), params)
     payload = codec.encode(body, params)
     return CompressedRole(codec, params, payload, held[:, :, :sink].clone(), held[:, :, end:].clone())

@@ -1,4 +1,4 @@
-"""What there is to know about a spec, as plain JSON values: bits, bytes, options, layout, kernels."""
+"""Describe a spec as plain JSON values: bits, bytes, options, layout, kernels."""
 
 import inspect
 from typing import Any
@@ -10,13 +10,13 @@ from kvcodec.scheme import KVScheme, Mix
 
 
 def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
-    """Everything there is to know about a spec, as plain JSON values.
+    """Describe a spec as plain JSON values.
 
     Parameters
     ----------
     spec : str
     head_dim : int
-        The bits and bytes are those of this head_dim.
+        Bits and bytes are computed for this head_dim.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
 
 
 def _describe_mix(mix: Mix, head_dim: int) -> dict[str, Any]:
-    """As ``describe``: bits are means over layers; ``layers`` names each, and no page is the same for all."""
+    """As ``describe``: bits are means over layers, ``layers`` describes each, and there is no common page size."""
     kinds: dict[str, list[int]] = {}
     for i, layer in enumerate(mix.layers):
         kinds.setdefault(str(layer), []).append(i)

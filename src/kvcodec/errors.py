@@ -8,7 +8,7 @@
     ├── FitError (RuntimeError)                 constants could not be fitted from the sample given
     ├── FormatError (ValueError)                a saved file is cut, altered, foreign or too new
     ├── ModelError (RuntimeError)               a model or text could not be found or loaded
-    └── UnsupportedError (NotImplementedError)  a model, layer or device this library says no to
+    └── UnsupportedError (NotImplementedError)  a model, layer or device that is not supported
         └── BrokenPresetError                   a preset that breaks on this model's keys (probe="refuse")
     KVCodecWarning (UserWarning)                a codec that breaks on this model's keys
 
@@ -44,15 +44,15 @@ class ModelError(KVError, RuntimeError):
 
 
 class UnsupportedError(KVError, NotImplementedError):
-    """Raised for a model, layer or device that this library refuses."""
+    """Raised for a model, layer or device that is not supported."""
 
 
 class BrokenPresetError(UnsupportedError):
-    """Raised for a preset that breaks on a model's keys, unless ``probe`` says to go on."""
+    """Raised for a preset that breaks on a model's keys, with ``probe="refuse"``."""
 
 
 class KVCodecWarning(UserWarning):
-    """Given when a chosen codec is about to do badly on what it sees, with what to use instead."""
+    """Issued when the chosen codec loses too much on a model's keys; names an alternative."""
 
 
 def nearest(word: str, known: Iterable[str], n: int = 3) -> str:

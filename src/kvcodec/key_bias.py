@@ -1,8 +1,8 @@
-"""Key biases: does a preset survive what a model's weights add to every key?
+"""Key biases: does a preset survive the bias that a model adds to every key?
 
-In Qwen2 and Qwen2.5, GPT-2, Phi, Pythia, StarCoder2 and others a bias is added to every key. Up to a hundred times as
-large as what differs from token to token, it takes a codec that encodes each token alone most of its levels, and the
-attention that is left is noise. It stands in the weights, so it is known before the first token.
+Qwen2 and Qwen2.5, GPT-2, Phi, Pythia, StarCoder2 and others add a bias to every key. It can be a hundred times as large
+as the differences between tokens. A codec that encodes each token alone then spends most of its levels on the bias, and
+attention becomes noise. The bias is part of the weights, so it is known before the first token.
 
 What is measured, per layer: states h ~ N(0, I) go through the model's own norm and projections and through RoPE at
 consecutive positions, which gives keys k and queries q with the model's biases, and k^ by the codec itself. The error
@@ -10,15 +10,15 @@ of the scores, centred over the tokens because softmax does not see a constant::
 
     e = scale * q . (k^ - k),     error = sqrt(mean over heads, queries and tokens of (e - mean over tokens of e)^2)
 
-in nats: a key's weight in attention is wrong by a factor of about exp(error). The same without the biases says what
-the codec loses anyway. A preset breaks where the error is at least ``LIMIT`` and at least twice the one without biases.
+in nats: a key's weight in attention is wrong by a factor of about exp(error). The same error without the biases is the
+codec's baseline. A preset breaks where the error is at least ``LIMIT`` and at least twice the one without biases.
 On Qwen2.5-Coder-1.5B this error is within a factor of 2.3 of that on the keys and queries of a text, and orders
 presets as their perplexity does.
 
-Layers in which the biases are smaller than what differs between tokens are not looked at, and of the others those where
-bias times query is largest; a model without biases costs a walk over its modules, once. A norm of the keys behind the
-projection (QK-norm) is applied as the model does. Modules are called, not read, so quantized weights count as well;
-what cannot be called is not guessed: nothing is said then, and the prefill's probe remains.
+Layers whose biases are smaller than the differences between tokens are skipped; of the others, those with the largest
+product of bias and query are measured. A model without biases costs one walk over its modules. A norm of the keys after
+the projection (QK-norm) is applied as in the model. Modules are called instead of their weights read, so quantized
+weights work as well. If a module cannot be called, nothing is reported, and only the probe of the prefill remains.
 """
 
 import weakref
@@ -35,14 +35,14 @@ from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
 Probe = Literal["refuse", "warn", "off"]
-"""What to do about a preset that breaks on a model's keys: ``refuse`` it, ``warn`` and go on, or do not look."""
+"""What to do about a preset that breaks on a model's keys: ``refuse`` it, ``warn``, or skip the check (``off``)."""
 LIMIT = 3.0
 """Error in nats from which a preset breaks. Measured on Qwen2.5-Coder-1.5B: octopus-3, the worst that holds (perplexity
-14.1, uncompressed 13.1), has 2.8, fp8 (16.7) 3.5, all that lose more 4.8 and above."""
+14.1; uncompressed 13.1), has 2.8; fp8 (16.7) has 3.5; all that lose more have 4.8 or above."""
 ALTERNATIVES = ("kivi-4", "octopus-4", "int-8")
 """Presets tried, in this order, where one breaks; octopus-4 keeps the outer layers' keys dense."""
 LAYERS = 4
-"""Layers measured of those that share a codec: where bias times query is largest."""
+"""How many of the layers that share a codec are measured: those where bias times query is largest."""
 TOKENS, QUERIES, RANKED = 256, 64, 8
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv")
 """Projections that give queries, keys and values at once, as models name them."""
@@ -108,14 +108,14 @@ class KeyLayer:
 
     def _project(self, tokens: int, seed: int, *, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         h = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(seed))
-        if mirrored:  # each state with its negative: their mean is what does not depend on the state
+        if mirrored:  # each state with its negative: averaging over both leaves the bias
             h = torch.cat([h, -h])
         with torch.no_grad():
             q, k = self.project(h.to(self.device, self.dtype))
         return q.float().cpu(), k.float().cpu()
 
     def _rank(self) -> tuple[Tensor, Tensor, float]:
-        """Mean key ``[H, D]``, spread of the keys ``[H]`` (norm of what differs), and size of bias times query."""
+        """Mean key ``[H, D]``, standard deviation of the keys ``[H]``, and size of bias times query."""
         if self._ranked is None:
             q, k = self._project(RANKED, 0, mirrored=True)
             mean = k.mean(0)
@@ -126,12 +126,12 @@ class KeyLayer:
 
     @property
     def size(self) -> float:
-        """Largest norm of a head's bias times that of its queries, in nats; 0: smaller than what differs."""
+        """Largest norm of a head's bias times that of its queries, in nats; 0: below the spread of the keys."""
         mean, spread, size = self._rank()
         return size if bool((mean.norm(dim=-1) > spread).any()) else 0.0
 
     def where(self) -> tuple[int, int, float, float]:
-        """KV head and channel of the largest bias in proportion to its head's spread, the bias, the proportion."""
+        """KV head and channel with the largest ratio of bias to the head's spread; the bias and that ratio."""
         mean, spread, _ = self._rank()
         share = mean.abs() / (spread / mean.shape[1] ** 0.5).clamp_min(1e-12)[:, None]
         head, channel = divmod(int(share.argmax()), mean.shape[1])
@@ -166,7 +166,7 @@ class KeyLayer:
     def _rotate(self, x: Tensor, first: int) -> Tensor:
         """``[n, H, D]`` to ``[H, n, D]`` with RoPE from position ``first`` on.
 
-        Pairs are (i, i + R/2); where a model pairs neighbours the same biases swing in other partners, as far.
+        Pairs are (i, i + R/2). Where a model pairs neighbouring channels, the biases rotate as far, in other pairs.
         """
         if self.frequencies is not None:
             half = self.frequencies.shape[0]
@@ -182,7 +182,7 @@ def _fit(codec: Codec, site: Site, keys: Tensor) -> Params:
 
 @dataclass(frozen=True)
 class BiasError:
-    """What a codec makes of one layer's biased keys: errors of the scores in nats, with the biases and without."""
+    """Errors of one layer's attention scores under a codec, in nats, with the key biases and without."""
 
     layer: int
     error: float
@@ -190,8 +190,8 @@ class BiasError:
 
     @property
     def broken(self) -> bool:
-        """Whether the codec fails, and because of the biases."""
-        return not self.error < LIMIT and not self.error < 2 * self.plain  # NaN is broken
+        """Whether the codec fails because of the biases."""
+        return not self.error < LIMIT and not self.error < 2 * self.plain  # NaN counts as broken
 
 
 class KeyBiases:
@@ -202,9 +202,9 @@ class KeyBiases:
     name : str
         The model's.
     layers : iterable of KeyLayer
-        Layers that are known to add something to their keys.
+        Layers that add a bias to their keys.
     order : sequence of int
-        All layers that cache keys: a scheme may treat outer ones otherwise.
+        All layers that cache keys: a scheme may treat outer layers differently.
     """
 
     def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int]) -> None:
@@ -213,29 +213,29 @@ class KeyBiases:
         self._parameters = [b for layer in known for b in layer.biases]
 
     def versions(self) -> tuple[Any, ...]:
-        """Return what changes when the biases are written to or moved."""
+        """Return a key that changes when the biases are written to or moved."""
         return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in self._parameters)
 
     def __bool__(self) -> bool:
-        """Whether there are biases larger than what differs between tokens."""
+        """Whether any bias is larger than the differences between tokens."""
         return bool(self.layers)
 
     def at(self, layer: int, codec: Codec, params: Params | None = None) -> BiasError | None:
-        """Errors of one layer; None where there is nothing to lose: a small bias, or keys held dense."""
+        """Errors of one layer; None for a layer with small biases or dense keys."""
         if layer not in self.layers or isinstance(codec, Dense):
             return None
         own = self.layers[layer]
         error = own.error(codec, params)
-        # what is not asked for is not measured
+        # the error without biases is measured only where it decides
         return BiasError(layer, error, own.error(codec, params, biased=False) if not error < LIMIT else 0.0)
 
     def holds(self, layer: int, codec: Codec) -> bool:
-        """Whether the scores of one layer are known to come out nearly right; False: not, or not known."""
+        """Whether the scores of one layer are known to be nearly right; False: they are not, or it is unknown."""
         found = self.at(layer, codec)
         return found is not None and found.error < LIMIT
 
     def worst(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> BiasError | None:
-        """Return the largest error of a scheme, a broken layer before others; None where there is nothing to lose."""
+        """Return the largest error of a scheme, a broken layer before others; None: no layer has one."""
         groups: dict[Codec, list[int]] = {}
         for place, index in enumerate(self.order):
             codec = scheme.for_layer(place, len(self.order)).key
@@ -255,7 +255,7 @@ class KeyBiases:
         alternatives: Sequence[str] = ALTERNATIVES,
         further: str = "pass probe='warn' to go on",
     ) -> str:
-        """Say how a scheme breaks on the biases and what holds, in a few sentences; ``""`` if it holds.
+        """Say how a scheme breaks on the biases and which specs do not; ``""`` if it does not break.
 
         Parameters
         ----------
@@ -265,7 +265,7 @@ class KeyBiases:
         alternatives : sequence of str
             Specs to try.
         further : str
-            How to go on all the same.
+            How to use the scheme anyway.
         """
         if not self or (worst := self.worst(scheme, params)) is None or not worst.broken:
             return ""
@@ -293,7 +293,7 @@ class KeyBiases:
         return f"{dense}{worst.error:.1f} nats"
 
 
-# -- where a model has them --------------------------------------------------------------------------------------------
+# -- finding the biases of a model -------------------------------------------------------------------------------------
 
 
 def key_layer(
@@ -306,7 +306,7 @@ def key_layer(
     head_dim: int,
     scale: float,
 ) -> KeyLayer | None:
-    """Find what adds to the keys of one layer.
+    """Find the key bias of one layer.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ def key_layer(
     Returns
     -------
     KeyLayer or None
-        None where nothing is added, or the projections have an unknown form.
+        None where no bias is added, or the projections have an unknown form.
     """
     children = dict(attention.named_children())
     fused = next((name for name in _FUSED if name in children), None)
@@ -339,7 +339,7 @@ def key_layer(
     biases = [b for m in (*adding, before) if isinstance(b := getattr(m, "bias", None), Tensor)]
     if not biases:
         return None
-    # there queries, key and value of a KV head stand together, unless vLLM has put the rows in order
+    # there the rows of a KV head's queries, key and value are adjacent, unless vLLM has reordered them
     interleaved = fused == "query_key_value" and type(children[fused]).__name__ != "QKVParallelLinear"
     norms = {side: _qk_norm(children, side) for side in "qk"}
     held = [p for m in (before, *adding) if m is not None for p in m.parameters() if p.is_floating_point()]
@@ -397,7 +397,7 @@ def _called(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def frequencies_of(config: Any, head_dim: int) -> Tensor | None:
-    """Frequencies of RoPE by pair of channels, without a stretching for long contexts; None: no RoPE."""
+    """Frequencies of RoPE by pair of channels, without scaling for long contexts; None: no RoPE."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = next((r for r in rope.values() if isinstance(r, dict)), rope)  # by type of layer
     if not (theta := rope.get("rope_theta")):
@@ -410,7 +410,7 @@ _known: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], KeyBiases]]
 
 
 def biases_of(model: Any, plan: Any) -> KeyBiases | None:
-    """Return the key biases of a transformers model; None: nothing is known, for it is a config or has another form.
+    """Return the key biases of a transformers model; None: unknown, because it is a config or has another structure.
 
     Parameters
     ----------
@@ -425,7 +425,7 @@ def biases_of(model: Any, plan: Any) -> KeyBiases | None:
         return _known[model][1]
     try:
         found = KeyBiases(plan.name, _layers_of(model, set(order)), order)
-    except Exception:  # a projection that cannot be called by itself, for it is offloaded, spread out or adapted
+    except Exception:  # a projection that cannot be called by itself: offloaded, distributed or adapted
         return None
     _known[model] = found.versions(), found
     return found

@@ -1,12 +1,12 @@
-"""Where every byte lies: fields of a block, planes of a page, and the bits that follow from them.
+"""Memory layout: fields of a block, planes of a page, and the effective bits that follow from them.
 
 A *block* is what a codec encodes together: ``block_tokens`` tokens of one head. Its ``Layout`` names the
 fields (codes, scales, ...) with dtype and shape. A *page* holds ``page_tokens`` tokens of one head; inside it
-every field is a plane of its own, key planes first, each plane aligned to 16 bytes::
+every field is one contiguous plane, key planes first, each aligned to 16 bytes::
 
     | K.codes (all blocks) | K.scale ... | V.codes (all blocks) | V.scale ... |
 
-One order of bytes serves disk, CPU and GPU. ``effective_bits`` is bytes x 8 / elements: scales, norms, flags and
+The layout is the same on disk, CPU and GPU. ``effective_bits`` is bytes x 8 / elements: scales, norms, flags and
 padding included.
 """
 
@@ -35,7 +35,7 @@ class Field:
     shape : tuple of int
         Shape for ONE block of ONE head.
     part : str
-        What the bytes are for in a report: ``codes``, ``scales``, ``norms``, ``outliers``, ``flags``, ``dense``.
+        Category of the bytes in a report: ``codes``, ``scales``, ``norms``, ``outliers``, ``flags``, ``dense``.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Layout:
     nominal_bits : float
         Bits per element of the codes alone (what papers print); never used for accounting.
     version : int
-        Rises when the bytes change meaning; saved with every file.
+        Increased when the meaning of the bytes changes; saved with every file.
     """
 
     head_dim: int
@@ -191,7 +191,7 @@ def page_tokens_for(*layouts: Layout, at_least: int = PAGE_TOKENS) -> int:
 
 
 def check_whole_bytes(method: str, head_dim: int) -> None:
-    """Refuse a head_dim whose codes would not fill whole bytes at every width.
+    """Validate that the codes of a head_dim fill whole bytes at every width.
 
     Raises
     ------

@@ -1,23 +1,23 @@
-"""K-outlier probe: does the chosen codec survive this model's keys?
+"""Outlier probe: does the chosen codec survive the outlier channels of this model's keys?
 
-Two numbers per layer, taken once, on the newest tokens of the first prefill's first sequence:
+Two numbers per layer, measured once, on the newest tokens of the first sequence of the first prefill:
 
-- ``outlier_ratio``: largest norm of four neighbouring channels of a key, over the median one. A few channels with a
+- ``outlier_ratio``: largest norm of four neighbouring channels of a key over the median norm. A few channels with a
   large constant offset (the K bias of Qwen2-like models) give hundreds.
-- ``channel_error``: what the codec really does to these keys. With E the error of the keys, and both centred over the
+- ``channel_error``: the codec's error on these keys. With E the error of the keys, and both centred over the
   tokens (softmax does not see a constant),  ``|E - mean E|^2 / |K - mean K|^2``  per channel; the median channel of the
-  worst head. 0: lossless; 1: what told keys apart there is gone. The median, because the outlier channels themselves
-  survive, and after RoPE they swing more than all the others together.
+  worst head. 0: lossless; 1: the differences between keys are lost there. The median, because the outlier channels
+  themselves survive, and after RoPE their variance exceeds that of all the others together.
 
 A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
-The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. Asked to refuse, it does so
-where outlier channels are the reason (``OUTLIERS``): what is merely coarse is a warning. Of layers with biases in their
-weights the error of the scores is known (``key_bias``); where that is small the probe says nothing: it does not know
-which channels queries look at.
+The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. With ``refuse`` it raises
+where outlier channels are the reason (``OUTLIERS``) and warns where the codec is merely coarse. For layers with key
+biases the error of the scores is known (``key_bias``); where that is small the probe is silent, because it does not
+know which channels the queries use.
 
-On a GPU nothing but the sample is kept while a layer is filled. ``settle`` judges all layers at once, their
-heads side by side as if they were one layer's: some hundred launches and one host sync, whatever the model's depth. The
-kernels encode there, where they serve the layers, and the codec decodes what they wrote.
+On a GPU only the sample is kept while a layer is filled. ``settle`` then measures all layers at once, with their heads
+concatenated as if they were one layer's: some hundred launches and one synchronisation, whatever the model's depth.
+Where kernels serve the layers they encode the sample, and the codec decodes what they wrote.
 """
 
 import warnings
@@ -44,7 +44,7 @@ OUTLIERS = 10.0
 SAMPLE_TOKENS = 256
 FEWEST_TOKENS = 16
 VIEW = 4
-"""Until ``settle`` a sample is held as a view where that keeps at most so many times its memory alive; else a copy."""
+"""A sample is kept as a view if the memory behind it is at most this many times its size; otherwise as a copy."""
 CANDIDATES = ("saw-int4", "kivi-4", "octopus-4", "int-8", "fp8")
 """Presets tried, in order of size, when the chosen one breaks."""
 
@@ -73,7 +73,7 @@ class KeyProbe:
 
 
 def waits(x: Tensor) -> bool:
-    """Whether a look at a number of ``x`` waits for a GPU."""
+    """Whether reading a number of ``x`` synchronises with a GPU."""
     return x.is_cuda
 
 
@@ -88,14 +88,14 @@ def channel_error(keys: Tensor, decoded: Tensor) -> float:
 
 
 def _outlier_ratios(keys: Tensor, layers: int) -> Tensor:
-    """``outlier_ratio`` of layers whose heads lie side by side, ``[layers]``."""
+    """``outlier_ratio`` of layers whose heads are concatenated, ``[layers]``."""
     norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1)
     norms = norms.unflatten(1, (layers, -1)).transpose(0, 1).flatten(1)
     return norms.amax(1) / norms.median(1).values.clamp_min(1e-12)
 
 
 def _channel_errors(keys: Tensor, decoded: Tensor, layers: int) -> Tensor:
-    """``channel_error`` of layers whose heads lie side by side, ``[layers]``."""
+    """``channel_error`` of layers whose heads are concatenated, ``[layers]``."""
     keys, decoded = keys.float(), decoded.float()
     signal = keys - keys.mean(2, keepdim=True)
     error = decoded - keys
@@ -128,16 +128,16 @@ class OutlierProbe:
     def __init__(self, scheme: KVScheme, action: Probe = "warn", biases: KeyBiases | None = None) -> None:
         self.scheme, self.action, self.biases = scheme, action, biases
         self.undo: Callable[[], None] = lambda: None
-        """Called before a refusal: nothing of the prefill shall stay."""
+        """Called before a refusal, to drop the prefill."""
         self.found: dict[int, KeyProbe] = {}
         self.noted: list[_Noted] = []
         self.measured: dict[int, Tensor] = {}
         self.warned = False
 
     def __call__(self, layer: int, cache: LayerCache, keys: Tensor) -> None:
-        """Probe one layer's fresh keys ``[B, H, n, D]``; a second call for the layer does nothing.
+        """Probe one layer's new keys ``[B, H, n, D]``; a second call for the layer does nothing.
 
-        On a GPU the verdict waits for ``settle``.
+        On a GPU the result comes with ``settle``.
         """
         state = cache.roles["key"]
         known = layer in self.found or any(noted.layer == layer for noted in self.noted)
@@ -160,7 +160,7 @@ class OutlierProbe:
         self.measured.pop(layer, None)
 
     def measure(self) -> None:
-        """Compute on the GPU what ``settle`` will look at; the later, the longer it waits."""
+        """Start the measurements on the GPU whose results ``settle`` reads."""
         fresh = [one for one in self.noted if one.layer not in self.measured]
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
@@ -173,7 +173,7 @@ class OutlierProbe:
                 self.measured |= zip((one.layer for one in part), _measured(part).unbind(1), strict=True)
 
     def settle(self) -> None:
-        """Judge the layers that were noted: one host sync for each device."""
+        """Report on the layers that were noted: one synchronisation per device."""
         self.measure()
         noted, self.noted = self.noted, []
         measured, self.measured = self.measured, {}
@@ -189,7 +189,7 @@ class OutlierProbe:
 
     def _tell(self, found: KeyProbe, sample: Tensor) -> None:
         if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
-            self.found.clear()  # another prefill is refused as well
+            self.found.clear()  # so that the next prefill is probed and refused as well
             self.undo()
             raise BrokenPresetError(self._text(found, sample, "pass probe='warn' to go on"))
         if not self.warned:
@@ -234,7 +234,7 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
     payload, store = None, caches[0].store
     if len(engines) == len(caches) and store is not None:
         payload = engines[0].encode_side_by_side(keys, engines, store)
-    if payload is None:  # nobody may have looked for NaN and Inf yet
+    if payload is None:  # NaN and Inf may not have been checked yet
         x = keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX)
         payload = codec.encode(codec.to_code(x, params), params)
     decoded = codec.from_code(codec.decode(payload, params), params)
@@ -242,14 +242,14 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
 
 
 def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:
-    """All of the layers together, or each alone where their constants cannot stand side by side."""
+    """All layers together, or each alone where their constants cannot be concatenated."""
     first = layers[0]
     together = len(layers) == 1 or _by_head(first.cache.roles["key"].codec, first.sample.shape[3]) is not None
     return [layers] if together else [[one] for one in layers]
 
 
 def _side_by_side(codec: Codec, constants: Sequence[Params], head_dim: int) -> Params:
-    """Constants of one layer that has the heads of all."""
+    """Constants of all layers, concatenated along the heads."""
     if len(constants) == 1:
         return constants[0]
     own = {name: torch.cat([c[name] for c in constants], 1) for name in _by_head(codec, head_dim) or ()}
@@ -258,10 +258,10 @@ def _side_by_side(codec: Codec, constants: Sequence[Params], head_dim: int) -> P
 
 @lru_cache(maxsize=64)
 def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
-    """Names of a codec's constants that each KV head has its own of, along axis 1; all layers share the others.
+    """Names of a codec's constants that differ by KV head, along axis 1; all layers share the others.
 
-    Found by fitting two layers, of two and of three heads. None: a constant differs between layers otherwise than by
-    heads, so that they cannot stand side by side.
+    Found by fitting two layers, of two and of three heads. None: a constant differs between layers in another way, so
+    they cannot be concatenated.
     """
     made = []
     for layer, heads in enumerate((2, 3)):
@@ -270,7 +270,7 @@ def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
         sample = torch.randn(1, heads, tokens, head_dim, generator=draw) if codec.needs_sample else None
         try:
             made.append(codec.fit(Site(layer, "key", heads, head_dim), sample))
-        except KVError:  # of the model's queries, or of a file alone
+        except KVError:  # constants that need the model's queries, or come from a file only
             return None
     own = []
     for name, two in made[0].items():

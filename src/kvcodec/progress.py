@@ -1,4 +1,4 @@
-"""Progress for people, on standard error: one line that rewrites itself on a terminal, sparse plain lines elsewhere."""
+"""Progress messages on standard error: one rewritten line on a terminal, occasional plain lines elsewhere."""
 
 import sys
 import threading
@@ -11,16 +11,16 @@ WIDTH = 110
 
 
 class Progress:
-    """Say what is going on.
+    """Show progress.
 
     Parameters
     ----------
     enabled : bool
         False: stay silent.
     stream : text file, optional
-        Default: standard error, as it is when this object is made.
+        Default: ``sys.stderr`` when this object is made.
     interval : float
-        Seconds between two passing messages where the stream is no terminal.
+        Seconds between two temporary messages where the stream is not a terminal.
     """
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None, interval: float = 5.0) -> None:
@@ -34,14 +34,14 @@ class Progress:
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         with self._lock:
             self._clear()
             self._write(text + "\n")
             self._last = time.monotonic()
 
     def update(self, text: str) -> None:
-        """Print a passing message; most of them are dropped where the stream is no terminal."""
+        """Print a temporary message; most are dropped where the stream is not a terminal."""
         with self._lock:
             if time.monotonic() - self._last < self.interval:
                 return
@@ -51,8 +51,8 @@ class Progress:
             self._drawn = self.terminal
 
     def bar(self, label: str, done: float, total: float, note: str = "") -> None:
-        """Pass on how far a countable job is."""
-        if label != self._label:  # a job's first message is never dropped, however soon it comes
+        """Show the progress of a job of known length."""
+        if label != self._label:  # a job's first message is never dropped
             self._label, self._last = label, float("-inf")
         share = min(done / total, 1.0) if total else 0.0
         filled = "#" * round(share * 24)
@@ -60,7 +60,7 @@ class Progress:
 
     @contextmanager
     def busy(self, text: str) -> Iterator[None]:
-        """Show that a job of unknown length is alive: its seconds count up until the block ends."""
+        """Show the elapsed seconds of a job of unknown length until the block ends."""
         start, done = time.monotonic(), threading.Event()
 
         def tick() -> None:

@@ -1,4 +1,4 @@
-"""Recipe files: a key codec and a value codec for each layer of a model, as JSON that people can write.
+"""Recipe files: a key codec and a value codec for each layer of a model, as readable JSON.
 
 ::
 
@@ -7,12 +7,12 @@
                 {"key": "kivi-4", "value": "dense", "window": 64}]}
 
 One entry per layer that caches K and V, in the model's order. ``key`` takes the key codec of a spec, ``value`` the
-value codec of another; what those presets say about outer layers is not asked, because the recipe names every layer.
+value codec of another; their rules for outer layers are ignored, because the recipe names every layer.
 A layer has one sink and one window: by default the larger of the two presets', ``dense`` not counted. ``about`` may
-hold anything; ``kvcodec advise`` writes there what it measured.
+hold anything; ``kvcodec advise`` writes its measurements there.
 
 The path of such a file is a spec: ``cache_for(model, "recipe.json")``, ``--specs recipe.json,saw-int4``. This module
-knows the file; which schemes its lines name is the registry's to say (``registry.read_recipe``).
+reads and writes the file; ``registry.read_recipe`` turns its lines into schemes.
 """
 
 import json
@@ -46,7 +46,7 @@ class LayerChoice:
 
 
 def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
-    """Lines of a recipe file, and what it says about itself; raises ``FormatError``."""
+    """Lines of a recipe file and its ``about``; raises ``FormatError``."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,7 +74,7 @@ def _choice(path: str | Path, i: int, line: Any) -> LayerChoice:
 
 
 def write_choices(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> None:
-    """Write a recipe file, whole or not at all.
+    """Write a recipe file atomically.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Names to schemes: ``@register``, ``get("octopus-4")``, ``presets()``, and finding codecs that are files.
+"""From names to schemes: ``@register``, ``get("octopus-4")``, ``presets()``, and codecs loaded from files.
 
 A spec is ``name[-bits][:key=value,...]``: ``octopus-4``, ``saw-int4:block=64,rotate=kv``, ``kivi-2:window=64``. A
-*recipe* is a function that makes a scheme; its signature is the list of options. Modules of ``kvcodec.codecs`` are
+*recipe* is a function that makes a scheme; its parameters are the options. Modules of ``kvcodec.codecs`` are
 imported once, then entry points of the group ``kvcodec.codecs``, then files named by ``load_file``.
 """
 
@@ -108,7 +108,7 @@ def register(
     source : str
         The paper or system: title or arXiv id and section.
     presets : tuple of str, or mapping of str to options
-        Spec strings that tables, tests and docs run over. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
+        Spec strings that tables, tests and docs cover. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
     """
 
     def add(recipe: Recipe) -> Recipe:
@@ -180,7 +180,7 @@ def read_recipe(path: str | Path) -> Mix:
     Raises
     ------
     FormatError
-        The file is missing, no JSON, of a newer version, or its layers are not as ``recipe.py`` says.
+        The file is missing, not JSON, of a newer version, or has invalid layers (see ``recipe.py``).
     SpecError
         A spec in it that does not exist; the text names the layer.
     """
@@ -195,12 +195,12 @@ def read_recipe(path: str | Path) -> Mix:
 
 
 def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> Mix:
-    """Write a recipe file, whole or not at all, and return its mixture.
+    """Write a recipe file atomically and return its mixture.
 
     Raises
     ------
     SpecError
-        A choice that is none.
+        An invalid choice.
     KVError
         If the file cannot be written.
     """
@@ -291,7 +291,7 @@ def load_file(path: str | Path) -> list[str]:
         module_spec.loader.exec_module(module)
     except SyntaxError as error:
         raise SpecError(f"codec file {path} is not Python: {error}.") from error
-    # a file loaded again, after an edit, registers what is known already
+    # a file that is loaded again after an edit registers known names
     added = [p for p in presets() if p not in before or inspect.getfile(method_of(p).recipe) == module_spec.origin]
     if not added:
         raise SpecError(f"{path} registers no new preset; decorate its recipe with @kvcodec.register.")

@@ -1,12 +1,12 @@
-"""KVScheme: what a paper means by "method": a key codec, a value codec, and what stays dense.
+"""KVScheme: a key codec, a value codec, and which tokens and layers stay dense.
 
-The first ``sink`` tokens (by absolute position, for ever) and the newest ``window`` tokens are held in 16 bit; the
+The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are held in 16 bit; the
 tokens between are encoded, oldest first, in units of the codec's ``block_tokens``, each exactly once::
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
 
-so data that is encoded never changes, whatever the split into prefill and decode. ``KVScheme`` says it for every layer
-of a model, ``Mix`` for each by itself; ``for_layer`` gives what the cache of one layer takes.
+so encoded data never changes, whatever the split into prefill and decode. A ``KVScheme`` applies to every layer of a
+model, a ``Mix`` has one scheme per layer; ``for_layer`` returns the scheme of one layer.
 """
 
 import json
@@ -28,7 +28,7 @@ class KVScheme:
     ----------
     key, value : Codec
     sink : int
-        First tokens that stay dense for ever.
+        First tokens, which always stay dense.
     window : int
         Newest tokens that stay dense; the unfinished block stays dense as well.
     dense_key_layers, dense_value_layers : int
@@ -46,7 +46,7 @@ class KVScheme:
     spec: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse negative counts."""
+        """Validate the counts."""
         for name in ("sink", "window", "dense_key_layers", "dense_value_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -67,11 +67,11 @@ class KVScheme:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether a codec takes constants from data."""
+        """Whether a codec has constants that are fitted on data."""
         return any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
 
     def layout_versions(self, head_dim: int) -> dict[str, Any]:
-        """``Layout.version`` of each role: what saved constants go with."""
+        """``Layout.version`` of each role: saved constants are valid only for these."""
         return {role: self.codec(role).layout(head_dim).version for role in ROLES}
 
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
@@ -124,7 +124,7 @@ class KVScheme:
         return json.dumps({**data, "key": self.key.config(), "value": self.value.config()})
 
 
-@lru_cache(maxsize=256)  # every layer of every cache asks
+@lru_cache(maxsize=256)  # called for every layer of every cache
 def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tokens: int | None = None) -> PageLayout:
     """Byte map of a page of two codecs; ``page_tokens`` as in ``KVScheme.page_layout``."""
     layouts = key.layout(key_dim), value.layout(value_dim)
@@ -133,20 +133,20 @@ def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tok
 
 @dataclass(frozen=True)
 class Mix(KVScheme):
-    """A mixture: a scheme per layer, keys and values chosen apart; make it with ``mix_of``.
+    """A mixture: one scheme per layer; made by ``mix_of``.
 
-    ``key`` and ``value`` are the first layer's; ``codec(role)`` gives them only where all layers agree.
+    ``key`` and ``value`` are the first layer's; ``codec(role)`` returns a codec only where all layers agree.
 
     Parameters
     ----------
     layers : tuple of KVScheme
-        Of the model's KV layers, in order; their own outer layers are not asked.
+        Of the model's KV layers, in order; their own rules for outer layers are ignored.
     """
 
     layers: tuple[KVScheme, ...] = ()
 
     def __str__(self) -> str:
-        """Return the recipe's path, or a count of what the layers take."""
+        """Return the recipe's path, or the number of layers and their codecs."""
         if self.spec:
             return self.spec
         kinds = dict.fromkeys(str(layer) for layer in self.layers)
@@ -159,7 +159,7 @@ class Mix(KVScheme):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether a codec of any layer takes constants from data."""
+        """Whether a codec of any layer has constants that are fitted on data."""
         return any(layer.is_fitted for layer in self.layers)
 
     def codec(self, role: Role) -> Codec:

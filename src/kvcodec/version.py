@@ -1,3 +1,3 @@
-"""The library's version: its one home, read by the package, the files it writes and the build."""
+"""The library's version: read by the package, the files it writes and the build."""
 
 __version__ = "0.1.0"

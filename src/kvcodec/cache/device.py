@@ -1,11 +1,11 @@
 """DeviceCache: a LayerCache whose writes and attention run in the fused kernels.
 
-Same pages, same bytes, same results as ``LayerCache``; what differs is who reads and writes them. ``GrowingCache``
+Same pages, same bytes, same results as ``LayerCache``, but kernels read and write them. ``GrowingCache``
 (``growing.py``) grows page by page, ``StaticCache`` (``static.py``) has a fixed capacity and can be captured in a CUDA
 graph; ``FusedLayerCache`` (``fused.py``) makes one or the other.
 
-There is no fall-back: a scheme, head_dim or device that the kernels cannot take is refused with a reason. Where a codec
-has a kernel to be read but none to be encoded, PyTorch encodes it into the same pages; ``kernels`` says so.
+There is no fall-back: a scheme, head_dim or device that the kernels do not support raises ``UnsupportedError`` with the
+reason. Where kernels read a codec but do not encode it, PyTorch encodes into the same pages; ``kernels`` says so.
 """
 
 import math
@@ -28,7 +28,7 @@ ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. 
 
 
 class _Ready(NamedTuple):
-    """Constants of a layer that follow from its scheme and place alone; its caches share them, none writes them."""
+    """Constants that follow from a layer's site alone; its caches share them, and none writes them."""
 
     roles: Mapping[Role, RoleSite]
     engine: Engine
@@ -59,7 +59,7 @@ class DeviceCache(LayerCache):
     seq_lens: Tensor | None = None
     """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
     bad: Tensor | None = None
-    """Flag int32 ``[1]`` on the device: what a decode step met that it could not stop for; see ``check``."""
+    """Error flag int32 ``[1]`` on the device, set by decode steps, which do not synchronise; see ``check``."""
 
     def __init__(
         self,
@@ -94,14 +94,15 @@ class DeviceCache(LayerCache):
     def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
         """Encode and write what leaves the window, in one launch where the codecs allow.
 
-        Several tokens at once are checked as in ``LayerCache``. One is not (that would synchronise): NaN, Inf or a
-        magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a ``flag``,
-        int32 ``[1]``, several are not checked either: the caller looks at it later, and at what ``flags_all`` leaves.
+        Several tokens at once are checked as in ``LayerCache``. A single one is not (that would synchronise): NaN, Inf
+        or a magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a
+        ``flag``, int32 ``[1]``, several are not checked either: the caller reads the flag later, and checks the numbers
+        itself unless ``flags_all``.
         """
         raise NotImplementedError
 
     def _start(self, keys: Tensor, values: Tensor, slots: int) -> None:
-        """Take constants, kernels and pages of ``slots`` slots for tokens like these, the first ones."""
+        """Allocate constants, kernels and pages of ``slots`` slots for the first tokens."""
         heads, head_dim = keys.shape[1], keys.shape[3]
         if values.shape[3] != head_dim:
             raise UnsupportedError(
@@ -131,13 +132,13 @@ class DeviceCache(LayerCache):
         return self.unit
 
     def _held(self, keys: Tensor, values: Tensor) -> dict[Role, Tensor]:
-        """New tokens in the dtype in which they are held."""
+        """New tokens in the dtype in which the cache holds them."""
         dtype = {role: state.sink.dtype for role, state in self.roles.items()}
         both = zip(ROLES, (keys, values), strict=True)
         return {role: x if x.dtype == dtype[role] else x.to(dtype[role]) for role, x in both}
 
     def _prepare(self) -> bool:
-        """Hand the constants to the engine; False before the first token where they are taken from a prefill."""
+        """Pass the constants to the engine; False if they are fitted on a prefill that has not come yet."""
         assert self.engine is not None
         if not self.engine.ready:
             if any(state.params is None for state in self.roles.values()):
@@ -146,7 +147,7 @@ class DeviceCache(LayerCache):
         return True
 
     def _write(self, new: Mapping[Role, Tensor], first: Tensor, bad: Tensor) -> None:
-        """Encode tokens into the slots from ``first`` on; what no kernel encodes is encoded by its codec."""
+        """Encode tokens into the slots from ``first`` on, by kernels or, where there are none, by the codec."""
         assert self.engine is not None
         assert self.store is not None
         self._prepare()
@@ -159,7 +160,7 @@ class DeviceCache(LayerCache):
         self.engine.encode(new, self.store, first, bad)
 
     def flags_all(self, keys: Tensor) -> bool:
-        """Whether appending raises the flag for every number that codecs cannot hold: all go to the kernels at once."""
+        """Whether appending flags every number that codecs cannot hold: no token stays dense, kernels encode all."""
         assert self.engine is not None
         return not self.holds_dense and keys.dtype == self.roles["key"].sink.dtype and self.engine.flags_all
 
@@ -183,7 +184,7 @@ class DeviceCache(LayerCache):
         ----------
         q : Tensor ``[B, HQ, n, D]``
         scale, sinks, mask, causal
-            As ``kvcodec.attention.attend``; the last two of several query tokens alone.
+            As ``kvcodec.attention.attend``; the last two only with several query tokens.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
         softcap : float
@@ -192,7 +193,7 @@ class DeviceCache(LayerCache):
         Raises
         ------
         UnsupportedError
-            For a mask of one query token.
+            For a mask with a single query token.
         """
         if q.shape[2] == 1:
             if mask is not None:
@@ -227,10 +228,10 @@ class DeviceCache(LayerCache):
     def attend_chunk(
         self, q: Tensor, *, scale: float | None = None, sinks: Tensor | None = None, seen: Seen = BEFORE_IT
     ) -> Tensor:
-        """Attention of the newest tokens ``q [B, HQ, n, D]``, which the cache holds already.
+        """Attention of the newest n tokens, which the cache holds already; ``q [B, HQ, n, D]``.
 
-        Pages are unpacked on the GPU, part by part, to 16-bit numbers: for flash attention, or for scores in PyTorch
-        (soft caps, masks of any shape). Brings the host's state up to date.
+        Pages are unpacked on the GPU, part by part, to 16 bit: for flash attention, or for scores in PyTorch
+        (soft caps, any mask). Synchronises the host's state.
 
         Parameters
         ----------
@@ -264,7 +265,7 @@ class DeviceCache(LayerCache):
         return self.roles["key"].encoded + self.roles["key"].dense_tokens
 
     def _readable(self, q: Tensor) -> tuple[Engine, PageStore]:
-        """Check queries; return what reads the pages, and the pages."""
+        """Validate queries; return the engine and the pages."""
         if self.store is None or self.engine is None or self._is_empty() or not self._prepare():
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         site = self.roles["key"].site
@@ -288,14 +289,14 @@ class DeviceCache(LayerCache):
         raise NotImplementedError
 
     def _sink_tokens(self) -> int:
-        """Tokens that lie before the packed ones in what ``_dense`` gives."""
+        """How many of the tokens of ``_dense`` precede the packed ones."""
         raise NotImplementedError
 
     def _start_from(self, start: Tensor, seq_lens: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """First live slot, and first live token of those held dense, where the first ``start`` tokens are padding.
 
-        Tokens lie as sink, pages, window: what padding takes of the pages it has taken of the sink before, and of the
-        window only after it has taken all pages.
+        Tokens lie in the order sink, pages, window, so padding covers the sink before any page, and all pages before
+        any token of the window.
         """
         sink = self._sink_tokens()
         behind = (start - (seq_lens - first)).clamp(min=sink)
@@ -315,10 +316,10 @@ class DeviceCache(LayerCache):
         key = self.roles["key"]
         return self.engine.many_workspace_bytes(q, self.store, key.encoded, key.dense_tokens, flash)
 
-    # -- what the device has met -------------------------------------------------------------------------------------
+    # -- errors flagged on the device ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a decode step met what it could not stop for (one host sync).
+        """Raise the errors that decode steps have flagged (one synchronisation).
 
         Raises
         ------
@@ -330,7 +331,7 @@ class DeviceCache(LayerCache):
         self.refuse(0 if self.bad is None else int(self.bad.item()))
 
     def refuse(self, flag: float = 0) -> None:
-        """Raise what ``check`` raises for a flag that is not 0."""
+        """Raise the error that a non-zero flag stands for."""
         if flag == 2:
             assert self.store is not None
             raise ShapeError(
@@ -346,11 +347,11 @@ class DeviceCache(LayerCache):
     # -- host operations -----------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Bring the host's state up to date; raises what ``check`` raises (host syncs)."""
+        """Bring the host's state up to date; raises what ``check`` raises (synchronises)."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Bring the device's state up to date with the host's, after somebody has changed that."""
+        """Bring the device's state up to date after a change of the host's."""
         raise NotImplementedError
 
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
@@ -365,7 +366,7 @@ class DeviceCache(LayerCache):
             self.engine.ready = False  # constants may belong to a sequence
 
     def _one_run(self, first: int, last: int) -> None:
-        """Refuse to remove tokens where that leaves two runs of slots, or the edge of a run inside a block."""
+        """Raise if removing tokens would leave two runs of slots, or a run that ends inside a block."""
         if first and last < self.length:
             raise UnsupportedError(ONE_RUN)
         state = self.roles.get("key")

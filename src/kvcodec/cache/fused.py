@@ -1,4 +1,4 @@
-"""FusedLayerCache: the cache of one layer that the fused kernels serve, growing or static."""
+"""FusedLayerCache: the cache of one layer for the fused kernels, growing or static."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from kvcodec.kernels.engine import refusal
 from kvcodec.scheme import KVScheme
 
 
-def FusedLayerCache(  # of old a class, and still what is constructed
+def FusedLayerCache(  # named as the class that it replaced
     scheme: KVScheme,
     *,
     layer: int = 0,

@@ -1,7 +1,7 @@
 """GrowingCache: a cache for the fused kernels whose pages grow; the host knows every length.
 
-The kernels are told lengths by numbers on the device that all layers share: a step writes them once for a model, not
-once for a layer, and no state has to be kept in step with another.
+Kernels read lengths from device tensors that all layers share: a step writes them once per model, not once per layer,
+and there is no device state to keep consistent with the host's.
 """
 
 from functools import lru_cache
@@ -15,7 +15,7 @@ from kvcodec.codec import Role, check_tensors
 
 
 class State(NamedTuple):
-    """What an append replaces; nothing is copied.
+    """What an append replaces, without copies.
 
     Sink and window are new tensors after an append; slots behind the end are written again by the next one.
     """
@@ -35,7 +35,7 @@ class GrowingCache(DeviceCache):
     """
 
     unchecked = False
-    """Whether a single token has come since the device's flag was last found to be 0."""
+    """Whether a single token was appended since the device's flag was last checked."""
 
     def reset(self) -> None:
         """Forget everything, the allocation included."""
@@ -55,7 +55,7 @@ class GrowingCache(DeviceCache):
             self.unchecked = True
         elif flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
-            self.refuse(*check_tensors(keys, values, *earlier))  # by one look at the device
+            self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
         self._check_shapes(keys, values)
         if self.store is None:
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
@@ -77,7 +77,7 @@ class GrowingCache(DeviceCache):
             state.extend(count)
 
     def refuse(self, flag: float = 0) -> None:
-        """Raise what ``check`` raises for a flag that is not 0."""
+        """Raise the error that a non-zero flag stands for."""
         self.unchecked = flag != 0
         super().refuse(flag)
 
@@ -87,7 +87,7 @@ class GrowingCache(DeviceCache):
         return State(roles, self.start, self.length, self.unchecked)
 
     def go_back(self, state: State) -> None:
-        """Forget what has been appended since ``state``; pages that it needed are freed."""
+        """Undo the appends since ``state``; their pages are freed."""
         self.start, self.length, self.unchecked = state.start, state.length, state.unchecked
         for role, sink, window, runs in state.roles:
             now = self.roles[role]
@@ -116,7 +116,7 @@ class GrowingCache(DeviceCache):
         return self.roles["key"].sink.shape[2]
 
     def synchronize(self) -> None:
-        """Raise what ``check`` raises, if a single token has come since the last look."""
+        """Raise what ``check`` raises, if a single token was appended since the last check."""
         if self.unchecked:
             self.check()
 
@@ -134,10 +134,10 @@ class GrowingCache(DeviceCache):
 
 
 def _number(number: int, batch: int, device: torch.device) -> Tensor:
-    """The number for every sequence, int32 ``[batch]``: layers share it, and nobody writes it."""
+    """The number for every sequence, int32 ``[batch]``: shared by layers, never written to."""
     if device.type != "cuda":
         return _numbers(number, batch, device, 0)
-    if torch.cuda.is_current_stream_capturing():  # its memory is the graph's
+    if torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
         return torch.full((batch,), number, dtype=torch.int32, device=device)
     return _numbers(number, batch, device, torch.cuda.current_stream(device).cuda_stream)
 

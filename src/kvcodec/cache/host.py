@@ -1,11 +1,11 @@
-"""LayerCache: what one attention layer remembers: sink | encoded pages | window; every token encoded once.
+"""LayerCache: the packed cache of one attention layer: sink | encoded pages | window; every token is encoded once.
 
-Bare tensors in, decoded tensors or attention out; no model library here. Both roles share the page pool, but each has
-its own schedule (``scheme.py``), so keys may leave their window in blocks while values leave one by one.
+Takes bare tensors, returns decoded tensors or attention; needs no model library. Both roles share the page pool, but
+each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one.
 
 A *slot* is a token's place in the pages. Slots are handed out in order and never rewritten while their token lives.
-Cropping or evicting inside a block of a token-grouped codec leaves dead slots behind: nothing is decoded and encoded
-again. ``runs`` lists the live slot ranges of a role.
+Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists
+the live slot ranges of a role.
 """
 
 import bisect
@@ -46,7 +46,7 @@ class RoleState(RoleSite):
 
     @property
     def next_slot(self) -> int:
-        """Slot of the next block to write: behind the last live one, at a block's edge."""
+        """Slot of the next block to write: the first block boundary after the last live slot."""
         unit = self.codec.block_tokens
         return -(-self.runs[-1][1] // unit) * unit if self.runs else 0
 
@@ -59,7 +59,7 @@ class RoleState(RoleSite):
             self.runs.append((first, first + slots))
 
     def remove(self, first: int, last: int) -> None:
-        """Drop the live encoded tokens ``[first, last)``, counted among the encoded ones."""
+        """Drop the encoded tokens ``[first, last)``, counted among the live encoded ones."""
         kept, at = [], 0
         for a, b in self.runs:
             for lo, hi in ((0, first), (last, at + b - a)):
@@ -81,10 +81,10 @@ class LayerCache:
     Parameters
     ----------
     scheme : KVScheme or LayerSite
-        Scheme of this layer (``scheme.for_layer``); or its site, which says ``layer``, ``seed``, ``params`` and
-        ``first_head`` as well.
+        Scheme of this layer (``scheme.for_layer``); or its site, which includes ``layer``, ``seed``, ``params`` and
+        ``first_head``.
     layer : int
-        Layer index; with ``seed`` it decides the random constants.
+        Layer index; with ``seed`` it determines the random constants.
     seed : int
     params : mapping of role to Params, optional
         Fitted constants by role (``{"key": ..., "value": ...}``).
@@ -95,8 +95,8 @@ class LayerCache:
     first_head : int
         The model's number of KV head 0 here, ``Site.first_head``.
     remember : bool
-        Keep what was decoded, so that every slot is decoded once: for evaluations, where time counts and memory does
-        not. What is remembered is not among ``tensors()``; a cache that saves memory never sets it.
+        Keep decoded tokens, so that every slot is decoded once: for evaluations, where time matters and memory does
+        not. The decoded copies are not among ``tensors()``.
 
     Examples
     --------
@@ -181,7 +181,7 @@ class LayerCache:
         self._hold(keys, sites, PageStore(page, keys.shape[0], keys.shape[1], keys.device, self.reserve))
 
     def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
-        """Begin to hold tokens like ``keys``, with these constants, in these pages."""
+        """Start an empty cache for tokens like ``keys``, with these constants and pages."""
         self._dtype, self.store = keys.dtype, store
         batch, heads = keys.shape[:2]
         for role, of in sites.items():
@@ -212,7 +212,7 @@ class LayerCache:
         try:
             for role, x in zip(ROLES, (keys, values), strict=True):
                 self._append_role(self.roles[role], x.to(self.roles[role].sink.dtype))
-        except BaseException:  # out of memory, an interrupt: keys and values stay in step
+        except BaseException:  # out of memory, an interrupt: keep keys and values consistent
             for state, sink, window, runs, params in before:
                 state.sink, state.window, state.runs, state.params = sink, window, runs, params
             raise
@@ -246,7 +246,7 @@ class LayerCache:
             if state.window.shape[2]:
                 state.window = _no_tokens(*pending.shape[:2], pending.shape[3], pending.dtype, pending.device)
             return pending
-        # a clone, so that no view keeps the prefill's 16-bit tensor alive
+        # a clone: a view would keep the prefill's 16-bit tensor alive
         state.window = pending[:, :, count:].clone()
         return pending[:, :, :count]
 
@@ -307,7 +307,7 @@ class LayerCache:
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _recall(self, state: RoleState, first: int, last: int) -> Tensor:
-        """``_decode_slots`` of slots that were not decoded before, joined to those that were."""
+        """As ``_decode_slots``; slots that were decoded before are taken from memory."""
         known = state.remembered
         held = 0 if known is None else known.shape[2]
         if last > held:
@@ -317,7 +317,7 @@ class LayerCache:
         return known[:, :, first:last]
 
     def _forget_decoded(self) -> None:
-        """Slots mean other tokens from now on."""
+        """Drop the decoded copies, because slots now hold other tokens."""
         for state in self.roles.values():
             state.remembered = None
 
@@ -343,16 +343,16 @@ class LayerCache:
     # -- removing and rearranging ----------------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
-        """Keep the oldest ``length`` tokens; those behind them are forgotten."""
+        """Keep the oldest ``length`` tokens; later ones are dropped."""
         if not 0 <= length <= self.length:
             raise ShapeError(f"crop({length}): the cache holds {self.length} tokens; pass 0..{self.length}.")
         self._remove(length, self.length)
 
     def evict(self, n: int, keep: int = 0) -> None:
-        """Forget the oldest ``n`` tokens behind the first ``keep`` ones.
+        """Drop the oldest ``n`` tokens after the first ``keep``.
 
-        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, the middle goes. Positions are the caller's
-        business: a model with rotary embeddings sees the keys as they were rotated when appended.
+        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, the middle goes. Keys keep the
+        rotary positions with which they were appended; renumbering positions is left to the caller.
         """
         if n < 0 or keep < 0 or keep + n > self.length:
             raise ShapeError(
@@ -379,12 +379,12 @@ class LayerCache:
         self._free_dead_pages()
 
     def _free_dead_pages(self) -> None:
-        """Give back the pages in which no token lives and into which no role will write."""
+        """Free the pages that hold no live token and into which no role will write."""
         assert self.store is not None
         tokens = self.store.layout.page_tokens
         states = self.roles.values()
         self.store.trim(max(self.reserve, *(s.next_slot for s in states)))
-        written = min(s.next_slot for s in states) // tokens  # a role that lags behind still writes into later pages
+        written = min(s.next_slot for s in states) // tokens  # the role behind still writes later pages
         live = {page for s in states for a, b in s.runs for page in range(a // tokens, -(-b // tokens))}
         dead = sorted(set(range(written)) - live)
         if not dead:
@@ -461,14 +461,14 @@ class LayerCache:
         return sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
 
     def elements(self) -> int:
-        """Elements of K and V that the live tokens stand for."""
+        """Elements of K and V of the live tokens."""
         dims = sum(s.site.head_dim for s in self.roles.values())
         return self.batch * (self.store.heads if self.store else 0) * self.length * dims
 
 
 @lru_cache(maxsize=64)
 def _no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty sink or window: the layers of a model share it."""
+    """An empty sink or window, shared by the layers of a model."""
     with torch.inference_mode(mode=False):
         return torch.empty(batch, heads, 0, head_dim, dtype=dtype, device=device)
 

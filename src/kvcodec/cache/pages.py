@@ -28,7 +28,7 @@ class PageStore:
 
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
         self.layout, self.heads = layout, heads
-        self.growth_bytes = 0  # largest pool that was held twice for a moment, to grow it
+        self.growth_bytes = 0  # largest pool that was copied to grow: both copies existed for a moment
         columns = -(-capacity // layout.page_tokens)
         # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
         self.pages = torch.zeros(batch * columns, heads, layout.page_bytes, dtype=torch.uint8, device=device)
@@ -36,7 +36,7 @@ class PageStore:
 
     @classmethod
     def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
-        """Return a store of pages that somebody else owns."""
+        """Return a store over pages that the caller owns."""
         store = cls.__new__(cls)
         store.layout, store.heads, store.pages, store.table, store.growth_bytes = (
             layout,
@@ -95,7 +95,7 @@ class PageStore:
         self.table = fresh.view(batch, columns)
 
     def keep(self, columns: list[int]) -> None:
-        """Keep these pages of every sequence, in this order; free the others."""
+        """Keep these columns of pages of every sequence, in this order; free the others."""
         self.table = self.table[:, columns]
         self.select(torch.arange(self.table.shape[0]))
 
@@ -113,14 +113,14 @@ class PageStore:
 
 @lru_cache(maxsize=16)
 def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int) -> Tensor:
-    """Page ids from ``first`` on, ``[batch, columns]``: the layers of a model share them, nobody writes them."""
+    """Page ids from ``first`` on, ``[batch, columns]``: shared by the layers of a model, never written to."""
     with torch.inference_mode(mode=False):
         ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=device)
         return ids.view(batch, columns)
 
 
 def _stream(device: torch.device) -> int:
-    """Stream on which a tensor is made: another one would not wait for it."""
+    """Stream on which a tensor is made: other streams would not wait for it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -140,7 +140,7 @@ def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, pa
     for plane in layout.planes:
         if plane.role == role:
             page, block = _where(layout, role, slots)
-            # advanced indices apart from each other put their axes first: [B, M, H, *shape]
+            # advanced indices that are not adjacent put their axes first: [B, M, H, *shape]
             layout.view(pages, plane)[page, :, block] = payload[plane.field.name].transpose(1, 2)
 
 

@@ -1,6 +1,6 @@
-"""Where a cache works: the scheme of one layer, what its constants derive from, and the constants themselves.
+"""Sites: the scheme of one layer, what its constants derive from, and the constants themselves.
 
-A site knows no tokens. Caches hold one beside their pages, and engines that own the pages (vLLM) hold one alone.
+A site holds no tokens. Caches have one beside their pages; engines that own the pages (vLLM) have only the site.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ class RoleSite:
     ----------
     role : {"key", "value"}
     codec : Codec
-        As it is for the model's dtype (``for_dtype``).
+        The codec for the model's dtype (``for_dtype``).
     site : Site
     params : Params, optional
-        None: the first prefill is the sample that they are fitted on.
+        None: they are fitted on the first prefill.
     drawn : bool
-        Whether what needs no sample follows from codec and site alone; constants from a file do not.
+        Whether constants that need no sample follow from codec and site alone; constants from a file do not.
     """
 
     def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
@@ -40,7 +40,7 @@ class RoleSite:
         """Decode blocks to ``[B, H, n, D]`` of ``dtype``, model basis."""
         assert self.params is not None
         x = self.codec.from_code(self.codec.decode(payload, self.params), self.params)
-        # an extreme may decode to beyond fp16's range: saturate, never Inf in the model's dtype
+        # extreme values may decode to beyond the fp16 range: saturate instead of Inf
         return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)
 
     def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ class LayerSite:
     scheme : KVScheme
         Scheme of this layer (``scheme.for_layer``).
     layer : int
-        Layer index; with ``seed`` it decides the random constants.
+        Layer index; with ``seed`` it determines the random constants.
     seed : int
     fitted : mapping of role to Params, optional
         Fitted constants by role (``{"key": ..., "value": ...}``).
@@ -95,5 +95,5 @@ class LayerSite:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether every constant follows from the scheme and this place alone: equal sites share them."""
+        """Whether every constant follows from the scheme, layer and seed alone: equal sites share them."""
         return not self.fitted and not (self.scheme.key.needs_sample or self.scheme.value.needs_sample)

@@ -26,9 +26,9 @@ class StaticCache(DeviceCache):
     dense_len: Tensor | None = None
     """With a sink, window or blocks: tokens held dense, int32 ``[B]`` on the device."""
     fresh = False
-    """Whether this append allocates: the device's lengths are 0, and are not read."""
+    """Whether this append allocates: the lengths are known to be 0, so the device is not read."""
     emptied = False
-    """Whether nothing has come since a reset that kept the pages."""
+    """Whether nothing was appended since a reset that kept the pages."""
 
     def reset(self) -> None:
         """Forget every token; the pages stay, because captured graphs hold their addresses."""
@@ -40,12 +40,12 @@ class StaticCache(DeviceCache):
                 tensor.zero_()
         for role, state in self.roles.items():
             if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
-                state.params, self.engine.ready = None, False  # the next prefill's
+                state.params, self.engine.ready = None, False  # fitted again on the next prefill
         self.start = 0
         self.emptied = True
 
     def _forget_all(self) -> None:
-        """Forget the allocation as well."""
+        """Drop the allocation as well."""
         self.engine = self.seq_lens = self.bad = self.dense_len = None
         self.emptied = False
         super().reset()
@@ -57,7 +57,7 @@ class StaticCache(DeviceCache):
 
     @length.setter
     def length(self, value: int) -> None:
-        """Do nothing: ``refresh`` counts what the host holds."""
+        """Do nothing: ``refresh`` sets the device's lengths from the host's state."""
 
     def device_length(self) -> Tensor:
         """Live tokens, on the device."""
@@ -68,7 +68,7 @@ class StaticCache(DeviceCache):
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         self._start(keys, values, self.reserve)
         assert self.store is not None
-        self.store.table = self.store.table.clone()  # not the one that caches share
+        self.store.table = self.store.table.clone()  # a copy of its own: caches share the table
         self.fresh, batch = True, keys.shape[0]
         sizes = batch, batch, 1
         zeros = (torch.zeros(n, dtype=torch.int32, device=keys.device) for n in sizes)
@@ -79,14 +79,14 @@ class StaticCache(DeviceCache):
         self._stay_constants()
 
     def _allocate_dense(self, batch: int) -> None:
-        """Make the buffers of sink and window, sink first."""
+        """Allocate the buffers that hold sink and window, sink first."""
         width = self.scheme.sink + self.scheme.window + self.unit
         self.buffers: dict[Role, Tensor] = {}
         for role, state in self.roles.items():
             self.buffers[role] = state.sink.new_zeros(batch, state.sink.shape[1], width, state.sink.shape[3])
         device = self.buffers["key"].device
         self.dense_len = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flags of an encode that may not count
+        self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flag of an encode that may be dropped
         self.places = torch.arange(width, dtype=torch.int64, device=device)
         _stay(*self.buffers.values(), self.dense_len, self.spare, self.places)
 
@@ -103,11 +103,11 @@ class StaticCache(DeviceCache):
         _stay(*self.engine.tensors())
 
     def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
-        """As ``DeviceCache.append``; tokens for which there is no slot are refused, in a single step by ``check``."""
+        """As ``DeviceCache.append``; raises if there are no slots left, for a single token only in ``check``."""
         n = keys.shape[2]
         if n != 1 and flag is None:
             check_tensors(keys, values)
-        if self.emptied:  # other sequences than before the reset get pages of their own
+        if self.emptied:  # another shape or dtype than before the reset: allocate again
             self.emptied = False
             b, h, _, d = self.roles["key"].sink.shape
             if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
@@ -125,7 +125,7 @@ class StaticCache(DeviceCache):
             self._pull()
         if self.holds_dense or any(state.params is None for state in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
-        self._prepare()  # also without tokens: the next step may be a captured one
+        self._prepare()  # even without tokens: the next step may be captured
         if count := new["key"].shape[2]:
             if self.holds_dense or count > 1:
                 self._check_room(count)
@@ -135,7 +135,7 @@ class StaticCache(DeviceCache):
         self.fresh = False
 
     def _check_room(self, n: int) -> None:
-        """Refuse tokens for which there are no slots (evicted slots stay used)."""
+        """Raise if there are no slots for n tokens (evicted slots stay used)."""
         assert self.store is not None
         assert self.seq_lens is not None
         if (0 if self.fresh else int(self.seq_lens[0])) + n > self.store.capacity:
@@ -145,10 +145,10 @@ class StaticCache(DeviceCache):
             )
 
     def _step(self, new: Mapping[Role, Tensor]) -> None:
-        """Append one token beside a sink or window, without a look at the lengths.
+        """Append one token where a sink or window is held, without reading the lengths.
 
-        A block that is full is encoded and makes room. Which step that is, only the device knows, so every step encodes
-        the oldest block; in the others it goes to slots behind the capacity, where it is dropped.
+        When the buffer is full its oldest block is encoded. Only the device knows in which step that is, so every step
+        encodes the oldest block; in the others it goes to slots beyond the capacity, where it is dropped.
         """
         assert self.seq_lens is not None
         assert self.dense_len is not None
@@ -158,7 +158,7 @@ class StaticCache(DeviceCache):
         at = self.dense_len[:1].long().clamp_(max=width - 1)
         for role, x in new.items():
             self.buffers[role].index_copy_(2, at, x)
-        full = (self.dense_len + 1 >= width).to(torch.int32)  # [B], all alike
+        full = (self.dense_len + 1 >= width).to(torch.int32)  # [B], all equal
         oldest = {role: buffer[:, :, sink : sink + unit] for role, buffer in self.buffers.items()}
         self._write(oldest, torch.where(full > 0, self.seq_lens, self.store.capacity), self.spare)
         self.bad.copy_(torch.maximum(self.bad, self.spare * full[:1]))
@@ -186,7 +186,7 @@ class StaticCache(DeviceCache):
     # -- the host's state and the device's ---------------------------------------------------------------------------
 
     def _pull(self) -> None:
-        """Set the host's runs, sink and window from the device's lengths, by one look."""
+        """Set the host's runs, sink and window from the device's lengths (one synchronisation)."""
         if self.seq_lens is None:
             return
         first = last = count = 0
@@ -201,10 +201,10 @@ class StaticCache(DeviceCache):
                 state.sink, state.window = self.buffers[role][:, :, :sink], self.buffers[role][:, :, sink:count]
 
     def _push_dense(self) -> None:
-        """Move sink and window of the host's state back to the buffers."""
+        """Copy sink and window of the host's state back to the buffers."""
         if self.dense_len is None:
             return
-        # copies: what is written may be what is read
+        # copies: source and destination may overlap
         parts = {role: torch.cat([s.sink, s.window], 2) for role, s in self.roles.items()}
         if self.dense_len.shape[0] != self.batch:
             self._allocate_dense(self.batch)
@@ -231,7 +231,7 @@ class StaticCache(DeviceCache):
         self._push_dense()
 
     def synchronize(self) -> None:
-        """Bring the host's runs, sink and window up to date; raises what ``check`` raises (host syncs)."""
+        """Bring the host's runs, sink and window up to date; raises what ``check`` raises (synchronises)."""
         self._pull()
         self.check()  # a full cache has no slots for its last tokens
 
@@ -257,7 +257,7 @@ class StaticCache(DeviceCache):
         self.synchronize()
         if self.dense_len is None:
             return super().nbytes()
-        for role, state in self.roles.items():  # the buffers count as the windows that they are
+        for role, state in self.roles.items():  # the buffers count as windows
             state.sink, state.window = self.buffers[role][:, :, :0].clone(), self.buffers[role]
         try:
             return super().nbytes()

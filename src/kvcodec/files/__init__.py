@@ -1,1 +1,1 @@
-"""What is written to disk: one versioned container, and in it caches and fitted constants."""
+"""Files: saved caches and fitted constants, in one versioned container format."""

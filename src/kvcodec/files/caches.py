@@ -1,7 +1,7 @@
-"""Save packed caches and load them: one safetensors file (``container.py``), written whole or not at all.
+"""Save packed caches and load them: one safetensors file (``container.py``), written atomically.
 
 The pages go to disk as they lie in memory (``layout.py``); sinks and windows follow in 16 bit. Constants that derive
-from the seed are not written: they are drawn again, and a fingerprint tells whether the draw still gives the same.
+from the seed are not written: they are drawn again, and a fingerprint verifies that the draw gives the same constants.
 Constants that were fitted on data are written once, however many layers share them. See ``docs/format.md``.
 """
 
@@ -45,7 +45,7 @@ def save_layers(path: str | Path, layers: Sequence[LayerCache], meta: Mapping[st
         ``meta`` is not plain JSON.
     """
     path = Path(path)
-    check_target(path, KIND)  # before gigabytes are copied
+    check_target(path, KIND)  # before copying gigabytes
     tensors: dict[str, Tensor] = {}
     schemes: list[str] = []
     states = [_layer_state(str(i), layer, tensors, schemes) for i, layer in enumerate(layers)]
@@ -63,12 +63,12 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
     ----------
     path : str or Path
     device : torch.device or str
-        Where the caches shall live.
+        Device of the loaded caches.
 
     Returns
     -------
     (list of LayerCache, dict)
-        Caches that decode to the same bits and go on as the saved ones would; and ``meta``.
+        Caches that decode to the same bits and continue as the saved ones would; and ``meta``.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def _live_pages(layer: LayerCache, columns: int) -> Tensor:
 
 
 def _fingerprint(params: Params) -> dict[str, list[Any]]:
-    """Shape and two moments per constant: tells another draw from rounding on another machine."""
+    """Shape and two moments per constant: distinguishes another draw from rounding on another machine."""
     out: dict[str, list[Any]] = {}
     for name, value in params.items():
         x = value.detach().cpu().double().flatten()

@@ -1,8 +1,8 @@
-"""One kind of file for everything that is saved: safetensors, with a version and a sha256, whole or absent.
+"""The container of all saved files: safetensors with a version and a sha256, written atomically.
 
 The one metadata entry (its name is the *mark*, e.g. ``kvcodec-cache``) is JSON: ``version``, ``kvcodec``, what the kind
 of file states about itself, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
-The checksum tells damage and careless edits; it is no signature.
+The checksum detects damage and accidental edits; it is not a signature.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class Kind:
     Parameters
     ----------
     mark : str
-        Name of the one metadata entry: more would come in random order.
+        Name of the only metadata entry (several would be written in random order).
     version : int
         Highest version that this library writes and reads.
     noun : str
@@ -37,7 +37,7 @@ class Kind:
     writer : str
         What writes it: ``"save"``.
     again : str
-        What to do when the file is no good: ``"save the cache again"``.
+        What to do when the file is unusable: ``"save the cache again"``.
     """
 
     mark: str
@@ -109,7 +109,7 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def check_target(path: Path, kind: Kind) -> None:
-    """Refuse a path that cannot be written, before any work.
+    """Validate, before any work, that a path can be written.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def store_params(params: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Put constants among ``tensors`` under the hash of their bytes, so that layers share what is equal.
+    """Put constants among ``tensors`` under the hash of their bytes, so that layers share equal tensors.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def load_params(names: Mapping[str, str], tensors: Mapping[str, Tensor], device:
 
 
 def _read_header(path: Path, kind: Kind) -> dict[str, Any]:
-    """Read and check the metadata alone, so that every refusal can say what is wrong."""
+    """Read and validate the metadata, so that every error can say what is wrong."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the file that {kind.writer} wrote.")
     if not path.exists():

@@ -1,6 +1,6 @@
 """Constants fitted on a text, in one file: what ``kvcodec fit`` writes and ``cache_for(..., params=FILE)`` takes.
 
-The file states what it was fitted for, and everything that uses it checks that first: the scheme, the model (layers,
+The file states what it was fitted for, and this is checked before every use: the scheme, the model (layers,
 KV heads, head_dim, and a few of its weights), and the seed where a codec draws from it. See ``docs/format.md``.
 """
 
@@ -26,9 +26,9 @@ LayerParams = Mapping[int, Mapping[Role, Params]]
 
 KIND = Kind("kvcodec-params", 1, "params file", "kvcodec fit", "run kvcodec fit again")
 WEIGHTS = 8
-"""Parameters of a model that are looked at to recognise it."""
+"""How many parameters of a model are sampled to recognise it."""
 ELEMENTS = 1 << 16
-"""Elements of each that are looked at, about; evenly spaced."""
+"""About how many elements of each are sampled, evenly spaced."""
 TOLERANCE = 2.0**-6
 """Largest difference of a figure between two loads of a model, times sqrt(elements) / mean magnitude.
 
@@ -39,7 +39,7 @@ every weight moved by 1 % of the spread.
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What tells a model from another.
+    """What distinguishes one model from another.
 
     Parameters
     ----------
@@ -52,8 +52,7 @@ class ModelIdentity:
     kv_heads, head_dim : int or None
         None where the config does not state them.
     weights : dict
-        Parameter -> (elements looked at, their mean magnitude, their mean), float64. Empty where only a config was at
-        hand.
+        Parameter -> (sampled elements, their mean magnitude, their mean), float64. Empty where only a config was given.
     """
 
     name: str
@@ -72,7 +71,7 @@ class ModelIdentity:
 def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float, float]]) -> bool:
     """Whether a model holds the weights of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
     found = figures(model, weights)
-    elsewhere = {name for name, p in model.named_parameters() if p.is_meta}  # offloaded: not to be seen here
+    elsewhere = {name for name, p in model.named_parameters() if p.is_meta}  # offloaded: not accessible here
     return all(
         name in found and _same(found[name], weight) for name, weight in weights.items() if name not in elsewhere
     )
@@ -84,7 +83,7 @@ def _same(a: tuple[int, float, float], b: tuple[int, float, float]) -> bool:
 
 
 def figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
-    """Elements looked at, mean magnitude and mean of parameters by name; without those that are elsewhere."""
+    """Number of sampled elements, their mean magnitude and mean, by parameter; offloaded parameters are left out."""
     parameters = dict(model.named_parameters())
     found = {}
     for name in names:
@@ -109,7 +108,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
     seeded : bool
         Whether a codec drew from the seed: if not, the constants serve any seed.
     tokens, windows, window_tokens : int
-        Tokens kept per layer, out of how many windows of how many tokens of the text.
+        Tokens kept per layer, and the number and length of the windows of text that they come from.
     text_name, text_sha256 : str
     file, sha256 : str
         Name of the file and its checksum; empty before it is saved.
@@ -139,18 +138,18 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
 
     @property
     def spec(self) -> str:
-        """The spec that this was fitted for."""
+        """The spec that the constants were fitted for."""
         return str(self.scheme)
 
     def check(
         self, here: ModelIdentity, spec: str | KVScheme, *, seed: int = 0, model: torch.nn.Module | None = None
     ) -> None:
-        """Refuse to serve another scheme, model, shape or seed.
+        """Validate that the constants fit a scheme, model and seed.
 
         Parameters
         ----------
         here : ModelIdentity
-            The model that the constants shall serve, by its config.
+            Identity of the model that will use the constants.
         spec : str or KVScheme
         seed : int
         model : torch.nn.Module, optional
@@ -185,7 +184,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
             )
 
     def save(self, path: str | Path) -> "FittedParams":
-        """Write the constants to one safetensors file, whole or not at all; return them with its name and checksum.
+        """Write the constants to one safetensors file, atomically; return them with its name and checksum.
 
         Raises
         ------
@@ -222,7 +221,7 @@ def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, Any]:
 
 
 def read_params(path: str | Path) -> FittedParams:
-    """Read a params file, without a look at any model.
+    """Read a params file without checking it against a model.
 
     Raises
     ------
@@ -238,7 +237,7 @@ def read_params(path: str | Path) -> FittedParams:
         scheme = from_json(header["scheme"])
         saved = header.get("layout_versions", dict.fromkeys(ROLES, 1))
         here = _layout_versions(scheme, model["head_dim"])
-        if saved != here:  # codebooks go with the codes: another order of them is noise
+        if saved != here:  # a codebook is valid only for the code layout that it was fitted with
             raise FormatError(f"its constants belong to bytes of versions {saved}, here are {here}")
         return FittedParams(
             scheme=scheme,
@@ -279,7 +278,7 @@ def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Rol
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
-    """Refuse constants of layers or roles that the model ``name`` does not have: nothing would use them.
+    """Validate that the model ``name`` has all layers and roles that constants are given for.
 
     Raises
     ------
@@ -296,7 +295,7 @@ def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
 
 
 def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -> None:
-    """Refuse a scheme whose constants need queries where they were not given: no prefill can fit those.
+    """Validate that constants which need queries are given: they cannot be fitted on a prefill.
 
     Raises
     ------
@@ -311,7 +310,7 @@ def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -
 
 
 def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[KVScheme]) -> list[FittedParams | None]:
-    """Give each scheme the params that were fitted for it, None where there are none.
+    """Match params to schemes; None for a scheme without params.
 
     Raises
     ------
@@ -334,6 +333,6 @@ def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[K
             raise SpecError(
                 f"{name} and {other.file or 'params'}: both fitted for {fitted.spec}; pass one file for each spec."
             )
-        # one scheme may go by two specs, int-4 and int:bits=4
+        # two specs may name one scheme: int-4 and int:bits=4
         found = [fitted if scheme == fitted.scheme else had for scheme, had in zip(schemes, found, strict=True)]
     return found

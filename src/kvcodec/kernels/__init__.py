@@ -1,4 +1,4 @@
-"""Optional CUDA kernels, compiled while the program runs: one skeleton, small readers and encoders per codec.
+"""Optional CUDA kernels, compiled at run time: one skeleton, with a small reader and encoder per codec.
 
-Nothing here imports cuda-core: ``build`` does, and only when a kernel is wanted.
+Only ``build`` imports cuda-core, and only when a kernel is needed.
 """

@@ -1,8 +1,8 @@
-"""Arguments of the kernels: one struct by value, field by field as ``csrc/*args.cuh`` and ``csrc/unpack.cuh`` have it.
+"""Arguments of the kernels: structs passed by value, with the fields of ``csrc/*args.cuh`` and ``csrc/unpack.cuh``.
 
 Pointers, then 64-bit numbers, then 32-bit numbers, so that C++ and ctypes lay them out alike; a test compares them.
-What is not set is zero: a null pointer, or an option that is off. Assigning the fields that a call needs costs less
-than packing all of them.
+Unset fields are zero: a null pointer, or an option that is off. Assigning the fields that a call needs is faster than
+packing all of them.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ class RoleArgs(ctypes.Structure):
     )
 
     def fill(self, tables: Tensor | None, factor: Tensor | None, order: int) -> None:
-        """Take constants as ``constants.Constants`` holds them."""
+        """Set the fields from the parts of a ``constants.Constants``."""
         self.block = order
         if tables is not None:
             self.table, self.table_bytes = tables.data_ptr(), tables.shape[1]
@@ -58,7 +58,7 @@ class EncodeRoleArgs(ctypes.Structure):
     )
 
     def fill(self, x: Tensor, tables: Tensor | None, factor: Tensor | None, first: Tensor, plane: int) -> None:
-        """Take new tokens ``[B, H, N, D]`` and the constants of their encoder."""
+        """Set the fields for new tokens ``[B, H, N, D]`` and the constants of their encoder."""
         self.x, self.first, self.plane, self.tokens = x.data_ptr(), first.data_ptr(), plane, x.shape[2]
         self.batch, self.head, self.token, _ = x.stride()
         if tables is not None:

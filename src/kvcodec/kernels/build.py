@@ -1,11 +1,11 @@
-"""Compile CUDA sources while the program runs, keep what came out on disk, load and launch it.
+"""Compile CUDA sources at run time, cache the result on disk, load and launch it.
 
-NVRTC does it, through cuda-core: neither nvcc nor a CUDA toolkit is needed, and the sources include no system header. A
-program takes seconds to compile and comes from the cache folder afterwards, until a source that it includes, an option
-or NVRTC's version changes.
+NVRTC compiles, through cuda-core: neither nvcc nor a CUDA toolkit is needed, and the sources include no system header.
+A program takes seconds to compile and is then read from the cache folder, until a source that it includes, an option or
+NVRTC's version changes.
 
-Launches go through the driver, on torch's current stream, with one struct by value: what eager decoding pays per launch
-is a few microseconds of Python.
+Launches go through the driver, on torch's current stream, with one struct by value: a launch costs eager
+decoding a few microseconds of Python.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ class Program(NamedTuple):
     source : str
         Text that includes files of ``folders``.
     fma : bool
-        Whether the compiler may contract a multiply and an add; encoders that owe the reference's bits say no.
+        Whether the compiler may contract a multiply and an add; False for encoders, which must match the reference bit
+        for bit.
     folders : tuple of str
         Searched for included files, in order.
     """
@@ -123,7 +124,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def included(program: Program) -> dict[str, bytes]:
-    """Every file that the program includes, directly or not: path -> contents, in the order met.
+    """Every file that the program includes, directly or not: path -> contents, in order of inclusion.
 
     Raises
     ------
@@ -148,7 +149,7 @@ def included(program: Program) -> dict[str, bytes]:
 
 
 def cache_key(program: Program, arch: str, compiler: str) -> str:
-    """Name of the program's file in the cache: a digest of all it is made of, paths excepted."""
+    """Name of the program's file in the cache: a digest of everything that it depends on, paths excepted."""
     digest = hashlib.sha256()
     for part in (MAGIC, compiler.encode(), arch.encode(), str(program.fma).encode(), program.source.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -164,7 +165,7 @@ def cache_folder() -> Path:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """Return a compiled program from the cache; None if it is not there or not whole."""
+    """Return a compiled program from the cache; None if it is missing or incomplete."""
     try:
         raw = path.read_bytes()
     except OSError:
@@ -174,10 +175,10 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, cubin: bytes) -> None:
-    """Keep a compiled program, whole or not at all; a folder that cannot be written is no error, only slower."""
+    """Write a compiled program atomically; a folder that cannot be written is ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # of several processes that compile at once the last one wins, with the same bytes
+        # if several processes compile at once the last one wins, with the same bytes
         handle, name = tempfile.mkstemp(prefix=".part-", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -251,7 +252,7 @@ def _nvrtc(program: Program, arch: str) -> bytes:
         std="c++17",
         fma=program.fma,
         include_path=list(program.folders),
-        # NVRTC takes a constexpr function without annotations for the host's, and refuses it
+        # NVRTC would treat a constexpr function without annotations as a host function, and refuse it
         device_as_default_execution_space=True,
     )
     try:
@@ -315,7 +316,7 @@ class Kernel:
         RuntimeError
             The driver refused; the text has its reason.
         """
-        with self.lock:  # the config and the pointer are this object's
+        with self.lock:  # the config and the pointer are shared by all calls
             if shared > self.shared:
                 self._allow(shared)
             config = self.configs.get(early)
@@ -411,7 +412,7 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
         raise UnsupportedError(f"{label or 'CUDA kernels'}: {reason}.")
     index = torch.cuda.current_device() if device.index is None else device.index
     driver = importlib.import_module("cuda.bindings.driver")
-    with _LOADING:  # one thread compiles, the others find it
+    with _LOADING:  # one thread compiles, the others find the result
         if (program, index) not in _LOADED:
             cubin = compile_program(program, architecture(torch.device("cuda", index)), label)
             with _on(index):
@@ -424,7 +425,7 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
 
 @cache
 def _kernel(program: Program, name: str, index: int) -> Kernel:
-    """One object per function: what a function may have of shared memory is set once and must not shrink."""
+    """One object per function: its shared-memory limit is set once and must not shrink."""
     driver = importlib.import_module("cuda.bindings.driver")
     with _on(index):
         status, handle = driver.cuModuleGetFunction(_LOADED[program, index], name.encode())

@@ -1,7 +1,7 @@
-"""What the kernels get of a site's constants, tables and a factor for each role: built once in a process, if possible.
+"""A site's constants as kernels read them, tables and a factor for each role: built once in a process where possible.
 
-What follows from codec and site alone is shared by all caches, and none writes it. What comes from a sample or a file
-is a cache's own.
+Constants that follow from codec and site alone are shared by all caches and never written to. Those from a sample or a
+file belong to one cache.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the kernels get for one role of a layer, on its device.
+    """Constants of one role of a layer for the kernels, on its device.
 
     Parameters
     ----------
     tables : Tensor uint8 ``[H or 1, bytes]`` or None
     factor : Tensor float32 ``[B or 1, H, D]`` or None
-        ``[B or 1, H]`` where an encoder has a constant of its ``own``; float64 reciprocals where it divides.
+        ``[B or 1, H]`` where an encoder has an ``own`` constant; float64 reciprocals where it divides.
     order : int
     """
 
@@ -59,10 +59,10 @@ def constants(
     params : Params
         The site's.
     old : Constants, optional
-        What a cache had before. Constants of its own stay in these tensors where shapes allow: captured graphs hold
-        their addresses.
+        What the cache had before. Its own constants are copied into these tensors where shapes allow, because captured
+        graphs hold their addresses.
     drawn : bool
-        Whether what needs no sample follows from codec and site.
+        Whether constants that need no sample follow from codec and site.
     """
 
     def one(name: str, of: Codec, where: Hashable, build: Callable[[], Tensor]) -> Tensor:
@@ -84,7 +84,7 @@ def constants(
 
 
 def joined(layers: Sequence[Constants], heads: int) -> Constants:
-    """Constants of layers of so many heads, as one layer has them whose heads are those of all; of one sequence."""
+    """Constants of several layers, concatenated along the heads; of one sequence."""
     if len(layers) == 1:
         return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
     tables = [x.tables.expand(heads, -1) for x in layers if x.tables is not None]
@@ -104,6 +104,6 @@ def _tables(kernel: "Reader | Encoder", params: Params, heads: int) -> Tensor:
 
 def _factor(kernel: "Reader | Encoder", params: Params, heads: int, head_dim: int) -> Tensor:
     factor = params[kernel.factor or kernel.own].float()
-    if kernel.divide:  # kv::FACTOR_INVERSE: the quotient's bits, without a division
+    if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
         factor = 1.0 / factor.double()
     return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()

@@ -1,4 +1,4 @@
-"""Decode attention over packed pages in CUDA: what the host does around ``decode.cuh``.
+"""Decode attention over packed pages in CUDA: the host side of ``decode.cuh``.
 
 One query token per sequence attends to the codes of a page pool, to tokens held dense and to learned sinks, as
 ``kvcodec.attention.attend`` defines it. Keys and values may have different codecs. A program is compiled for a
@@ -7,7 +7,7 @@ One query token per sequence attends to the codes of a page pool, to tokens held
 Shapes and the grid depend only on the capacity of the page table, lengths live on the device, and nothing synchronises,
 so the operator is safe in a CUDA graph and in ``torch.compile``.
 
-Pitfalls: a page id is read for every tile in ``[start, seq_len)``, so those table entries must be valid; entries
+Requirements: a page id is read for every tile in ``[start, seq_len)``, so those table entries must be valid; entries
 outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
 """
 
@@ -72,7 +72,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
 
 
 def _rows(x: Tensor) -> Tensor:
-    """16-bit rows that 16-byte copies can fetch: themselves, or a copy."""
+    """16-bit rows aligned for 16-byte copies: the tensor itself, or a copy."""
     x = x.half() if x.dtype == torch.float32 else x
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]):
         return x.clone(memory_format=torch.contiguous_format)
@@ -80,19 +80,19 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False) -> int:
-    """Return how many fp32 numbers the partial results of these sizes take."""
+    """Return how many fp32 numbers the partial results take."""
     return batch * num_q_heads * (num_splits + int(dense)) * (head_dim + 2)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 _SPECS: dict[str, DecodeSpec] = {}
-"""Specs by the text that stands for them in a compiled graph."""
+"""Specs by the text that represents them in a compiled graph."""
 
 
 @lru_cache(maxsize=256)
 def text_of(spec: DecodeSpec) -> str:
-    """Name a spec for ``decode_attention``, which knows it from then on."""
+    """Register a spec for ``decode_attention`` and return its name."""
     text = repr(tuple(spec))
     _SPECS[text] = spec
     return text
@@ -104,7 +104,7 @@ def decode_spec_of(text: str) -> DecodeSpec:
     Raises
     ------
     UnsupportedError
-        It has not been named here.
+        It has not been registered in this process.
     """
     if text not in _SPECS:
         raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(decode_spec(...)).")
@@ -112,7 +112,7 @@ def decode_spec_of(text: str) -> DecodeSpec:
 
 
 class Plan(NamedTuple):
-    """What a call launches: found once per spec, sizes and device, because eager decoding pays for every look."""
+    """What a call launches: computed once per spec, sizes and device, because look-ups slow eager decoding."""
 
     config: Config
     decode: Kernel
@@ -128,13 +128,13 @@ def _plan(
     spec = decode_spec_of(text)
     apart = dense >= 0 and not spec.joins
     config = Config(*given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
-    # the number of splits is no part of the program
+    # the program does not depend on the number of splits
     decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
     return Plan(config, decode, combine, shared_bytes(spec, config, dense >= 0, heads))
 
 
 def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
-    """Return the splits that ``decode_attention`` chooses for these sizes, with dense tokens or without."""
+    """Return the number of splits that ``decode_attention`` chooses for these sizes."""
     spec = _SPECS[text]
     group = q.shape[1] // num_kv_heads
     units = q.shape[0] * num_kv_heads * spec.tiles(group)
@@ -182,14 +182,14 @@ def _attend(
     plan = _plan(text, units, capacity, tuple(config), softcap > 0.0, dense_kind, spec.heads(group), q.device)
     runs = splits = plan.config.splits
     if dense_k is not None and spec.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
-        splits += 1  # multiprocessors to spare: dense tokens in a CTA of their own
+        splits += 1  # idle multiprocessors: dense tokens get a CTA of their own
     slots = splits + (dense_k is not None and not spec.joins)
     if slots > 1:
         if workspace is None:
             workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
         part, size = workspace.data_ptr(), rows * slots * 4
         args.part_o, args.part_m, args.part_l = part, part + size * dim, part + size * (dim + 1)
-    # teams of warps share tables: of all heads, or of each on multiprocessors of its own
+    # teams of warps share tables: one for all heads, or one per head, each on multiprocessors of its own
     own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables))
     alike = 1 if own else num_kv_heads
     pieces = batch * alike * tiles * splits

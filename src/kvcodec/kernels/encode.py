@@ -1,9 +1,9 @@
-"""Encode keys and values into pages in CUDA: what the host does around ``encode.cuh``.
+"""Encode keys and values into pages in CUDA: the host side of ``encode.cuh``.
 
-New tokens in the model's basis become the bytes of the reference codec, in the slots behind ``first``. Both roles go in
-one launch where both are encoded row by row; a role whose blocks span tokens has a launch of its own.
+New tokens in the model's basis are encoded to the bytes of the reference codec, into the slots from ``first`` on. Both
+roles go in one launch where both are encoded row by row; a role whose blocks span tokens has a launch of its own.
 
-Nothing is refused for its numbers here, because that would synchronise: a row with NaN, Inf or a magnitude above 65504
+Numbers are not validated here, because that would synchronise: a row with NaN, Inf or a magnitude above 65504
 is stored as zero bytes and raises a flag on the device to 1, a token past the page table's capacity is dropped and
 raises it to 2.
 """
@@ -23,7 +23,7 @@ from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
 from kvcodec.kernels.spec import Encoder, EncodeSpec
 
 ROW_THREADS, TABLE_THREADS = 128, 256
-"""Of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
+"""Threads of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
 ROWS_PER_WARP = 4
 """Of the encoders whose rows are held by eight lanes; the others take four steps."""
 MOST_BLOCKS = 1 << 16
@@ -68,7 +68,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
         ]
     )
     folders = tuple(dict.fromkeys((Program("").folders[0], *(encoder.folder for encoder in encoders))))
-    return Program(source, fma=False, folders=folders)  # the reference's bits: nothing is contracted
+    return Program(source, fma=False, folders=folders)  # bit-exact: no multiply-add is contracted
 
 
 def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Role, ...], Program]:
@@ -103,24 +103,24 @@ def _launches(text: str, roles: tuple[Role, ...], device: torch.device) -> dict[
         kernel, tell = load(program, ("kv_encode", "kv_shared"), device, spec.name)
         size = torch.zeros(1, dtype=torch.int32, device=device)
         tell.launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
-        found[group] = Launch(kernel, int(size))  # waits for the device, once per program
+        found[group] = Launch(kernel, int(size))  # synchronises, once per program
     return found
 
 
 _SPECS: dict[str, EncodeSpec] = {}
-"""Specs by the text that stands for them in a compiled graph."""
+"""Specs by the text that represents them in a compiled graph."""
 
 
 @lru_cache(maxsize=256)
 def text_of(spec: EncodeSpec) -> str:
-    """Name a spec for ``encode_to_pages``, which knows it from then on."""
+    """Register a spec for ``encode_to_pages`` and return its name."""
     text = repr(tuple(spec))
     _SPECS[text] = spec
     return text
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Make channels contiguous, rows multiples of four elements, the first at 16 bytes: as vectors are loaded."""
+    """Align for vector loads: contiguous channels, strides in multiples of four elements, start at 16 bytes."""
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 4 for stride in x.stride()[:3]):
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -162,7 +162,7 @@ def _blocks(spec: EncodeSpec, role: Role, x: Tensor) -> int:
     if encoder.form == "blocks":
         return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
     rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
-    if encoder.form == "table":  # a block stays with one head; it loads tables first, which a few steps make up for
+    if encoder.form == "table":  # a block serves one head and loads its tables first, which a few steps amortise
         return heads * max(1, min(-(-tokens // (2 * rows)), MOST_BLOCKS // heads))
     return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
 

@@ -1,6 +1,6 @@
-"""Which fused kernels serve a layer, and how they are called.
+"""Choice of the fused kernels for a layer, and the calls to them.
 
-An engine holds no module and no compiled kernel, only names and tensors: caches are copied and saved.
+An engine holds only names and tensors, no module or compiled kernel, so that caches can be copied and saved.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -41,17 +41,17 @@ def choose(
     Parameters
     ----------
     scheme : KVScheme
-        Of one layer (``scheme.for_layer``), its codecs as they are for the dtype (``for_dtype``).
+        Of one layer (``scheme.for_layer``), with its codecs for the dtype (``for_dtype``).
     head_dim : int
     device : torch.device
     page_tokens : int, optional
     static : bool
-        Whether steps must not synchronise: then both roles need a kernel to encode.
+        Whether steps must not synchronise: both roles then need an encode kernel.
 
     Raises
     ------
     UnsupportedError
-        There is none; the text says why.
+        No engine supports the scheme; the text says why.
     """
     tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
     decode_spec(scheme.key, scheme.value, head_dim, tokens)
@@ -80,7 +80,7 @@ def refusal(
 
 
 class Chosen(NamedTuple):
-    """What serves a scheme's layers of one head_dim and dtype on one device.
+    """The kernels of a scheme's layers of one head_dim and dtype on one device.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Chosen(NamedTuple):
         Without constants: a layer takes ``fresh``.
     layout : PageLayout
     name : Hashable
-        Of all this, for what layers share.
+        Key of all this, for objects that layers share.
     """
 
     engine: "Engine"
@@ -111,12 +111,12 @@ class Kernels:
         self._chosen: dict[tuple[Codec, Codec, int, torch.dtype, torch.device], Chosen] = {}
 
     def serve(self, scheme: KVScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> Chosen:
-        """Return what serves keys and values of this head_dim and dtype.
+        """Return the kernels for keys and values of this head_dim and dtype.
 
         Raises
         ------
         UnsupportedError
-            Nothing does; the text is the reason.
+            No kernels support them; the text says why.
         """
         asked = scheme.key, scheme.value, head_dim, dtype, device
         if (known := self._chosen.get(asked)) is not None:
@@ -132,7 +132,7 @@ class Kernels:
 
 @lru_cache(maxsize=1024)
 def _name(*_what: Hashable) -> Hashable:
-    """One object for equal arguments: to compare it costs nothing, to compare codecs does."""
+    """Intern: one object for equal arguments, which is faster to compare than codecs."""
     return object()
 
 
@@ -147,7 +147,7 @@ class Engine:
 
     name = "cuda"
     ready = False
-    """Whether the constants of both roles are where the kernels find them."""
+    """Whether the constants of both roles are on the device."""
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         self.codecs: dict[Role, Codec] = {"key": key, "value": value}
@@ -157,7 +157,7 @@ class Engine:
         self._find()
 
     def _find(self) -> None:
-        """Look up what the kernels need to know of the codecs, and name it for them."""
+        """Look up the specs of the codecs and register them with the kernels."""
         key, value = self.codecs["key"], self.codecs["value"]
         written = encode_spec(key, value, self.head_dim, self.page_tokens)
         self.decode_spec = decode_text(decode_spec(key, value, self.head_dim, self.page_tokens))
@@ -167,11 +167,11 @@ class Engine:
         self.flags_all = None not in self.encoders.values()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what holds functions."""
+        """Leave out the specs, which hold functions."""
         return {name: x for name, x in self.__dict__.items() if name not in ("readers", "encoders")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore in a process that may not know the specs' names yet."""
+        """Restore in a process that may not have registered the specs yet."""
         self.__dict__.update(state)
         self._find()
 
@@ -182,7 +182,7 @@ class Engine:
         return other
 
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
-        """Take over the constants of the roles; tensors that were there keep their addresses if shapes allow."""
+        """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
         for role in ROLES:
             for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
                 if found is None:  # PyTorch encodes it
@@ -222,7 +222,7 @@ class Engine:
         )
 
     def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Payload | None:
-        """Encode keys of several layers, their heads side by side: ``[1, L H, n, D]``; None: PyTorch has to.
+        """Encode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
 
         Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
         """
@@ -231,7 +231,7 @@ class Engine:
         heads, count = store.heads, keys.shape[2]
         side = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
         page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
-        # as values as well: the program that encodes both roles is there, another one would have to be compiled
+        # passed as values as well: the program for both roles is compiled already
         encode_to_pages(
             keys,
             None if self.encoders["value"] is None else keys,
@@ -287,7 +287,7 @@ class Engine:
         return Packed(pages, table, self.decode_spec, self.reading["key"], self.reading["value"])
 
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
-        """Upper bound of what ``attend_many`` needs beside the cache of so many packed and dense tokens.
+        """Upper bound of what ``attend_many`` needs beside a cache of ``packed`` packed and ``dense`` dense tokens.
 
         ``flash``: as ``Seen.flash``.
         """

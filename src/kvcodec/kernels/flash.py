@@ -1,8 +1,8 @@
 """Attention of many query tokens over dense 16-bit keys and values: flash attention, or scores in PyTorch.
 
-PyTorch's flash attention is called by its operator, not by ``scaled_dot_product_attention``: that one has no
-log-sum-exp, no window and no mask that ends at the last key, takes a copy of the keys for each query head of a group,
-and may choose cuDNN, which plans anew for every length.
+PyTorch's flash attention is called by its operator. ``scaled_dot_product_attention`` returns no log-sum-exp, has no
+window and no mask that ends at the last key, copies the keys for each query head of a group, and may choose cuDNN,
+which makes a new plan for every length.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ Flash = Callable[[Tensor, Tensor, Tensor, float], Partial]
 def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT) -> Partial:
     """Attention of ``q [B, HQ, n, D]`` over dense ``k, v [B, H, t, D]``; HQ a multiple of H.
 
-    ``seen`` has no chunks; its last query belongs to the last key. Flash attention for 16-bit queries on a GPU, of
-    head_dim 256 at most; otherwise, and for what it does not know (soft caps, masks), the reference, rows by rows.
+    ``seen`` has no chunks; its last query belongs to the last key. Flash attention for 16-bit queries on a GPU with
+    head_dim up to 256; otherwise, and for soft caps and masks, the reference, some query rows at a time.
     """
     if k.shape[2] == 0:
         return Partial(torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32))
@@ -44,16 +44,16 @@ def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT)
 
 
 def _window(seen: Seen) -> dict[str, int]:
-    """What the operator takes for a window; its masks end at the last key."""
+    """The operator's arguments for a window; its masks end at the last key."""
     if not seen.window:
         return {}
     return {"window_size_left": seen.window - 1, "window_size_right": 0 if seen.causal else -1}
 
 
 def _ragged(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> Partial:
-    """Flash attention where sequences begin at different keys: as sequences of different lengths, one behind another.
+    """Flash attention where sequences begin at different keys: as one batch of sequences of different lengths.
 
-    What lies between two of them, hidden keys and unused rows, is a sequence without queries.
+    Hidden keys and unused rows between two of them are passed as a sequence without queries.
     """
     batch, hq, n, dim = q.shape
     t, heads = k.shape[2], k.shape[1]
@@ -73,7 +73,7 @@ def _ragged(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> Partia
 
 @lru_cache(maxsize=64)
 def _edges(start: tuple[int, ...], n: int, t: int, pitch: int, device: str) -> tuple[Tensor, Tensor]:
-    """First query and first key of each sequence and of what lies before it: int32 ``[2 B + 1]``; layers share them."""
+    """First query and first key of each sequence and of what lies before it: int32 ``[2 B + 1]``; shared by layers."""
     queries, keys = [0], [0]
     for b, first in enumerate(start):
         queries += [b * n, (b + 1) * n]

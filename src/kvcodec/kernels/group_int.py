@@ -20,7 +20,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         return Reader(name, "read_group.cuh", shared=level_bytes(2) if looked_up else 0)
     if role == "value":
         raise UnsupportedError(f"along tokens the kernels read keys, not {codec} as values")
-    tile = 64 if head_dim < 192 else 32  # of 64 tokens the registers do not hold what more channels need
+    tile = 64 if head_dim < 192 else 32  # with more channels a tile of 64 tokens does not fit the registers
     return Reader(f"kv::ReadTokenInt<{head_dim}, {codec.bits}>", "read_group.cuh", block=32, tile=tile)
 
 

@@ -1,14 +1,14 @@
-"""Attention of many query tokens over packed pages: unpacked part by part, dense, for flash attention.
+"""Attention of many query tokens over packed pages, which are unpacked part by part for flash attention.
 
-A chunk of a prompt has tens to thousands of queries, so arithmetic and not memory decides: the pages are unpacked once
-per chunk of history, at the speed of memory, and the tensor cores see 16-bit numbers. Nothing is rotated back: queries
-go into the basis of the codes, outputs come out of it, which costs as much as the queries are long. Tokens held dense
-go into it as well and lie beside the unpacked ones, so that one call attends to all.
+A prefill chunk has tens to thousands of queries, so it is compute-bound: the pages are unpacked once per chunk of
+history, at memory speed, and the tensor cores read 16-bit numbers. Keys and values are not rotated back: queries are
+rotated into the basis of the codes and outputs out of it, at a cost proportional to the queries. Dense tokens are
+rotated as well and placed beside the unpacked ones, so that one call attends to all.
 
-Numbers are staged as fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one,
-whose last bits bf16 would lose. Beyond 65504 they saturate, which only a rotated key of such a size can reach.
+Unpacked numbers are fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one
+channel, where bf16 would lose the low bits. Above 65504 they saturate, which only a rotated key of that size reaches.
 
-Pitfall: decode attention does not round codes to 16 bits, this does; the two agree to the error of 16-bit attention
+Decode attention does not round codes to 16 bits and this does, so the two agree up to the error of 16-bit attention
 over decoded keys and values.
 """
 
@@ -34,7 +34,7 @@ from kvcodec.ops.hadamard import hadamard_signs
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
 QUERY_BYTES = 1 << 28
-"""Most bytes of float32 queries at a time; where there are more, the history is unpacked again for the next ones."""
+"""Most bytes of float32 queries at a time; for each further batch of queries the history is unpacked again."""
 WARPS = 4
 
 
@@ -73,7 +73,7 @@ def program(spec: DecodeSpec) -> Program:
 
 
 class Plan(NamedTuple):
-    """What unpacking launches: found once per spec and device, because every layer of every call asks."""
+    """What unpacking launches: computed once per spec and device, because every layer of every call needs it."""
 
     spec: DecodeSpec
     kernel: Kernel
@@ -130,7 +130,7 @@ def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.fl
     Raises
     ------
     ShapeError
-        ``first`` does not begin a tile, or the table does not reach.
+        ``first`` does not begin a tile, or the tokens exceed the table.
     """
     batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], decode_spec_of(packed.spec).head_dim
     k, v = _room(batch, count, heads, dim, packed.pages.device, dtype)
@@ -139,7 +139,7 @@ def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.fl
 
 
 def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, row: int) -> None:
-    """Unpack tokens ``[first, first + count)`` into ``k, v [B, H, t, D]``, which are strided alike, from ``row`` on."""
+    """Unpack tokens ``[first, first + count)`` into ``k, v [B, H, t, D]``, strided alike, from ``row`` on."""
     plan = _plan(packed.spec, packed.pages.device)
     if first % plan.tile or first < 0 or first + count > packed.table.shape[1] * plan.spec.page_tokens:
         raise ShapeError(
@@ -171,8 +171,8 @@ def _room(
 ) -> tuple[Tensor, Tensor]:
     """Memory of keys and values ``[B, H, rows, D]``, the heads of a token side by side.
 
-    It is freed with the call, so that the next layer takes the same; rounded up to eighths of a power of two, so that
-    a history that grows does so as well.
+    It is freed after the call, so that the next layer reuses it. Sizes are rounded up to eighths of a power of two, so
+    that a growing history reuses it too.
     """
     pitch = _pitch(rows)
     size = batch * pitch * heads * dim
@@ -182,7 +182,7 @@ def _room(
 
 
 def _pitch(rows: int) -> int:
-    """Rows that there is room for."""
+    """Number of rows to allocate."""
     step = max(32, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step
 
@@ -208,7 +208,7 @@ def out_of_codes(x: Tensor, value: Constants) -> Tensor:
 def _dense_codes(x: Tensor, side: Constants) -> Tensor:
     """Keys or values ``[B, H, t, D]`` held dense, in the basis of the codes: fp16 ``[B, t, H, D]``."""
     rows = x.transpose(1, 2)
-    if side.factor is not None:  # what queries or outputs are multiplied with
+    if side.factor is not None:  # the factor by which queries or outputs are multiplied
         rows = rows / side.factor[:, None]
     return _rotated(_halved(rows), side.order, side.order > 1)
 
@@ -226,7 +226,7 @@ def _times(rows: Tensor, factor: Tensor) -> Tensor:
 def _rotated(rows: Tensor, order: int, saturate: bool = False) -> Tensor:
     """``block_hadamard`` of ``rows [B, n, H, D]`` by float32 sums, rounded to their dtype once.
 
-    One pass of tensor cores: signs are exact in every dtype, and the product's own factor takes the norm.
+    One pass of tensor cores: signs are exact in every dtype, and the norm is the product's factor.
     """
     if order == 1:
         return rows
@@ -275,7 +275,7 @@ class History(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         behind = 0 if self.window is None else self.window[0].shape[2]
         return self.before + self.last - self.first + behind
 
@@ -285,9 +285,9 @@ class History(NamedTuple):
         spec = decode_spec_of(packed.spec)
         batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
         first, last = (self.first + min(max(at - before, 0), count) for at in (low, high))
-        skip = first % tile_tokens(spec) if first < last else 0  # kernels begin with a tile
+        skip = first % tile_tokens(spec) if first < last else 0  # kernels begin at a tile boundary
         k, v = _room(batch, skip + high - low, heads, dim, packed.pages.device)
-        if first < last:  # before the sink, on whose rows lie the tokens that are skipped
+        if first < last:  # first, because skipped tokens are written to rows that the sink overwrites
             _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
         if skip:
             k, v = k[:, :, skip:], v[:, :, skip:]
@@ -306,7 +306,7 @@ def attend_history(
     q: Tensor, history: History, scale: float, *, seen: Seen = BEFORE_IT, sinks: Tensor | None = None,
     flash: Flash | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the newest n tokens, which are held already, over what they see of the history.
+    """Attention of the newest n tokens, which the history includes, over the tokens that they see.
 
     Parameters
     ----------
@@ -319,7 +319,7 @@ def attend_history(
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
     flash : function, optional
-        Attends where queries see all tokens before them and the history is unpacked at once.
+        Used where queries see all tokens before them and the history is unpacked at once.
 
     Returns
     -------
@@ -366,7 +366,7 @@ def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float,
 
 
 def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, int, int]]:
-    """Queries that are taken together: the first, the one behind the last, and the oldest token that they may see."""
+    """Ranges of queries processed together: first, last (exclusive), and the oldest token that they may see."""
     n = q.shape[2]
     # at most half of the tokens that are unpacked at a time: see ``_over``
     step = max(1, min(rows_at_once(q), _tokens_at_once(q, heads, seen) // 2))
@@ -382,8 +382,8 @@ def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, 
 def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
     """Attention of ``q [B, HQ, n, D]``, in the codes' basis, over the tokens ``[low, high)``, unpacked part by part.
 
-    The last query belongs to the last token. Where the mask is the causal one, no part is shorter than the queries are
-    many: so all but the last are seen whole from their other end on.
+    The last query belongs to the last token. With a causal mask no part has fewer tokens than there are queries, so
+    only the last part needs the causal mask.
     """
     count = -(-(high - low) // _tokens_at_once(q, history.packed.pages.shape[1], seen))
     total: Partial | None = None
@@ -393,7 +393,7 @@ def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: 
         if seen.mask is not None:
             part = Seen(causal=False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
         else:
-            # counted from the last key of this part, which stands for the last query
+            # counted from the last key of this part, which counts as the last query's
             window = seen.window - (high - end) if seen.window and high - seen.window > begin else 0
             start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
             part = Seen(seen.causal and end == high, window, start=start if any(start) else (), softcap=seen.softcap)
@@ -408,27 +408,27 @@ def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: 
 
 
 def rows_at_once(q: Tensor) -> int:
-    """Query rows of ``q [B, HQ, n, D]`` that are taken at a time."""
+    """Query rows of ``q [B, HQ, n, D]`` that are processed at a time."""
     return max(REFERENCE_ROWS, QUERY_BYTES // max(1, 4 * q.shape[0] * q.shape[1] * q.shape[3]))
 
 
 def _tokens_at_once(q: Tensor, heads: int, seen: Seen) -> int:
-    """Tokens of ``heads`` KV heads that are unpacked at a time; fewer where scores want them in float32 as well."""
+    """Tokens of ``heads`` KV heads that are unpacked at a time; fewer where scores need them in float32 as well."""
     return max(32, STAGING_BYTES // (1 if seen.flash else 4) // _token_bytes(q.shape[0], heads, q.shape[3]))
 
 
 def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool = True) -> int:
     """Bound of what ``attend_history`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
 
-    ``flash``: whether flash attention follows its rules (``attention.Seen.flash``).
+    ``flash``: whether flash attention can compute it (``attention.Seen.flash``).
     """
     batch, num_q_heads, n, dim = q.shape
     rows, tokens = min(n, rows_at_once(q)), packed + dense
     token = _token_bytes(batch, heads, dim)
     most = min(max(STAGING_BYTES // (1 if flash else 4), 32 * token), (tokens + 32) * token)
-    staged = most * 9 // 8 + (64 + 4 * dense) * token  # ``_pitch``; dense tokens on their way
+    staged = most * 9 // 8 + (64 + 4 * dense) * token  # ``_pitch``; copies of dense tokens
     if flash:
-        # partial results, where few queries leave multiprocessors idle: flash attention cuts the keys then
+        # partial results: with few queries flash attention splits the keys
         blocks = batch * num_q_heads * -(-rows // 64)
         splits = min(-(-tokens // 64), max(1, 512 // blocks))
         return q.nbytes + staged + 4 * 64 * blocks * (dim + 1) * splits + 16 * 4 * batch * num_q_heads * rows * dim

@@ -6,7 +6,7 @@ A query at place r of a group of G tokens sees, in three parts that are joined b
     packed, the rest of the group before    places r + 1 .. G - 1 of it: causal with queries and keys in reverse order
     16 bit, its own group                   places 0 .. r: causal
 
-so that flash attention needs no mask but the causal one. Of the last two, groups are the batch.
+so that flash attention needs only the causal mask. In the last two, groups are the batch.
 """
 
 import torch
@@ -47,7 +47,7 @@ def attend_groups(
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
     flash : function, optional
-        Attends to the packed tokens where they are unpacked at once.
+        Used for the packed tokens where they are unpacked at once.
 
     Returns
     -------
@@ -85,12 +85,12 @@ def _distant(q: Tensor, packed: Packed, at: int, unit: int, scale: float, flash:
 
 
 def _near(q: Tensor, packed: Packed, at: int, unit: int, scale: float) -> Partial:
-    """Attention of the same queries to those slots of the group before theirs that are fewer than ``unit`` away."""
+    """Attention of the same queries to the slots of the previous group that are fewer than ``unit`` away."""
     base, last = at // unit * unit, at + q.shape[2]
     groups = -(-(last - base) // unit)
     k, v = unpack(packed, base - unit, groups * unit)
     padded = _padded(into_codes(q, packed.key), at - base, groups * unit)
-    # places of a group from the last to the first: key c is seen by query c + 1 and the ones behind it
+    # places of a group in reverse order: key c is seen by the queries from c + 1 on
     queries, keys, values = (_units(x, unit).flip(2) for x in (padded, k, v))
     found = score(queries[:, :, 1:], keys[:, :, :-1], values[:, :, :-1], scale)
     out = torch.nn.functional.pad(found.out.flip(2), (0, 0, 0, 1))
@@ -109,7 +109,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) 
     """Attention of each query to its own group; ``k, v`` begin with a group, ``q`` with its token ``skip``."""
     tokens = -(-k.shape[2] // unit) * unit
     padded = (_padded(x, at, tokens) for x, at in ((q, skip), (k, 0), (v, 0)))
-    # what is padded stands behind all that a query sees
+    # padding lies after everything that a query sees
     queries, keys, values = (_units(x, unit) for x in padded)
     found = score(queries, keys, values, scale)
     rows = slice(skip, skip + q.shape[2])

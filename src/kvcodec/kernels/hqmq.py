@@ -1,11 +1,11 @@
 """Kernels of ``hqmq``: chunks of four channels as products of quaternions and radii.
 
-The reader looks rows of a head's codebook up. The encoder searches by cells: a vector is turned by one of the 24
-Hurwitz units until 1 is the unit nearest to it, |y_1| + |y_2| + |y_3| <= y_0, and cells are boxes of (y_1, y_2, y_3) /
-y_0. Inner products are linear, so a product that another one beats at all eight corners of a box is beaten in the whole
-box. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
+The reader looks up rows of a head's codebook. The encoder searches in cells: a vector is multiplied by one of the 24
+Hurwitz units so that 1 is the unit nearest to it, |y_1| + |y_2| + |y_3| <= y_0, and cells are boxes of (y_1, y_2, y_3)
+/ y_0. Inner products are linear, so a product that another one beats at all eight corners of a box is beaten in the
+whole box. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
 
-Heads are tabulated together: on a GPU a launch costs more than what it computes here.
+The tables of all heads are built together: on a GPU launches dominate their cost.
 """
 
 from functools import lru_cache
@@ -24,14 +24,14 @@ from kvcodec.ops.quaternion import UNITS, multiply, products
 TABLE_BUDGET = 73728
 """Bytes up to which codebooks have copies, as in csrc/read_hqmq.cuh."""
 CODEBOOK_UNIT = 2.0**15
-"""Products with radii that are fp16 subnormals become normal numbers."""
+"""Factor by which products with radii, fp16 subnormals, become normal numbers."""
 MARGIN = 2.0**-16
 """By how much a product must be beaten at the corners: vectors up to 2^-18 outside their cell are served too."""
 MOST_PAIRS = 15
-"""Longest list of a cell; what is longer is left to the search in double."""
+"""Longest list of a cell; cells with longer lists are searched in double."""
 
 PAIRS = {24: 1792, 48: 2176, 96: 2688, 192: 3840}
-"""Room for pairs of products, by S; as in csrc/encode_hqmq.cuh."""
+"""Most pairs of products, by S; as in csrc/encode_hqmq.cuh."""
 SIDE = 15
 """Cells along an axis; as in csrc/encode_hqmq.cuh."""
 HEADS = 8
@@ -68,8 +68,8 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     """Return the C++ struct that reads the codec's keys or values.
 
-    ``role`` says that keys and values are both held by ``codec``. Then dead slots cost nothing: what their bits lead to
-    outside of one table lies in the other one, or in the bytes that the readers' ``reach`` asks for.
+    ``role`` is given if ``codec`` holds both keys and values. Dead slots then need no bounds check: an address outside
+    of one table lies in the other one, or in the bytes that the readers' ``reach`` reserves.
     """
     place = {None: "ALONE", "key": "KEYS", "value": "VALUES"}[role]
     return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
@@ -81,7 +81,7 @@ def shared_bytes(codec: Hqmq) -> int:
 
 
 def read_tables(params: Params) -> Tensor:
-    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; those between are opposite."""
+    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; odd rows are their negatives."""
     codebook = params["codebook"][0]
     table = codebook.float()
     if codebook.dtype == torch.int8:
@@ -109,15 +109,15 @@ def _tables(secondary: Tensor) -> Tensor:
     device, room = secondary.device, PAIRS[count]
     place, names, held = cell_rivals(products(secondary))
     pairs = (held.sum(2) + 1) // 2  # [H, n]
-    # what finds no room is not listed, the longest first
+    # lists that exceed the limit are dropped, the longest first
     ordered, order = pairs.sort(dim=1, stable=True)
     fits = (ordered.cumsum(1) <= room) & (ordered <= MOST_PAIRS)
     listed = torch.zeros_like(fits).scatter_(1, order, fits)
     pairs = torch.where(listed, pairs, 0)
     start = pairs.cumsum(1) - pairs
     cells = torch.zeros(heads, SIDE**3, dtype=torch.int16, device=device)
-    cells[:, place] = (start << 4 | pairs).to(torch.int32).to(torch.int16)  # as uint16: the bits are what counts
-    # products go to their places, what is not listed behind the end
+    cells[:, place] = (start << 4 | pairs).to(torch.int32).to(torch.int16)  # the bits of a uint16
+    # products go to their places, unlisted ones behind the end
     at = 2 * start[..., None] + held.cumsum(2) - 1
     at = torch.where(held & listed[..., None], at, 2 * room).flatten(1)
     names = names.flatten(1)
@@ -198,13 +198,13 @@ def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor
         Which of them can win there.
     """
     cells = _cells(side, table.device)
-    # the wide boxes tell which products are worth a look
+    # the wide boxes rule out most products
     few = _packed(_rivals(cells.wide @ table.mT[:, None]))
     names, held = few.names[:, cells.inside], few.held[:, cells.inside]
     some = table.gather(1, names.flatten(1)[..., None].expand(-1, -1, 4)).unflatten(1, names.shape[1:])
     scores = (cells.corners @ some.mT).masked_fill_(~held[:, :, None], -torch.inf)
     near = _packed(_rivals(scores))
-    # of those left, what any other one beats
+    # of those left, drop what another one beats
     scores = scores.gather(3, near.names[:, :, None].expand(-1, -1, 8, -1))
     beaten = torch.ones(*near.held.shape, near.held.shape[2], dtype=torch.bool, device=table.device)
     for score in scores.unbind(2):
@@ -231,7 +231,7 @@ def _packed(bits: Tensor) -> _Packed:
 
 
 def _rivals(scores: Tensor) -> Tensor:
-    """Products that the one which is best in the middle does not beat at all corners.
+    """Products that are not beaten at all corners by the one which is best in the middle.
 
     Parameters
     ----------

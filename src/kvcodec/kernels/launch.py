@@ -1,4 +1,4 @@
-"""Launch constants of the decode kernel: chosen by a pure function of sizes, nothing is tuned at run time."""
+"""Launch constants of the decode kernel: a pure function of sizes, without tuning at run time."""
 
 import math
 from functools import lru_cache
@@ -21,9 +21,9 @@ class Config(NamedTuple):
     warps : int
         Warps of a CTA, or of a team.
     stages : int
-        Tiles of a warp's ring.
+        Tiles of a warp's ring buffer.
     resident : int
-        CTAs that shall share a multiprocessor: bounds the registers.
+        CTAs that share a multiprocessor: bounds the registers.
     splits : int
         CTAs, or teams, that share the tokens of a sequence.
     teams : int
@@ -39,7 +39,7 @@ class Config(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What the table of launch constants knows of a GPU: multiprocessors, and bytes of shared memory."""
+    """The properties of a GPU that determine launch constants: multiprocessors, and bytes of shared memory."""
 
     sms: int
     shared_block: int
@@ -92,7 +92,7 @@ def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = Fals
 def config_for(
     spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool = False, heads: int = 8
 ) -> Config:
-    """Choose launch constants; a pure function, nothing is tuned at run time.
+    """Choose launch constants; a pure function, without tuning at run time.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def config_for(
         Tokens that the page table can hold per sequence.
     machine : Machine
     dense : bool
-        Whether there are dense tokens apart: one CTA more for each unit.
+        Whether dense tokens are processed separately: one more CTA for each unit.
     heads : int
         Query heads of a CTA, ``DecodeSpec.heads``.
 
@@ -115,8 +115,8 @@ def config_for(
 
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
     # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
-    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs hide each other's ends, and where
-    # only one fits, more warps help.
+    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs overlap each other's ends, and
+    # where only one fits, more warps help.
     longest = min(spec.key.tile, spec.value.tile)
     if shared_out := None if dense else _teams(spec, units, capacity, machine, heads):
         return shared_out
@@ -142,7 +142,7 @@ def config_for(
 
 
 def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int) -> Config | None:
-    """Return teams for many short sequences: each takes whole ones, so that little is merged; None: they do not pay.
+    """Return teams for many short sequences: each takes whole ones, so little is merged; None: teams do not pay.
 
     Measured on an H200 at 128 x 1,024 and 64 x 2,048 tokens, 8 KV heads of 128: what counts is that as many teams as
     there are have a sequence in the last round as well, then as many warps as registers allow, and tiles of 32 tokens
@@ -170,7 +170,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: 
     slots = config.resident * machine.sms
     most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
     if 2 * units > slots:
-        # whole sequences save the merge; a last wave that is nearly empty is worth cutting them
+        # whole sequences save the merge; splitting pays if the last wave is nearly empty
         waves = units / slots
         whole = waves / math.ceil(waves)
         wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
@@ -181,7 +181,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: 
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
-    """What the table of launch constants knows of this GPU; of an H200 where there is none."""
+    """Properties of this GPU; of an H200 where there is none."""
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)

@@ -89,13 +89,13 @@ def read_tables(codec: Octopus) -> Callable[[Params], Tensor]:
 
 
 def write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that tabulates what ``OctopusRow`` of csrc/encode_octopus.cuh reads."""
+    """Return the function that builds the tables of ``OctopusRow`` in csrc/encode_octopus.cuh."""
 
     def build(params: Params) -> Tensor:
         xi, rho, directions = (params[name][0].cpu().double() for name in ("xi", "rho", "directions"))
         walls = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
         half = 2**codec.direction_bits // 2
-        # levels are symmetric to the last bit: signs give the other three quarters
+        # levels are exactly symmetric: signs give the other three quadrants
         quarter = directions.view(2 * half, 2 * half, 3)[half:, half:]
         copies = {6: 4, 7: 1}.get(codec.direction_bits, 8)
         entries = torch.nn.functional.pad(quarter, (0, 1)).float()[:, :, None].expand(-1, -1, copies, -1)

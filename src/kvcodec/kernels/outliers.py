@@ -14,7 +14,7 @@ from kvcodec.kernels.spec import Encoder, Reader
 SHARED_BLOCK = 232448
 """Bytes of shared memory of a block on sm_90."""
 WARPS = 8
-"""What a multiprocessor needs to hide memory's latency; as ``config_for`` has it."""
+"""Warps that a multiprocessor needs to hide memory latency; as in ``config_for``."""
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -58,7 +58,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def _rest_of(inner: Codec, head_dim: int) -> str:
-    """Return the C++ struct of what a codec decodes where it encoded zeros; empty: outliers beside it are not read."""
+    """Return the C++ struct for what a codec decodes where it encoded zeros; empty: no kernel reads outliers there."""
     if isinstance(inner, Hqmq):
         return "kv::RestZero"
     if isinstance(inner, GroupInt) and (inner.along, inner.group) == ("channels", 0):
@@ -67,9 +67,9 @@ def _rest_of(inner: Codec, head_dim: int) -> str:
 
 
 def passes_of(codec: Med, head_dim: int, tables: int) -> tuple[int, int]:
-    """Return in how many passes outliers are multiplied, and the bytes of shared memory that each warp wants for it.
+    """Return in how many passes outliers are multiplied, and the bytes of shared memory that each warp needs for it.
 
-    Two passes, over half of the channels each, cost more instructions: where eight warps would not find room.
+    Two passes, over half of the channels each, cost more instructions; used where eight warps would not fit otherwise.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Signs of a sketch of what a first stage leaves over (QJL): keys of ``octopus_qjl`` and ``turboquant``'s sketch."""
+"""Sign sketch of a first stage's residual (QJL): keys of ``octopus_qjl`` and ``turboquant``'s sketch."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from kvcodec.ops.qjl import hadamard_matrix
 
 
 def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
-    """Return the reader of keys of a stage and the signs of a sketch of what it leaves over."""
+    """Return the reader of a stage's keys and the sign sketch of its residual."""
     if dim & (dim - 1):
         raise UnsupportedError(f"the kernels sketch at head_dim 64, 128 and 256, not {dim} ({codec})")
     assert stage.tables is not None
@@ -30,7 +30,7 @@ def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
 
 
 def _read(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:
-    """Tabulate what ``ReadSketch`` needs: signs of the sketch, then the stage's tables."""
+    """Build the tables of ``ReadSketch``: signs of the sketch, then the stage's tables."""
 
     def build(params: Params) -> Tensor:
         signs = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
@@ -40,7 +40,7 @@ def _read(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:
 
 
 def written(stage: Callable[[Params], Tensor], levels: str) -> Callable[[Params], Tensor]:
-    """Return the function that tabulates what encoders of a sketched stage need.
+    """Return the function that builds the tables of encoders of a sketched stage.
 
     The stage's tables, its levels (the constant of that name) and what ``Sketch`` of csrc/encode_qjl.cuh reads.
     """

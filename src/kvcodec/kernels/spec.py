@@ -1,13 +1,13 @@
-"""What the CUDA kernels need to know of a codec: a ``Reader`` and an ``Encoder`` for each role, found by its module.
+"""How the CUDA kernels read and write a codec: a ``Reader`` and an ``Encoder`` for each role, found by its module.
 
 ``kvcodec/kernels/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``. It defines ``reader``, and ``encoder``
 if kernels write the bytes as well: functions of (codec, head_dim, role) that return a ``Reader`` or an ``Encoder``, or
-raise ``UnsupportedError`` with the reason. A codec of another package names such functions by ``add_reader`` and
-``add_encoder``.
+raise ``UnsupportedError`` with the reason. A codec of another package registers such functions by ``add_reader``
+and ``add_encoder``.
 
-Between the bases the kernels know two linear maps, in this order for queries and new tokens: times a factor per head
-and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go back in reverse
-order.
+Between model basis and code basis kernels apply two linear maps, in this order for queries and new tokens: times a
+factor per head and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go
+back in reverse order.
 """
 
 import importlib
@@ -59,11 +59,11 @@ class Reader:
     queries : int
         Vectors that the kernel makes of a query; 2 for sketches.
     scratch : int
-        Bytes of shared memory that each warp wants for itself, the struct's ``SCRATCH``.
+        Bytes of shared memory that each warp needs for itself, the struct's ``SCRATCH``.
     reach : int
         Least bytes of shared memory that ``both`` takes, its ``REACH``.
     tile : int
-        The longest tile where sequences are many; look-ups that meet in a bank want more warps instead.
+        The longest tile for many sequences; look-ups with bank conflicts need more warps instead.
     warps : int
         Warps of a CTA where two share a multiprocessor; of keys.
     team_warps : int
@@ -99,7 +99,7 @@ class Reader:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it takes a factor."""
+        """Whether it has a factor."""
         return bool(self.factor)
 
 
@@ -121,7 +121,7 @@ class Encoder:
         Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
         encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
     own : str
-        Name of a constant ``[B or 1, H]`` that the struct takes in the place of a factor; empty: none.
+        Name of a constant ``[B or 1, H]`` that the struct takes instead of a factor; empty: none.
     """
 
     type: str
@@ -139,7 +139,7 @@ class Encoder:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it takes a factor, or a constant of its own in the place of one."""
+        """Whether it has a factor, or an ``own`` constant instead."""
         return bool(self.factor or self.own)
 
 
@@ -163,12 +163,12 @@ _ENCODERS: dict[type, EncoderFor] = {}
 
 
 def add_reader(codec: type, find: ReaderFor) -> None:
-    """Say how the codecs of a class of another package are read; subclasses need an entry of their own."""
+    """Register the reader of a codec class of another package; subclasses need an entry of their own."""
     _READERS[codec] = find
 
 
 def add_encoder(codec: type, find: EncoderFor) -> None:
-    """Say how the codecs of a class of another package are written; subclasses need an entry of their own."""
+    """Register the encoder of a codec class of another package; subclasses need an entry of their own."""
     _ENCODERS[codec] = find
 
 
@@ -218,7 +218,7 @@ def _kernels(module: str) -> ModuleType | None:
 _Kind = TypeVar("_Kind", Reader, Encoder)
 
 
-@lru_cache(maxsize=1024)  # every layer of every cache asks
+@lru_cache(maxsize=1024)  # called for every layer of every cache
 def _asked(find: Callable[[Codec, int, Role], _Kind], codec: Codec, head_dim: int, role: Role) -> _Kind:
     if head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
@@ -264,13 +264,13 @@ class DecodeSpec(NamedTuple):
 
     @property
     def blocked(self) -> bool:
-        """Whether a side has blocks of several tokens."""
+        """Whether a role has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
 
     def heads(self, group: int) -> int:
         """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.
 
-        Four heads have two columns each, which halves what is done for each column; outliers are added for eight.
+        Four heads have two columns each, which halves the work per column; outliers are added for eight heads only.
         """
         return 4 if group <= 4 and not max(self.key.scratch, self.value.scratch) else 8
 
@@ -279,7 +279,7 @@ class DecodeSpec(NamedTuple):
         return -(-group // self.heads(group))
 
     def tile_bytes(self, tokens: int) -> int:
-        """Bytes of the planes of so many tokens, each plane padded to 16 bytes."""
+        """Bytes of the planes of ``tokens`` tokens, each plane padded to 16 bytes."""
         return sum(align(size * (tokens // block)) for size, block in (*self.key_planes, *self.value_planes))
 
 
@@ -295,7 +295,7 @@ def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> De
     return _decode_spec(*readers, key, value, head_dim, page_tokens)
 
 
-@lru_cache(maxsize=256)  # every layer of every cache asks
+@lru_cache(maxsize=256)  # called for every layer of every cache
 def _decode_spec(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
     if key == value:
         k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
@@ -355,7 +355,7 @@ def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
         return None
 
 
-@lru_cache(maxsize=256)  # every layer of every cache asks
+@lru_cache(maxsize=256)  # called for every layer of every cache
 def _encode_spec(
     k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int
 ) -> EncodeSpec:

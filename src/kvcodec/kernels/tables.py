@@ -1,6 +1,6 @@
-"""Look-up tables that the kernels of several methods have: levels, walls between levels, rows in copies.
+"""Look-up tables that the kernels of several methods share: levels, boundaries between levels, rows in copies.
 
-A table is uint8 ``[1 or H, bytes]``: one for all KV heads, or one of each. How they are used is said in
+A table is uint8 ``[1 or H, bytes]``: one for all KV heads, or one of each. Their use is described in
 ``csrc/read_levels.cuh``, ``csrc/bits.cuh`` and ``csrc/encode_sums.cuh``.
 """
 
@@ -13,7 +13,7 @@ from kvcodec.codec import Params
 from kvcodec.ops.lloyd_max import midpoints
 
 SLACK = 2.0**-20
-"""How far, relative to the number itself, fp32 may be off before double decides; four times what can happen."""
+"""How far, relative to the number itself, fp32 may be off before double decides; four times the largest error."""
 _CODES_OF_AN_INDEX = {1: 8, 2: 4, 3: 2, 4: 2}
 """By the bits of a code; one code for more bits."""
 
@@ -71,7 +71,7 @@ def half_rows(table: Tensor) -> Tensor:
 
 
 def nearest_level(bits: int) -> Callable[[Params], Tensor]:
-    """Return the function that tabulates the walls between the levels of a codec."""
+    """Return the function that builds the table of boundaries between a codec's levels."""
 
     def build(params: Params) -> Tensor:
         levels = params["levels"]
@@ -103,7 +103,7 @@ def wall_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
     span = float(walls[-1] - walls[0]) if n else 0.0
     scale = float(torch.tensor((cells - 4) / span if span > 0 else 1.0, dtype=torch.float32))
     first = 2 - round(float(walls[0]) * scale) if n else 0  # the cell of u is round(u * scale) + first
-    # what a cell spans, and a hundredth more; the outer ones have no end
+    # the range of a cell and 1 % more; the outer cells are unbounded
     edges = (torch.arange(cells + 1, dtype=torch.float64) - 0.5 - first) / scale
     reach = 2 * error + 0.01 / scale
     low, high = edges[:-1] - reach, edges[1:] + reach
@@ -114,7 +114,7 @@ def wall_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
     near = torch.where(inside > 0, below, (below - 1).clamp_min(0))
     padded = torch.cat([walls, walls.new_full(((1 << bits) - n,), torch.inf)])
     wall = padded[near].float()
-    wall[inside > 1] = torch.nan  # never sure
+    wall[inside > 1] = torch.nan  # always decided in double
     if n == 0:
         wall[:] = torch.finfo(torch.float32).max
     head = torch.tensor([scale, 2.0**23 + first, error, 0.0], dtype=torch.float32)

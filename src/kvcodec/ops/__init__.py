@@ -1,1 +1,1 @@
-"""PyTorch maths that two codecs or more share: bit packing, Hadamard, Lloyd-Max, groups. Imports torch only."""
+"""PyTorch maths that several codecs share: bit packing, Hadamard, Lloyd-Max, groups. Imports torch only."""

@@ -1,8 +1,8 @@
-"""Matrix products with exact sums: no order of additions, block size or thread count shows in the bits.
+"""Matrix products with exact sums: the result does not depend on order of additions, block size or thread count.
 
-A float64 sum of products of integers is exact as long as it stays within 2^53. So rows are held on a grid, as integers
-times a power of two of their own, and multiplied as integers: one token alone gives the bits of a whole prefill, on a
-CPU and on a GPU. A float GEMM promises neither.
+A float64 sum of products of integers is exact as long as it stays within 2^53. So rows are rounded to a grid, integers
+times a power of two per row, and multiplied as integers: one token alone gives the same bits as a whole prefill, on CPU
+and GPU. A float GEMM guarantees neither.
 """
 
 import torch
@@ -36,7 +36,7 @@ def to_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     wide = x.double()
     exponent = torch.frexp(wide.abs().amax(-1, keepdim=True)).exponent.long() - bits
-    # from its bits: pow and exp2 round as the device likes
+    # from its bits: the rounding of pow and exp2 depends on the device
     unit = ((exponent + 1023) << 52).view(torch.float64)
     return (wide / unit).round_(), unit
 
@@ -51,7 +51,7 @@ def dot_bits(head_dim: int) -> int:
 
 
 def cut_rotation(rotation: Tensor) -> Tensor:
-    """Round an orthogonal matrix to multiples of ``2^-24``, held in float32 without another error.
+    """Round an orthogonal matrix to multiples of ``2^-24``, held in float32 without further error.
 
     It stays orthogonal to about ``2^-25`` per entry of ``R R^T``, as good as float32 can hold one: its transpose is
     its inverse and its dual.
@@ -86,5 +86,5 @@ def rotate_exactly(x: Tensor, rotation: Tensor) -> Tensor:
         raise ShapeError(f"rotate_exactly: head_dim={dim} is above 1024, where sums are not exact; use a smaller one.")
     whole, unit = to_grid(x, ROTATION_BITS)
     product = whole @ (rotation.double() * 2.0**ROTATION_BITS).round_()
-    # + 0: a product may start a sum of zeros at -0 or at +0
+    # + 0: a sum of zeros may be -0 or +0
     return product.add_(0.0).mul_(unit * 2.0**-ROTATION_BITS).float()

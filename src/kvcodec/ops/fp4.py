@@ -27,8 +27,8 @@ def encode_e2m1(x: Tensor) -> Tensor:
     [0, 2, 4, 6, 7, 9]
     """
     y = x.abs()
-    # code as a function of magnitude is three lines, of slope 2, 1 and 1/2; it is concave, so the lowest one is it,
-    # and rounding half to even keeps that because every line meets the next at an even code
+    # the code as a function of the magnitude is the minimum of three lines of slope 2, 1 and 1/2 (it is concave);
+    # rounding half to even preserves this, because neighbouring lines meet at an even code
     code = torch.minimum((y * 2).round_(), y.round() + 2)
     code = torch.minimum(code, (y / 2).round_() + 4).clamp_max_(7)
     return code.to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
@@ -68,7 +68,7 @@ def nearest_ue8m0(y: Tensor) -> Tensor:
 def ue8m0_value(byte: Tensor) -> Tensor:
     """``2^(byte - 127)``, exact: float32 of the same shape, for bytes 0..254."""
     bits = byte.int()
-    # a float32's exponent field is this very byte; 2^-127 alone is subnormal
+    # the byte is the float32's exponent field; only 2^-127 is subnormal
     return torch.where(bits > 0, bits << 23, 1 << 22).to(torch.int32).view(torch.float32)
 
 

@@ -1,8 +1,8 @@
-"""Numbers that share a scale: cutting channels into groups, and scales that survive being held in fp16.
+"""Groups of numbers that share a scale: splitting channels into groups, and scales that are valid in fp16.
 
 Groups run along channels (neighbouring channels of one token) or along tokens (neighbouring tokens of one channel).
 Along channels the last group is shorter when the group does not divide head_dim: 80 channels in groups of 32 are
-32 + 32 + 16. So every head_dim works, and bits are counted from the groups that are really there.
+32 + 32 + 16. So every head_dim works, and bits are counted for the actual groups.
 """
 
 import torch
@@ -57,7 +57,7 @@ def spread_channels(per_group: Tensor, group: int, head_dim: int) -> Tensor:
 
 
 def fp16_scale(span: Tensor, steps: int, zero: Tensor | float = 0.0) -> Tensor:
-    """Scale that maps ``steps`` codes onto ``span``, as it is held: fp16, finite and never zero.
+    """Scale that maps ``steps`` codes onto ``span``, in fp16, finite and never zero.
 
     ``rne(span / steps)``, one fp16 step smaller where ``zero + steps * scale`` would leave the fp16 range: rounding
     65504 / 3 up to 21840 would decode to 65520, which is infinity in fp16.

@@ -3,8 +3,8 @@
 H_1 = 1, H_2h = [[H, H], [H, -H]] / sqrt 2: symmetric and its own inverse.
 
 The product is taken in float64 with the +-1 matrix and scaled afterwards. Sums of 16-bit inputs are then exact, so the
-result does not depend on how a matrix product orders them: one token alone gives the bits of a whole prefill, which a
-float32 GEMM does not promise (GEMV and GEMM add in different orders).
+result does not depend on how a matrix product orders them: one token alone gives the same bits as a whole prefill,
+which a float32 GEMM does not guarantee (GEMV and GEMM add in different orders).
 """
 
 from functools import lru_cache

@@ -1,7 +1,7 @@
-"""Searches of several heads at once on a CPU.
+"""Parallel searches of several heads on a CPU.
 
-A search in cells is thousands of small matrix products, none of which is worth a thread of its own; heads are
-independent and are. Every head's result is the one it would have alone.
+A search in cells is thousands of small matrix products, each too small for several threads; heads are independent, so
+each gets a thread. Results do not depend on how many heads are searched.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WORTH = 1 << 18
 def each_head(search: Callable[[int], Tensor], heads: int, elements: int, device: torch.device) -> list[Tensor]:
     """Return ``[search(0), ..., search(heads - 1)]``.
 
-    On a CPU as many run at once as torch has threads, when ``elements`` (of all heads together) make it worth while.
+    On a CPU as many run at once as torch has threads, if ``elements`` (of all heads) are enough to pay for it.
     """
     workers = min(heads, torch.get_num_threads())
     if device.type != "cpu" or workers < 2 or elements < WORTH:
@@ -25,7 +25,7 @@ def each_head(search: Callable[[int], Tensor], heads: int, elements: int, device
     inference = torch.is_inference_mode_enabled()
 
     def run(head: int) -> Tensor:
-        # modes belong to a thread: a search under no_grad or inference_mode stays under it
+        # modes are per thread: pass no_grad and inference_mode on
         with torch.inference_mode(inference), torch.no_grad():
             return search(head)
 

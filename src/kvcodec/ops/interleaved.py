@@ -1,10 +1,10 @@
 """Interleaved codes: 2, 3 or 4 bits of runs of 128 channels, in 16-bit units that a tensor core's loads can transpose.
 
-A kernel that multiplies with values wants one channel of two tokens in a register, and the eight channels of a product
+A kernel that multiplies with values needs one channel of two tokens in a register, and the eight channels of a product
 in one group of 32, so that they share a scale. GPUs load 8 x 8 matrices of 16-bit units from shared memory and
 transpose them on the way: a register then holds the same unit of two tokens, and eight lanes hold eight neighbouring
 units. So equal bits of eight neighbouring units are channels 4 apart of one group: one mask, the same in all lanes,
-leaves them.
+extracts them.
 
 Channel ``c = 32 q + 4 g + p`` of a run (q = 0..3 the group of 32, g = 0..7, p = 0..3) is code ``k = 4 q + p`` of g. The
 16 codes of a g fill ``bits`` units::
@@ -14,7 +14,7 @@ Channel ``c = 32 q + 4 g + p`` of a run (q = 0..3 the group of 32, g = 0..7, p =
     4 bits   unit i = 0 .. 3    codes 4 i .. 4 i + 3, code 4 i + s at bit 4 s
 
 A run takes ``16 * bits`` bytes: unit i of g is the little-endian 16-bit word ``8 i + g``. Runs follow each other. With
-4 bits these are the bytes of ``ops/bitpack``; with 2 and 3 they are as many, in another order.
+4 bits these are the bytes of ``ops/bitpack``; with 2 and 3 bits there are as many, in another order.
 """
 
 import torch

@@ -16,8 +16,8 @@ def nearest_centroid(x: Tensor, centroids: Tensor) -> Tensor:
     """``argmin_j |x - c_j|^2``, a tie to the lowest j.
 
     Of ``|x|^2/2 - x c_j + |c_j|^2/2`` the last two terms decide. Both are taken of points on grids (``ops/exact``),
-    relative to the middle of the centroids, so their sums are exact and only the difference is rounded: the answer is
-    that of points whose components are moved by at most ``2^-22`` of their largest one (D up to 256; more beyond),
+    relative to the middle of the centroids, so their sums are exact and only the difference is rounded: the result is
+    exact for points whose components are moved by at most ``2^-22`` of their largest one (D up to 256; more beyond),
     whatever else is in the call.
 
     Parameters
@@ -80,8 +80,8 @@ def fit_centroids(points: Tensor, count: int, generator: torch.Generator) -> Ten
         ) from error
     seed = int(torch.randint(2**31 - 1, (1,), generator=generator))
     means = KMeans(count, init="k-means++", n_init=1, random_state=seed)
-    # one thread: threads add their parts of a mean in the order in which they finish
+    # one thread: threads would add partial means in the order in which they finish
     with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # points that all but coincide: spare centroids do no harm
+        warnings.simplefilter("ignore", ConvergenceWarning)  # nearly equal points: spare centroids do no harm
         means.fit(points.numpy())
     return torch.from_numpy(means.cluster_centers_)

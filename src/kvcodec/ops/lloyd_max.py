@@ -2,9 +2,9 @@
 
     c_i = E[x | b_i < x <= b_{i+1}],   b_i = (c_{i-1} + c_i) / 2          the two conditions of Lloyd and Max
 
-The plain iteration closes in by a factor 1 - O(1/levels^2) a round. Here a few rounds of it lead to Newton steps on
-``r(c) = E[x | cell] - c``, whose Jacobian is tridiagonal; a step that spoils the order of the centroids or does not
-shrink the residual is replaced by a plain round. Cell moments are composite Gauss-Legendre sums, so any density that is
+The plain iteration converges by a factor 1 - O(1/levels^2) per round. Here a few rounds are followed by Newton steps on
+``r(c) = E[x | cell] - c``, whose Jacobian is tridiagonal; a step that breaks the order of the centroids or does not
+reduce the residual is replaced by a plain round. Cell moments are composite Gauss-Legendre sums, so any density that is
 smooth inside the interval will do; it need not be normalised.
 
 Densities of a uniform unit vector in R^d, the law of a key after a random rotation, are here as well.
@@ -54,7 +54,7 @@ def lloyd_max(density: Density, levels: int, low: float, high: float, *, symmetr
     low, high : float
         The interval.
     symmetric : bool
-        The density is even about the interval's middle: the centroids are made so to the last bit.
+        The density is symmetric about the interval's middle: the centroids are made exactly symmetric.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def lloyd_max(density: Density, levels: int, low: float, high: float, *, symmetr
     Raises
     ------
     ValueError
-        If ``levels`` or the interval makes no sense.
+        If ``levels`` or the interval is invalid.
     ArithmeticError
         If no fixed point was found, e.g. for a density that vanishes on much of the interval.
 
@@ -127,8 +127,8 @@ def interval(cuts: Tensor) -> Callable[[Tensor], Tensor]:
     Returns
     -------
     callable
-        ``x -> torch.bucketize(x, cuts)``, for finite x of the same dtype, in a handful of elementwise steps: a uniform
-        grid says where to start, a few comparisons finish. Two to three times faster on a CPU than a binary search per
+        ``x -> torch.bucketize(x, cuts)``, for finite x of the same dtype, in a few elementwise steps: a uniform
+        grid gives the start, a few comparisons the result. Two to three times faster on a CPU than a binary search per
         element, which mispredicts half of its branches.
     """
     if len(cuts) == 0:
@@ -155,7 +155,7 @@ def interval(cuts: Tensor) -> Callable[[Tensor], Tensor]:
 def sample_levels(x: Tensor, start: Tensor) -> Tensor:
     """Lloyd's iteration on float64 samples ``[n]``, mirrored about 0.
 
-    ``start`` is shrunk to the samples' range first, so that no outer level is left without any; without samples it is
+    ``start`` is shrunk to the samples' range first, so that no outer level is without samples; without samples it is
     the result.
 
     Returns

@@ -4,7 +4,7 @@
     p_z >= 0:  (xi, eta) = (p_x, p_y)
     p_z <  0:  (xi, eta) = (sign(p_x) (1 - |p_y|), sign(p_y) (1 - |p_x|))
 
-Every step is one elementwise IEEE operation, so a vector alone gives the bits it gives in a batch.
+Every step is one elementwise IEEE operation, so a vector gives the same bits alone and in a batch.
 """
 
 import math
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-TINY = 1e-300  # keeps 0/0 out: the zero vector maps to (0, 0)
+TINY = 1e-300  # avoids 0/0: the zero vector maps to (0, 0)
 
 
 def _signed(magnitude: Tensor, like: Tensor) -> Tensor:

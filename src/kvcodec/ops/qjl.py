@@ -1,7 +1,7 @@
-"""QJL: one bit per coordinate of what a quantizer leaves over, for scores without bias. arXiv:2406.03482; 2504.19874.
+"""QJL: one bit per coordinate of a quantizer's residual, for unbiased scores. arXiv:2406.03482; 2504.19874.
 
-    sigma = sign(R' r),  g = |r|                R' = M diag(s') / sqrt(D), M a Hadamard matrix; sign(0) = +1
-    r^ = g sqrt(pi / (2 D)) R'^T sigma          <q, r^> is linear in q, so the estimate is a vector: ``decode`` adds it
+    sigma = sign(R' r),  g = |r|                R' = M diag(s') / sqrt(D), M a Hadamard matrix; sign(0) = +1 r^ = g
+    sqrt(pi / (2 D)) R'^T sigma          <q, r^> is linear in q, so the estimate is a vector, which ``decode`` adds
 
 Where the coefficient comes from: the entries of R' are +-1/sqrt(D), so over random s' a coordinate a of R' r has the
 variance |r|^2 / D, and with the same coordinate b of R' v the covariance <r, v> / D. For nearly normal a,
@@ -32,7 +32,7 @@ FIXED_POINT = 2.0**30
 
 
 def check_sketch(method: str, head_dim: int) -> None:
-    """Refuse a head_dim without a Hadamard matrix.
+    """Validate that a head_dim has a Hadamard matrix.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def check_sketch(method: str, head_dim: int) -> None:
 def sketch(r: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
     """Signs and lengths of residuals.
 
-    The sums of R' r are taken of r in units of 2^-30 and are exact, so a sign never hangs on the order of additions.
+    The sums of R' r are taken of r in units of 2^-30 and are exact, so a sign never depends on the order of additions.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Quaternions (w, x, y, z), Hamilton product; the 24 Hurwitz units, and the unit p and q_s whose product fits best.
+"""Quaternions (w, x, y, z), Hamilton product; the 24 Hurwitz units, and the search for the best product p q_s.
 
 The units are +-1, +-i, +-j, +-k and (+-1 +-i +-j +-k)/2: a group (closed under the product) and the corners of the
 24-cell, 60 degrees apart. The corner nearest to v therefore has a closed form::
@@ -24,14 +24,14 @@ from torch import Tensor
 
 GRID = 2.0**-10
 MANTISSA = 2.0**40
-"""Searched vectors keep 40 bits below their largest component: with GRID, every sum fits float64's 53 bits."""
+"""Vectors are rounded to 40 bits below their largest component: with GRID, every sum fits float64's 53 bits."""
 FINE = 2.0**38
 SCORES = 1 << 17
 """Numbers of one temporary of the search; 1 MB of float64 stays in cache."""
 WIDE_SCORES = 1 << 25
 """The same on a GPU: 256 MB, so that a search is a few launches."""
 MANY = 4096
-"""From here on setting up cells pays."""
+"""Number of vectors from which setting up cells pays."""
 GRID_CELLS = 4
 """Cells along each of three axes of a face."""
 
@@ -101,7 +101,7 @@ def corner_score(v: Tensor, dim: int = -1) -> Tensor:
 def scaled(x: Tensor) -> Tensor:
     """Vectors ``[4, n]`` times a power of two each, largest component in [0.5, 1), as float64 multiples of 2^-40.
 
-    Directions stay as they are, so a search may use it; zero stays zero. 16-bit values lose nothing unless they are
+    Directions do not change, so a search may use it; zero stays zero. 16-bit values lose nothing unless they are
     2^29 times smaller than the largest of their vector.
     """
     exponent = torch.frexp(x.abs().amax(0)).exponent
@@ -111,8 +111,8 @@ def scaled(x: Tensor) -> Tensor:
 def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     """Index ``24 s + p`` of the product that has the largest inner product with ``x``; the lowest one on ties.
 
-    A few vectors are searched by the closed form, many in cells: ``<p_f y, p_f p q> = <y, p q>``, so what is near the
-    front serves all eight faces. Both are exact and agree to the last tie.
+    A few vectors are searched by the closed form, many in cells: ``<p_f y, p_f p q> = <y, p q>``, so one face's cells
+    serve all eight faces. Both are exact and agree, ties included.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) ->
 
 
 def _cells_pay(x: Tensor) -> bool:
-    """Whether ``x [4, n]`` is searched in cells: thousands of small products, which only a CPU makes quickly."""
+    """Whether ``x [4, n]`` is searched in cells: thousands of small products, which are fast only on a CPU."""
     return x.device.type == "cpu" and x.shape[1] >= MANY
 
 
@@ -247,13 +247,13 @@ def _in_cells(y: Tensor, table: Tensor) -> Tensor:
     a, b, c = ratio.to(torch.uint8).clamp_(max=GRID_CELLS - 1)
     cell, order = ((a * GRID_CELLS + b) * GRID_CELLS + c).sort()
     y = y.index_select(1, order)
-    front = _rivals(table, 2).any(0).nonzero()[:, 0]  # most rows lose all over this face: eight large boxes tell
+    front = _rivals(table, 2).any(0).nonzero()[:, 0]  # eight large boxes rule out most rows for this face
     keep = _rivals(table[front], GRID_CELLS)
     rivals = front[keep.nonzero()[:, 1]]
     counts = keep.sum(1).tolist()
     tell = torch.stack([torch.ones_like(rivals), rivals]).to(table).split(counts, 1)
     found = torch.empty_like(y[:2])
-    space = torch.empty(SCORES + len(table), dtype=y.dtype, device=y.device)  # memory asked for anew would be cold
+    space = torch.empty(SCORES + len(table), dtype=y.dtype, device=y.device)  # reused, so that it stays in cache
     start = 0
     sizes = cell.bincount(minlength=len(counts)).tolist()
     for entries, names, own, count in zip(table[rivals].split(counts), tell, y.split(sizes, 1), counts, strict=True):
@@ -325,5 +325,5 @@ def quantize_lengths(length: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def decode_lengths(steps: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Inverse of ``quantize_lengths``: float32 ``[..., n]``."""
     step = scale.float() * 2
-    # a tensor, not a number: CUDA divides by a constant through its reciprocal
+    # a tensor, not a number: CUDA divides by a constant by way of its reciprocal
     return steps * (step / torch.full_like(step, 2**bits - 1))

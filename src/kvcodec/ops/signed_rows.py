@@ -1,8 +1,8 @@
 """HQMQ's codes and radii in the order of bits that attention kernels read: n chunks of a row, n a multiple of 8.
 
-A code of w bits is 2 row + sign, as rows 2i and 2i + 1 of the codebook are opposite; a radius has r bits. As many bytes
-as two plain streams, n (w + r) / 8, in fields of which one mask leaves two signed radii in a register as fp16 numbers,
-while rows lie where few operations make addresses of them.
+A code of w bits is 2 row + sign, as rows 2i and 2i + 1 of the codebook are opposite; a radius has r bits. The
+size is that of two plain streams, n (w + r) / 8 bytes. The fields are laid out so that one mask leaves two signed radii
+in a register as fp16 numbers, and few operations turn rows into addresses.
 
 ``w + r >= 16``: a chunk has a little-endian unit of 16 bits ::
 

@@ -1,7 +1,7 @@
 """Codes of a row in four parts: whole 32-bit words of each part, and a tail of the bits that fill no word.
 
-Four lanes of a warp share a token's row. In a plain bit stream most lanes begin inside a word and shift every word that
-they load. Here each has words of its own, and one shift for its bits of the tail.
+Four lanes of a warp share a token's row. In a plain bit stream most lanes begin inside a word and must shift every
+word that they load. Here each lane has words of its own, and one shift for its bits of the tail.
 
 A row of n codes of w bits; a = floor(n / 4)::
 
@@ -121,7 +121,7 @@ def pack_split(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
     wide = (codes.to(torch.int32)[..., runs.code] >> runs.shift.int() & runs.mask.int()) << runs.bit.int()
     sizes = split_bytes(n, bits)
     row = torch.zeros(*codes.shape[:-1], sum(sizes.values()) + 2, dtype=torch.int32, device=codes.device)
-    for i in range(3):  # bits of different runs, so that sums are unions
+    for i in range(3):  # runs do not overlap, so sums are unions
         row.index_add_(-1, runs.byte + i, wide >> 8 * i & 0xFF)
     pieces = row.to(torch.uint8)[..., :-2].split(list(sizes.values()), -1)
     return {name: piece.contiguous() for name, piece in zip(sizes, pieces, strict=True)}

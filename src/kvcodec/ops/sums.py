@@ -1,7 +1,7 @@
-"""Sums whose order of additions is fixed, and pieces of a call small enough for a cache.
+"""Sums with a fixed order of additions, and chunks of a call that fit a CPU cache.
 
-``sum(-1)`` adds in an order that depends on the machine and on the shape of the whole call. What ends up in bytes must
-not: a token alone has to give the bits that it gives in a batch, on a CPU and on a GPU.
+``sum(-1)`` adds in an order that depends on the machine and on the shape of the call. Encoded bytes must not: a token
+has to give the same bits alone and in a batch, on CPU and GPU.
 """
 
 import torch

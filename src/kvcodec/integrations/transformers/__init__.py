@@ -12,7 +12,7 @@ __all__ = ["KVCache", "cache_for", "load_cache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers only when something of it is asked for."""
+    """Import transformers only on first use."""
     if name in __all__:
         from kvcodec.integrations.transformers import cache
 

@@ -1,6 +1,6 @@
-"""What a forward pass on a GPU is given, noted layer by layer and looked at once, at its end.
+"""Deferred checks of a forward pass on a GPU: noted layer by layer, read once, at its end.
 
-A look at a number waits for the GPU. In the middle of a pass that costs more than the number did.
+Reading a number synchronises with the GPU, which is expensive in the middle of a pass.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Before(NamedTuple):
-    """A fused layer before a call: what ``PackedCacheLayer.go_back`` takes.
+    """State of a fused layer before a call, for ``PackedCacheLayer.go_back``.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class Before(NamedTuple):
     pages, table : Tensor
         Of its store.
     seen : int
-        Tokens seen, those included that left a window.
+        Tokens seen, including those that have left a window.
     """
 
     cache: State
@@ -37,7 +37,7 @@ class Before(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A layer that was given several tokens in this forward pass.
+    """A layer to which this forward pass has appended several tokens.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class Note(NamedTuple):
     before : Before or None
         None: the layer was empty.
     wrong : tuple of Tensor
-        Numbers on the device, one each, that are above a bound or NaN if codecs cannot hold the tokens.
+        Device tensors of one number each, above ``bound`` or NaN if codecs cannot hold the tokens.
     bound : float
     earlier : Tensor, optional
         The layer's own flag: whether a token of an earlier decode step could not be held.
@@ -62,16 +62,16 @@ class Note(NamedTuple):
 
 
 class Arrivals:
-    """What is noted while a forward pass gives several tokens to each layer, and looked at once, at its end.
+    """The notes of a forward pass of several tokens, checked once, at its end.
 
-    A pass that stopped in its middle is looked at before the next call adds, changes or reads anything.
+    If a pass stopped half-way, its notes are checked before the next call adds, changes or reads anything.
 
     Parameters
     ----------
     layers : int
         Layers that a pass fills.
     probe : OutlierProbe, optional
-        Judges the keys of the pass that fills the empty layers.
+        Measures the keys of the pass that fills the empty layers.
     """
 
     def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
@@ -80,12 +80,12 @@ class Arrivals:
         self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
 
     def append(self, layer: "PackedCacheLayer", keys: Tensor, values: Tensor) -> bool:
-        """Append several tokens to a fused layer, and note what ``settle`` has to look at; False: nothing was done."""
+        """Append several tokens to a fused layer and note what ``settle`` must check; False: nothing was appended."""
         cache, first = layer.cache, not layer.filled
         if not isinstance(cache, DeviceCache) or keys.shape[2] == 1 or not waits(keys):
             return False
         grows = isinstance(cache, GrowingCache)
-        if layer.prefill != "exact" if first else not grows:  # a static cache looks at its lengths anyway
+        if layer.prefill != "exact" if first else not grows:  # a static cache synchronises anyway
             return False
         if (flags := self.flags.get(keys.device)) is None:
             zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
@@ -96,16 +96,16 @@ class Arrivals:
         try:
             cache.append(keys, values, flag=flag)
         except BaseException:
-            self.flags = {}  # this one may be up
+            self.flags = {}  # this one may be raised
             raise
         if isinstance(cache, GrowingCache):
-            cache.unchecked = False  # looked at in ``settle`` as well
+            cache.unchecked = False  # ``settle`` reads its flag as well
         wrong, bound = ((flag,), 0.0) if cache.flags_all(keys) else ((largest(keys), largest(values)), FP16_MAX)
         self.noted[layer.index] = Note(layer, keys.shape[2], before, wrong, bound, earlier)
         return True
 
     def came(self, layer: "PackedCacheLayer", keys: Tensor, first: bool) -> None:
-        """Take notice of a layer that these keys were appended to."""
+        """Note that these keys were appended to a layer."""
         if first:
             self.noted.setdefault(layer.index, Note(layer, keys.shape[2]))
             if self.probe is not None:
@@ -114,7 +114,7 @@ class Arrivals:
             self.settle()
 
     def settle(self) -> None:
-        """Look at what was noted.
+        """Check what was noted (one synchronisation per device).
 
         Raises
         ------
@@ -124,15 +124,15 @@ class Arrivals:
         if not self.noted:
             return
         if self.probe is not None:
-            self.probe.measure()  # before the wait
+            self.probe.measure()  # launches, before the synchronisation
         noted, self.noted = list(self.noted.values()), {}
         looks = [(n, n.bound, x) for n in noted for x in n.wrong]
-        looks += [(n, -1.0, n.earlier) for n in noted if n.earlier is not None]  # before this pass
-        for device in {x.device for *_, x in looks}:  # of a model on several GPUs
+        looks += [(n, -1.0, n.earlier) for n in noted if n.earlier is not None]  # flagged before this pass
+        for device in {x.device for *_, x in looks}:  # a model may be on several GPUs
             here = [one for one in looks if one[2].device == device]
             numbers = torch.cat([x.view(1) for *_, x in here]).tolist()
             for (note, bound, _), number in zip(here, numbers, strict=True):
-                if number <= max(bound, 0.0):  # NaN is not
+                if number <= max(bound, 0.0):  # false for NaN
                     continue
                 where = _where(note) if bound >= 0 else ""
                 self._go_back(noted)
@@ -158,13 +158,13 @@ class Arrivals:
     def forget(self, layer: "PackedCacheLayer") -> None:
         """Drop what was noted of a layer."""
         if self.noted.pop(layer.index, None):
-            self.flags = {}  # its own may be up, and nobody will look
+            self.flags = {}  # its own may be raised, and is not read any more
         if self.probe is not None:
             self.probe.forget(layer.index)
 
 
 def _where(note: Note) -> str:
-    """Role and position of a token that could not be held: it is stored as a row of zeros, or waits as it came."""
+    """Role and position of a token that could not be held: in the pages a row of zeros, otherwise as it came."""
     cache = note.layer.cache
     held = len(cache)
     first = held - min(note.tokens, held)

@@ -1,6 +1,6 @@
-"""The attention function ``kvcodec``: transformers' attention over packed pages, without a decoded copy of them.
+"""The attention function ``kvcodec``: transformers' attention interface over packed pages, without a decoded copy.
 
-A cache layer hands over itself (``PackedKV``) instead of decoded keys and values; the function registered with
+A cache layer returns a handle to itself (``PackedKV``) instead of decoded keys and values; the function registered with
 transformers reads the pages from it, chunk by chunk or in the fused kernels. The handle carries the layer, so several
 caches may share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
 """
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 START = "kvcodec_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
 RULES = "kvcodec_rules"
-"""Attribute of a mask tensor: what ``_rules`` found it to say, by its arguments."""
+"""Attribute of a mask tensor: results of ``_rules``, by its arguments."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
 
 
 class PackedKV:
-    """Stands for the K and V of a packed layer; any use of it as a tensor is refused with a sentence."""
+    """Handle that stands for the K and V of a packed layer; any use of it as a tensor raises ``UnsupportedError``."""
 
     def __init__(self, layer: "PackedCacheLayer") -> None:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and tracing ask for what is not there
+        if name.startswith("__"):  # copying and tracing probe for special methods
             raise AttributeError(name)
         raise UnsupportedError(
             f"the model used {name!r} of keys or values that are still packed: its attention is not "
@@ -165,13 +165,13 @@ def _chunk(
     return out
 
 
-_chunk_apart = torch.compiler.disable(_chunk)  # lengths and masks are looked at on the host
+_chunk_apart = torch.compiler.disable(_chunk)  # reads lengths and masks on the host
 
 
 def _rules(mask: Tensor, layer: "PackedCacheLayer", held: int) -> Seen:
-    """Read a mask of several queries: as causal, with the layer's window and left padding, if it says just that.
+    """Reduce a mask of several queries to causal, window and left padding, if it means just that.
 
-    One host sync for each mask: the layers of a model share it, and it carries what was found.
+    One synchronisation per mask: the layers of a model share it, and the result is stored as its attribute.
     """
     window, chunk, place = layer.reach(held)
     asked = (held, window, chunk, place)
@@ -183,7 +183,7 @@ def _rules(mask: Tensor, layer: "PackedCacheLayer", held: int) -> Seen:
 
 
 def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None:
-    """Return what ``mask [B, 1, n, N]`` says if it hides only what comes later, what is out of reach and left padding.
+    """Return the rules of ``mask [B, 1, n, N]`` if it hides only later tokens, those out of reach and left padding.
 
     Parameters
     ----------
@@ -207,12 +207,12 @@ def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None
     ever = visible.any(2)[:, 0]  # [B, N]
     start = torch.where(ever.any(-1), ever.to(torch.uint8).argmax(-1), held)
     same = (visible == (wanted & (keys >= start[:, None, None, None]))).all()
-    if mask.dtype != torch.bool:  # hidden tokens are hidden, not merely weighed less
+    if mask.dtype != torch.bool:  # an additive mask must hide tokens fully, not only lower their weight
         same &= (visible | (mask < torch.finfo(mask.dtype).min / 2)).all()
     *found, fits = torch.cat([start, same[None]]).tolist()
     if not fits:
         return None
-    oldest = rules.first(0, n, held)  # what no query reaches need not be hidden as well
+    oldest = rules.first(0, n, held)  # padding that no query reaches need not be hidden again
     padding = tuple(int(s) if s > oldest else 0 for s in found)
     return rules._replace(start=padding if any(padding) else ())
 
@@ -226,7 +226,7 @@ def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
     older = 0 if layer.is_compileable else len(layer.cache) - mask.shape[-1]
     tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     if not layer.mask_checked and not tracing:
-        layer.mask_checked = True  # one host sync per prefill, none per step
+        layer.mask_checked = True  # one synchronisation per prefill, none per step
         seen = _seen(mask)
         runs = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
         if bool((runs > 1).any()):
@@ -243,7 +243,7 @@ def _seen(mask: Tensor) -> Tensor:
 
 
 def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
-    """Match the mask's width to the tokens held.
+    """Cut the mask to the width of the tokens held.
 
     A sliding layer that records its past holds older tokens than any query sees; a static cache is masked to its full
     capacity.
@@ -259,7 +259,7 @@ def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
 
 
 def left_padding(mask: Tensor) -> Tensor:
-    """Count the hidden tokens before the first visible one: int32 ``[B]``, without a host sync.
+    """Count the hidden tokens before the first visible one: int32 ``[B]``, without synchronising.
 
     Parameters
     ----------
@@ -298,9 +298,9 @@ def _dense(
 
 
 def kvcodec_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' SDPA mask; that of one query token also carries where each sequence starts.
+    """transformers' SDPA mask; for one query token it also carries the start of each sequence.
 
-    The fused kernel needs only the start, and one reduction over the mask here replaces one in every layer.
+    The fused kernel needs only the starts: they are reduced from the mask once here, not in every layer.
     """
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     if mask is not None and mask.shape[-2] == 1 and not torch.compiler.is_compiling():

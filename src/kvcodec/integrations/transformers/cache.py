@@ -6,9 +6,9 @@
     model.generate(**inputs, past_key_values=cache)
     cache.report()
 
-Three ways of attention. ``decoded``: each layer's packed K and V are decoded for the time of its attention; works with
-every attention implementation. ``streamed``: the registered attention function ``kvcodec`` reads the pages a chunk at
-a time, so no decoded copy of a layer exists. ``fused``: the same road with the fused GPU kernels for one-token steps.
+There are three attention modes. ``decoded``: each layer's packed K and V are decoded for the time of its attention;
+works with every attention implementation. ``streamed``: the registered attention function ``kvcodec`` reads the pages a
+chunk at a time, so no decoded copy of a layer exists. ``fused``: the same function with fused GPU kernels.
 The last two need the attention function, which importing this module registers::
 
     from kvcodec.integrations.transformers import cache_for
@@ -57,7 +57,7 @@ class KVCache(Cache):  # type: ignore[misc]
     """The packed cache of a model; made by ``cache_for``, passed as ``past_key_values``.
 
     Everything that transformers does to a cache works on the packed bytes: beam reordering, cropping, batch selection
-    and repetition, reset, further turns. Each token is encoded once.
+    and repetition, reset, further conversation turns. Each token is encoded once.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return [layer.cache for layer in self.packed_layers]
 
     def settle(self) -> None:
-        """Look at what a forward pass that stopped in its middle has left (one host sync); every reader does.
+        """Check what a forward pass that stopped half-way has left (one synchronisation); called before every read.
 
         Raises
         ------
@@ -112,13 +112,13 @@ class KVCache(Cache):  # type: ignore[misc]
             ``spec, model, tokens, batch`` (tokens: seen per sequence);
             ``bytes`` by part and ``layers`` (a list: layer, note, tokens, bytes by part, total_bytes, prefill and
             attention calls that ran, the kernels that serve it);
-            ``total_bytes``: all bytes held for the sequences; ``constant_bytes``: constants of the sites, beside them;
+            ``total_bytes``: all bytes held for the sequences; ``constant_bytes``: constants, not in ``total_bytes``;
             ``effective_bits``: total_bytes x 8 / elements held; ``key_bits, value_bits``: of the codecs, from the
             layout (None while head_dim is unknown, or where layers differ in it);
             ``ratio_to_16bit``: bytes of the same tokens in 16 bit / total_bytes;
             ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
-            a layer or made its pages grow (the copies that encoding a prefill needs are not in it);
-            ``prefill, attention``: as chosen; ``paths``: calls by path that really ran; ``keys``: the outlier probe.
+            a layer or made its pages grow (the copies made while encoding a prefill are not included);
+            ``prefill, attention``: as chosen; ``paths``: number of calls by path; ``keys``: the outlier probe.
         """
         self.settle()
         layers = [_layer_report(layer) for layer in self.packed_layers]
@@ -229,20 +229,20 @@ def cache_for(
         See the module's text. The last two need ``model.set_attn_implementation("kvcodec")``, called after this module
         is imported.
     seed : int
-        Random constants derive from it, the layer, the role and the head.
+        The random constants derive from it and from layer, role and head.
     params : path or mapping, optional
         Fitted constants: a file that ``kvcodec fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
         them codecs that need a sample are fitted on each prefill.
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional
-        Tokens to allocate for at once. With ``fused`` the cache is static then: a decode step neither synchronises nor
+        Tokens to allocate for at once. With ``fused`` the cache is then static: a decode step neither synchronises nor
         allocates, so it can be captured in a CUDA graph.
     probe : {"refuse", "warn", "off"} or bool
         What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
-        token; outlier channels otherwise on the first prefill. ``refuse``, which True is as well: raise, and name
-        presets that hold; a refused prefill leaves the cache empty. ``warn``: say so and go on. ``off`` or False: do
-        not look.
+        token; outlier channels otherwise on the first prefill. ``refuse`` or True: raise, and name
+        presets that hold; a refused prefill leaves the cache empty. ``warn``: warn and go on. ``off`` or False: do not
+        check.
 
     Raises
     ------
@@ -324,7 +324,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     ----------
     path : str or Path
     model_or_config : PreTrainedModel or PreTrainedConfig
-        The model it shall serve.
+        The model that will use it.
     attention : {"decoded", "streamed"}, optional
         Default as saved; one saved with ``fused`` is loaded with ``streamed``.
 
@@ -345,7 +345,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         way = attention or ("streamed" if saved_attention == "fused" else saved_attention)
         if way == "fused":
             raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
-        # constants are those of the file, layer by layer
+        # the constants come from the file, layer by layer
         fitted = {layer.layer: layer.fitted for layer in held}
         cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
     except (KeyError, TypeError, ValueError, FitError) as error:
@@ -366,7 +366,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
 
 
 def _described(plan: ModelPlan) -> list[dict[str, Any]]:
-    """Return what a file says of the packed layers; which others there are depends on transformers' version."""
+    """Describe the packed layers for a file; the other layers depend on transformers' version."""
     return [{"type": layer.type, "window": layer.window} for layer in plan.kv_layers]
 
 
@@ -382,7 +382,7 @@ def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme: KVScheme, seed: int) -> LayerParams:
-    """Constants by layer, after checking that they were fitted for this."""
+    """Constants by layer, after verifying that they fit model, scheme and seed."""
     if isinstance(params, str | Path):
         return load_params(params, model_or_config, scheme, seed=seed)
     if isinstance(params, FittedParams):
@@ -393,7 +393,7 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
 def _watch(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams, action: Probe
 ) -> OutlierProbe | None:
-    """Refuse, or warn of, a scheme that breaks on the model's key biases; return what watches the first prefill."""
+    """Check a scheme against the model's key biases, and return the probe of the first prefill."""
     if action == "off":
         return None
     biases = biases_of(model_or_config, plan)
@@ -407,7 +407,7 @@ def _watch(
 
 
 def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int | None = None) -> None:
-    """Refuse a head_dim that a codec cannot take, or a page that blocks do not fill, before any token is seen.
+    """Validate head_dim and page size for the codecs of every layer, before any token is seen.
 
     Raises
     ------
@@ -430,8 +430,8 @@ def _kernels(
     Raises
     ------
     UnsupportedError
-        They cannot take a layer on the model's device (a config has none, so its layers are asked at the first token),
-        or a static cache is asked for where layers slide.
+        They do not support a layer on the model's device (with a config, which has none, this is checked at the first
+        token), or a static cache is requested for sliding layers.
     """
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))

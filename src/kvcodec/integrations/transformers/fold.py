@@ -3,14 +3,14 @@
     W_K[h] <- W_K[h] / norm[h]      b_K[h] <- b_K[h] / norm[h]            rows = output channels of KV head h
     W_Q[i] <- W_Q[i] * norm[h]      b_Q[i] <- b_Q[i] * norm[h]            query head i of KV head h = i // (HQ / H)
 
-Keys then leave the model divided by their norms, queries multiplied by them, and the logits are what they were, for any
-prompt: after folding, ``innerq-base:norm=false`` does what ``innerq-base`` does with these norms, without touching keys
-or queries at run time. max |K_k| of the prompt that the norms were fitted on becomes its own square root.
+The projections then give keys divided by their norms and queries multiplied by them, and the logits are unchanged for
+any prompt. After folding, ``innerq-base:norm=false`` does what ``innerq-base`` does with these norms, without touching
+keys or queries at run time. On the prompt that the norms were fitted on, max |K_k| becomes its square root.
 
-Between projection and attention a key may only be rotated, and a rotation must take both channels (i, i + D/2) of a
-pair by the same norm (fitted norms are shared so). Whatever else happens there does not commute with a norm per
-channel, and such a model is refused: RMS norms of q and k, fused or shared projections, a clip, multi-head latent
-attention, partial rotation, pairs of neighbouring channels. The rotation is verified on random rows.
+Between projection and attention a key may only be rotated, and both channels (i, i + D/2) of a rotated pair must have
+the same norm (fitted norms do). Anything else does not commute with a norm per channel, and such a model is refused:
+RMS norms of q and k, fused or shared projections, a clip, multi-head latent attention, partial rotation, pairs of
+neighbouring channels. The rotation is verified on random rows.
 
 One set of weights serves all sequences of a batch, so the norms are those of one sequence.
 """
@@ -34,13 +34,13 @@ from kvcodec.integrations.transformers.weights import (
 )
 
 _HARMLESS = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "rotary_emb"}
-"""Children of an attention module that leave q and k as the projections give them."""
+"""Children of an attention module that do not change q and k."""
 
 
 class FoldedKeyNorms(ChangedWeights):
-    """What ``fold_key_norms`` did, and how to undo it; a ``with`` block unfolds at its end.
+    """Undoes ``fold_key_norms``; as a context manager at the end of the block.
 
-    Holds a copy of the weights as they were, so that ``unfold`` is exact; drop it to free them.
+    Holds a copy of the original weights, so that ``unfold`` is exact; delete it to free them.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class FoldedKeyNorms(ChangedWeights):
         return f"FoldedKeyNorms({self.name}, layers={self.layers})"
 
     def undo(self) -> None:
-        """Put the weights back, bit for bit; a second call does nothing. Of two folds undo the later one first."""
+        """Put the weights back, bit for bit; a second call does nothing. Undo the later of two folds first."""
         super().undo()
         self.layers.clear()
 
@@ -82,8 +82,8 @@ def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> F
     ----------
     model : PreTrainedModel
     params : mapping
-        ``{layer: {"key": {"norm": [1, H, D]}}}``, what ``cache_for(params=)`` takes for ``innerq-base``. Layers that
-        are missing, or hold no norm, stay as they are.
+        ``{layer: {"key": {"norm": [1, H, D]}}}``, as ``cache_for(params=)`` takes for ``innerq-base``. Layers that
+        are missing or hold no norm are not changed.
 
     Returns
     -------
@@ -177,7 +177,7 @@ def _check_config(name: str, config: Any) -> None:
 
 
 def _attention_of(where: str, decoder: nn.Module, layer: int, query_heads: int, norm: Tensor) -> Any:
-    """Return the layer's attention module, of which q_proj and k_proj are plain and private."""
+    """Return the layer's attention module, whose q_proj and k_proj are plain and not shared."""
     found = attention_modules(decoder, layer, {"q_proj", "k_proj"})
     if len(found) != 1:
         raise UnsupportedError(
@@ -207,7 +207,7 @@ def _attention_of(where: str, decoder: nn.Module, layer: int, query_heads: int, 
 
 
 def _check_rotation(where: str, decoder: Any, attention: Any, dim: int) -> None:
-    """Refuse, by trying it, a rotary embedding that does not commute with norms shared by (i, i + D/2)."""
+    """Verify, on random rows, that the rotary embedding commutes with norms shared by (i, i + D/2)."""
     rotate: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     generator = torch.Generator().manual_seed(0)
     x, y, norm = torch.rand(3, 1, 1, 8, dim, generator=generator) + 0.5

@@ -1,4 +1,4 @@
-"""Which model fitted constants are for: what tells a transformers model from another, and files checked against it."""
+"""Identity of a transformers model, and params files checked against it."""
 
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
 
 
 def check_params(fitted: FittedParams, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0) -> None:
-    """Refuse constants that were fitted for another scheme, model, shape or seed.
+    """Validate that constants were fitted for this scheme, model, shape and seed.
 
     Raises
     ------
     FormatError
-        The text says what differs. Weights are compared where a model is given, not a config.
+        If they differ; the text says how. Weights are compared if a model is given, not a config.
     """
     here = identify(getattr(model_or_config, "config", model_or_config))
     model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
@@ -55,7 +55,7 @@ def load_params(path: str | Path, model_or_config: Any, spec: str | KVScheme, *,
     ----------
     path : str or Path
     model_or_config : PreTrainedModel or PreTrainedConfig
-        Given a model, its weights are compared as well.
+        If a model is given, its weights are compared as well.
     spec : str or KVScheme
     seed : int
 

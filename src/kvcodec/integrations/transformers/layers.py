@@ -1,7 +1,7 @@
 """One model layer of a packed cache with full attention: what transformers calls, on top of a ``LayerCache``.
 
-Every token is encoded once, on arrival; what ``update`` returns depends on the layer's way of attention: decoded K and
-V, or a handle to itself. ``windowed.py`` has the layers of sliding and chunked attention.
+Every token is encoded once, on arrival; what ``update`` returns depends on the attention mode: decoded K and V, or a
+handle to itself. ``windowed.py`` has the layers of sliding and chunked attention.
 """
 
 from typing import Any, Literal
@@ -23,11 +23,11 @@ from kvcodec.integrations.transformers.plan import Attention
 Prefill = Literal["exact", "decoded"]
 
 CHUNK_TOKENS = 1024
-"""Tokens decoded at a time; bounds what a read needs beyond its result."""
+"""Tokens decoded at a time; bounds the memory that a read needs beyond its result."""
 APPEND_TOKENS = 4096
 """Tokens of a prefill encoded at a time; bounds the float32 copies that encoding needs."""
 DECODE_COPIES = 10
-"""Upper bound of the float32 copies of a chunk that a codec's decode holds at once; a test counts them."""
+"""Upper bound of the float32 copies of a chunk that a codec's decode holds at once; verified by a test."""
 
 
 class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -36,14 +36,14 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     Parameters
     ----------
     cache : LayerCache
-        Where the packed tokens are.
+        Holds the packed tokens.
     index : int
         Layer of the model.
     attention : {"decoded", "streamed", "fused"}
     prefill : {"exact", "decoded"}
         What the call that fills the empty layer attends: the fresh K and V, or what is stored.
     arrivals : Arrivals, optional
-        Told of what is appended; one object for all layers of a model.
+        Notified of appended tokens; one object for all layers of a model.
     """
 
     is_sliding = False
@@ -63,7 +63,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
         self.arrivals = arrivals or Arrivals(1)
         self.is_compileable = isinstance(cache, StaticCache)
-        scheme, given = cache.scheme, cache.fitted  # given constants need no sample of the whole prefill
+        scheme, given = cache.scheme, cache.fitted  # with given constants no sample of the whole prefill is needed
         self.sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
@@ -88,7 +88,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the LayerCache allocates at the first append."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store new tokens, encode what leaves the window, and return what attention shall read.
+        """Store new tokens, encode what leaves the window, and return what attention reads.
 
         Parameters
         ----------
@@ -102,8 +102,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            NaN, Inf or |x| > 65504 in the new tokens, with the position; of a fused cache on a GPU without it, and
-            when the tokens have come to the last layer.
+            NaN, Inf or |x| > 65504 in the new tokens, with the position. For a fused cache on a GPU it is raised once
+            the last layer has its tokens, without the position.
         """
         first = not self.filled
         if torch.compiler.is_compiling() and (first or key_states.shape[2] > 1):
@@ -126,7 +126,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._take(keys, values, first)
 
     def _count(self, fresh: int, first: bool) -> None:
-        """Refuse tokens beyond a static cache's pages; counted on the host, so a captured or compiled step is not."""
+        """Raise for tokens beyond a static cache's pages. Counts on the host, so not in captured or compiled steps."""
         if first or fresh > 1:
             self.counted = 0 if first else len(self.cache)
         self.counted += fresh
@@ -145,7 +145,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
-        if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass is over
+        if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass has ended
             self.arrivals.settle()
         if self.arrivals.append(self, keys, values):
             return
@@ -153,19 +153,19 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache.append(keys, values)
             return
         for name, x in (("keys", keys), ("values", values)):
-            check_tensor(name, x)  # all of it before any of it is stored
+            check_tensor(name, x)  # all tokens before any is stored
         try:
             for at in range(0, n, APPEND_TOKENS):
                 self.cache.append(keys[:, :, at : at + APPEND_TOKENS], values[:, :, at : at + APPEND_TOKENS])
                 if at == 0 and self.cache.store is not None:
                     self.cache.store.ensure(self.cache.length + n - APPEND_TOKENS, exact=True)
         except BaseException:
-            if not self.filled:  # half a prefill is no prefill
+            if not self.filled:  # drop an incomplete prefill
                 self.cache.reset()
             raise
 
     def _stored(self, fresh: int) -> tuple[Any, Any]:
-        """Hand over what is held: a handle, or decoded K and V."""
+        """Return what is held: a handle, or decoded K and V."""
         if self.attention == "decoded":
             return self._decoded(0)
         return self.handle, self.handle
@@ -189,7 +189,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def attended(self, path: str, query: Tensor) -> None:
         """Note, after attention over the pages, which path ran and what it needed at most."""
-        if torch.compiler.is_compiling():  # counters would be guards: one graph per step
+        if torch.compiler.is_compiling():  # counters would become guards: one graph per step
             self.compiled = True
             return
         self.calls[path] += 1
@@ -211,21 +211,21 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.workspace_bytes = max(self.workspace_bytes, need)
 
     def state(self) -> Before:
-        """What an append to this layer, whose pages grow, and what attention drops after it replace."""
+        """State of this layer, whose pages grow, that an append and the eviction after attention replace."""
         assert isinstance(self.cache, GrowingCache)
         assert self.cache.store is not None
         return Before(self.cache.state(), self.cache.store.pages, self.cache.store.table, self.cache.length)
 
     def go_back(self, state: Before) -> None:
-        """Be as when ``state`` was called, as if nothing had been appended since."""
+        """Restore ``state``, undoing every append since."""
         assert isinstance(self.cache, GrowingCache)
         self.cache.go_back(state.cache)
 
     def reach(self, held: int) -> tuple[int, int, int]:
-        """How far back a query sees when so many tokens are held: ``window, chunk, place`` of ``Seen``."""
+        """How far back a query sees with ``held`` tokens: ``window, chunk, place`` of ``Seen``."""
         return 0, 0, 0
 
-    # -- what transformers asks ------------------------------------------------------------------------------------
+    # -- transformers' interface -----------------------------------------------------------------------------------
 
     def get_seq_length(self) -> Any:
         """Tokens seen; a device tensor for a static cache, which must not synchronise."""
@@ -250,17 +250,17 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.filled = self.is_initialized = False
 
     def offload(self) -> None:
-        """Refuse: packed layers stay where they are."""
+        """Raise: packed layers are not offloaded."""
         raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
 
     def prefetch(self) -> None:
-        """Refuse, as ``offload``."""
+        """Raise, as ``offload``."""
         self.offload()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers)."""
         self.arrivals.settle()
-        held, tokens_to_remove = len(self.cache), int(tokens_to_remove)  # assisted decoding counts on the device
+        held, tokens_to_remove = len(self.cache), int(tokens_to_remove)  # assisted decoding passes a device tensor
         keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
         if keep < held:
             self.cache.crop(keep)
@@ -287,7 +287,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     # -- accounting ------------------------------------------------------------------------------------------------
 
     def note(self) -> str:
-        """Return one phrase on what is particular about this layer."""
+        """Return a short description of what is special about this layer."""
         return "full attention"
 
 

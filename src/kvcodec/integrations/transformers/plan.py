@@ -2,8 +2,8 @@
 
 Reads only the model's config, as ``DynamicCache(config=...)`` does: full, sliding and chunked attention layers hold
 packed K and V; linear-attention and convolution layers keep the state that transformers gives them; MLP layers, and
-layers whose K and V are borrowed from an earlier one, hold nothing. Everything else is refused, by layer and with the
-reason.
+layers whose K and V are borrowed from an earlier one, hold nothing. Anything else raises an error that names the layer
+and the reason.
 """
 
 import inspect
@@ -57,7 +57,7 @@ class LayerPlan:
     heads, head_dim : int or None
         KV heads and channels, as the config states them for this layer.
     options : dict
-        What transformers' own layer of this type is made with.
+        Arguments of transformers' own cache layer of this type.
     """
 
     index: int
@@ -134,7 +134,7 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
 
 
 def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Each layer's type and what transformers makes its cache layer with.
+    """Each layer's type and the arguments of transformers' cache layer.
 
     transformers 5.17 and 5.18 give one dict for all layers, later ones a list with one for each.
     """
@@ -203,7 +203,7 @@ def _states(text: Any, option: str) -> bool:
 
 def _layer(name: str, index: int, kind: str, options: dict[str, Any], text: Any) -> LayerPlan:
     if kind in _STATE_ONLY:
-        # of the options that transformers 5.17 and 5.18 give for all layers together only this one concerns them
+        # of the options that transformers 5.17 and 5.18 give for all layers, these layers use only this one
         states = {key: value for key, value in options.items() if key == "number_of_states"}
         return LayerPlan(index, kind, holds_kv=False, options=states)
     if kind in _EMPTY:

@@ -1,4 +1,4 @@
-"""What a measuring run does to a model's attention, and undoes: watch it, or let it read a packed cache."""
+"""For measurements, change a model's attention for the length of a block: record it, or let it read a packed cache."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Watcher = Callable[[Any, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]],
 
 @contextmanager
 def implementation(model: Any, name: str) -> Iterator[None]:
-    """Run the block with another attention implementation; the model's own is set again however it ends."""
+    """Run the block with another attention implementation; the model's own is always restored."""
     own = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -34,12 +34,12 @@ def implementation(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def watched(model: Any, seen: Watcher) -> Iterator[None]:
-    """Show every attention call of the block to ``seen``; the model computes what it always does.
+    """Call ``seen`` with the inputs of every attention call of the block; the model's results do not change.
 
     Raises
     ------
     UnsupportedError
-        If the block ran through and nothing was seen: the model does not use transformers' attention interface.
+        If the block ended without any call: the model does not use transformers' attention interface.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -62,7 +62,7 @@ def watched(model: Any, seen: Watcher) -> Iterator[None]:
         with implementation(model, RECORDER):
             yield
     finally:
-        # transformers keeps what was registered: it must not keep alive what was recorded
+        # transformers keeps registered functions alive, and this one would keep the recording alive
         watcher = _blind
     if not calls:
         raise UnsupportedError(
@@ -74,7 +74,7 @@ def watched(model: Any, seen: Watcher) -> Iterator[None]:
 def _blind(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> None:
-    """See nothing: what is registered once a block has ended."""
+    """Placeholder registered after the block."""
 
 
 def attention_of(scheme: KVScheme) -> Literal["decoded", "streamed"]:
@@ -92,7 +92,7 @@ def packed_cache(
     params: LayerParams | None = None,
     probe: Probe = "warn",
 ) -> Iterator[Any]:
-    """Give an empty ``KVCache``, and the model the attention that the scheme needs for the time of the block."""
+    """Yield an empty ``KVCache``, with the model set to the attention that the scheme needs for the block."""
     with CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, probe=probe).attending() as new_cache:
         yield new_cache()
 
@@ -100,17 +100,17 @@ def packed_cache(
 class CacheMaker:
     """Makes empty caches of one scheme for one model, one after another.
 
-    Constants that no sample decides (signs, rotations, codebooks) are drawn for the first cache alone: the later ones
-    take them over. What is fitted on a prefill is fitted on each. The probe watches the first cache only.
+    Constants that need no sample (signs, rotations, codebooks) are drawn for the first cache only and reused by later
+    ones. What is fitted on a prefill is fitted on each. The probe watches the first cache only.
 
     Parameters
     ----------
     model : PreTrainedModel
     spec : str or KVScheme
     prefill, seed, params, probe
-        As ``cache_for`` takes them. Who measures sees what breaks, so it is told (``warn``), not refused.
+        As in ``cache_for``, but ``probe`` defaults to ``warn``: broken presets are worth measuring too.
     remember : bool
-        ``LayerCache(remember=True)``: each token is decoded once. For scores; never where speed is what is measured.
+        ``LayerCache(remember=True)``: each token is decoded once. For scores only, never for speed measurements.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class CacheMaker:
 
     @contextmanager
     def attending(self) -> Iterator[Callable[[], Any]]:
-        """Give the function that makes a cache, and the model the attention that the scheme needs, for the block."""
+        """Yield the function that makes a cache, with the model set to the attention that the scheme needs."""
         from kvcodec.integrations import transformers  # registers the attention function
         from kvcodec.integrations.transformers.plan import ATTENTION_NAME
 
@@ -159,7 +159,7 @@ class CacheMaker:
             yield new_cache
 
     def _keep_constants(self) -> None:
-        """Take over what the first cache drew, once it holds tokens."""
+        """Keep the constants of the first cache, once it holds tokens."""
         if self._first is None or not all(layer.filled for layer in self._first.packed_layers):
             return
         given = self.params or {}

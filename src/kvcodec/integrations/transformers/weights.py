@@ -9,13 +9,13 @@ from kvcodec.errors import UnsupportedError
 
 
 class ChangedWeights:
-    """Weights that were scaled in place, with a copy of each as it was; a ``with`` block undoes them at its end."""
+    """Weights that were scaled in place, with a copy of the originals; a ``with`` block restores them at its end."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> Self:
-        """Keep the changes for the length of a ``with`` block."""
+        """Keep the changes for the ``with`` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,16 +37,16 @@ class ChangedWeights:
         factor : Tensor
             Broadcasts against ``part``.
         cause : str
-            What the error says is done, e.g. ``"LlamaForCausalLM: folding"``.
+            What the error names as the operation, e.g. ``"LlamaForCausalLM: folding"``.
         offset : float
             What the model itself adds to the weight, e.g. 1 for Gemma's ``x (1 + w)``.
         remedy : str
-            What else the error advises, e.g. ``"pass a smaller factor, or "``.
+            Further advice for the error, e.g. ``"pass a smaller factor, or "``.
 
         Raises
         ------
         UnsupportedError
-            If a value leaves the dtype's range; ``part`` is as it was.
+            If a value leaves the dtype's range; ``part`` is then unchanged.
         """
         wide = torch.promote_types(part.dtype, torch.float32)
         with torch.no_grad():
@@ -60,7 +60,7 @@ class ChangedWeights:
             part.copy_(scaled)
 
     def undo(self) -> None:
-        """Put the weights back, bit for bit; a second call does nothing. Of two changes undo the later one first."""
+        """Put the weights back, bit for bit; a second call does nothing. Undo the later of two changes first."""
         with torch.no_grad():
             for part, before in reversed(self._before):
                 part.copy_(before)
@@ -78,12 +78,12 @@ def attention_modules(decoder: nn.Module, layer: int, *projections: set[str]) ->
 
 
 def check_linear(where: str, decoder: nn.Module, name: str, linear: Any) -> None:
-    """Refuse a projection whose rows cannot be scaled in place.
+    """Validate that the rows of a projection can be scaled in place.
 
     Raises
     ------
     UnsupportedError
-        If it is not a plain ``nn.Linear`` in memory, or its weight is used in another place too.
+        If it is not a plain ``nn.Linear`` in memory, or its weight is shared with another module.
     """
     if type(linear) is not nn.Linear or linear.weight.is_meta or linear.weight.dtype.itemsize < 2:
         weight = getattr(linear, "weight", None)
@@ -97,7 +97,7 @@ def check_linear(where: str, decoder: nn.Module, name: str, linear: Any) -> None
 
 
 def rotated_share(config: Any) -> float:
-    """Share of a head's channels that RoPE rotates, the least of all layers."""
+    """Fraction of a head's channels that RoPE rotates, the smallest of all layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     return float(min((r.get("partial_rotary_factor") or 1.0 for r in nested), default=1.0))

@@ -13,9 +13,10 @@ from kvcodec.integrations.transformers.plan import Attention
 class WindowedLayer(PackedCacheLayer):
     """Cache of one sliding- or chunked-attention layer: the newest ``window - 1`` tokens, packed.
 
-    The scheme's sink is off here (the first tokens leave like any other). With ``activate_past_recording`` older
-    tokens stay until the next ``crop``, so that a rollback finds them. An exact prefill longer than the window skips
-    what no later query sees, so the group edges of a codec that groups tokens follow the prefill's end there.
+    The scheme's sink does not apply here (the first tokens leave the window like any other). With
+    ``activate_past_recording`` older tokens stay until the next ``crop``, so that a rollback finds them. An exact
+    prefill longer than the window skips tokens that no later query sees, so the group boundaries of a token-grouped
+    codec depend on the prefill's length.
 
     Parameters
     ----------
@@ -52,10 +53,10 @@ class WindowedLayer(PackedCacheLayer):
         first, fresh = not self.filled, key_states.shape[2]
         past = min(self.cumulative_length, self.window - 1)
         exact = first and self.prefill == "exact"
-        # nobody will see the older tokens of an exact prefill again: they are not even encoded
+        # no later query sees the older tokens of an exact prefill: they are not encoded
         skip = max(fresh - self.window + 1, 0) if exact and not self.record_past else 0
         self._append(key_states[:, :, skip:].detach(), value_states[:, :, skip:].detach())
-        self.cumulative_length += fresh  # not before: a refused token was not seen
+        self.cumulative_length += fresh  # only now: a rejected token was not seen
         self._arrived(key_states, first)
         if exact:
             self.calls["exact"] += 1
@@ -67,7 +68,7 @@ class WindowedLayer(PackedCacheLayer):
         return out
 
     def attended(self, path: str, query: Tensor) -> None:
-        """As ``PackedCacheLayer.attended``; then forget what no later query sees."""
+        """As ``PackedCacheLayer.attended``; then drop what no later query sees."""
         super().attended(path, query)
         self._restrict()
 
@@ -78,11 +79,11 @@ class WindowedLayer(PackedCacheLayer):
         return self.window, 0, 0
 
     def state(self) -> Before:
-        """As ``PackedCacheLayer.state``; what this class has seen is more than what it holds."""
+        """As ``PackedCacheLayer.state``; this layer has seen more tokens than it holds."""
         return super().state()._replace(seen=self.cumulative_length)
 
     def go_back(self, state: Before) -> None:
-        """As ``PackedCacheLayer.go_back``; pages that attention dropped come back, they are few."""
+        """As ``PackedCacheLayer.go_back``; pages that were dropped after attention are restored (they are few)."""
         assert self.cache.store is not None
         self.cache.store.pages, self.cache.store.table = state.pages, state.table
         self.cumulative_length = state.seen
@@ -138,5 +139,5 @@ class WindowedLayer(PackedCacheLayer):
         self._drop_old()
 
     def note(self) -> str:
-        """Return one phrase on what is particular about this layer."""
+        """Return a short description of what is special about this layer."""
         return f"{self.kind}, window {self.window}: the newest {self.window - 1} tokens, no sink"

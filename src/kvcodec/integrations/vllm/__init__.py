@@ -5,14 +5,14 @@ On a GPU::
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"kvcodec": {"preset": "saw-int4"}}'
 
 On a CPU the same without ``--attention-backend``, which that platform does not offer. Without the key ``kvcodec`` (see
-``options``) an engine is as it was.
+``options``) the engine is not changed.
 
 vLLM is imported only when it loads the plugin.
 """
 
 
 def register() -> None:
-    """Tell vLLM of the backends; vLLM calls this in each of its processes, some of them more than once."""
+    """Register the backends with vLLM, which calls this in each of its processes, sometimes more than once."""
     from kvcodec.integrations.vllm.plugin import register_backends
 
     register_backends()

@@ -1,7 +1,7 @@
-"""The attention backend: what vLLM asks of one, over ``EngineLayer``. vLLM 0.32 and 0.33.
+"""vLLM's attention backend, implemented by ``EngineLayer``. vLLM 0.32 and 0.33.
 
-A layer is bound when its weights are loaded: only then its name, and with that its number, its scheme and its constants
-are known. From then on it has a backend class of its own scheme, which tells vLLM how many bytes a token takes. Layers
+A layer is bound when its weights are loaded: only then are its name, and so its number, scheme and constants, known.
+From then on it has a backend class for its scheme, which tells vLLM how many bytes a token takes. Layers
 of different schemes (outer layers, recipes) may share blocks: vLLM gives each its own page size.
 """
 
@@ -43,7 +43,7 @@ from kvcodec.kernels.build import LEAST
 logger = init_logger("vllm.kvcodec")
 
 BLOCK = 64
-"""Tokens of a block that kernels read fastest; vLLM takes it where the user gives no ``--block-size``."""
+"""Block size that kernels read fastest; used unless the user passes ``--block-size``."""
 
 
 @lru_cache(maxsize=8)
@@ -52,7 +52,7 @@ def _options(additional: str, dtype: str) -> Options | None:
 
 
 def options_of(config: VllmConfig) -> Options | None:
-    """Read what the configuration says of kvcodec; None: nothing."""
+    """Read kvcodec's options from the configuration; None: there are none."""
     additional = config.additional_config
     plain = dict(additional) if isinstance(additional, dict) else {}
     return _options(json.dumps({k: v for k, v in plain.items() if k == "kvcodec"}), config.cache_config.cache_dtype)
@@ -92,7 +92,7 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return block sizes: those at which no plane of a page needs padding, of whole groups of tokens."""
+        """Return the block sizes: whole groups of tokens, at which no plane of a page needs padding."""
         return [MultipleOf(_step())]
 
     @classmethod
@@ -102,12 +102,12 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the order in which a block is a run of pages, one per head."""
+        """Return the layout in which a block is a run of pages, one per head."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether the dtype leaves it to us what the bytes are."""
+        """Return whether the dtype leaves the meaning of the bytes to the backend."""
         return kv_cache_dtype in (None, "auto", "float16", "bfloat16") or str(kv_cache_dtype).startswith(DTYPE)
 
     @classmethod
@@ -139,7 +139,7 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
         if spec.state_content_bytes is not None:
             return spec
         content = cls.token_bytes
-        if content is None:  # before layers are bound: what inner layers take
+        if content is None:  # before layers are bound: as inner layers
             options = current_options()
             if options is None:
                 return spec
@@ -155,7 +155,7 @@ def _step() -> int:
 
 @lru_cache(maxsize=256)
 def backend_for(name: str, token_bytes: int, unit: int) -> type[PackedBackend]:
-    """Return the backend of layers that take so many bytes per token and head, and encode ``unit`` tokens together."""
+    """Return the backend of layers with ``token_bytes`` bytes per token and head that encode ``unit`` at a time."""
     own = {
         "token_bytes": token_bytes,
         "forward_includes_kv_cache_update": unit > 1,
@@ -163,7 +163,7 @@ def backend_for(name: str, token_bytes: int, unit: int) -> type[PackedBackend]:
         "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
         "__doc__": PackedBackend.__doc__,
     }
-    # vLLM tells backends apart by their class's name
+    # vLLM distinguishes backends by class name
     return type(f"PackedBackend{token_bytes}x{unit}", (PackedBackend,), own)
 
 
@@ -191,14 +191,14 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class Slots:
-    """Where a step's tokens go, and from where on they are seen: worked out by a group's first layer for all of it.
+    """Where a step's tokens are stored, and the first token that each request sees: computed once per layer group.
 
-    Tensors that stay where they are, because captured graphs hold their addresses.
+    The tensors keep their addresses, because captured graphs hold them.
 
     Parameters
     ----------
     tokens, requests : int
-        At most so many in a step.
+        Upper bounds for a step.
     device : torch.device
     """
 
@@ -208,14 +208,14 @@ class Slots:
         self.workspace: Tensor | None = None
 
     def put(self, slots: Tensor, page_tokens: int) -> None:
-        """Take over slots ``[T]``; below 0: the place behind the last, where nothing is stored."""
+        """Set the slots ``[T]``; below 0: the place behind the last, where nothing is stored."""
         count = slots.shape[0]
         stored = slots >= 0
         self.page[:count] = torch.where(stored, slots // page_tokens, 0)
         self.place[:count] = torch.where(stored, slots % page_tokens, page_tokens)
 
     def see(self, seq_lens: Tensor, window: int) -> None:
-        """Take over how far back requests see."""
+        """Set the first token that each request sees."""
         self.start[: seq_lens.shape[0]] = (seq_lens - window).clamp_(min=0)
 
 
@@ -248,7 +248,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             impl.pending = self.pending
 
     def _pending_of(self, layers: list[EngineLayer], page_tokens: int, rows: int) -> PendingGroups | None:
-        """Make the slots of layers that encode groups of tokens: all of a builder's do, or none."""
+        """Make the pending slots if the layers encode groups of tokens; all layers of a builder do, or none."""
         if not isinstance(first := layers[0], GroupedLayer):
             return None
         if why := page_refusal(first.scheme, page_tokens):
@@ -269,7 +269,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
-        """Return the metadata of a step; only chunks of prompts need numbers on the host."""
+        """Return the metadata of a step; only prompt chunks need numbers on the host."""
         c = common_attn_metadata
         if self.pending is not None:
             self.pending.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx)
@@ -288,7 +288,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
 
 
 def _metadata(layer: Any) -> PackedMetadata | None:
-    """What the builder made for a layer's group in this step; None in trial runs."""
+    """Metadata of this step for a layer; None in vLLM's profiling runs."""
     found = get_forward_context().attn_metadata
     own = found.get(layer.layer_name) if isinstance(found, dict) else None
     return own if isinstance(own, PackedMetadata) else None
@@ -320,7 +320,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if options is None:
             raise UnsupportedError(f"kvcodec: no preset is named; add {EXAMPLE}.")
         self.options = options
-        absent = {"chunk_lookback": -1}  # said by a number
+        absent = {"chunk_lookback": -1}  # this value means it is not used
         unknown = [n for n, x in more.items() if x is not None and x is not False and absent.get(n, x is None) != x]
         if alibi_slopes is not None:
             unknown.append("alibi_slopes")
@@ -356,9 +356,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                     f"kvcodec: {name} reads another layer's cache, but not the tokens of its unfinished groups; serve "
                     f"the model with a preset that encodes each token alone, such as saw-int4."
                 )
-            return  # reads the pages of a layer before it, with that one's constants
+            return  # reads the pages of an earlier layer, with its constants
         if not layers[name].attn_backend.__module__.startswith("kvcodec."):
-            # a class that vLLM derives, to hand over other tables than those of the requests
+            # a class derived by vLLM, which passes other block tables
             kind = layers[name].attn_backend.__name__
             raise UnsupportedError(
                 f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
@@ -372,12 +372,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             raise UnsupportedError(f"kvcodec: {why}")
         if self.packed.device.type != "cpu":
             self.packed.flash = flash_for(self.head_size)
-            self.packed.engine(-(-BLOCK // self.packed.step) * self.packed.step)  # refuses before memory is taken
+            self.packed.engine(-(-BLOCK // self.packed.step) * self.packed.step)  # raises before memory is allocated
         unit = group_tokens(self.packed.scheme)
         layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
 
     def _check_biases(self) -> None:
-        """Refuse a preset that breaks on the model's key biases: once, when its first layer is bound."""
+        """Check the preset against the model's key biases, once, when the first layer is bound."""
         layers = self.config.compilation_config.static_forward_context
         impls = {
             name: layer.impl for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), type(self))
@@ -412,7 +412,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             slots.put(slot_mapping, kv_cache.shape[2])
         m = _metadata(layer)
         alone = count
-        if m is not None and m.chunks:  # of prompts: many tokens of one request share a block of threads and its tables
+        if m is not None and m.chunks:  # prompt chunks: tokens of one request share a CTA and its tables
             alone = m.decodes
             for row, first, last, length in m.chunks:
                 packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length)
@@ -434,7 +434,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         """Attend with ``query [T, HQ, D]``, into ``output``."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("kvcodec: fused quantization of the output is not computed; switch that pass off.")
-        if attn_metadata is None:  # a trial run; before there is a cache, of the memory that is needed beside it
+        if attn_metadata is None:  # a profiling run; before there is a cache it measures memory
             if kv_cache.numel() == 0 and query.is_cuda:
                 most = self.config.model_config.max_model_len
                 size = self._packed().prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
@@ -455,7 +455,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def _forward_groups(
         self, packed: GroupedLayer, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: PackedMetadata, out: Tensor
     ) -> None:
-        """Store new tokens and attend with them, into ``out``: a token needs those of its group that are not stored."""
+        """Store new tokens and attend, into ``out``: a query also reads the pending tokens of its group."""
         pending, n = self.pending, m.decodes
         assert pending is not None
         assert pending.page_tokens == cache.shape[2]
@@ -484,7 +484,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots = self.slots
         assert slots is not None
-        if slots.workspace is None:  # the first call is a trial run, outside of any graph
+        if slots.workspace is None:  # the first call is a profiling run, outside of any graph
             most = max(self.config.scheduler_config.max_num_seqs, m.decodes)
             size = packed.workspace_bytes(most, self.num_heads, kv_cache, m.table.shape[1], self.rules)
             slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
-"""A preset that breaks on the model's key biases does not start: what ``key_bias`` says, of vLLM's modules.
+"""The check of ``key_bias`` on vLLM's modules: a preset that breaks on the model's key biases is not served.
 
-vLLM hands a backend the attention layer alone. The modules around it are seen as the model is built: torch tells of
-every module that becomes part of another.
+vLLM passes only the attention layer to a backend. The modules around it are found while the model is built: a torch
+hook reports every module that becomes a child of another.
 """
 
 import weakref
@@ -17,16 +17,16 @@ from kvcodec.integrations.vllm.options import Options
 from kvcodec.key_bias import KeyBiases, KeyLayer, key_layer
 
 ALTERNATIVES = ("kivi-4:window=0", "octopus-4:window=0", "int-8")
-"""What is tried where a preset breaks, as a server takes it."""
+"""Presets to try where one breaks, in forms that a server takes."""
 
 
 class Around:
-    """The modules around the attention layer of an implementation: the one with its projections, and that one's.
+    """The modules around an implementation's attention layer: its parent, which has the projections, and grandparent.
 
     Parameters
     ----------
     impl
-        vLLM's name of what an attention layer calls; the layer has it as ``impl``.
+        The implementation that vLLM's attention layer calls, its attribute ``impl``.
     """
 
     def __init__(self, impl: Any) -> None:
@@ -42,7 +42,7 @@ class Around:
             self.modules.append(parent)
 
     def end(self) -> None:
-        """See no more."""
+        """Remove the hook."""
         self._hook.remove()
 
 
@@ -54,7 +54,7 @@ def check_biases(
     impls: Mapping[int, Any],
     params: FittedParams | None = None,
 ) -> list[str]:
-    """Refuse a preset that breaks on the key biases of a model's layers.
+    """Check a preset against the key biases of a model's layers.
 
     Parameters
     ----------
@@ -62,18 +62,18 @@ def check_biases(
     name : str
         The model's.
     text_config
-        Of the model in words of transformers.
+        The text model's transformers config.
     order : sequence of int
         The layers that cache keys.
     impls : mapping
-        By layer, what has ``around, num_heads, head_size, scale``: those of this process.
+        By layer, the implementations of this process, with ``around, num_heads, head_size, scale``.
     params : FittedParams, optional
-        If they are of these heads.
+        Only if they are for these heads.
 
     Returns
     -------
     list of str
-        What to say: that the preset breaks, or why nothing is known.
+        Messages to log: that the preset breaks, or why this is unknown.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A layer of vLLM's model becomes one of ours: its scheme, its constants, and what an engine cannot be asked for."""
+"""Make an ``EngineLayer`` for a layer of vLLM's model: scheme, constants, and checks of the engine's options."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from kvcodec.integrations.vllm.servable import group_tokens, refusal
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse what a server can be asked for and the backend cannot do."""
+    """Raise for engine options that the backend does not support."""
     parallel = config.parallel_config
     asked = {
         "speculative decoding": config.speculative_config is not None,
@@ -35,7 +35,7 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> list[str]:
-    """Refuse a preset that breaks on the model's key biases; return what there is to say.
+    """Check a preset against the model's key biases; return messages to log.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]
 def bind(
     config: VllmConfig, options: Options, heads: int, head_dim: int, name: str, layer: Any, dtype: torch.dtype
 ) -> EngineLayer:
-    """Return what a layer needs: its scheme by its number in the model, its constants by its heads' numbers.
+    """Return the layer, with its scheme (by layer number) and constants (by head number).
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def bind(
     Raises
     ------
     UnsupportedError
-        The layer cannot be served; one sentence.
+        The layer cannot be served; the text says why.
     """
     parallel = config.parallel_config
     hf_config = config.model_config.hf_config
@@ -96,20 +96,20 @@ def bind(
         raise UnsupportedError(f"kvcodec, layer {index}: keys and values have different head sizes; not served.")
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     total = config.model_config.get_total_num_kv_heads()
-    # heads that are fewer than the processes are held by several of them
+    # with fewer heads than processes, several processes hold the same head
     first_head = rank // max(1, size // total) * heads
     params = None
     if options.params is not None:
         check_params(options.params, hf_config, options.params.scheme, seed=options.seed)
         params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params[index].items()}
-    device = layer._k_scale.device  # vLLM's scales of its own caches lie where the layer does
+    device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     grouped = group_tokens(scheme) > 1
     if grouped and config.kv_transfer_config is not None:
         raise UnsupportedError(
             f"kvcodec, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together and holds unfinished "
             f"groups outside of blocks, where KV connectors do not find them; switch the connector off."
         )
-    # stages of a pipeline take turns: between two of its own, a request's slot must outlast the others'
+    # pipeline stages alternate between batches: each batch needs its own slots
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
     with _plain_torch():
         return (partial(GroupedLayer, slots=slots) if grouped else EngineLayer)(
@@ -127,7 +127,7 @@ def bind(
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Constants are float32 numbers drawn on the CPU; while vLLM loads a model the default dtype is the model's."""
+    """Draw constants in float32 on the CPU: while vLLM loads a model, the default dtype is the model's."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -138,6 +138,6 @@ def _plain_torch() -> Iterator[None]:
 
 
 def _own_heads(params: Params, first: int, heads: int, total: int) -> Params:
-    """Constants of some heads: those that have an axis of heads, the second of three or more, are cut."""
+    """Constants of some heads: sliced along the head axis, the second of three or more."""
     cut = slice(first, first + heads)
     return {name: x[:, cut] if x.dim() > 2 and x.shape[1] == total else x for name, x in params.items()}

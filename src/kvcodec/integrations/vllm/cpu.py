@@ -1,4 +1,4 @@
-"""The CPU platform's backends: they themselves, with packed pages in their place where the options name a preset."""
+"""The CPU platform's backends, replaced by packed pages where the options name a preset."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LATENT = (
 
 
 class Attention(CPUAttentionBackend):  # type: ignore[misc]
-    """``CPU_ATTN``; a layer that is served packed gets a backend of its own (``backend.backend_for``)."""
+    """``CPU_ATTN``; a packed layer gets its own backend (``backend.backend_for``)."""
 
     @staticmethod
     def get_impl_cls() -> Any:

@@ -1,7 +1,7 @@
 """Attention of a chunk of a prompt over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
 
-PyTorch's operator is version 2, and its causal mask begins at the first key: what stands before the chunk and the chunk
-itself are two calls, joined. Here the mask ends at the last key, as in vLLM's own backend: one call.
+PyTorch's operator is version 2, and its causal mask begins at the first key, so the history and the chunk itself are
+two calls whose results are merged. Here the mask ends at the last key, as in vLLM's own backend: one call.
 """
 
 from functools import lru_cache
@@ -15,14 +15,14 @@ from kvcodec.kernels.flash import Flash
 
 @lru_cache(maxsize=64)
 def _ends(tokens: int, device: torch.device) -> Tensor:
-    """Where a single sequence begins and ends, int32 ``[2]``; the layers of a model ask for the same ones."""
+    """Start and end of a single sequence, int32 ``[2]``; shared by the layers of a model."""
     with torch.inference_mode(mode=False):
         return torch.arange(0, 2 * tokens, tokens, dtype=torch.int32, device=device)
 
 
 @lru_cache
 def flash_for(head_dim: int) -> Flash | None:
-    """Return the function for ``attend_chunk(flash=...)``; None where vLLM brings no version 3 for this GPU."""
+    """Return the function for ``attend_chunk(flash=...)``; None where vLLM has no version 3 for this GPU."""
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 

@@ -1,12 +1,12 @@
-"""A layer whose codecs encode G tokens together, over an engine's pages: whole groups there, the rest in 16 bit beside.
+"""A layer whose codecs encode G tokens together, over an engine's pages: complete groups packed, others in 16 bit.
 
-A group that is complete lies in the pages as ``EngineLayer``'s tokens do: the library's bytes, keys and values. Until
-then its tokens wait in a slot (``pending.py``), where a step finds them again. A step that completes it encodes it.
+A complete group is stored in the pages as ``EngineLayer``'s tokens are. Until then its tokens are pending in a slot
+(``pending.py``). The step that completes a group encodes it.
 
-**What a token reads**: its own group, up to itself, in 16 bit; every group before it, decoded. The rule names places in
-the sequence and nothing else, so the cut of a prompt into chunks, a hit in the prefix cache and a preemption do not
-show. The library's own cache reads a group decoded once it is complete, by those of its tokens as well that came in the
-same call; here a token's own group is always dense, the one token included that completes it.
+**What a token reads**: its own group, up to itself, in 16 bit; every group before it, decoded. The rule depends on
+positions in the sequence only, so chunked prefill, prefix-cache hits and preemption do not change results. In the
+library's own cache a complete group is read decoded, even by its own tokens of the same call; here a token's own group
+is always dense, also for the token that completes it.
 
 =========  ====================================  ====================================================================
 where      a group in                            attention
@@ -70,7 +70,7 @@ class GroupedLayer(EngineLayer):
         *,
         kernels: bool = False,
     ) -> dict[Role, Tensor]:
-        """Encode the groups that a request's newest tokens complete, keep the rest in its slot.
+        """Encode the groups that a request's newest tokens complete; the rest stays pending in its slot.
 
         Parameters
         ----------
@@ -88,7 +88,7 @@ class GroupedLayer(EngineLayer):
         Returns
         -------
         dict of role to Tensor ``[1, H, t, D]``
-            16 bit: the tokens from the beginning of the first one's group on.
+            16 bit: the tokens from the start of the first new token's group on.
         """
         n = keys.shape[0]
         begin = (length - n) // self.unit * self.unit
@@ -145,9 +145,9 @@ class GroupedLayer(EngineLayer):
     def prefill_own(
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
     ) -> Tensor:
-        """As ``attend_own``, by flash attention over unpacked pages where the kernels can.
+        """As ``attend_own``, by flash attention over unpacked pages where the kernels support it.
 
-        Soft caps and sliding windows take the reference.
+        Soft caps and sliding windows use the reference.
         """
         from kvcodec.kernels.history_groups import attend_groups
 
@@ -192,7 +192,7 @@ class GroupedLayer(EngineLayer):
         seq_lens : Tensor int32 ``[B]``
             Tokens, the new one included.
         pending : PendingGroups
-            With this step's numbers; its first B rows are these.
+            Updated for this step; its first B rows are these requests.
         rules : Rules
         workspace : Tensor float32, optional
             Of ``workspace_bytes``.
@@ -207,7 +207,7 @@ class GroupedLayer(EngineLayer):
         for role, x in zip(ROLES, (keys, values), strict=True):
             self.slot_rows[role][slot, :, place] = x.to(self.slot_rows[role].dtype)
             dense[role] = self.slot_rows[role].index_select(0, slot)
-        # a slot that is not complete goes behind its page, where nothing is stored
+        # an incomplete group is sent behind its page, where nothing is stored
         store = self._store(cache, pending.page[:n, None])
         self.engine(cache.shape[2]).encode(dense, store, pending.first[:n], self.bad)
         start = dense_start = None

@@ -1,7 +1,7 @@
-"""One attention layer over pages that an engine owns: how tokens get in, and how queries attend. No engine is imported.
+"""One attention layer over pages that an engine owns: storing tokens and attending. No engine is imported.
 
-An engine's block of N tokens of one KV head, N x C bytes, is a page of N tokens as ``layout.py`` lays it out: planes of
-the keys, then of the values. Nothing is converted, so what the library writes and what the engine holds are the same.
+An engine's block of N tokens of one KV head, N x C bytes, is a page of N tokens in the layout of ``layout.py``: planes
+of the keys, then of the values. Nothing is converted: the engine holds the bytes that the library writes.
 
 =========  ========================================  ================================================================
 where      tokens in                                 attention
@@ -12,8 +12,8 @@ CUDA GPU   ``Engine.encode``: decode steps, a        one token per request: ``En
            one sequence                              time
 =========  ========================================  ================================================================
 
-Every token attends to what the pages hold, in a prompt as well: so neither the cut of a prompt into chunks nor a hit in
-the prefix cache decides what a token reads.
+Every token attends to what the pages hold, in a prefill too, so chunked prefill and prefix-cache hits do not change
+results.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ from kvcodec.scheme import KVScheme
 
 
 class Rules(NamedTuple):
-    """What a model asks of a layer's attention.
+    """Options of a layer's attention.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Rules(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _on_device(number: int, device: torch.device) -> Tensor:
-    """The number as int32 ``[1]``: the layers of a model ask for the same ones."""
+    """The number as int32 ``[1]``, shared by the layers of a model."""
     with torch.inference_mode(mode=False):
         return torch.full((1,), number, dtype=torch.int32, device=device)
 
@@ -69,21 +69,21 @@ CHUNK_TOKENS = 1024
 
 
 class EngineLayer:
-    """Constants and pages of one layer whose codecs encode each token alone; ``groups.GroupedLayer`` has the others.
+    """Constants and pages of one layer whose codecs encode each token alone; others are ``groups.GroupedLayer``.
 
     Parameters
     ----------
     scheme : KVScheme
         Of this layer, without sink and window.
     layer : int
-        Number in the model; with ``seed`` and the head's number it decides random constants.
+        Layer index; with ``seed`` and the head's number it determines random constants.
     heads, head_dim : int
         KV heads that this process holds.
     dtype : torch.dtype
         Of the model's keys and values.
     device : torch.device
     first_head : int
-        The model's number of the first of them.
+        The model's number of the first of these heads.
     seed : int
     params : mapping of role to Params, optional
         Fitted constants.
@@ -115,7 +115,7 @@ class EngineLayer:
 
     @property
     def step(self) -> int:
-        """Tokens of which a page is a multiple."""
+        """A page is a multiple of this many tokens."""
         return page_step(self.scheme)
 
     @property
@@ -125,7 +125,7 @@ class EngineLayer:
         return page.page_bytes // page.page_tokens
 
     def layout(self, page_tokens: int) -> PageLayout:
-        """Byte map of a page; the same object every time, because it counts its bytes once."""
+        """Byte map of a page; cached, because it computes its sizes once."""
         if page_tokens not in self.layouts:
             self.layouts[page_tokens] = self.scheme.page_layout(self.head_dim, page_tokens)
         return self.layouts[page_tokens]
@@ -136,7 +136,7 @@ class EngineLayer:
         Raises
         ------
         UnsupportedError
-            They are laid out otherwise: a block's heads must follow each other, a head's bytes as well.
+            If the strides differ: heads of a block, and bytes of a head, must be contiguous.
         """
         blocks, heads, tokens, content = cache.shape
         layout = self.layout(tokens)
@@ -228,12 +228,12 @@ class EngineLayer:
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def engine(self, page_tokens: int) -> Engine:
-        """Kernels for pages of this size, with their constants; the same object every time.
+        """Kernels for pages of this size, with their constants; cached.
 
         Raises
         ------
         UnsupportedError
-            There are none; the text says why.
+            Kernels do not support the layer; the text says why.
         """
         if page_tokens not in self.engines:
             try:
@@ -259,7 +259,7 @@ class EngineLayer:
             Block and place in it; a token of place N is not stored.
         """
         engine, store = self.engine(cache.shape[2]), self._store(cache, page[:, None])
-        # each token is a sequence of one page, because an engine names slots, not sequences
+        # each token is passed as a sequence of one page, because an engine gives slots, not sequences
         new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
         engine.encode(new, store, place, self.bad)
 
@@ -297,7 +297,7 @@ class EngineLayer:
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         table : Tensor int32 ``[B, M]``
         seq_lens, start : Tensor int32 ``[B]``
-            Tokens, and the first one that is seen.
+            Number of tokens, and the first one that is seen.
         rules : Rules
         workspace : Tensor float32, optional
             Of ``workspace_bytes``.
@@ -320,14 +320,14 @@ class EngineLayer:
         return out[:, :, 0]
 
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
-        """Bound of what ``prefill`` takes for a chunk of so many tokens of a request of ``length``."""
+        """Upper bound of the bytes that ``prefill`` needs for ``tokens`` new tokens of a request of ``length``."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
         return workspace_bytes(q, self.heads, length, 0, not rules.softcap)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
-        """Most bytes that ``decode`` needs for up to so many requests with tables of so many columns."""
+        """Upper bound of the bytes that ``decode`` needs for up to ``requests`` requests."""
         engine = self.engine(cache.shape[2])
-        # shapes alone matter, but of tensors on the device whose table of launch constants is asked
+        # only shapes matter, but the device chooses the launch constants
         q = torch.empty(1, query_heads, 1, self.head_dim, dtype=self.dtype, device=self.device)
         table = torch.empty(1, columns, dtype=torch.int32, device=self.device)
         return max(

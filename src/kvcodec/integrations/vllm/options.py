@@ -1,15 +1,15 @@
-"""What a user gives the server: ``--additional-config '{"kvcodec": {"preset": "saw-int4"}}'``.
+"""Options of the server: ``--additional-config '{"kvcodec": {"preset": "saw-int4"}}'``.
 
 ========== ===========================================================================================================
 key        meaning
 ========== ===========================================================================================================
 ``preset`` any spec of ``kvcodec list``, with options; or the path of a recipe
 ``params`` path of a file of ``kvcodec fit``, for presets whose constants are fitted
-``window`` 0: serve a preset without the newest tokens that it would keep dense
-``sink``   0: without the first tokens that it would keep dense
-``seed``   of random constants; default 0
-``probe``  of a preset that breaks on the model's key biases: ``refuse`` (default) to start, ``warn`` in the log and
-           go on, or ``off``: do not look
+``window`` 0: serve a preset without its dense window of newest tokens
+``sink``   0: serve a preset without its dense first tokens
+``seed``   seed of random constants; default 0
+``probe``  for a preset that breaks on the model's key biases: ``refuse`` to start (default), ``warn`` in the log and
+           go on, or ``off``: do not check
 ========== ===========================================================================================================
 """
 
@@ -33,7 +33,7 @@ EXAMPLE = """--additional-config '{"kvcodec": {"preset": "saw-int4"}}'"""
 
 @dataclass(frozen=True)
 class Options:
-    """What is served.
+    """Validated options.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Options:
 
 
 def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto") -> Options | None:
-    """Read the engine's ``additional_config`` and KV-cache dtype; None if kvcodec is not asked for.
+    """Read the engine's ``additional_config`` and KV-cache dtype; None if kvcodec is not requested.
 
     Raises
     ------
@@ -108,10 +108,10 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
 
 
 def check_command(argv: Sequence[str]) -> None:
-    """Refuse a command line of vLLM that names a preset but leaves the attention backend to vLLM, on a GPU.
+    """Raise if a vLLM command line for a GPU names a preset but no attention backend.
 
-    vLLM would take a backend of its own, which knows nothing of the options, and serve 16 bit without a word. Only
-    commands of vLLM itself are judged, and none that may name the backend elsewhere (``--config FILE``).
+    vLLM would choose a backend of its own, ignore the options and silently serve 16 bit. Only vLLM's own commands are
+    checked, except those that may name the backend elsewhere (``--config FILE``).
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""Where tokens of unfinished groups wait: a slot per running request, found anew in every step. No engine is imported.
+"""Pending tokens of unfinished groups: one slot per running request, found again in every step. No engine is imported.
 
-A codec that encodes G tokens together leaves up to G - 1 tokens of each request unencoded between two steps. They lie
-in 16 bit in a pool of slots beside the pages, G tokens each. What is worked out here is which slot is whose, and the
-numbers of a step that follow from it::
+A codec that encodes G tokens together leaves up to G - 1 tokens of each request unencoded between two steps. They are
+held in 16 bit in a pool of slots of G tokens each, beside the pages. This module assigns slots to requests and computes
+the numbers of a step that follow from it::
 
     tokens of a request     0 ........ packed | ........ length        packed = (length - 1) // G * G
                             groups in pages   | 1..G in the slot
@@ -10,20 +10,20 @@ numbers of a step that follow from it::
 A request attends to its newest token's own group as the slot holds it, and to the groups before as the pages do: see
 ``groups.py``. The step that completes a group encodes it, and the next token begins another.
 
-An unfinished group belongs to one request: what requests share are whole blocks, and a block is whole groups. Two ways
-to find its slot:
+An unfinished group belongs to one request, because requests share only whole blocks, which are whole groups. Its slot
+is found in one of two ways:
 
-- the runner says which row of its table of requests each one has (vLLM's second model runner): that row, the
-  request's until it ends or is preempted;
-- otherwise by the block that holds the group, which no other request has while this one lives. Nobody tells when a
-  request has ended, so its slot stays taken until it is the one that was not used for longest. That one is never a
-  waiting request's: a scheduler that leaves out a running request for want of budget admits no other in that step,
-  so since it was last seen only requests of that time took slots, at most one each, and there is a slot for each;
-  requests whose group was completed gave theirs back. (Stages of a pipeline take turns: there are slots for each.)
+- the runner reports each request's row in its table of requests (vLLM's second model runner): the slot is that row,
+  which is the request's until it ends or is preempted;
+- otherwise by the block that holds the group, which no other request has while this one lives. The end of
+  a request is not reported, so its slot is reused when it is the least recently used. That slot is never a paused
+  request's: a scheduler that skips a running request for lack of budget admits no new one in that step, so since then
+  only requests that were already running took slots, at most one each, and there are enough slots for all of them.
+  Completed groups free their slots. (Pipeline stages alternate between batches: there are slots for each.)
 
-Should a request go on in a group whose beginning is not in its slot, ``put`` raises: never wrong tokens. On a GPU it
-does so a step or two later, because nothing here synchronises. Shapes are fixed and the tensors that graphs read stay
-where they are.
+If a request continues a group whose beginning is not in its slot, ``put`` raises instead of reading wrong tokens; on a
+GPU a step or two later, because nothing here synchronises. Shapes are fixed, and the tensors that graphs read keep
+their addresses.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ class PendingGroups:
     Parameters
     ----------
     slots : int
-        As many as requests run at once; slot number ``slots`` is one more, for rows that are no request's.
+        As many as requests run at once; one more slot, number ``slots``, is for rows without a request.
     unit : int
         G, tokens of a group.
     page_tokens : int
@@ -75,7 +75,7 @@ class PendingGroups:
         self.step = 0
 
     def blank(self, rows: int) -> None:
-        """Numbers of a batch without requests, as captured graphs are tried with; nothing is remembered of it."""
+        """Set the numbers of a batch without requests, for graph capture; assignments do not change."""
         for numbers, none in (
             *((self.slot, self.slots), (self.place, 0), (self.packed, 0), (self.dense_len, 0), (self.page, 0)),
             (self.first, self.page_tokens),
@@ -83,26 +83,26 @@ class PendingGroups:
             numbers[:rows] = none
 
     def put(self, table: Tensor, lengths: Tensor, starts: Tensor, where: Tensor, requests: Any = None) -> None:
-        """Take over a step's batch.
+        """Assign slots to the batch of a step, and set its numbers.
 
         Parameters
         ----------
         table : Tensor int32 ``[B, M]``
             Block ids.
         lengths : Tensor int32 ``[B]``
-            Tokens, those of this step included; 0: the row is no request's.
+            Tokens, those of this step included; 0: a row without a request.
         starts : Tensor int32 ``[B + 1]``
             First query of each row.
         where : Tensor int64 ``[T]``
-            Slot of the pages for each query; below 0: it is not stored, and its row is no request's. Nor is one whose
-            newest token is in block 0, which engines give to nobody.
+            Slot of the pages for each query; below 0: it is not stored, and its row has no request. Neither has a row
+            whose newest token is in block 0, which engines never assign.
         requests : array of int ``[R]``, optional
             Row of each request in the runner's table; R <= B.
 
         Raises
         ------
         UnsupportedError
-            A request goes on in a group whose beginning is not in its slot.
+            A request continues a group whose beginning is not in its slot.
         """
         self.step += 1
         rows, unit = lengths.shape[0], self.unit
@@ -137,7 +137,7 @@ class PendingGroups:
         return torch.where(wanted, found.to(self.device, non_blocking=True), self.slots)
 
     def _find(self, block: Tensor, begun: Tensor, left: Tensor) -> Tensor:
-        """Slot of each row: its own by the block of its group, or one that was not used for longest."""
+        """Slot of each row: the one with the block of its group, or else the least recently used."""
         own = begun[:, None] & (self.block[None, : self.slots] == block[:, None])
         known, used = own.any(1), own.any(0)
         oldest = torch.where(used, self.step, self.seen[: self.slots]).argsort(stable=True)
@@ -146,19 +146,19 @@ class PendingGroups:
         return torch.where(known, own.int().argmax(1), torch.where(fresh, oldest[nth], self.slots))
 
     def _remember(self, slot: Tensor, begun: Tensor, left: Tensor, block: Tensor, length: Tensor) -> None:
-        """Give back the slots of groups that are complete, keep the others; the slot of nobody stays free."""
-        # blocks change hands: who had one of these before is gone
+        """Free the slots of complete groups, keep the others; the extra slot stays free."""
+        # a block was reassigned: the request that had it before has ended
         over = (left[:, None] & (self.block[None] == block[:, None])).any(0)
         gone = torch.where(begun & ~left, slot, self.slots)
         kept = torch.where(left, slot, self.slots)
         for numbers, new in ((self.block, block), (self.end, length), (self.seen, torch.full_like(length, self.step))):
             numbers.masked_fill_(over, FREE)
-            numbers.index_fill_(0, gone, FREE)  # an assignment would wait for the device
+            numbers.index_fill_(0, gone, FREE)  # an assignment would synchronise
             numbers[kept] = new
             numbers[self.slots :] = FREE
 
     def _check(self) -> None:
-        # on a GPU the copy ends later: the next step sees it
+        # on a GPU the copy is asynchronous: the next step sees it
         self.told.copy_(self.lost, non_blocking=True)
         if bool(self.told):
             raise UnsupportedError(

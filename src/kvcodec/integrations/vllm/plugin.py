@@ -17,11 +17,11 @@ def register_backends() -> None:
     Raises
     ------
     UnsupportedError
-        vLLM's own command was given a preset and would not use it.
+        vLLM's own command names a preset but would not use it.
     """
     register_dtypes()
     if current_platform.is_cpu():
-        # that platform has its backends built in; those here are them, until the options name a preset
+        # that platform's backends are built in; ours behave the same until the options name a preset
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{HERE}.cpu.Attention")
         register_backend(AttentionBackendEnum.CPU_MLA, f"{HERE}.cpu.ReferenceLatent")
         register_backend(AttentionBackendEnum.AMX_MLA, f"{HERE}.cpu.TiledLatent")
@@ -43,7 +43,7 @@ def register_dtypes() -> None:
     from kvcodec.registry import presets
 
     class PackedBytes:
-        """Bytes, whose meaning the backend knows."""
+        """Bytes whose meaning only the backend knows."""
 
         def torch_dtype(self) -> torch.dtype:
             return torch.uint8

@@ -1,9 +1,9 @@
-"""What an engine with shared pages can serve, as data: rules, each with the sentence that refuses.
+"""What an engine with shared pages can serve: rules, each with its error message.
 
-A page there belongs to whoever has the same tokens before it: requests find it by the hash of its tokens, share it,
-lose it and compute it again. So its bytes must be a pure function of the tokens' own keys and values. Tokens kept dense
-beside the pages, and statistics of a sequence, are not: a request that found its prompt in the prefix cache would read
-other numbers than the one that computed it. Groups of tokens are: requests share whole blocks, of whole groups.
+Requests with the same prefix share pages: they are found by the hash of their tokens, evicted, and computed again. So
+the bytes of a page must be a pure function of its tokens' own keys and values. Dense tokens beside the pages and
+statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other numbers than
+the one that computed it. Groups of tokens do not: requests share whole blocks, which are whole groups.
 """
 
 import math
@@ -16,17 +16,17 @@ from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
 PAGE_STEP = 16
-"""Page sizes are multiples of it: planes then need no padding (a token costs whole bytes), and kernels take them."""
+"""Page sizes are multiples of it: planes then need no padding (a token has whole bytes), and kernels support them."""
 
 
 def group_tokens(scheme: KVScheme) -> int:
-    """Tokens that the scheme of a layer, or a mixture's, encodes together; 1: each alone."""
+    """Tokens that a scheme or mixture encodes together; 1: each alone."""
     layers = scheme.layer_schemes
     return math.lcm(*(own.codec(role).block_tokens for own in layers for role in ROLES))
 
 
 def page_step(scheme: KVScheme) -> int:
-    """Tokens of which a page must be a multiple."""
+    """A page must be a multiple of this many tokens."""
     return math.lcm(PAGE_STEP, group_tokens(scheme))
 
 
@@ -40,7 +40,7 @@ def page_refusal(scheme: KVScheme, page_tokens: int) -> str:
 
 
 class Rule(NamedTuple):
-    """One reason not to serve the scheme of a layer.
+    """One reason not to serve a layer's scheme.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ RULES = (
         "give {zeros} to serve it without",
     ),
 )
-"""In the order in which they are told: what cannot be helped first."""
+"""In the order in which they are reported: what has no remedy first."""
 
 
 def refusal(

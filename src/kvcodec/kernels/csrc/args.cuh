@@ -5,7 +5,7 @@
 
 namespace kv {
 
-// what keys or values need besides their bytes
+// constants and tables of the keys, or of the values
 struct Side {
   const uint8_t* table;     // look-up tables of KV head h at table + h * table_head; may be null
   // [B or 1, H, D] keys: multiplies q before the rotation; values: the output after it; null: ones
@@ -38,7 +38,7 @@ struct DecodeArgs {
   int64_t dense_k_batch, dense_k_head, dense_k_token;
   int64_t dense_v_batch, dense_v_head, dense_v_token;
   int64_t out_batch, out_head;
-  int64_t runs;             // of the splits, those that share the tokens of the pages; one more: for dense tokens alone
+  int64_t runs;             // splits of the packed tokens; a further split has the dense tokens alone
   int64_t alike;            // teams of warps: KV heads of a CTA, which have the same tables, H or 1
   int64_t pieces;           // and the pieces that CTAs of as many heads share out
   int32_t q_kind, dense_kind, out_kind;  // 0 fp16, 1 bf16, 2 fp32

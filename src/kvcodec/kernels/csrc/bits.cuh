@@ -8,9 +8,9 @@ KV_CONSTEXPR int low_bit(int n) { return n & -n; }
 
 // The bits of one part of a token's row: PART_BITS from bit part * PART_BITS on, of rows of ROW_BYTES bytes, eight of
 // which are whole words. Where a part begins inside a word depends on the lane alone: the words are shifted once, by an
-// amount that the compiler takes out of the loop, and every field lies where it knows. `own` is what of `token` depends
-// on the lane, less than 8; the rest is a number after unrolling. May read up to 7 bytes behind a row; what it finds
-// there is not used.
+// amount that is invariant in the loop, and the place of every field is then a compile-time constant. `own` is what of
+// `token` depends on the lane, less than 8; the rest is a number after unrolling. May read up to 7 bytes behind a row;
+// what it finds there is not used.
 template <int ROW_BYTES, int PART_BITS> struct Stream {
   KV_CONST int GRAIN = low_bit(ROW_BYTES * 8 | PART_BITS | 128);  // every part begins at a multiple of this many bits
   KV_CONST int WORDS = (PART_BITS + 31) / 32;
@@ -44,7 +44,7 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
     for (int i = 0; i < WORDS; ++i) w[i] = GRAIN >= 32 ? x[i] : funnel(x[i], i + 1 < LOADS ? x[i + 1] : 0u, bit % 32);
   }
 
-  // the field of `count` bits that begins at bit `from`, moved to bit `to` of a word; the bits around it are others'
+  // the field of `count` bits from bit `from` on, moved to bit `to` of a word; other bits of the word are undefined
   KV_DEV uint32_t field(int from, int count, int to) const {
     const int i = from / 32, off = from % 32;
     if (off + count > 32) return funnel(w[i], w[i + 1 < WORDS ? i + 1 : i], off - to);
@@ -53,8 +53,8 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
 };
 
 // Values, rows of 64 bytes in eight parts of two words. The four tokens that a warp reads at once are an even number of
-// rows apart, in the same banks; so a part has words 4 (part / 2) + part % 2 and two on, and lanes of the later two
-// tokens read them the other way round and turn them back.
+// rows apart, in the same banks; so a part has words 4 (part / 2) + part % 2 and that plus two, and lanes of the
+// later two tokens read them in reverse order and swap them back.
 struct CrossedWords {
   KV_FUNCTION int word(int part, int i) { return part / 2 * 4 + part % 2 + 2 * i; }
   // `own` is what of `token` depends on the lane
@@ -68,9 +68,9 @@ struct CrossedWords {
   }
 };
 
-// Reads of tables in dynamic shared memory. The compiler for sm_90 keeps where that begins in a register (blocks of a
-// cluster have theirs elsewhere) and adds it to every address, an instruction for each row. There the beginning is a
-// number instead, behind the 1024 bytes that the system takes, and a kernel that finds it elsewhere stops.
+// Reads of tables in dynamic shared memory. The compiler for sm_90 keeps its base address in a register (blocks of a
+// cluster have different ones) and adds it to every address, one instruction per row. Here the base is a constant
+// instead, behind the 1024 bytes that the system reserves, and a kernel that finds another base traps.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr uint32_t SHARED_BASE = 1024;
 KV_DEV uint32_t shared_address(const uint8_t* table, uint32_t at) {
@@ -117,12 +117,12 @@ template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t 
 KV_CONSTEXPR int table_copies(int entries, int room) {
   int n = 16;
   while (n > 1 && entries * 8 * n > room) n /= 2;
-  return n > 2 ? n : 1;  // two copies save one pass in twenty
+  return n > 2 ? n : 1;  // two copies would save only one pass in twenty
 }
 
 // Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp
-// reads in one pass when its lanes meet 16 pairs of banks, so each lane has a copy, hence banks, of its own, or shares
-// it with few. BESIDE tables of one size may lie in each other's gaps: entry i at i * COPIES * BESIDE.
+// reads in one pass when its lanes access 16 different pairs of banks, so each lane has a copy, hence banks, of its
+// own, or shares it with few. BESIDE tables of one size may be interleaved: entry i at i * COPIES * BESIDE.
 template <int ENTRIES, int BUDGET, int BESIDE = 1> struct Table8 {
   KV_CONST int COPIES = table_copies(ENTRIES, BUDGET);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;

@@ -1,18 +1,18 @@
 // Decode attention over packed pages: one query token per sequence against the codes, without a decoded copy of them.
 //
-// Work split. CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens, a piece; its
+// Work split: CTA (split, KV head x tile of HEADS query heads, sequence) owns a run of tiles of T tokens, a piece; its
 // warps take them in turn. Each warp keeps a private ring of STAGES tiles in shared memory, filled by asynchronous
-// copies, and its own online softmax; nothing in the loop waits for another warp. Tokens (for values: channels) are the
+// copies, and its own online softmax; warps do not synchronise in the loop. Tokens (for values: channels) are the
 // 16 rows of the tensor-core tile and the heads its 8 columns (query.cuh), so the codes go from shared memory through
 // registers into the tensor core and nothing decoded is written anywhere.
 //
-// Where look-up tables leave room for one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share the
-// tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one fetches its query or
-// merges its warps while the others read codes, and the tables are filled once.
+// Where look-up tables leave room for only one CTA on a multiprocessor and pieces are short, TEAMS of WARPS warps share
+// the tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one team fetches its
+// query or merges its warps while the others read codes, and the tables are filled once.
 //
 // A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
-//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
+//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they are filled;
 //                 may have REACH and Bounded, see tile.cuh
 //  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
 //   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
@@ -28,36 +28,7 @@
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
 //   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
 //                 as above, any weight
-//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_outliers.cuh
-//   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
-//                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
-//                 v_surplus(planes, block, part, x) is to be added
-// Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
-// it exactly).
-//
-// Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
-// fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
-// reference of their own, so that fp16 holds them.
-//
-// A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
-//   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
-//   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they get there;
-//                 may have REACH and Bounded, see tile.cuh
-//  keys, lane = 4 g + j: a lane unpacks part j of 4 of the channels of tokens g and g + 8
-//   GROUPS        groups of channels with a scale of their own; group i has the i-th run of K_REGS / GROUPS registers
-//   K_REGS        half2 registers of a token and lane, a multiple of 2 GROUPS
-//   k_channel(part, e), k_weight(e)   channel of element e (register e / 2, half e % 2), -1 for padding; a power of two
-//                 that goes into q
-//   keys(planes, table, token, part, lane, r)   raw numbers
-//   k_scale(planes, token, group), k_zero(planes, token, group) if HAS_K_ZERO:   key = k_scale k_weight raw + k_zero
-//   may have K_OFFSET: as k_zero = k_scale K_OFFSET, at no cost; k_scales(planes, token, s): k_scale of all groups at
-//                 once, without its factor K_SCALE_UNIT
-//   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT:
-//                 key = s K_UNIT k_weight raw + z; K_MIDDLE: the middle of K_UNIT k_weight raw, where q s is exact
-//  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
-//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
-//                 as above, any weight
-//  a reader with a SCRATCH adds what is held beside the codes to scores and outputs: read_outliers.cuh
+//  a reader with a SCRATCH adds the outliers held beside the codes to scores and outputs: read_outliers.cuh
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
@@ -70,8 +41,8 @@
 //
 // The tensor core truncates where it adds to fp32. Sums of codes of one sign, whose zero is added apart, would lose a
 // part that grows with the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. Every FLUSH tokens
-// twice such a sum moves to a register sum, which rounds to nearest, and the rest, its negative, is what the next
-// products start from: half of them then work on sums of the other sign, whose truncation undoes that of the first.
+// twice such a sum moves to a register sum, which rounds to nearest, and its negative remains as the start of the next
+// products: half of them then add to sums of the other sign, whose truncation cancels that of the first half.
 //
 // Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
@@ -92,14 +63,14 @@ struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;  // heads of a lane
-  // multiples of 128: copies that straddle the lines of shared memory cost a sixth of the speed
+  // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // that there is room for
+  KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
   KV_CONST int TEAM = QUERY + WARPS * (STAGES * TILE + SCRATCH);
-  // the warps' results, in the place of all else; of a team, in its own place
+  // the warps' results, which overwrite everything else; those of a team, in its own memory
   KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
   KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
@@ -269,7 +240,7 @@ struct Decoder {
     }
   };
 
-  // Cold, a page id, the tables and dense rows come from far away, one after the other: ask for all of them at once.
+  // With cold caches a page id, the tables and dense rows would be fetched one after the other: prefetch all at once.
   KV_DEV static void ask_early(const DecodeArgs& a, int split, int h, int b, int warp, int lane) {
     const int at = warp * 32 + lane;
     if (at * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + at * 32);
@@ -316,7 +287,7 @@ struct Decoder {
       }
       copy_commit();
     };
-    // while the page ids are on their way
+    // while the page ids are being loaded
     const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
@@ -340,7 +311,7 @@ struct Decoder {
       const uint8_t* at = ring + stage * TILE;
       if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, scratch);
       else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, scratch);
-      sync_warp();  // everyone has read this stage before it is filled again
+      sync_warp();  // all lanes have read this stage before it is filled again
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
@@ -353,7 +324,7 @@ struct Decoder {
     if constexpr (TEAMS == 1) {
       const int warp = thread() / 32, split = (int)block_x() - APART;
       if constexpr (APART) {
-        if (split < 0) {  // first of all, so that it does not come last
+        if (split < 0) {  // first, so that it does not finish last
           const int h = block_y() / a.tiles, first_head = h * a.group + block_y() % a.tiles * HEADS;
           const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
           DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::run(a, shared, block_z(), h, first_head, live_heads);
@@ -366,7 +337,7 @@ struct Decoder {
       const int ys = (int)a.alike * a.tiles;
       fill_tables(a, shared, block_y() * (int)a.alike);
       sync_threads();
-      // neighbouring pieces go to different multiprocessors, so that each has as many as any other, or one less
+      // neighbouring pieces go to different multiprocessors, so that their counts differ by at most one
       KV_NO_UNROLL
       for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
         const int split = (int)(i % a.splits), rest = (int)(i / a.splits);

@@ -57,7 +57,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
 };
 
 // The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
-// of a sequence; or, where there are multiprocessors to spare, in a CTA that has no codes. Rows come straight from
+// of a sequence; or, where multiprocessors are idle, in a CTA that has no codes. Rows come straight from
 // global memory, values in the order in which the codes' accumulators hold channels.
 template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin {
   using R = ReadDense<D, BF16>;
@@ -100,13 +100,13 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       from = alone ? (split == a.runs ? warp : tiles) : split + warp * a.splits;
       step = WARPS * (alone ? 1 : a.splits);
     }
-    // whether a warp of the CTA has any, which all of them see alike
+    // whether a warp of the CTA has any; the same in all warps
     KV_DEV static bool any(const DecodeArgs& a, int tiles, int split) {
       return a.runs < a.splits ? split == a.runs && tiles > 0 : split < tiles;
     }
   };
 
-  // a warp's first rows on their way to the L2, long before they are read
+  // prefetch a warp's first rows into the L2, long before they are read
   KV_DEV static void prefetch_rows(const DecodeArgs& a, int b, int h, int split, int warp, int lane) {
     const Live live(a, b, split, warp);
     const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head);
@@ -129,7 +129,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     const Live live(a, b, split, warp);
     const int begin = live.begin, end = live.end, tiles = live.tiles;
     if (!Live::any(a, tiles, split)) return;
-    Loop::sync();  // everyone has taken the codes' query
+    Loop::sync();  // all warps have read the codes' query
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 0, 1};
     stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads, warp);

@@ -10,10 +10,10 @@
 //
 //   encode_pair<K, V>          keys in block_z = 0, values in block_z = 1: one launch for both. Grid (x, B, 2)
 //   encode_side<R>(args, args.key)      one role only. Grid (x, B, 1)
-//   Any x >= 1 is right, since the blocks stride over the H * N rows of a sequence; max over roles of
+//   Any x >= 1 is valid, since the blocks stride over the H * N rows of a sequence; max over roles of
 //   ceil(H * N / ROLE::BLOCK_ROWS) gives every warp one step. ENCODE_THREADS threads, no dynamic shared memory.
 //
-// Role<Codec, ORDER, FACTOR> is the way into the code basis, bit by bit the reference's: x, by FACTOR
+// Role<Codec, ORDER, FACTOR> transforms into the code basis, bit for bit as the reference: x, by FACTOR
 //   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
 //   FACTOR_OVER                over factor[b, h, c], float32
 //   FACTOR_INVERSE             over a float32 norm[b, h, c] of which factor holds the reciprocals, 1.0 / norm in
@@ -60,7 +60,7 @@ template <bool FIRST, class A, class B> using either = typename Either<FIRST, A,
 template <class T> struct IsVoid { static constexpr bool YES = false; };
 template <> struct IsVoid<void> { static constexpr bool YES = true; };
 
-// how rows of a role come into the code basis
+// how rows of a role are transformed into the code basis
 template <class C, int ROTATION = 1, int HOW = FACTOR_NONE> struct Role {
   using Codec = C;
   KV_CONST int ORDER = ROTATION;
@@ -88,8 +88,8 @@ template <int TEAM> KV_DEV int channel_of(int part, int k) {
   return TEAM == 32 ? part + 32 * k : 32 * (k / 4) + 4 * part + k % 4;
 }
 
-// What a lane holds of a row as it lies in memory, w, and in fp32, y. Two steps, so that addresses of the page can be
-// computed while the row is on its way.
+// A lane's part of a row, as loaded, w, and in fp32, y. Two steps, so that page addresses are computed while the row
+// is being loaded.
 template <int TEAM, int N>
 KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind) {
   if (TEAM == 32) {
@@ -252,7 +252,7 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
 
 // all rows of one role
 template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
-  // four rows at a time are little work: code for each kind of x, so that nothing waits for a row before it has to
+  // four rows at a time are little work: separate code for each kind of x, so that the load is waited for late
   if (R::Codec::TEAM == 32) encode_rows<R>(a, s, a.kind);
   else if (a.kind == 1) encode_rows<R>(a, s, 1);
   else if (a.kind == 0) encode_rows<R>(a, s, 0);

@@ -5,7 +5,7 @@
 
 namespace kv {
 
-// keys or values: where they come from and where their planes begin
+// new keys or values, and where their planes begin
 struct EncodeSide {
   const void* x;            // [B, H, N, D] model basis; channels lie together
   const uint8_t* tables;    // constants of KV head h at tables + h * table_head; may be null

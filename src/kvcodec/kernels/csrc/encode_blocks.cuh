@@ -16,7 +16,7 @@
 // A block of tokens with a row that cannot be held (NaN, Inf, above 65504) is stored as zeros, and raises *bad to 1;
 // one that passes the capacity is not stored and raises *bad to 2.
 //
-// Four channels to a thread, tokens dealt to eight lots: lot l holds tokens l, l + 8, l + 16 ... That is the order in
+// Four channels to a thread, tokens split into eight lots: lot l holds tokens l, l + 8, l + 16 ... That is the order in
 // which ops/sums.py adds 32 squared errors by halves: within a thread first, the last three steps across lots.
 #pragma once
 #include "encode_innerq.cuh"
@@ -43,9 +43,9 @@ using EncodeTokensInt = EncodeTokens<D, GROUP, IntGrid<BITS, SYMMETRIC>, void>;
 template <int D, int BITS, int READING, bool HYBRID>
 using EncodeTokensInnerq = EncodeTokens<D, 32, InnerqGrid<BITS, READING>, either<HYBRID, IntGrid<BITS, false>, void>>;
 
-// what a channel's group is encoded with, in shared memory
+// encoding parameters of a channel's group, in shared memory
 template <class B> struct BlockShared {
-  union {  // the extremes are done with when the errors come
+  union {  // the extremes are no longer needed when the errors are computed
     struct {
       float low[LOTS][B::D], high[LOTS][B::D];
     };
@@ -89,7 +89,7 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
     bool good = true;
     KV_UNROLL for (int j = 0; j < EACH; j++) {
       int t = lot + LOTS * j;
-      if (t >= B::G) t = lot % B::G;  // again a token of the block: changes neither minimum nor maximum
+      if (t >= B::G) t = lot % B::G;  // repeats a token of the block, which changes neither minimum nor maximum
       int64_t at = b * s.batch + head * s.head + (n + t) * s.token;
       load_row<8>(y[j], s.x, at + c0 / 32 * 32, quad % 8, a.kind);
       KV_UNROLL for (int e = 0; e < 4; e++) good &= magnitude(y[j][e]) <= HALF_MAX;

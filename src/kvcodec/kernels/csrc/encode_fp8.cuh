@@ -24,7 +24,7 @@ template <int D, bool SCALED> struct EncodeFp8 {
       float q[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
         q[e] = y[4 * i + e];
-        if (SCALED) {  // a quotient of zero has lost its sign, which E4M3 keeps
+        if (SCALED) {  // division loses the sign of a zero, which E4M3 keeps
           uint32_t sign = float_bits(q[e]) & 0x80000000u;
           q[e] = bits_float((float_bits(quotient(q[e], s, r)) & 0x7fffffffu) | sign);
         }

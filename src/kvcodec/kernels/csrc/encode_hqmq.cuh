@@ -1,10 +1,11 @@
 // HQMQ (codecs/hqmq.py): chunks of four as quaternions, the best of 24 S products p q_s, a length in steps of the
 // longest's.
 //
-// The search turns a chunk x by the Hurwitz unit p nearest to it, y = conj(p) x: <p y, p p' q> = <y, p' q>, so that one
-// table of what is near serves all 24 places. There |y_1| + |y_2| + |y_3| <= y_0, and the cell of (y_1, y_2, y_3) / y_0
-// in a grid lists the few products that can be best in it. fp32 finds the best of those; where the second comes too
-// close, they are tried again in double, which is exact (ops/quaternion.py), and the lowest code wins ties.
+// The search multiplies a chunk x by the conjugate of the nearest Hurwitz unit p, y = conj(p) x: <p y, p p' q> = <y, p'
+// q>, so that one table of candidates serves all 24 units. There |y_1| + |y_2| + |y_3| <= y_0, and the cell of (y_1,
+// y_2, y_3) / y_0 in a grid lists the few products that can be best in it. fp32 finds the best of those; where the
+// second is too close, they are tried again in double, which is exact (ops/quaternion.py), and the lowest code wins
+// ties.
 #pragma once
 #include "encode_outliers.cuh"
 #include "hqmq.cuh"
@@ -43,7 +44,7 @@ template <int S> struct HqmqSearch {
     return code;
   }
 
-  // how a chunk was turned: its unit p, row `unit` of `times`, and what its cell holds
+  // how a chunk was transformed: its unit p, row `unit` of `times`, and what its cell holds
   struct Turn {
     float p[4];
     uint32_t unit, list;
@@ -60,7 +61,7 @@ template <int S> struct HqmqSearch {
     KV_UNROLL for (int i = 0; i < 4; i++) a[i] = magnitude(x[i]);
     float most = maximum(maximum(a[0], a[1]), maximum(a[2], a[3]));
     float half = mul(0.5f, add(add(a[0], a[1]), add(a[2], a[3])));
-    bool small = !(most > 1e-30f);  // a reciprocal is not what it should be
+    bool small = !(most > 1e-30f);  // where a reciprocal is inaccurate
     bool axis = most > half;  // then one component alone is the largest
     float top = axis ? most : half, least = axis ? most : 0.0f, size = axis ? 1.0f : 0.5f;
     KV_UNROLL for (int i = 0; i < 4; i++) {

@@ -1,11 +1,10 @@
-// Integers in groups along channels (GroupInt), and the pieces that all integer encoders share: scales as they are
-// held, quotients as IEEE rounds them, codes to bits.
+// Integers in groups along channels (GroupInt), and the parts that all integer encoders share: stored scales,
+// quotients with IEEE rounding, packing of codes.
 //
 //     EncodeGroupInt<D, BITS, GROUP, SYMMETRIC>       GROUP = 0: one group
 //
 // Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are interleaved
-// (ops/interleaved.py)
-// at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
+// (ops/interleaved.py) at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
 #pragma once
 #include "encode.cuh"
 
@@ -76,8 +75,7 @@ KV_DEV void store_quad(uint8_t* to, int part, uint32_t a, uint32_t b, uint32_t c
 }
 
 // The bytes of an interleaved run of 128 channels: 'code' holds the 16 that part 0..7 has of it, 4 q + p for channel
-// 32 q + 4
-// part + p. As above, but lanes share nothing: a lane's units are whole.
+// 32 q + 4 part + p. As above, but lanes share nothing: a lane's units are whole.
 template <int WIDTH>
 KV_DEV void store_interleaved(uint8_t* to, int part, const uint32_t (&code)[16], uint32_t keep, bool live) {
   static_assert(WIDTH == 2 || WIDTH == 3, "4 bits in a plain stream are the same bytes");
@@ -90,7 +88,7 @@ KV_DEV void store_interleaved(uint8_t* to, int part, const uint32_t (&code)[16],
   }
 }
 
-// One number for each of GROUPS groups that all eight lanes of a row share, wanted once per group: lanes LANES g ..
+// One number for each of GROUPS groups that all eight lanes of a row share, needed once per group: lanes LANES g ..
 // LANES g + LANES - 1 have group g afterwards. Halving the groups at each exchange takes 4 + 2 + 1 of them for eight,
 // not 8 * 3.
 template <int GROUPS> struct Shares {
@@ -149,7 +147,7 @@ template <int D, int GROUP, class GRID, bool INTERLEAVED = false> struct EncodeG
     h.r = rcp_fast(h.s);
     return h;
   }
-  // over a symmetric grid the largest magnitude is all that counts
+  // a symmetric grid needs only the largest magnitude
   KV_DEV static void widen(float x, float& low, float& high) {
     if (GRID::HAS_ZERO) low = minimum(low, x);
     high = maximum(high, GRID::HAS_ZERO ? x : magnitude(x));

@@ -102,7 +102,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
     float* mine = (float*)scratch + row * STRIDE;
     uint16_t* codes = (uint16_t*)(scratch + ROWS) + row * ROOM;
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
-      // + 0: of the two zeros only +0 is left, whose sign then is the reference's
+      // + 0: -0 becomes +0, whose sign is the reference's
       *(Four*)(mine + 32 * i + 4 * part) = {add(y[4 * i], 0.0f), add(y[4 * i + 1], 0.0f), add(y[4 * i + 2], 0.0f),
                                             add(y[4 * i + 3], 0.0f)};
     }
@@ -147,7 +147,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
     eta = lower ? (py >= (T)0 ? b : -b) : py;
   }
 
-  // The code in fp32. What can be off, to be compared with the bounds used:
+  // The code in fp32. Errors, to be compared with the bounds used:
   //   xi, eta   two additions, a reciprocal within an ulp, a product, a difference: 2^-21.4   2^-20 (Levels)
   //   scores    three roundings of at most 2^-24 |t| each; of two: 2^-21.4 |t|                2^-21 (|x| + |y| + |z|)
   //   length    a score, a reciprocal and two roundings: 2^-20.8 of it                        2^-20 of the largest wall
@@ -155,11 +155,11 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
   KV_DEV static uint32_t guess(const uint8_t* table, const float (&t)[3], float inverse, bool& sure) {
     float x = magnitude(t[0]), y = magnitude(t[1]), z = t[2];
     float size = add(add(x, y), magnitude(z));
-    sure = size > TINY_ROW;  // below that a reciprocal is not what it should be
+    sure = size > TINY_ROW;  // below that a reciprocal is inaccurate
     float over = rcp_fast(size), xi, eta;
     square(mul(x, over), mul(y, over), z < 0.0f, xi, eta);
     uint32_t a = Levels<DIR>::guess(table, xi, sure), b = Levels<DIR>::guess(table, eta, sure);
-    a = a < HALF - 1 ? HALF - 1 : a;  // of what is not a number
+    a = a < HALF - 1 ? HALF - 1 : a;  // for NaN
     b = b < HALF - 1 ? HALF - 1 : b;
     bool first_a = a == HALF - 1, first_b = b == HALF - 1;
     uint32_t i = first_a ? 0 : a - HALF, j = first_b ? 0 : b - HALF;

@@ -81,7 +81,7 @@ template <class INNER, int SLOTS> struct MedRow : TableRow {
   }
 
   // false only where no chunk can be longer than the threshold: squares in fp32 are off by 2^-22 at most; those that
-  // leave its range below are left to double
+  // underflow are decided in double
   KV_DEV static bool may_exceed(const float (&y)[DIM / 8], float threshold) {
     float limit = mul(mul(threshold, threshold), 1.0f - 0x1p-20f);
     bool found = !(limit > 0x1p-100f);

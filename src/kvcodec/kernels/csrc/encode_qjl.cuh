@@ -1,4 +1,4 @@
-// One bit per coordinate of what a quantizer leaves over (ops/qjl.py), behind TurboQuant and OCTOPUS.
+// One bit per coordinate of a quantizer's residual (ops/qjl.py), behind TurboQuant and OCTOPUS.
 #pragma once
 #include "encode_octopus.cuh"
 #include "encode_turboquant.cuh"
@@ -13,7 +13,7 @@ template <int D> struct Sketch {
   KV_CONST int BYTES = MATRIX + (BUTTERFLY ? 0 : D * D / 8);
   KV_CONST int SCRATCH = BUTTERFLY ? 0 : 4 * 8 * D;
 
-  // r[4 i + e]: what is left of channel 32 i + 4 part + e of the unit vector
+  // r[4 i + e]: the residual of channel 32 i + 4 part + e of the unit vector
   KV_DEV static void store(double (&r)[D / 8], int part, uint32_t keep, bool live, uint8_t* signs, uint8_t* length,
                            const uint8_t* table, uint8_t* scratch) {
     double s[4];

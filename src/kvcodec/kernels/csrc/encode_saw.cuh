@@ -24,7 +24,7 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
     float s = half_float((uint16_t)scale), r = rcp_fast(s);
     float z = magnitude(quotient(low, s, r));
     if (!FLOAT_ZERO) z = round_even(z);
-    // the sign apart: -0 / s is a zero with a sign in IEEE, and it is stored
+    // the sign separately: -0 / s is a signed zero in IEEE, and it is stored
     uint32_t zero = half_bits(z) | (~float_bits(low) >> 16 & 0x8000);
     z = half_float((uint16_t)zero);
     if (live && part == 0) *(uint32_t*)at[1] = (scale | zero << 16) & keep;

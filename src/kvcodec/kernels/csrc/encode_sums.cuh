@@ -1,18 +1,18 @@
 // What row encoders share: sums in the order of ops/sums.py, nearest levels as ops/lloyd_max.py, bit streams as
 // ops/bitpack.py.
 //
-// Bytes must equal the reference's, which decides in double. Decisions are made in fp32 first, with a bound on how far
-// that can be off; what lies closer to a decision is decided again in double, operation by operation as the reference
-// has it. That is about one row in a hundred.
+// Bytes must equal the reference's, which decides in double. Decisions are made in fp32 first, with an error bound;
+// values closer to a decision boundary are decided again in double, operation by operation as in the reference: about
+// one row in a hundred.
 #pragma once
 #include "encode.cuh"
 
 namespace kv {
 
-// as torch casts double to half: by way of float
+// as torch casts double to half: via float
 KV_DEV uint16_t half_by_float(double x) { return half_bits((float)x); }
 
-constexpr float TINY_ROW = 1e-30f;  // rows shorter than this are left to double: fp32 reciprocals would overflow
+constexpr float TINY_ROW = 1e-30f;  // rows shorter than this are computed in double: fp32 reciprocals would overflow
 
 // -- sums by halves ---------------------------------------------------------------------------------------------------
 // channels 4 part + e of eight lanes: the sum over the lanes' 32 numbers, the same in all lanes
@@ -56,7 +56,7 @@ template <int BITS> struct Levels {
   KV_CONST int WALLS = 16 + 8 * CELLS;
   KV_CONST int BYTES = WALLS + 8 * (1 << BITS);
 
-  // walls below u, for u known to within epsilon; sure becomes false where that does not tell
+  // walls below u, for u known to within epsilon; sure becomes false where that does not decide
   KV_DEV static uint32_t guess(const uint8_t* table, float u, bool& sure) {
     const float* head = (const float*)table;
     constexpr float WHOLE = 8388608.0f;  // 2^23, from which on fp32 holds whole numbers: the addition rounds
@@ -83,7 +83,7 @@ KV_CONSTEXPR int common_bits(int n) { return n % 32 == 0 ? 32 : n & -n; }
 KV_CONSTEXPR int stream_bytes(int count, int bits) { return (count * bits + 7) / 8; }
 // elements that a word of the stream may touch
 KV_CONSTEXPR int stream_span(int bits) { return (bits - common_bits(bits) + 32 + bits - 1) / bits; }
-// room for codes: stream_word reads zeros behind the last one
+// size of the buffer of codes: stream_word reads zeros behind the last one
 KV_CONSTEXPR int stream_room(int count) { return (count + 7) / 8 * 8 + 16; }
 
 // 32 bits of the stream of codes, from bit 32 w on

@@ -1,11 +1,11 @@
-// Encoding rows with look-up tables in shared memory: as encode.cuh, but a block stays with one head and loads its
-// tables first.
+// Encoding rows with look-up tables in shared memory: as encode.cuh, but a block serves one head at a time and loads
+// its tables first.
 //
 //     KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs args) {
 //       kv::encode_with_table<kv::Role<kv::HqmqRow<128, 96, 4>>>(args, kv::block_z() ? args.value : args.key);
 //     }
 //
-// Grid (x, B, roles), any x >= 1; multiples of the number of heads lose nothing. TABLE_THREADS threads and
+// Grid (x, B, roles), any x >= 1; multiples of the number of heads waste no blocks. TABLE_THREADS threads and
 // table_bytes<Codec>() bytes of dynamic shared memory.
 //
 // Codecs: eight lanes hold a row, four rows to a warp
@@ -16,7 +16,7 @@
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
-//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes are back. With OWN true there
+//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes return. With OWN true there
 //               is another argument, the float that `factor` [B or 1, H] has for the sequence and head
 #pragma once
 #include "encode.cuh"
@@ -83,7 +83,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
   uint8_t* scratch = shared + C::TABLE + thread() / 32 * C::SCRATCH;
-  int heads = grid_x() < a.heads ? grid_x() : a.heads;  // at work at a time
+  int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
   for (int head = block_x() % heads; head < a.heads; head += heads) {

@@ -21,7 +21,7 @@ template <int D, int BITS> struct LevelCodes {
     float inverse[NORMS];
     KV_UNROLL for (int i = 0; i < NORMS; i++) {
       float wide = (float)norm[i];
-      // a NaN is never sure of its level
+      // NaN is always decided in double
       inverse[i] = wide > TINY_ROW ? rcp_fast(wide) : bits_float(0x7fffffffu);
     }
     KV_UNROLL for (int i = 0; i < D / 32; i++) {

@@ -1,5 +1,5 @@
-// What happens to sums (m, l, o) of attention: over the warps of a CTA, over the splits of a sequence, with dense
-// tokens and learned sinks; and back to the model's basis. All sums are fp32, unnormalised, with respect to 2^m.
+// Merging of sums (m, l, o) of attention: over the warps of a CTA, over the splits of a sequence, with dense tokens and
+// learned sinks; and the rotation back to the model's basis. All sums are fp32, unnormalised, with respect to 2^m.
 #pragma once
 #include "softmax.cuh"
 
@@ -81,8 +81,8 @@ template <int N> KV_DEV void load_floats(float (&x)[N], const float* at) {
   }
 }
 
-// Merge the partials of one query head; one CTA per row of [B * HQ]. Its code is short, since it comes from far away
-// and is run once; a warp's partials arrive together, and the warps meet once.
+// Merge the partials of one query head; one CTA per row of [B * HQ]. Its code is short, because it is fetched cold
+// and run once; a warp loads its partials together, and the warps synchronise once.
 template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   constexpr int N = D / 32, CHUNK = 5;
   KV_DYNAMIC_SHARED(shared_bytes);  // floats: WARPS + 1 rows of sums, as many maxima, as many sums of l

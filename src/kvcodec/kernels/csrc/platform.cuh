@@ -1,4 +1,4 @@
-// What the kernels use of the machine, in one place: half-precision registers, tensor cores, warp exchange,
+// Hardware primitives of the kernels: half-precision registers, tensor cores, warp exchange,
 // asynchronous copies. Inline PTX and no header, so that NVRTC compiles it without a CUDA toolkit. A host compiler
 // gets the same names from an emulator (tests/kernels/emulator.h), which runs a block's threads one after another.
 //
@@ -37,8 +37,8 @@ using int64_t = long long;
 namespace kv {
 
 KV_DEV int thread() { return threadIdx.x; }
-// x, of which the compiler forgets the range but that it is small: it would make an "or" of 16 + x for x < 16, and an
-// address's constant part could no longer stand in the load
+// x, with its range hidden from the compiler except that it is small: otherwise 16 + x for x < 16 becomes an "or", and
+// the constant part of an address can no longer be an immediate of the load
 KV_DEV int opaque(int x) {
   int y;
   asm("mov.s32 %0, %1;" : "=r"(y) : "r"(x));
@@ -71,7 +71,7 @@ KV_DEV uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x)
 KV_DEV double bits_double(uint64_t x) { return __longlong_as_double((int64_t)x); }
 KV_DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float log2_fast(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// correctly rounded, never contracted to a multiply-add: what bit-equal encoders are made of
+// correctly rounded, never contracted to a multiply-add: for bit-exact encoders
 KV_DEV float add(float a, float b) { return __fadd_rn(a, b); }
 KV_DEV float sub(float a, float b) { return __fsub_rn(a, b); }
 KV_DEV float mul(float a, float b) { return __fmul_rn(a, b); }
@@ -148,7 +148,8 @@ KV_DEV uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
   return y;
 }
-// c + the sum of products of unsigned bytes: picks and scales a byte in one operation, off the pipe of shifts and masks
+// c + the sum of products of unsigned bytes: picks and scales a byte in one operation, which does not use the pipe of
+// shifts and masks
 KV_DEV uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
@@ -205,7 +206,7 @@ template <int N> KV_DEV void load_transposed(uint32_t* r, const void* row) {
   }
 }
 
-// 128 bytes, or as many as lie between multiples of 128, on their way to the L2
+// prefetch 128 bytes, or as many as lie between multiples of 128, into the L2
 KV_DEV void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------

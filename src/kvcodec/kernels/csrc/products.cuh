@@ -1,6 +1,6 @@
 // The two products of decode attention over 16 tokens, on the tensor core: queries with keys, weights with values.
-// What a codec's Reader holds apart from its raw numbers (scales, zeros, offsets; by token, group or block) is put
-// back here.
+// Scales, zeros and offsets, which a codec's Reader keeps apart from its raw numbers (by token, group or block), are
+// applied here.
 #pragma once
 #include "query.cuh"
 #include "tile.cuh"
@@ -100,9 +100,9 @@ template <class K, int D, int HEADS> KV_DEV uint32_t unweighted(const Query<K, D
 
 // Scale and zero of 32 tokens' channels go into q: block_q = q s, and the zeros' share of every score.
 //
-// block_q is rounded to fp16. Where a channel is loud, what that changes shows: 2^-12 of q s, times a code of up to
+// block_q is rounded to fp16. In a loud channel this error matters: 2^-12 of q s, times a code of up to
 // 2^b - 1, is 0.02 in a score of 70. The tensor core sums q s and block_q exactly, and their difference, times the
-// middle code, joins the zeros: what is left is half of it at most, as if the keys had been rounded to fp16.
+// middle code, is added to the zeros: at most half of the error remains, as if the keys had been rounded to fp16.
 template <class K, int D, int HEADS, class P>
 KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[2], const Query<K, D, HEADS>& q, const P& planes,
                         int block, int lane) {
@@ -160,7 +160,7 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], c
   KV_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
     const bool later = is_turned<V>(0) && j >= 2 ? !odd : odd;
-    // 2 j + later by nibbles, since the compiler keeps what it does not understand apart from the constant part
+    // 2 j + later by nibbles, which the compiler keeps apart from the constant part of the address
     const int place = is_turned<V>(0) ? (int)((odd ? 0x6431u : 0x7520u) >> (4 * j) & 15u) : 2 * j + odd;
     const int at = token + place;
     uint32_t x[V::V_REGS], y[V::V_REGS];

@@ -1,4 +1,4 @@
-// The query of decode attention on its way into the tensor core, in the basis of the codes.
+// The query of decode attention, transformed into the basis of the codes, as tensor-core operands.
 //
 // Heads are the 8 columns of its products. Where at most 4 share a KV head, each of them has two columns, 2n and
 // 2n + 1: of keys, one meets one half of the channels and one the other, which are the rows of tokens g and g + 8
@@ -36,8 +36,8 @@ template <class K, int D, int HEADS> struct Query {
   float scale[HEADS / 4];      // scores = dot * scale, in powers of two
 };
 
-// What a warp reads of the query: the rows of every WARPS-th head, and the factor of the codes' basis. Loads only, so
-// that a kernel that begins with them need not wait for them.
+// A warp's part of the query: the rows of every WARPS-th head, and the factor of the codes' basis. Loads only, so that
+// a kernel can start them early without waiting.
 template <int D, int WARPS, int HEADS> struct QueryRows {
   KV_CONST int N = D / 32, ROWS = (HEADS + WARPS - 1) / WARPS;
   uint32_t words[ROWS][N];  // that hold a number of 32 bits, or of 16 bits from bit `shift` on
@@ -47,7 +47,7 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
     const int lane = thread() % 32, wide = a.q_kind == 2;
     KV_UNROLL
     for (int row = 0; row < ROWS; ++row) {
-      const int n = warp + row * WARPS;  // heads that there are not read the first one
+      const int n = warp + row * WARPS;  // missing heads read the first one
       const int64_t number = b * a.q_batch + (int64_t)(first + (n < live ? n : 0)) * a.q_head + lane;
       const uint8_t* at = (const uint8_t*)a.q + (number << (1 + wide));
       const int odd = (int)((uint64_t)at & 2);
@@ -103,7 +103,7 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
   }
 }
 
-// from there, once all threads have been here, to the warp's operands
+// from there, after a synchronisation, to the warp's operands
 template <class K, int D, int HEADS>
 KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const DecodeArgs& a) {
   constexpr int WIDTH = row_floats(query_channels<K, D>());

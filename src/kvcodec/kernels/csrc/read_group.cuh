@@ -215,7 +215,7 @@ template <int D, int WIDTH, bool HYBRID> struct ReadInnerValue {
     for (int n = 0; n < V_REGS; ++n) either |= w[n];
     return (either & 0x80008000u) != 0;
   }
-  // few instructions: where this is rare they come from far away, and cost more to fetch than to run
+  // few instructions: where this is rare they are fetched cold, which costs more than running them
   template <class P> KV_DEV static void v_surplus(const P& planes, int block, int part, float (&x)[2 * V_REGS]) {
     uint32_t s[V_REGS], z[V_REGS];
     words(planes, 1, block, part, s);

@@ -2,8 +2,8 @@
 // signed radius.
 //
 // One mask leaves the signed radii of two chunks in the halves of a word, fp16 subnormals with a sign, and the codebook
-// is held times 2^15, so that their product, one instruction for two channels, is a normal number. Radii that lie
-// higher by a power of two leave that to q or to the output.
+// is held times 2^15, so that their product, one instruction for two channels, is a normal number. Radii that are
+// stored higher by a power of two are corrected in q or in the output.
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
 // conflicts. Rows 2i and 2i + 1 of it are each other's negatives: half of them are held.
@@ -13,12 +13,12 @@
 
 namespace kv {
 
-// Whose table it is. Dead slots hold any bits, and 24 S is no power of two: what is looked up for them must not lie
-// outside of shared memory.
+// Which role's table it is. Dead slots hold arbitrary bits, and 24 S is not a power of two: their look-ups must stay
+// inside shared memory.
 enum Place {
   ALONE,   // addresses are bounded, by one more instruction for each row
   KEYS,    // beside the values' of the same S, which is as long and follows: rows behind the table may be read
-  VALUES,  // upside down behind the keys': rows before it may be read
+  VALUES,  // in reverse order behind the keys': rows before it may be read
 };
 
 // BOUND: addresses are bounded wherever the table is.
@@ -26,7 +26,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
   KV_CONST int ENTRIES = 12 * S;
-  // Rows whose low bits are a byte: keys' and values' tables lie in each other's gaps, so that rows are 256 bytes apart
+  // Rows whose low bits are a byte: keys' and values' tables are interleaved, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
   KV_CONST bool INTERLEAVED = BYTES && PLACE != ALONE;
@@ -83,7 +83,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
         times(r + 2 * k, load_from2(begin(table), at), lengths, k % 2);
       }
     }
-    // high bits of the radii of chunks 2i and 2i + 1, where they belong; bits around them are others'
+    // high bits of the radii of chunks 2i and 2i + 1, where they belong; other bits are undefined
     template <class P>
     KV_DEV static void spare(const P& planes, int token, int own, int part, uint32_t (&more)[(N + 1) / 2]) {
       constexpr int BITS = Fields::SPARE ? Fields::SPARE : 1, GROUP = 16 / BITS / 2 * 2;  // chunks of 16 bits, even

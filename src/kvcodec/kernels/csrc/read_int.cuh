@@ -115,7 +115,7 @@ template <int D, int BITS> KV_CONSTEXPR int value_codes() {
 template <int D, class C> KV_CONSTEXPR int part_channel(int part, int e) {
   return (part + 1) * C::REGS * 2 <= D ? part * C::REGS * 2 + C::place(e) : -1;
 }
-// an empty part reads the first one
+// an empty part reads the first part
 template <int D, class C> KV_DEV int live_part(int part) {
   return D % (C::REGS * 2 * 4) == 0 || (part + 1) * C::REGS * 2 <= D ? part : 0;
 }

@@ -1,6 +1,5 @@
 // Reader of integers in groups of 32 channels of a token in interleaved order (kvcodec/ops/interleaved.py): values of
-// kivi, octopus
-// and ultra-tq where the head dimension is a multiple of 128.
+// kivi, octopus and ultra-tq where the head dimension is a multiple of 128.
 //
 // Of 128 channels, every g of 8 has four in each of the four groups: 16 codes in BITS units of 16 bits, unit i of g at
 // word 8 i + g of the row. So 16 bytes of a token hold unit i of all g, and a transposing matrix load gives lane
@@ -15,7 +14,7 @@ namespace kv {
 // 16 codes in BITS units: of two tokens (values) or of two g (keys), one in each half of a word
 template <int BITS> struct Interleaved {
   static_assert(BITS == 2 || BITS == 3 || BITS == 4, "widths with an interleaved order");
-  KV_CONST int UNIT = 16 / BITS;                     // codes of a unit; of 3 bits one more is spread over three units
+  KV_CONST int UNIT = 16 / BITS;                     // codes of a unit; at 3 bits one more is spread over three units
   KV_CONST int HIGH = BITS == 2 ? 10 : BITS == 3 ? 9 : 8;  // bits that a half's upper codes are moved down by
   KV_FUNCTION bool upper(int n) { return n % UNIT * BITS >= HIGH; }
   // lowest bit of code n within a half: it is left there, an fp16 subnormal, code * 2^(position - 24)
@@ -137,7 +136,7 @@ template <int D, int BITS> struct ReadInterleaved {
     return maximum(half_float((uint16_t)most), half_float((uint16_t)(most >> 16)));
   }
 
-  // a token's values for whom is in no hurry
+  // slow path: one token's values as floats
   template <class P> KV_DEV static void floats(const P& planes, int token, int part, float (&x)[2 * V_REGS]) {
     const uint16_t* row = (const uint16_t*)(planes[0] + token * ROW);
     uint32_t w[WORDS];

@@ -1,8 +1,8 @@
 // Readers of codes that are levels of a table: turboquant, and the keys of ultra-tq.
 //
 // A byte of codes (two of 4 bits, four of 2, eight of 1) or a pair of 3-bit codes is looked up at once. An entry has
-// the levels in fp16 and is held in as many copies as fill the 128 bytes of all banks, so that no two lanes meet in
-// one: entry i begins at 128 i, a lane's copy at lane * size. For bytes one operation is the whole address: dot4 =
+// the levels in fp16 and is held in as many copies as fill the 128 bytes of all banks, so that no two lanes share a
+// bank: entry i begins at 128 i, a lane's copy at lane * size. For bytes one operation is the whole address: dot4 =
 // byte * 128 + copy.
 //
 // Numbers: a level is rounded to fp16 once, by 2^-11 of it at most; norms stay in fp32. With norms per block of 32
@@ -164,7 +164,7 @@ template <int D, int BITS> struct LevelRows {
 };
 
 // kvcodec/codecs/turboquant.py: value = level * sqrt(D) * norm; the table holds level * sqrt(D), about 0.03 to 5.
-// BORROWS: values whose levels are the keys' have no table of their own, but read the one before theirs.
+// BORROWS: values with the same levels as the keys have no table of their own, but read the keys', which lies before.
 template <int D, int BITS, bool NORM32 = false, bool BORROWS = false> struct ReadTurboQuant {
   using Rows = LevelRows<D, BITS>;
   using Table = LevelTable<BITS>;

@@ -1,12 +1,12 @@
 // Reader of octopus keys (kvcodec/codecs/octopus.py): a code is the row of a table of decoded triplets.
 //
 // Up to 10 bits the table holds the triplets themselves. Longer codes are looked up as a direction, from a table that
-// is short enough for several copies, and a length, two triplets' lengths at a time where 4^b_nrm of them are few; what
-// is multiplied is rounded once more.
+// is short enough for several copies, and a length, two triplets' lengths at a time where 4^b_nrm is small; the product
+// is rounded once more.
 //
-// Four lanes share a row. A lane's part are whole words, its own ones, and a few bits of the row's tail: one shift by
-// an amount that depends on the lane alone, then every field lies where the compiler knows. Parts differ by a triplet
-// at most; where one is missing, padding is looked up.
+// Four lanes share a row. A lane's part is whole words of its own and a few bits of the row's tail: one shift by an
+// amount that depends on the lane alone, after which the place of every field is a compile-time constant. Parts differ
+// by a triplet at most; where one is missing, padding is looked up.
 #pragma once
 #include "bits.cuh"
 #include "split_words.cuh"
@@ -97,7 +97,8 @@ template <int D, int B_DIR, int B_NRM, bool NORM32, bool AS_LOADED = false> stru
         for (int i = WORDS; i < N; ++i) w[i] = tail.w[i - WORDS];
       }
     }
-    // the field of `count` bits that begins at bit `from`, moved to bit `to` of a word; the bits around it are others'
+    // the field of `count` bits that begins at bit `from`, moved to bit `to` of a word; other bits of the word are
+    // undefined
     KV_DEV uint32_t field(int from, int count, int to) const {
       const int i = from / 32, off = from % 32;
       if (off + count > 32) return funnel(w[i], w[i + 1 < N ? i + 1 : i], off - to);

@@ -1,10 +1,10 @@
 // Reader of med (kvcodec/codecs/outliers.py) around a reader of single tokens in the model's basis: chunks of four
 // channels that are held in fp16 take the place of what the inner codec has there.
 //
-// The inner reader is left as it is. Scores and outputs are sums over channels, so what outliers are above the inner
-// codec's numbers is added in a product of its own. A warp scatters the chunks of 16 tokens, one to a lane, into a
-// scratch of zeros in shared memory, which has the order of the tensor core's operands, multiplies, and puts zeros
-// back. A tile without outliers costs a vote. Numbers are held exactly and summed in fp32: no scale enters.
+// The inner reader is not changed. Scores and outputs are sums over channels, so the differences between outliers and
+// the inner codec's numbers are added in a separate product. A warp scatters the chunks of 16 tokens, one to a lane,
+// into a zeroed scratch in shared memory, in the order of the tensor core's operands, multiplies, and zeroes the
+// scratch again. A tile without outliers costs one vote. Numbers are held exactly and summed in fp32, without a scale.
 #pragma once
 #include "products.cuh"
 
@@ -103,7 +103,7 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   template <class P> KV_DEV static Words2 held(const P& planes, int token, int round, int lane) {
     return ((const Words2*)planes[HELD] + token * SLOTS)[lane + 32 * round];
   }
-  // by how much a chunk is above the inner codec's
+  // a chunk minus the inner codec's numbers
   template <class P>
   KV_DEV static Words2 surplus(const P& planes, int token, Found at, int round, int lane) {
     Words2 x = held(planes, token, round, lane);
@@ -179,8 +179,8 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     }
   }
 
-  // Weights of q, 2^-n. Where n depends on the chunk alone, or on the place in it, outliers make up for them, as
-  // 2^(n - MOST): nothing grows, and what is lost below is small beside any score. Elsewhere q is freed of them.
+  // Weights of q, 2^-n. Where n depends on the chunk alone, or on the place in it, outliers are scaled to compensate,
+  // by 2^(n - MOST): nothing overflows, and what underflows is small beside any score. Elsewhere q is divided by them.
   KV_FUNCTION int exponent(int e) {
     int n = 0;
     for (float w = Inner::k_weight(e); w < 1.0f; w *= 2.0f) ++n;
@@ -302,7 +302,7 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
       at[i] = found.some && live ? value_place(own, found.chunk) : -1;
       x[i] = surplus(planes, token, found, i, lane);
     }
-    // nothing but outliers so far
+    // only outliers so far
     if (Inner::HAS_V_SCALE && reference == 0.0f) reference = inverse = 1.0f;
     const float over = Inner::HAS_V_SCALE ? inverse : 1.0f;
     uint32_t b[2];

@@ -1,6 +1,6 @@
 // Reader of saw-int4 (kvcodec/codecs/saw_int4.py, zero=rounded, pack=neighbours) and of four-bit codes at large.
 //
-// A nibble is a number as it stands: masked in place inside its 16-bit half it is an fp16 subnormal, code * 2^-24, in
+// Nibbles are not moved: masked in place inside its 16-bit half each is an fp16 subnormal, code * 2^-24, in
 // bits 4-7 code * 2^-20. So eight codes cost four masks and one shift. 2^24 goes into the scale, the factor 16 of odd
 // nibbles into q or the output.
 #pragma once

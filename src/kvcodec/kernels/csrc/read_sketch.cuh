@@ -2,8 +2,8 @@
 //
 //   <q, key> = gamma (<q, u^> + g sqrt(pi / 2) / sqrt(D) <H (s q), sigma>)        q in the codes' basis
 //
-// The signs are a second group of numbers +-1 that meets a second query, so nothing is rotated back. D is a power of
-// two: H is then Sylvester's, which the skeleton applies.
+// The signs are a second group of numbers +-1, multiplied by a second query, so nothing is rotated back. D is a power
+// of two: H is then Sylvester's, which the skeleton applies.
 #pragma once
 #include "platform.cuh"
 

@@ -1,5 +1,5 @@
 // Online softmax of 4 N heads in one warp, in powers of two: arXiv:1805.02867, with a reference that may lag behind the
-// maximum, so that what has been summed is rescaled rarely. Lane 4 g + j holds heads N j .. N j + N - 1 and its own
+// maximum, so that sums are rarely rescaled. Lane 4 g + j holds heads N j .. N j + N - 1 and its own
 // tokens' share of the sums. Scores and weights: N heads of a token, then N of another one.
 #pragma once
 #include "transform.cuh"

@@ -1,10 +1,10 @@
-// What a warp of decode attention adds up: codes times weights on the tensor core, their zeros apart, with respect to
+// The sums of a warp of decode attention: codes times weights on the tensor core, and zeros separately, relative to
 // references that follow the scores' maximum and the values' largest scale.
 //
 // The tensor core truncates where it adds to fp32. A sum of codes, which have one sign, would lose a part that grows
 // with the number of products: 1 to 7 % of a diffuse head's output over 64k tokens. So every FLUSH tokens the zeros,
-// which are summed apart, join the codes' sum: twice their sum does, and its negative stays, so that half of the
-// products add to sums of the other sign, and what is truncated there cancels the rest.
+// which are summed separately, are added to the codes' sum: twice their sum, and its negative remains, so that half of
+// the products add to sums of the other sign, whose truncation cancels the rest.
 #pragma once
 #include "products.cuh"
 #include "softmax.cuh"

@@ -1,6 +1,6 @@
 // Tiles: where the planes of a run of tokens lie, in a page and in shared memory, and how a warp fetches them.
 //
-// A reader R says BLOCK, PLANES and plane_bytes(p), the bytes of one block in plane p. Planes follow one another,
+// A reader R has BLOCK, PLANES and plane_bytes(p), the bytes of one block in plane p. Planes follow one another,
 // each start a multiple of 16 bytes, in a page of P tokens as in a tile of T tokens.
 #pragma once
 #include "platform.cuh"
@@ -12,14 +12,14 @@ template <class R> KV_CONSTEXPR int plane_run(int p, int tokens) { return R::pla
 // offset of plane p when every plane holds that many tokens; p = PLANES: the bytes of all
 template <class R> KV_CONSTEXPR int plane_offset(int p, int tokens) {
   int at = 0;
-  KV_UNROLL  // a trip count that does not depend on p, or the loop stays a loop
+  KV_UNROLL  // the trip count must not depend on p, or the loop is not unrolled
   for (int i = 0; i < R::PLANES; ++i) at += i < p ? align16(plane_run<R>(i, tokens)) : 0;
   return at;
 }
 template <class R> KV_CONSTEXPR int planes_bytes(int tokens) { return plane_offset<R>(R::PLANES, tokens); }
 
-// A reader may have REACH: so many bytes of shared memory, from its start on, that addresses made of dead slots' bits
-// lie in them.
+// A reader may have REACH: the bytes of shared memory, from its start on, that addresses made from dead slots' bits can
+// reach.
 template <class R> KV_CONSTEXPR auto reach(int) -> decltype(R::REACH) { return R::REACH; }
 template <class R> KV_CONSTEXPR int reach(long) { return 0; }
 template <class K, class V> KV_CONSTEXPR int with_reach(int shared) {
@@ -30,7 +30,7 @@ template <class K, class V> KV_CONSTEXPR int with_reach(int shared) {
 // the planes of one role in a tile of T tokens; planes[p] is where plane p begins
 template <class R, int T> struct Planes {
   const uint8_t* base;
-  // p is a number in every call; the compiler would leave plane_offset's loop in the code all the same
+  // p is a constant in every call, but the compiler would still not unroll plane_offset's loop
   template <int N> KV_FUNCTION int offset_or_0() { return N < R::PLANES ? plane_offset<R>(N, T) : 0; }
   KV_DEV const uint8_t* operator[](int p) const {
     static_assert(R::PLANES <= 6, "one more case");
@@ -40,7 +40,7 @@ template <class R, int T> struct Planes {
   }
 };
 
-// A reader may have another one, Bounded, whose look-ups stay inside its table whatever the bits: for tiles with dead
+// A reader may have a variant, Bounded, whose look-ups stay inside its table whatever the bits: for tiles with dead
 // slots.
 template <class T> struct Always { using Void = void; };
 template <class R, bool DEAD, class = void> struct Unpacks { using Reader = R; };
@@ -52,7 +52,7 @@ template <class R> struct Unpacks<R, true, typename Always<typename R::Bounded>:
 template <class V> KV_CONSTEXPR auto is_paired(int) -> decltype(V::V_PAIRED) { return V::V_PAIRED; }
 template <class V> KV_CONSTEXPR bool is_paired(...) { return false; }
 
-// Bytes of shared memory, zero between uses, that a reader of outliers wants for each warp (read_outliers.cuh).
+// Bytes of shared memory, zero between uses, that a reader of outliers needs for each warp (read_outliers.cuh).
 template <class R> KV_CONSTEXPR auto scratch_bytes(int) -> decltype(R::SCRATCH) { return R::SCRATCH; }
 template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
 
@@ -61,9 +61,9 @@ template <class R> KV_CONSTEXPR int scratch_bytes(...) { return 0; }
 template <class V> KV_CONSTEXPR auto is_turned(int) -> decltype(V::V_TURNED) { return V::V_TURNED; }
 template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 
-// A reader of keys may be SKETCHED: its second group of registers meets a second query, H (s q) of the query q in the
-// codes' basis (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source) tells
-// where the D signs s lie.
+// A reader of keys may be SKETCHED: its second group of registers is multiplied by a second query, H (s q) of the query
+// q in the codes' basis (kvcodec/ops/qjl.py; D a power of two), whose channels are numbered from D on; sketch(source)
+// tells where the D signs s lie.
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 

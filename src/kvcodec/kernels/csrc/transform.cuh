@@ -46,8 +46,8 @@ template <int D> KV_DEV void multiply_row(float (&x)[D / 32], const Side& side, 
   for (int i = 0; i < D / 32; ++i) x[i] *= at[lane + 32 * i];
 }
 
-// Rows of D floats of 8 heads in shared memory, spread so that lanes 4 g + j, which want head g or 2j and distant
-// channels, meet different banks.
+// Rows of D floats of 8 heads in shared memory, spread so that lanes 4 g + j, which read head g or 2j and distant
+// channels, access different banks.
 KV_CONSTEXPR int skew(int channel) { return channel + channel / 4; }
 KV_CONSTEXPR int row_floats(int head_dim) { return head_dim + head_dim / 4 + 1; }
 

@@ -1,4 +1,4 @@
-// Pages to dense keys and values in the basis of the codes: what a prefill over packed history attends to.
+// Unpack pages to dense keys and values in the basis of the codes, for a prefill over packed history.
 //
 // One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded
 // once, to fp16 or bf16; keys with a sketch twice, because its signs are brought into the basis of the codes.
@@ -95,7 +95,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
     }
   }
 
-  // Adds what the signs of a sketch stand for: s H sigma, whose product with q is that of sigma with H (s q). A lane
+  // Adds the vector that a sketch's signs encode, s H sigma, whose product with q is that of sigma with H (s q). A lane
   // has the signs, times their scale, of a quarter of a token's channels: those of part j.
   KV_DEV static void add_sketch(uint16_t* row, const float (&x)[2 * K::K_REGS], const float* s, int kind, int j) {
     constexpr int N = D / 4;
@@ -130,7 +130,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
     }
   }
 
-  // what is held beside the codes, in their place
+  // outliers, in place of the codes' numbers
   template <class R, int TOKENS>
   KV_DEV static void put_back(uint16_t* rows, const Planes<R, TOKENS>& planes, int first, int kind, int lane) {
     auto take = [&](int token, int channel, float x) { rows[token * ROW + channel] = round16(x, kind); };
