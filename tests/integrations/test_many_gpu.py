@@ -12,8 +12,8 @@ from kvcodec.attention import Seen
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
-from kvcodec.kernels.engine import kernels_for
 from kvcodec.kernels.flash import score
+from kvcodec.kernels.spec import kernels_for
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.kernels.test_fused import Reference
