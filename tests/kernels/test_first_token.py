@@ -120,6 +120,7 @@ def test_a_second_cache_costs_few_operations_and_no_look(
     if "torch" in cache.layer_caches[0].kernels().values():
         return  # PyTorch encodes
     assert not [name for name in LOOKS if middle[name]]
+    assert not any(seen["lift_fresh"] for seen in counts)  # a host's numbers as a tensor: their copy to a GPU waits
     one = cache.layer_caches[LAYERS // 2]
     sampled = any(state.codec.needs_sample for state in one.roles.values())
     dense = (10 if max_len is None else 23) * one.holds_dense  # sink, window and unfinished block

@@ -9,6 +9,7 @@ Every step is one elementwise IEEE operation or an exact one, so CPU and GPU wri
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,8 +37,15 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """Values of integer ``codes`` in 0..15; float32 of the same shape."""
-    levels = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=codes.device)
-    return torch.cat([levels, -levels])[codes.int()]
+    return _levels(codes.device)[codes.int()]
+
+
+@lru_cache(maxsize=32)
+def _levels(device: torch.device) -> Tensor:
+    """Values of all codes, float32 ``[16]``: made once, because the copy to a GPU waits for it."""
+    with torch.inference_mode(mode=False):
+        levels = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
+        return torch.cat([levels, -levels]).to(device)
 
 
 def nearest_ue8m0(y: Tensor) -> Tensor:
