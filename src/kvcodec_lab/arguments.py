@@ -11,7 +11,7 @@ PROBE = ("refuse", "warn", "off")
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 on."""
+    """Read a whole number >= 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
@@ -77,7 +77,7 @@ def add_text(p: argparse.ArgumentParser, windows: int | None = 3) -> None:
 
 
 def add_reading(p: argparse.ArgumentParser) -> None:
-    """Add what decides how a compressed model is read."""
+    """Add the options of how a compressed model is evaluated."""
     p.add_argument(
         "--params",
         action="append",
@@ -106,7 +106,7 @@ def add_probe(p: argparse.ArgumentParser, default: str | None = "refuse") -> Non
 
 
 def check_target(option: str, path: str, otherwise: str = "") -> None:
-    """Refuse a file that cannot be written, before any work.
+    """Validate, before any work, that a file can be written.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """The command line, ``kvcodec COMMAND``; each command is a file of ``kvcodec_lab.commands``.
 
 Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
-nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl or bench serve met failures, 2 a mistake that
-one line explains, 130 interrupted (what was finished is written).
+nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl or bench serve met failures, 2 a user error,
+explained in one line, 130 interrupted (finished results are written).
 """
 
 import argparse
@@ -31,7 +31,7 @@ COMMANDS = {
     "reproduce": "recompute what the papers print",
     "report": "the page of an eval folder, or picture and page of result files",
 }
-"""Each the name of a file of ``kvcodec_lab.commands``, and what ``kvcodec --help`` says of it."""
+"""Commands, each a file of ``kvcodec_lab.commands``, and their help texts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvcodec: interrupted before anything was finished.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has gone
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _write(json: str | None, result: Result) -> int:
-    """Write JSON where it was asked for, and the text for people unless standard output is the JSON's."""
+    """Write the JSON if requested, and the readable text unless the JSON goes to standard output."""
     from kvcodec_lab.eval.rows import write_json
 
     if json is not None:
@@ -92,7 +92,7 @@ def _write(json: str | None, result: Result) -> int:
 def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """One line, without the place in the source that the default form points at."""
+    """One line, without the source location of the default format."""
     return f"kvcodec: warning: {message}\n"
 
 

@@ -18,7 +18,7 @@ from kvcodec_lab.report.pages.compare import write_report
 MODEL = "smollm2-135m"
 SPECS = ("dense", "fp8", "int-4", "saw-int4", "kivi-4", "kivi-2", "octopus-4", "octopus-3", "octopus-2")
 BUDGET = 240.0
-"""Seconds of measuring; with the model's loading and an installation that stays well below six minutes on 2 cores."""
+"""Seconds of measuring; with installation and loading the demo stays well below six minutes on 2 cores."""
 TOLERANCE = 0.05
 """Largest rise of perplexity, relative, that a recommended preset may have."""
 NEW_TOKENS = 16
@@ -33,10 +33,10 @@ PROTOCOL = (
 def recommend(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> str:
     """One sentence: which preset to take.
 
-    The rule: of the presets whose perplexity is at most ``1 + tolerance`` times the uncompressed model's, the one that
-    held the fewest bits per element, sinks and windows included; on a tie the one with the smaller KL divergence. If
-    none is that good, the one with the smallest KL divergence, and the sentence says so. ``dense`` is never
-    recommended; rows without a finite perplexity are passed over.
+    Of the presets whose perplexity is at most ``1 + tolerance`` times the uncompressed model's, the one with
+    the fewest bits per element, sinks and windows included; on a tie the one with the smaller KL divergence. If
+    there is none, the one with the smallest KL divergence, and the sentence says so. ``dense`` is never recommended;
+    rows without a finite perplexity are ignored.
     """
     usable = [r for r in rows if r["spec"] != "dense" and plain(r.get("perplexity")) and plain(r.get("kl")) is not None]
     if not usable:
@@ -82,7 +82,7 @@ def run_demo(
     text : SampleText
     windows : int
     budget : float or None
-        Seconds for measuring: no window is begun that would end later.
+        Seconds for measuring: no window is started that would end later.
     out : Path
     progress : Progress
     settings : Settings, optional
@@ -91,13 +91,13 @@ def run_demo(
     Returns
     -------
     (rows, meta, paths)
-        What was measured, what is said about it (``recommendation``, ``protocol``, ``left_out``, ...), and the files
-        written.
+        The rows measured, information about the run (``recommendation``, ``protocol``, ``left_out``, ...), and the
+        files written.
 
     Raises
     ------
     KVError
-        Before anything long: an unwritable folder, an unknown spec, a model that cannot be had.
+        Before measuring: an unwritable folder, an unknown spec, a model that cannot be loaded.
     """
     for spec in specs or ():
         get(spec)
@@ -148,7 +148,7 @@ def _breaking(model: LoadedModel) -> dict[str, str]:
 
 
 def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) -> str:
-    """What the demo prints: table, continuation, files, recommendation."""
+    """Return the demo's output: table, continuation, files, recommendation."""
     parts = ["", table(plain(rows)), "", about(rows)]
     parts += ["", *continuations(rows, str(meta.get("prompt", "")))]
     if meta.get("left_out"):

@@ -1,8 +1,8 @@
-"""``kvcodec fit``: run the uncompressed model over a text and fit every constant that a scheme takes from data.
+"""``kvcodec fit``: run the uncompressed model over a text and fit every constant of a scheme that depends on data.
 
-1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without a past.
+1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without history.
 2. Queries, keys and values of every layer that needs them are recorded after RoPE, rounded to 16 bit as a cache holds
-   them; beyond ``max_tokens`` per layer they are kept evenly.
+   them; at most ``max_tokens`` per layer are kept, evenly spaced.
 3. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes.
 4. ``codec.settle`` decides across the layers of a role.
 """
@@ -28,7 +28,7 @@ from kvcodec_lab.models import LoadedModel
 
 WINDOWS = 4
 MAX_TOKENS = 8192
-"""Tokens kept per layer, at most: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
+"""Most tokens kept per layer: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
 
 
 @dataclass
@@ -55,18 +55,18 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class _WatchedSite(Site):
-    """A site that notes which heads a codec drew random numbers for."""
+    """A site that records for which heads a codec drew random numbers."""
 
     drawn: list[int] = field(default_factory=list)
 
     def generator(self, head: int, stream: int = 0) -> torch.Generator:
-        """Draw as any site does."""
+        """As ``Site.generator``, and record the head."""
         self.drawn.append(head)
         return super().generator(head, stream)
 
 
 def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKENS) -> None:
-    """Refuse, before a model is loaded, a scheme without anything to fit and a text that is surely too short.
+    """Validate, before a model is loaded, that the scheme has constants to fit and that the text can be long enough.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def fit_model(
     seed : int
         As for ``cache_for``.
     text_name : str
-        What the text is called in the file.
+        Name of the text in the file.
     progress : Progress, optional
         Default: silent.
 
@@ -191,7 +191,7 @@ def capture(
     FitError
         NaN, Inf or out-of-range keys or values, with the position; or a layer that was not seen.
     UnsupportedError
-        If the model's attention cannot be watched.
+        If the model's attention cannot be recorded.
     """
     shown = progress or Progress(False)
     wanted: dict[int, dict[Role, Codec]] = {}
@@ -199,7 +199,7 @@ def capture(
         wanted.setdefault(layer, {})[role] = codec
     share = max(max_tokens // len(windows), 1)
     samples: dict[int, LayerSample] = {}
-    passed: set[int] = set()  # layers of the present window
+    passed: set[int] = set()  # layers of the current window
 
     def seen(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -235,7 +235,7 @@ def capture(
 
 
 def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """At most ``tokens`` tokens of ``x [B, H, N, D]``, evenly spaced, as a tensor of its own on the CPU."""
+    """At most ``tokens`` tokens of ``x [B, H, N, D]``, evenly spaced, copied to the CPU."""
     n = x.shape[2]
     if n > tokens:
         x = x[:, :, torch.linspace(0, n - 1, tokens, dtype=torch.float64).round().long().to(x.device)]
@@ -249,7 +249,7 @@ def _fit_sites(
     device: torch.device,
     progress: Progress,
 ) -> tuple[dict[int, dict[Role, Params]], bool]:
-    """Calibrate site by site (``samples`` is emptied on the way), then settle; also whether any codec used the seed."""
+    """Calibrate site by site (emptying ``samples``), then settle; also whether any codec used the seed."""
     fitted: dict[Role, dict[int, Params]] = {role: {} for role in ROLES}
     codecs: dict[Role, Codec] = {}
     drawn: list[int] = []
@@ -315,7 +315,7 @@ def about(fitted: FittedParams) -> dict[str, Any]:
 
 
 def about_text(found: Mapping[str, Any], windows: int) -> str:
-    """``about`` (with ``file`` and ``seconds``) for people; ``windows`` is how many were asked for."""
+    """``about`` (with ``file`` and ``seconds``) as readable text; ``windows`` is the number requested."""
     lines = [
         f"{found['spec']} fitted to {found['model']}: {len(found['layers'])} layers, {found['tokens']} tokens each"
     ]

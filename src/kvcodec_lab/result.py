@@ -1,4 +1,4 @@
-"""What a command returns to the command line, which writes it."""
+"""The result of a command, which the command line writes."""
 
 import sys
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Result(NamedTuple):
-    """What a command found: ``data`` for ``--json``, ``text`` for people, and the exit status."""
+    """``data`` for ``--json``, readable ``text``, and the exit status."""
 
     data: Any
     text: str
@@ -14,7 +14,7 @@ class Result(NamedTuple):
 
 
 def collected(source: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as they come; an interrupt keeps those that came, marked ``partial``."""
+    """Collect rows; an interrupt keeps those finished, marked ``partial``."""
     rows: list[dict[str, Any]] = []
     try:
         rows.extend(source)

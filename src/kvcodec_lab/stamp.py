@@ -1,4 +1,4 @@
-"""What every result says of where it was measured: versions, machine, commit, time."""
+"""Provenance of a result: versions, machine, commit, time."""
 
 import importlib.metadata
 import platform
@@ -47,7 +47,7 @@ def commit() -> str | None:
 
 
 def stamp(device: torch.device, seed: int, commit_id: str | None = None) -> dict[str, Any]:
-    """Return what every row of a run carries: machine, versions, commit, seed, and when the run began (UTC).
+    """Return the provenance fields of every row of a run: machine, versions, commit, seed, start (UTC).
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def stamp(device: torch.device, seed: int, commit_id: str | None = None) -> dict
         What was measured.
     seed : int
     commit_id : str, optional
-        Where there is no checkout; default: what git says.
+        For use outside a checkout; default: git's.
     """
     found = versions(("triton", "cuda-core", "transformers"))
     if device.type == "cuda" and torch.backends.cudnn.is_available():

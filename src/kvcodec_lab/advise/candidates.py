@@ -50,7 +50,7 @@ class Candidate:
 
 
 def default_specs(head_dim: int) -> list[str]:
-    """Presets that a GPU's kernels decode, that need no file of constants, and whose queries stay as they are."""
+    """Presets that GPU kernels decode, that need no params file, and that do not round queries."""
     found = []
     for spec in presets():
         scheme = get(spec)
@@ -66,7 +66,7 @@ def default_specs(head_dim: int) -> list[str]:
 
 
 def check_specs(specs: Sequence[str], plan: ModelPlan) -> None:
-    """Refuse, before any work, specs that cannot be parts of a mixture for this model.
+    """Validate, before any work, that specs can be parts of a mixture for this model.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def assess(
 
 
 def choose(candidates: Mapping[Role, Sequence[Candidate]], *, each: int = 1) -> dict[Role, list[str]]:
-    """Per role, the ``each`` best of every class of bits; codecs that come by several names are taken once.
+    """Per role, the ``each`` best of every class of bits; a codec with several names is taken once.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def choose(candidates: Mapping[Role, Sequence[Candidate]], *, each: int = 1) -> 
         for low, high in zip((0.0, *CLASSES[:-1]), CLASSES, strict=True):
             inside = sorted((c for c in unlike if low < c.bits <= high), key=lambda c: (c.error, c.bits))
             kept += inside[:each]
-        # more bits than another, and no better: nobody would take it
+        # dominated: more bits than another, and no better
         kept = [c for c in kept if not any(o.bits <= c.bits and o.error < c.error for o in kept)]
         chosen[role] = [c.spec for c in kept]
         if not kept:

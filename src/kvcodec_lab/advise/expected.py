@@ -1,4 +1,4 @@
-"""Bytes of a cache before there is one: from layouts, windows and pages, exactly what ``report()`` would measure."""
+"""Bytes of a cache, computed from layouts, windows and pages: exactly what ``report()`` would measure."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def layer_bytes(
         Of the model's keys and values.
     batch : int
     grown : bool
-        The most that pages take that grew token by token, instead: they keep a reserve of 1/32.
+        Instead, the upper bound for pages that grew token by token, with a reserve of 1/32.
     """
     codecs = {role: scheme.codec(role).for_dtype(dtype) for role in ROLES}
     layouts = {role: codec.layout(head_dim) for role, codec in codecs.items()}
@@ -46,7 +46,7 @@ def layer_bytes(
         slots = max(slots, encoded)
     sampled = any(codec.needs_sample for codec in codecs.values())
     if tokens > APPEND_TOKENS and not sampled:
-        slots = tokens  # a long prefill comes in parts, and pages for all of it are taken with the first
+        slots = tokens  # a long prefill comes in chunks, and the first allocates pages for all of it
     columns = -(-slots // page_tokens)
     if grown and columns:
         columns += max(1, columns // 32)
@@ -58,8 +58,8 @@ def cache_bytes(
 ) -> int:
     """Bytes of a model's cache after a prefill of ``tokens``: ``cache_for(model, spec).report()["total_bytes"]``.
 
-    Layers with a sliding window hold at most that; there a page more or less is possible, as old tokens are freed in
-    whole pages.
+    Layers with a sliding window hold at most the window, exact to one page, because old tokens are freed in whole
+    pages.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def dtype_of(model_or_config: Any) -> torch.dtype:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people, in binary units.
+    """Bytes as text, in binary units.
 
     >>> size(8 * 2**30), size(1536)
     ('8.00 GiB', '1.50 KiB')

@@ -1,15 +1,15 @@
-"""From a model, a context and a memory to a spec: candidates, sensitivity, search, and the measuring of what was found.
+"""Find a spec for a model, a context and a memory: candidates, sensitivity, search, and measurement of the finalists.
 
 1. Candidates: per role the best spec of each class of bits, by attention's output error (``candidates.py``).
 2. Sensitivity: KL of each of them in each layer alone, on the text's first window (``eval/sensitivity.py``).
 3. Search: the mixture of least predicted KL within the memory; predicted KL is the sum (``search.py``). Bytes are exact
    (``expected.py``).
-4. The mixture, and the uniform presets that fit and promise most, are read through the real cache on the text's next
-   windows, which the search has not seen. The one that measures best is advised.
+4. The mixture, and the most promising uniform presets that fit, are measured through the real cache on the text's next
+   windows, which the search has not seen. The best one is advised.
 
 Where the context is longer than the windows of text, everything is measured with sinks and windows off: a hundred dense
-tokens are nothing in a long context and much of a short window, and methods that have them would look better than they
-are. What is advised is then measured once more as it will be served.
+tokens are negligible in a long context but much of a short window, so methods with windows would look too good. The
+advised spec is then measured once more with its sinks and windows.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def advise(
     text_name: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Find what to compress a model's cache with.
+    """Find the best spec for a model's cache.
 
     Parameters
     ----------
@@ -51,8 +51,8 @@ def advise(
         Of at least ``request.windows + 1`` windows.
     request : Request
     output : path, optional
-        A folder that exists: sensitivity rows are kept there, so that a run goes on where the last one ended, and a
-        mixture is written there as ``recipe.json``.
+        An existing folder for sensitivity rows, so that a later run continues from them, and for a mixture's
+        ``recipe.json``.
     text_name : str
     progress : Progress, optional
 
@@ -143,7 +143,7 @@ def advise(
 
 
 def _use(best: Finalist, name: str) -> dict[str, str]:
-    """Return how to use what is advised; a mixture that was not saved has no spec to name."""
+    """Return how to use the advised spec; a mixture that was not saved has none."""
     if best.spec == MIXTURE:
         return {"python": "write_recipe('recipe.json', choices); cache_for(model, 'recipe.json')", "command": ""}
     return {

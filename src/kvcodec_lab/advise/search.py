@@ -1,8 +1,8 @@
 """The search: one option per layer, least predicted KL within a budget of bytes (a multiple-choice knapsack).
 
-KL of a mixture is predicted as the sum of what its layers' keys and values cost alone. Options of a layer that cost
-more bytes and more KL than another are dropped; the rest goes through dynamic programming over bytes in ``STEPS``
-steps, rounded up, so the budget is never exceeded; what the rounding left over is spent by single exchanges.
+The KL of a mixture is predicted as the sum of the KLs of compressing each layer's keys or values alone. Options of a
+layer that cost more bytes and more KL than another are dropped; the rest goes through dynamic programming over bytes in
+``STEPS`` steps, rounded up, so the budget is never exceeded; bytes left over by rounding are spent by single exchanges.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ STEPS = 4096
 
 @dataclass(frozen=True)
 class Option:
-    """What one layer may take: its bytes and the KL it is predicted to add."""
+    """One option of a layer: its bytes and the predicted KL."""
 
     choice: LayerChoice
     nbytes: int
@@ -25,7 +25,7 @@ class Option:
 
 
 def frontier(options: Sequence[Option]) -> list[Option]:
-    """Options that no other beats in bytes and KL, ascending in bytes."""
+    """Pareto frontier of bytes and KL, ascending in bytes."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda o: (o.nbytes, o.kl)):
         if not kept or option.kl < kept[-1].kl:

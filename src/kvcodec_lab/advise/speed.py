@@ -1,4 +1,4 @@
-"""How fast the model generates here with what is advised, and without."""
+"""Speed of generation on this machine with the advised spec, and uncompressed."""
 
 import warnings
 from typing import Any

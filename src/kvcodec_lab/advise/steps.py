@@ -31,24 +31,24 @@ TRIES = 4
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """The request to ``advise``.
 
     Parameters
     ----------
     context : int
         Tokens of each sequence.
     memory : int or None
-        Bytes that the cache may take at that context. The least KL within it is looked for.
+        Bytes that the cache may take at that context; the KL is minimised within it.
     max_kl : float or None
-        KL per token that is accepted. Without ``memory`` the fewest bytes are looked for.
+        Largest KL per token; without ``memory`` the bytes are minimised.
     batch : int
         Sequences.
     specs : tuple of str
         Candidates; default: ``candidates.default_specs``.
     windows, window_tokens : int
-        Of text, to measure what was found on; one more is taken for the search.
+        Windows of text to measure the finalists on; one more is used for the search.
     uniform : int
-        Uniform presets that are measured, those that promise most.
+        Number of uniform presets that are measured, the most promising ones.
     seed : int
     probe : {"refuse", "warn", "off"}
         Whether presets that break on the model's key biases are left out, and refused where ``specs`` names one.
@@ -66,7 +66,7 @@ class Request:
     probe: Probe = "refuse"
 
     def __post_init__(self) -> None:
-        """Refuse what asks for nothing."""
+        """Validate the request."""
         if self.memory is None and self.max_kl is None:
             raise SpecError("advise: say how much memory there is (--memory 8GiB), or which KL is accepted (--max-kl).")
         if min(self.context, self.batch, self.windows, self.uniform) < 1 or self.window_tokens < 2:
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass
 class Finalist:
-    """Something to advise: a mixture or a uniform preset, its bytes, and what was measured of it."""
+    """A mixture or uniform preset, its bytes, and its measurements."""
 
     spec: str
     scheme: KVScheme
@@ -114,7 +114,7 @@ class Search:
         self.not_tried: list[str] = []
 
     def _broken(self) -> tuple[KeyBiases | None, dict[str, str]]:
-        """Return the model's key biases, if they count, and which specs break on them as presets, and how."""
+        """Return the model's key biases, if relevant, and the specs that break on them as presets, with the reasons."""
         asked = self.request.probe
         if asked == "off" or not (biases := biases_of(self.model.model, self.plan)):
             return None, {}
@@ -133,7 +133,7 @@ class Search:
         return cache_bytes(scheme, self.plan, r.context, self.dtype, batch=r.batch, grown=grown)
 
     def check_room(self) -> None:
-        """Refuse, before any work, a memory into which no candidate goes, and one that needs none.
+        """Validate, before any work, that some candidate fits into the memory and that dense does not.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class Search:
         return mix_of([scheme_of(LayerChoice(key, value))] * len(self.layers))
 
     def candidates(self, window: Tensor) -> dict[Role, list[Candidate]]:
-        """Assess all specs on a window; set which ones are measured, and what uniform presets promise."""
+        """Assess all specs on a window; set which ones are measured, and the promise of uniform presets."""
         r = self.request
         found = assess(self.model.model, window, self.specs, self.plan, r.context, self.dtype, r.seed, self.shown)
         self.chosen = choose(found | {"key": [c for c in found["key"] if c.spec not in self.left_out]})
@@ -206,7 +206,7 @@ class Search:
     def finalists(
         self, groups: list[list[Option]], windows: Sequence[Tensor]
     ) -> tuple[list[Finalist], perplexity.Quality]:
-        """Measure the mixture, and the uniform presets of at most its room that promise most."""
+        """Measure the mixture, and the most promising uniform presets of at most its bytes."""
         r = self.request
         mixture = self._mixture(groups, r.max_kl)
         room = mixture.nbytes if r.memory is None else r.memory
@@ -218,7 +218,7 @@ class Search:
         uniform = [Finalist(spec, get(spec), self.bytes_of(get(spec))) for spec in fitting[: r.uniform]]
         finalists = [mixture, *uniform]
         base = self._measure(finalists, windows)
-        for _ in range(TRIES - 1):  # the sum is a model: where it promised too much, ask it for more
+        for _ in range(TRIES - 1):  # the prediction may be too low: then search with a lower bound
             if r.memory is not None or r.max_kl is None or mixture.kl <= r.max_kl:
                 break
             target = 0.9 * (mixture.predicted or 0.0) * r.max_kl / mixture.kl
@@ -239,7 +239,7 @@ class Search:
         return Finalist(MIXTURE, scheme, self.bytes_of(scheme), sum(option.kl for option in picked), picked)
 
     def measure_served(self, best: Finalist, windows: Sequence[Tensor]) -> None:
-        """Measure what is advised as it is served, if that is not how it was measured."""
+        """Measure the advised spec as it is served, if it was measured otherwise."""
         if self._read(best.scheme) == best.scheme:
             best.served = best.scores
             return
@@ -248,7 +248,7 @@ class Search:
         best.served = twin.scores
 
     def _read(self, scheme: KVScheme) -> KVScheme:
-        """Return the scheme that stands for this one on the windows of text."""
+        """Return the scheme that replaces this one on the windows of text."""
         return scheme.without_windows() if self.request.context > self.request.window_tokens else scheme
 
     def _measure(
@@ -269,7 +269,7 @@ class Search:
         return perplexity.summarize(base)
 
     def decide(self, finalists: Sequence[Finalist]) -> tuple[Finalist, bool]:
-        """Return what to advise, and whether it keeps what was asked.
+        """Return the finalist to advise, and whether it meets the request.
 
         Raises
         ------
@@ -329,5 +329,5 @@ class Search:
 
 
 def _cost(kl: float | None) -> float:
-    """KL to search and order by: infinite where the logits were no numbers (null in a file of rows)."""
+    """KL to search and order by: infinite where logits were NaN (null in a file of rows)."""
     return math.inf if kl is None or math.isnan(kl) else max(kl, 0.0)

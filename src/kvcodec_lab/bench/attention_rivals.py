@@ -1,12 +1,12 @@
 """Decode attention of torch and of other libraries at a shape, quantized caches included.
 
-Every rival gets the same queries, keys and values in its own layout; building that is not timed. Before it is timed,
-its output is compared with torch's (``error_of``): a call that computes something else is refused.
+Every rival gets the same queries, keys and values in its own layout; building the layout is not timed. Before timing,
+its output is compared with torch's (``error_of``), and a wrong result is not timed.
 
 vLLM's attention is called by its operators, without an engine, where vLLM is importable. The caches, split counts and
 launches are those that vLLM 0.33's backends make for one decode step: Triton kernels for INT4 per token and head
 (rotated), TurboQuant and UltraQuant (made for another GPU: vLLM itself does not offer it on NVIDIA's),
-FlashAttention-3 for 16-bit and fp8. TurboQuant is there in both of vLLM's layouts: a record per token, and arrays of
+FlashAttention-3 for 16-bit and fp8. TurboQuant comes in both of vLLM's layouts: a record per token, and arrays of
 codes and of scales in a block (the structure-of-arrays step of Ultra-TQ's kernel ladder). Each of these calls returns
 ``[B, HQ, D]`` or a shape with the same elements in the same order.
 """
@@ -42,7 +42,7 @@ TURBOQUANT_SPLITS = 32
 
 
 class AttentionRival(NamedTuple):
-    """One way to attend: name of the library or backend, form, bits of its cache, and how to get a call of it."""
+    """An attention implementation: library or backend, form, bits of its cache, and a factory of the timed call."""
 
     backend: str
     form: str
@@ -79,7 +79,7 @@ class Dense:
 
     @cached_property
     def expected(self) -> Tensor:
-        """What attention gives, ``[B, HQ, D]``."""
+        """The expected output, ``[B, HQ, D]``."""
         return self.sdpa(False)[:, :, 0].float()
 
     def error_of(self, found: Tensor) -> float:
@@ -167,7 +167,7 @@ def _flash3(dense: Dense, dtype: torch.dtype) -> Call:
 
 
 def missing(error: BaseException) -> str:
-    """Turn what stopped a rival into the status of its row."""
+    """Return the status of a rival's row for an error."""
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return f"not available: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"

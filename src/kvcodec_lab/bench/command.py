@@ -1,6 +1,6 @@
-"""``kvcodec bench decode | encode | prefill | generate | first | page``: arguments, files, order of things.
+"""``kvcodec bench decode | encode | prefill | generate | first | page``: arguments, files and steps.
 
-Only what arguments need is imported at the top: ``kvcodec --help`` must not wait for torch.
+At module level only light modules are imported, so that ``kvcodec --help`` does not load torch.
 
 Rows go to ``OUT/<part>.jsonl`` as they are measured; at the end ``OUT/<part>.json``, one page ``OUT/bench.html`` over
 everything in the folder and, with matplotlib, ``OUT/speed.png`` are written from them.
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from kvcodec_lab.bench.shapes import Shape
 
 DEVICE_LOST = 3
-"""Exit status: a kernel broke the CUDA context; the same command again goes on without that case."""
+"""Exit status: a kernel broke the CUDA context; the same command continues without that case."""
 DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add what only these benches take."""
+    """Add the options of the GPU benches."""
     options: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("--shapes", {"metavar": "A,B"}, "names or groups: spine,saw,sweep1 (decode), llm64k,append (encode), "
          "all,hqmq (prefill), qwen3_8b_b1_32k (generate); default: all"),

@@ -38,7 +38,7 @@ metric                    unit      what is timed
 
 Rows of other libraries (``quantizer_rivals.py``) do the job of the preset that ``job`` names; ``encode_vs_preset`` and
 ``decode_vs_preset`` are their times over that preset's. Input is Gaussian, rounded to fp16 as a cache holds it, and
-float32: nothing here depends on the data but HQMQ's ties.
+float32: times do not depend on the data, except HQMQ's ties.
 """
 
 import time
@@ -65,7 +65,7 @@ AGREEMENT = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest difference between ``attend`` and SDPA over the decoded K and V (outputs are below 1): rounding only."""
 BASE = "int-4"
 EXHAUSTIVE_TOKENS = 128
-"""Tokens that an exhaustive search is timed on and scaled up from: it is slow, and its time proportional to them."""
+"""Tokens on which an exhaustive search is timed; its time, which is proportional to them, is scaled up."""
 
 Progress = Callable[[str], None]
 
@@ -77,16 +77,16 @@ def _positive(bench: str, sizes: Mapping[str, int]) -> None:
 
 
 def _stamped(shape: str, device: torch.device, repeats: int, seed: int) -> Row:
-    """What every row of a run carries."""
+    """Fields of every row of a run."""
     about = {"device": device_name(device), "versions": versions(), "commit": commit()}
     return {"repeats": repeats, "shape": shape, **about, "seed": seed}
 
 
 @torch.no_grad()
 def _in_turn(jobs: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[list[float]]:
-    """Seconds of each job, ``repeats`` each behind one that is not counted.
+    """Seconds of each job, ``repeats`` each after a warm-up.
 
-    Jobs are called in turn, so that a machine that is busy with something else slows all of them.
+    Jobs alternate, so that other load on the machine slows all of them.
     """
     rounds = []
     for _ in range(repeats + 1):
@@ -135,7 +135,7 @@ def cache_rows(
     dtype : {"float32", "float16", "bfloat16"}
         Of K, V and q, and of the SDPA baseline.
     repeats : int
-        Timings per metric, behind one that is not counted.
+        Timings per metric, after a warm-up.
     seed : int
         Of the K, V and q drawn.
     progress : callable, optional
@@ -217,7 +217,7 @@ def _cache_rows(
 
 @dataclass(frozen=True)
 class CacheWork:
-    """What is timed: a filled cache, the tensors it was filled with, and a query."""
+    """A filled cache, the tensors that it was filled with, and a query, with the calls that are timed."""
 
     spec: str
     cache: LayerCache
@@ -265,7 +265,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check(spec: str, cache: LayerCache, q: Tensor, tolerance: float) -> None:
-    """Refuse to time what is wrong."""
+    """Verify a cache's attention before it is timed."""
     k, v = (x.float() for x in cache.decode())
     difference = float((cache.attend(q).float() - _sdpa(q.float(), k, v)).abs().max())
     if not difference <= tolerance:
@@ -375,7 +375,7 @@ def codec_rows(
         Shape of K and V, one sequence; whole blocks of every codec are taken of ``tokens``.
     device : str
     repeats : int
-        Timed pairs per metric, behind one that is not counted.
+        Timed pairs per metric, after a warm-up.
     seed : int
     progress : callable, optional
         Gets a line before each spec.

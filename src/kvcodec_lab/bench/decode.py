@@ -14,8 +14,8 @@ metric                          unit  what
                                       the worst of some heads and of diffuse, plain and sharp queries
 ==============================  ====  ================================================================================
 
-A preset is timed as it is used: its sink and window are dense tokens among the shape's tokens, and a middle layer is
-taken of presets that hold the outer layers dense. Nothing is timed behind a failed gate (``packed.gate``).
+A preset is timed as it is used: its sink and window are dense tokens among the shape's tokens, and of presets with
+dense outer layers a middle layer is timed. After a failed gate (``packed.gate``) nothing is timed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ from kvcodec_lab.bench.shapes import PER_HEAD, SAW, SPINE, SWEEP, Shape
 from kvcodec_lab.bench.timing import Timer
 
 ROOFLINE_BYTES_PER_US = 4.3e6
-"""Bytes a microsecond that a copy reaches on an H200, read and written together."""
+"""Bytes per microsecond of a copy on an H200, reads and writes together."""
 COLD_ONLY = (*SWEEP, *SAW, *PER_HEAD)
 
 
@@ -60,7 +60,7 @@ def times_of(timer: Timer, call: Callable[[], object], shape: Shape) -> dict[str
 
 
 def ratio(base: float, values: dict[str, float]) -> dict[str, float]:
-    """How often ``values`` fit into ``base``: the slow end of one is the low end of the other.
+    """``base`` over ``values``, so the slow percentiles become the low ones.
 
     >>> ratio(100.0, {"p20": 40.0, "p50": 50.0, "p80": 80.0})
     {'p20': 1.25, 'p50': 2.0, 'p80': 2.5}
@@ -92,7 +92,7 @@ def decode_rows(
     libraries : bool
         Whether to time rivals outside torch's SDPA as well, at the spine's shapes.
     deadline : Deadline, optional
-        Nothing is begun behind it.
+        Nothing is started after it.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def _rival_rows(
         if not error <= MOST_ERROR.get(rival.bits, QUANTIZED_ERROR):
             raise ValueError(f"its output differs from 16-bit attention by {error:.2g}")
         times = times_of(timer, call, shape)
-    except Exception as error:  # a rival that cannot run says why in its row, and the others are timed
+    except Exception as error:  # the row of a failed rival has the reason, and the others are timed
         lost = device_lost(dense.q.device)
         status = f"device lost: {type(error).__name__}" if lost else missing(error)
         yield recorder.add(rival.spec, rival.bits, "decode_us_cold", "us", shape.name, None, status=status, **more)
@@ -190,7 +190,7 @@ def _preset_rows(
     except UnsupportedError as error:
         yield refused(f"no kernel: {error}")
         return
-    except (KVError, RuntimeError) as error:  # a kernel that breaks is a result too, and not the others' end
+    except (KVError, RuntimeError) as error:  # a broken kernel is a result too, and the others are timed
         lost = device_lost(device)
         yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
         if lost:
@@ -208,7 +208,7 @@ def _preset_rows(
     yield recorder.add(spec, bits, "roofline_us", "us", shape.name, flat, bytes=bytes_read, **common)
     share = ratio(floor, times["cold"])
     yield recorder.add(spec, bits, "roofline_share_cold", "x", shape.name, share, **common)
-    # cold last: a row of it says that this preset is done at this shape
+    # cold last: its row marks this preset as done at this shape
     for state, values in sorted(times.items(), key=lambda item: item[0] == "cold"):
         best = min(bars, key=lambda bar: bar.times[state]["p50"])
         base = best.times[state]["p50"]

@@ -158,7 +158,7 @@ def _preset_rows(
         yield recorder.add(spec, bits, metric, "us", shape.name, times, **common)
     except UnsupportedError as error:
         yield refused(f"no kernel: {error}")
-    except (KVError, RuntimeError) as error:  # as in decode: a kernel that breaks is not the others' end
+    except (KVError, RuntimeError) as error:  # as in decode: the others are timed
         lost = device_lost(device)
         yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
         if lost:
@@ -173,7 +173,7 @@ def append_times(work: Encoding, timer: Timer) -> dict[str, float]:
         groups.setdefault(work.block(role), []).append(role)
     total = dict.fromkeys(("p20", "p50", "p80"), 0.0)
     for block, roles in groups.items():
-        # a token of its own in memory, as a model's projection gives it
+        # contiguous, like the output of a model's projection
         token = {role: given[role][:, :, :block].clone() if role in roles else None for role in ROLES}
         found = timer.cold(lambda token=token: work.write(token["key"], token["value"]), 30)  # type: ignore[misc]
         total = {p: round(x + found[p] / block, 4) for p, x in total.items()}

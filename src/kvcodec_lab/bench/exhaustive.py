@@ -1,8 +1,8 @@
-"""Searches from the definition: every codeword tried. What the closed forms and tables of the codecs are timed against.
+"""Exhaustive searches through every codeword, the baseline for the closed forms and tables of the codecs.
 
-Each is what a reader of the paper would write first: scores of all codewords by one matrix product, then argmax, piece
-by piece. In float64, as the codecs search: float32 scores would decide near ties by the order of additions, so that a
-token alone could get other bytes than it gets in a batch.
+Each is the direct implementation of its paper: scores of all codewords by one matrix product, then argmax, chunk by
+chunk. In float64, as the codecs search: float32 scores would decide near ties by the order of additions, so a
+token could get different bytes alone and in a batch.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Time to the first token of a new cache, and of a later turn's: ``kvcodec bench first``.
 
-A model of Llama-3.2-1B's shape with random bf16 weights (speed only), one sequence, eager. Each time is the host's,
-from the prompt to its first token read back; that of a new cache has its making in it.
+A model of Llama-3.2-1B's shape with random bf16 weights (speed only), one sequence, eager. Times are
+the host's, from the prompt to its first token read back; for a new cache they include its construction.
 
 ==================  ====  ============================================================================================
 metric              unit  what
@@ -37,7 +37,7 @@ PROMPTS = (512, 1024, 4096, 16384)
 FIRST_PROMPT = 1024
 HELD, NEW = 14336, (1024, 128)
 REPEATS, SECONDS = 7, 3.0
-"""Caches that a median is of; fewer, but two at least, where they take longer than this."""
+"""Number of caches per median; at least two, but fewer if they take longer than this."""
 
 
 def served() -> list[str]:
@@ -215,7 +215,7 @@ def first_rows(
             return
         runner.model.set_attn_implementation("sdpa" if subject.spec == "dense" else "kvcodec")
         with attention_backends(subject.form), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the probe's of random weights
+            warnings.simplefilter("ignore")  # the probe warns on random weights
             plan = [("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
             plan += [("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
             common = {"before": max(before - len(FORMS), 0), "first_prompt": first_prompt, "repeats": repeats}
@@ -241,7 +241,7 @@ def _subject_rows(
     metric, shape = "first_cache_ms", shape_name(first_prompt)
     try:
         ms, _ = runner.first(subject.make, first_prompt)
-        if not dense:  # what DynamicCache needs the first time is the process' own start
+        if not dense:  # DynamicCache's first call includes the start-up of the process
             values = dict.fromkeys(("p20", "p50", "p80"), round(ms, 3))
             told = _compared(values, dynamic.get(f"first_token_ms {shape}"))
             yield recorder.add(subject.spec, None, metric, "ms", shape, values, caches_before=before, **told, **common)
@@ -256,7 +256,7 @@ def _subject_rows(
             else:
                 found |= _compared(values, dynamic.get(key))
             yield recorder.add(subject.spec, bits, metric, "ms", shape, values, **found, **common)
-    except Exception as error:  # one cache that fails must not lose the others' figures
+    except Exception as error:  # a failed cache must not lose the others' results
         lost = device_lost(runner.device)
         word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
         status = f"{word}: {type(error).__name__}: {str(error)[:300]}"

@@ -5,8 +5,8 @@ values, one token short of the prompt, instead of running the prompt through the
 model's own, with attention, projections and the cache's update. Three ways of stepping:
 
 - ``generate``: the call a user makes, with its compilation off; times between the logits of one token and the next;
-- ``graph``: one step captured in a CUDA graph and replayed (greedy token fed back on the device), which takes the host
-  out of the picture. DynamicCache cannot be captured (its tensors grow): the 16-bit side is StaticCache there;
+- ``graph``: one step captured in a CUDA graph and replayed (greedy token fed back on the device), which excludes
+  the host. DynamicCache cannot be captured (its tensors grow): the 16-bit side is StaticCache there;
 - ``compiled``: ``generate`` with its own torch.compile, as it runs by itself with a cache of fixed capacity.
 
 Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
@@ -201,7 +201,7 @@ def generate_rows(
     UnsupportedError
         If transformers is not installed.
     SpecError
-        A way that there is not.
+        An unknown way.
     """
     deadline, lock = deadline or Deadline(), lock or GpuLock()
     if unknown := set(ways) - set(WAYS):
@@ -270,7 +270,7 @@ def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder
                     timed(filler, make, UNCOUNTED + 2)  # compiles
             with lock.exclusive():
                 found = timed(filler, make, new_tokens)
-    except Exception as error:  # one cache that fails must not lose the others' figures
+    except Exception as error:  # a failed cache must not lose the others' results
         lost = device_lost(device)
         word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
         status = f"{word}: {type(error).__name__}: {str(error)[:300]}"
@@ -296,7 +296,7 @@ def _clean(device: torch.device) -> int:
 
 
 class Stamps:
-    """A processor of logits that changes nothing and notes when they came; on a GPU, when the GPU had them."""
+    """A logits processor that only records the time of each token; on a GPU, by the GPU's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"

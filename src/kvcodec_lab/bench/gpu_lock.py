@@ -1,7 +1,7 @@
 """A lock for processes that share one GPU: they compile at the same time and are timed one by one.
 
-torch.compile keeps one process busy for most of a minute per cache, and the GPU for hardly any of it; a few processes
-side by side use the machine's cores meanwhile. While one is timed, no other runs.
+torch.compile takes most of a minute of CPU time per cache and hardly uses the GPU, so several processes compile in
+parallel. While one is timed, no other runs.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ class GpuLock:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Run beside others that hold it shared; waits while one holds it alone."""
+        """Hold the lock shared; waits while another process holds it exclusively."""
         with self._held(exclusive=False):
             yield
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Run while no other does; waits until the others have let it go."""
+        """Hold the lock exclusively; waits until the others have released it."""
         with self._held(exclusive=True):
             yield
 
@@ -46,4 +46,4 @@ class GpuLock:
             fcntl.flock(handle, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             yield
         finally:
-            os.close(handle)  # gives the lock back, as the end of a process does
+            os.close(handle)  # releases the lock, as does the end of the process

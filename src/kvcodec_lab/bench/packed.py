@@ -1,11 +1,11 @@
-"""Packed caches of any size for the GPU benches, and whether the kernels read them rightly.
+"""Packed caches of any size for the GPU benches, and the check that kernels read them correctly.
 
 All tokens are distinct: Gaussian keys and values are drawn and encoded chunk by chunk by a cache's own encoder, into
-pages that are then put in random order behind a block table. The truth about a sequence is what the codec decodes from
-pages and table as they were written, so that a bench at any size can be checked at some of its heads.
+pages that are then put in random order behind a block table. The reference for a sequence is what the codec decodes
+from pages and table as written, so that a bench of any size can be verified on some of its heads.
 
 Copies of a few pages would not do: the output of attention shrinks with the square root of the number of different
-tokens, and an error that is one-sided does not.
+tokens, but a biased error does not.
 
 Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
 """
@@ -47,7 +47,7 @@ def scheme_of(spec: str) -> KVScheme:
 
 
 class Packed:
-    """A filled cache, a query and the truth about both.
+    """A filled cache, a query, and the decoded reference.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class Packed:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes a decode step cannot do without: live blocks, dense tokens, page table, query and output."""
+        """Bytes that a decode step must move: live blocks, dense tokens, page table, query and output."""
         store, each = self.cache.store, self.shape.held * self.shape.kv_heads
         assert store is not None
         total = store.table.nbytes + 2 * self.q.nbytes
@@ -169,7 +169,7 @@ def _allocated(scheme: KVScheme, params: dict[Role, Params], nothing: Tensor, to
 
 
 class Gate(NamedTuple):
-    """What the check before timing found: relative errors, those of the worst head and queries looked at."""
+    """Result of the check before timing: relative errors of the worst head and queries checked."""
 
     error: float
     bf16_error: float
@@ -190,7 +190,7 @@ class Gate(NamedTuple):
 
 
 def worst(found: Iterable[Gate]) -> Gate:
-    """Return the gate that is nearest to failing, or fails; a NaN is worst of all."""
+    """Return the gate with the largest share; NaN counts as the largest."""
     return max(found, key=lambda gate: math.inf if math.isnan(gate.share) else gate.share)
 
 

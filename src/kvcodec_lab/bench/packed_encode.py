@@ -1,4 +1,4 @@
-"""Encoding into pages as the GPU benches time it, and whether the bytes are the reference's.
+"""Encoding into pages for the GPU benches, and the check of the bytes against the reference.
 
 ``encode_operator`` knows how the kernels are called.
 """

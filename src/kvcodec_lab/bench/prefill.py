@@ -170,7 +170,7 @@ def _preset_rows(
     except UnsupportedError as error:
         yield refused(f"no kernel: {error}")
         return
-    except (KVError, RuntimeError) as error:  # as in decode: a kernel that breaks is not the others' end
+    except (KVError, RuntimeError) as error:  # as in decode: the others are timed
         lost = device_lost(device)
         yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
         if lost:
@@ -195,7 +195,7 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     cache = packed.cache
     assert cache.engine is not None
     assert cache.store is not None
-    if not cache.engine.ready:  # the cache has made no step yet
+    if not cache.engine.ready:  # the cache has not run a step yet
         cache.engine.prepare(cache.roles)
     sink = packed.dense["key"][0], packed.dense["value"][0]
     # as a cache whose window holds the fresh tokens

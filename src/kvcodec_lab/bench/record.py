@@ -1,4 +1,4 @@
-"""Rows of a bench as they are measured: one line of JSON each, so that a run that is stopped loses one row at most.
+"""Rows of a bench, written as measured: one line of JSON each, so that a stopped run loses at most one row.
 
 A row has the keys of every result file (``spec``, ``effective_bits``, ``metric``, ``unit``, ``values`` with p20, p50,
 p80, ``shape``, ``gpu``, ``versions``, ``commit``, ``seed``), ``run`` (when the process that measured it began; ratios
@@ -27,7 +27,7 @@ def require_gpu(what: str, device: str) -> torch.device:
     Raises
     ------
     UnsupportedError
-        If it is not a CUDA device that is there.
+        If it is not an available CUDA device.
     """
     if torch.device(device).type != "cuda":
         raise UnsupportedError(
@@ -50,7 +50,7 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 
 
 class DeviceLostError(KVError):
-    """A kernel broke the CUDA context: only a new process can go on."""
+    """A kernel broke the CUDA context: only a new process can continue."""
 
 
 def device_lost(device: torch.device) -> bool:
@@ -106,7 +106,7 @@ class Recorder:
         return row
 
     def has(self, spec: str, metric: str, shape: str, form: str | None = None) -> bool:
-        """Whether such a row was measured, here or by an earlier run, or broke the device; else it is tried again."""
+        """Whether such a row was measured, in this run or an earlier one, or broke the device; others are retried."""
         return any(
             (r["spec"], r["shape"]) == (spec, shape)
             and (form is None or r.get("form") == form)
@@ -121,7 +121,7 @@ class Recorder:
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row is of: spec, metric, shape, and backend and form of what presets are compared with.
+    """Key of a row: spec, metric, shape, and for rivals backend and form.
 
     Ratios name backend and form of the fastest rival of their run; these are not part of the key.
     """

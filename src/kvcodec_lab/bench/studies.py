@@ -1,6 +1,6 @@
 """The papers' own kernel studies, from rows of the same names on this machine: tables beside what the papers print.
 
-Printed times are of other machines and other kernels: what compares is the ratio within a column.
+Printed times are from other machines and kernels: only ratios within a column are comparable.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from kvcodec_lab.bench.summary import SPEEDUP, Row, Table
 
 
 class Study(NamedTuple):
-    """One table: what it shows, whose it is, what to know, headings and cells."""
+    """One table: title, source, note, headings and cells."""
 
     title: str
     source: str

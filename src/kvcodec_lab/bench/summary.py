@@ -1,6 +1,6 @@
-"""What result rows say: one line per preset, the break-even context, the points of the figure. Pure arithmetic on rows.
+"""Summaries of result rows: one line per preset, the break-even context, the points of the figure. Arithmetic only.
 
-Of rows with the same spec, metric and shape the newest measured one counts (``record.newest``).
+Of rows with the same spec, metric and shape the newest measured one is used (``record.newest``).
 """
 
 import re
@@ -49,7 +49,7 @@ class Table:
         return min(found, default=None)
 
     def specs(self, metric: str = SPEEDUP) -> list[str]:
-        """Presets that a metric was asked of, measured or not, in the order of their rows."""
+        """Presets with rows of a metric, measured or not, in order."""
         wanted = {metric, "decode_us_cold"} if metric == SPEEDUP else {metric}
         found = dict.fromkeys(r["spec"] for r in self.rows if r["metric"] in wanted)
         return [spec for spec in found if spec not in RIVALS]

@@ -19,7 +19,7 @@ FLUSH_BYTES = 512 << 20
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait for the device to finish."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

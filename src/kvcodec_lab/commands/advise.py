@@ -14,7 +14,7 @@ from kvcodec_lab.result import Result
 OUTPUT = "kvcodec-advice"
 INTERRUPTED = 130
 NOT_MET = 1
-"""Exit status: advised is what measured best, but it is not within ``--max-kl``."""
+"""Exit status: no candidate is within ``--max-kl``; the best one is advised."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
-    """Draw sensitivity and K_max / K_median where matplotlib is there; return what was written."""
+    """Draw sensitivity and K_max / K_median if matplotlib is installed; return the files."""
     from kvcodec_lab.report import figures, pictures
 
     try:
@@ -111,7 +111,7 @@ def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
 
 
 def show(result: Mapping[str, Any]) -> str:
-    """What was found, for people."""
+    """Return the result as readable text."""
     from kvcodec_lab.advise.expected import size
 
     best, batch = result["advised"], result["batch"]
@@ -167,7 +167,7 @@ def _table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any], size: Any
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of a mixture, equal neighbours together."""
+    """Lines of a mixture; consecutive equal layers share one."""
     if not rows:
         return []
     lines = ["", "layers        keys / values"]

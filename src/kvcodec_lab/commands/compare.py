@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def measure(args: argparse.Namespace, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """Load text and model, and compare; everything that can be refused is refused before the model loads."""
+    """Load text and model, and compare; all options are validated before the model loads."""
     from kvcodec.progress import Progress
     from kvcodec_lab.eval.compare import Settings, compare
     from kvcodec_lab.models import load, load_text

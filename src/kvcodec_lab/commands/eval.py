@@ -1,6 +1,6 @@
-"""``kvcodec eval``: arguments, the order of things, and the tables it prints.
+"""``kvcodec eval``: arguments, the steps of a run, and the tables it prints.
 
-Everything that can be refused is refused before the model loads: specs, tasks, params, text, data files, the folder.
+All input is validated before the model loads: specs, tasks, params, text, data files, the folder.
 """
 
 import argparse
@@ -131,12 +131,12 @@ def _tasks(args: argparse.Namespace) -> Result:
 
 
 def task_list(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Names, and the limits of those that have one of their own: ``hellaswag:limit=200``.
+    """Task names, and the limits given per task: ``hellaswag:limit=200``.
 
     Raises
     ------
     SpecError
-        An unknown task or option, a task given twice, a limit that is none.
+        An unknown task or option, a task given twice, an invalid limit.
     """
     from kvcodec_lab.eval.tasks import get_task
 
@@ -163,7 +163,7 @@ def data_paths(given: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
     Raises
     ------
     SpecError
-        Two paths for the same.
+        Two paths for the same task.
     """
     from kvcodec_lab.eval.tasks import task_names
 

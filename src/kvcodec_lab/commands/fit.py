@@ -22,7 +22,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Fit and write; everything that can be refused is refused before the model loads."""
+    """Fit and write; all options are validated before the model loads."""
     from kvcodec.progress import Progress
     from kvcodec_lab.fit import about, about_text, check_fit, fit_model
     from kvcodec_lab.models import load, load_text

@@ -35,7 +35,7 @@ def _row(preset: str, head_dim: int) -> dict[str, Any]:
 
     try:
         found = kvcodec.describe(preset, head_dim)
-    except ShapeError as error:  # listed all the same: the reader sees why it cannot be used at this head_dim
+    except ShapeError as error:  # listed with the reason why it cannot be used at this head_dim
         found = kvcodec.describe(preset)
         found |= {"key_bits": None, "value_bits": None, "effective_bits": None, "nominal_bits": None}
         return {key: found[key] for key in KEYS} | {"head_dim": head_dim, "refused": str(error)}

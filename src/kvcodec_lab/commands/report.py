@@ -51,12 +51,12 @@ def context_tokens(text: str) -> int:
 
 
 def _names_folder(files: list[str]) -> bool:
-    """Whether a folder was named: then it is the page of a run.
+    """Whether the argument is the folder of a run, rather than files.
 
     Raises
     ------
     SpecError
-        If there is something beside the folder.
+        If other arguments are given beside the folder.
     """
     folders = [path for path in files if Path(path).is_dir()]
     if folders and len(files) > 1:
@@ -65,7 +65,7 @@ def _names_folder(files: list[str]) -> bool:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse what only a folder's page takes, where files of rows were named.
+    """Validate the options: some apply to a folder only.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def _eval_page(args: argparse.Namespace) -> Path:
     Raises
     ------
     KVError
-        What is read is damaged or missing, or the page cannot be written. A page that was there stays then.
+        The input is damaged or missing, or the page cannot be written. An existing page is then kept.
     """
     from kvcodec_lab.eval.rows import write_whole
     from kvcodec_lab.report.pages.eval import page_html
@@ -125,5 +125,5 @@ def _eval_page(args: argparse.Namespace) -> Path:
     there = any((folder / name).is_file() for name in (ADVICE, SENSITIVITY))
     layers = read_layers(args.layers or folder) if args.layers is not None or there else None
     text = page_html(results, context=args.context, bench=bench, layers=layers, title=args.title or "")
-    write_whole(target, text.encode("utf-8", "replace").decode("utf-8"))  # a model may say half a surrogate pair
+    write_whole(target, text.encode("utf-8", "replace").decode("utf-8"))  # a model may generate half a surrogate pair
     return target

@@ -1,7 +1,7 @@
-"""Items through a ``Reader``, several at a time where their token counts are equal; finished items as they come.
+"""Read items with a ``Reader``, in batches of equal token counts; finished items are yielded as they come.
 
-What cannot be read (NaN in the keys, a prompt too short to fit constants on, more tokens than the model knows) is an
-item with an error and no scores, not the end of the run. A call that does not fit the GPU's memory is halved.
+An item that cannot be read (NaN in the keys, a prompt too short to fit constants on, more tokens than the model's
+positions) gets an error and no scores, and the run continues. A call that does not fit the GPU's memory is halved.
 """
 
 import time
@@ -18,7 +18,7 @@ from kvcodec_lab.eval.scoring import Held, Reader, cut_at, pair_ids
 from kvcodec_lab.eval.tasks.base import AnswerOutput, ChoiceOutput, Item, Output, token_ids
 
 CALL_TOKENS, SEQUENCE_TOKENS = 1 << 14, 1 << 10
-"""Most tokens of a call of several sequences: the first, or the second times the most sequences of a call."""
+"""Bound on the tokens of a batch: the first number, or the second times the most sequences of a call."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ Begin = Callable[[], None]
 
 @dataclass(frozen=True)
 class Done:
-    """A finished item: its output and what its largest cache held, or why there is none."""
+    """A finished item: its output and the content of its largest cache, or the error."""
 
     item: Item
     output: Output | None
@@ -39,7 +39,7 @@ class Done:
 
 @dataclass
 class _Row:
-    """One sequence to read, and whose it is: (item, choice, tokens that it is scored on)."""
+    """One sequence to read, and what it is for: (item, choice, tokens that are scored)."""
 
     inputs: tuple[int, ...]
     scored: int
@@ -83,7 +83,7 @@ def read_choices(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: i
     for i, item in enumerate(items):
         if opened[i].error:
             yield Done(item, None, None, 0.0, opened[i].error)
-    # with an exact prefill, what is scored is a call of its own, which is as long in all of its sequences
+    # with an exact prefill, scored tokens are a separate call, of one length for all of its sequences
     exact = reader.prefill == "exact"
     readable = [r for r in rows.values() if not all(opened[i].error for i, _, _ in r.wanted)]
     for group in _equal(readable, lambda r: (len(r.inputs), r.scored if exact else 0), batch, lambda r: len(r.inputs)):
@@ -105,7 +105,7 @@ def read_choices(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: i
 
 
 def _score(reader: Reader, rows: Sequence[_Row]) -> list[tuple[list[float], Held]]:
-    """Log-likelihoods of what each row is wanted for."""
+    """Log-likelihoods of the scored tokens of each row."""
     most = max(row.scored for row in rows)
     logits, held = reader.continuations(_tensor(reader, [row.inputs for row in rows]), most)
     found = []
@@ -199,7 +199,7 @@ def _equal(
 def _attempt(
     rows: Sequence[T], call: Callable[[Sequence[T]], list[R]], begin: Begin
 ) -> Iterator[tuple[T, R | str, float]]:
-    """Each row's result, or why there is none, and its share of the seconds; parts are tried alone where all fail.
+    """Each row's result or error, and its share of the seconds; a batch that fails is split and tried again.
 
     Raises
     ------

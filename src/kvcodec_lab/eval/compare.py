@@ -1,6 +1,6 @@
-"""``compare``: several schemes on one model and one text, everything measured, one row each.
+"""``compare``: measure several schemes on one model and one text, one row each.
 
-Order of work, so that an interrupt or a spent budget costs as little as possible: the first window for every spec (with
+Order of work, so that an interrupt or a spent budget loses as little as possible: the first window for every spec (with
 the attention errors), then generation, then the further windows. Windows are the outer loop and specs the inner one:
 only ONE window's logits of the uncompressed model are held.
 """
@@ -31,7 +31,7 @@ from kvcodec_lab.models import LoadedModel
 
 @dataclass
 class _Run:
-    """What has been measured of one spec (None: of the uncompressed model) so far."""
+    """Results of one spec so far (None: the uncompressed model)."""
 
     scheme: KVScheme | None
     params: FittedParams | None = None
@@ -47,7 +47,7 @@ class _Run:
 
 @dataclass
 class Settings:
-    """How a comparison is done; each value is in every row.
+    """Settings of a comparison, written to every row.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ class Settings:
     prefill : {"decoded", "exact"}
     seed : int
     budget : float or None
-        Seconds: no window is begun that would end later, the first excepted.
+        Seconds: no window but the first is started that would end later.
     prompt_tokens, new_tokens : int
         Generation continues the text's first tokens; ``new_tokens=0`` leaves generation out.
     queries : int
         Newest queries whose attention error is taken; 0 leaves it out.
     text_name, text_sha256 : str
-        What the text is, for the rows.
+        Name and sha256 of the text, for the rows.
     probe : {"refuse", "warn", "off"}
         Whether a spec that breaks on the model's key biases is refused before any work, or measured with a note.
     """
@@ -135,7 +135,7 @@ def compare(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KVCodecWarning)  # a note of the first window
             with packed_cache(model.model, scheme, **options) as cache:
-                pass  # refuses now what it will not serve
+                pass  # raises now for an unsupported scheme
         if sites_to_fit(scheme, [layer.index for layer in cache.plan.kv_layers]):
             run.fitted = "file" if run.params else "prefill"
             run.notes.append(_source_of_constants(run.params))
@@ -147,7 +147,7 @@ def compare(
 
 
 def about(rows: Sequence[Row]) -> str:
-    """What stands under a table: over how much text, whether anything is missing, warnings met on the way."""
+    """The notes under a table: the amount of text, missing results, warnings."""
     row = rows[0]
     text = (
         f"{row['windows']} window{'s' * (row['windows'] > 1)} of {row['window_tokens']} tokens of {row['text']}, "
@@ -191,7 +191,7 @@ class _Comparison:
         self.jobs = (len(runs) + 1) * (len(windows) + generating)
 
     def run(self) -> str:
-        """Do the work; return the rows' status."""
+        """Measure; return the rows' status."""
         s = self.settings
         try:
             self._window(self.windows[0], first=True)
@@ -250,7 +250,7 @@ class _Comparison:
         s, model = self.settings, self.model.model
         self.progress.bar("measuring", self.jobs_done, self.jobs, f"{run.scheme or 'uncompressed'}: generating")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said once, in the first window
+            warnings.simplefilter("ignore")  # shown once, for the first window
             if run.scheme is None:
                 run.made = generation.uncompressed(model, self.prompt, s.new_tokens)
             else:
@@ -353,7 +353,7 @@ def _source_of_constants(params: FittedParams | None) -> str:
 
 
 def _about_params(params: FittedParams | None) -> Row | None:
-    """Which file the constants came from, and what it was fitted on."""
+    """The file of the constants, and what it was fitted on."""
     if params is None:
         return None
     return {"file": params.file, "sha256": params.sha256, "tokens": params.tokens, "text": params.text_name}

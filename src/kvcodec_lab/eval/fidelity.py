@@ -1,9 +1,10 @@
-"""Attention-output error: what a scheme does to each layer's attention, on the model's own q, k, v.
+"""Attention-output error of a scheme, layer by layer, on the model's own q, k, v.
 
 The uncompressed model runs once; every attention layer's k and v, and its newest queries, are recorded after RoPE, as
 the attention function receives them. A scheme then compresses each layer's exact k and v (so errors of earlier layers
-do not pile up). The error of a layer is ``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads, with o
-the attention output on exact and o^ on decoded K and V (and on rounded queries, for codecs that round them), float32.
+do not accumulate). The error of a layer is ``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads,
+with o the attention output on exact and o^ on decoded K and V (and on rounded queries, for codecs that round them),
+float32.
 """
 
 from collections.abc import Iterator
@@ -145,7 +146,7 @@ def attention_error(
         ``record.output(record.k, record.v)`` of each, computed once for all schemes.
     spec : str or KVScheme
         Boundary layers stay dense where it says so, counted among the recorded layers that have K and V of their own;
-        a layer that borrows them is compressed as its lender.
+        a layer that shares the K and V of another is compressed like it.
     seed : int
     params : mapping, optional
         Fitted constants by layer and role; what is missing is fitted on the recorded tensors.

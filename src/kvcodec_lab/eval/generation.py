@@ -1,13 +1,13 @@
 """Greedy generation from a fixed prompt: speed, the text, and the bytes the cache holds afterwards.
 
 The prompt is one call; every new token is one call more, exactly as ``model.generate`` does it, so the text is
-``generate``'s. Tokens/s is one over the median time of a one-token step: the prompt is not in it, and a machine that is
-busy now and then does not distort it. On a CPU the reference path decodes in PyTorch; this figure says what a user of
-this machine gets, not what a fused kernel does.
+``generate``'s. Tokens/s is one over the median time of a one-token step: the prompt is excluded, and occasional load on
+the machine does not distort it. On a CPU the reference path decodes in PyTorch, so the figure is the speed on this
+machine, not that of a fused kernel.
 
-On recent GPUs torch computes the attention of one token over a growing cache with cuDNN, which plans anew for every
-length that it has not seen. The uncompressed cache is therefore timed with and without cuDNN's attention, and the
-faster one counts.
+On recent GPUs torch computes the attention of one token over a growing cache with cuDNN, which makes a new plan for
+every new length. The uncompressed cache is therefore timed with and without cuDNN's attention, and the faster time is
+used.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def uncompressed_cache(model: Any) -> Any:
 
 @contextlib.contextmanager
 def attention_backends(form: str) -> Iterator[None]:
-    """Let torch choose among the backends of its attention that ``form`` of ``FORMS`` leaves it."""
+    """Restrict torch's attention backends to those that ``form`` of ``FORMS`` allows."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and form != CUDNN_OFF)
     try:

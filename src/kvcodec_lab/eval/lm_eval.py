@@ -7,8 +7,8 @@
     from kvcodec.integrations.lm_eval import KVCodecLM
     lm_eval.simple_evaluate(KVCodecLM("smollm2-135m", "saw-int4"), tasks=["piqa"])
 
-lm-eval's own ``hf`` model in everything (tokens, truncation, chat templates, stop strings) but one thing: each forward
-pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V. What that means, by ``prefill``:
+It is lm-eval's own ``hf`` model (tokens, truncation, chat templates, stop strings) with one difference: each forward
+pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V. By ``prefill``:
 
 ``decoded`` (default)
     The sequence is one call; attention reads the decoded K and V of every token. A generation's prompt likewise.
@@ -65,20 +65,20 @@ FOR_A_LOADED_MODEL = (
     *("truncation", "logits_cache", "max_length", "softmax_dtype", "mixed_precision_dtype", "max_batch_size"),
     *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
 )
-"""Options of lm-eval's ``hf`` model that still mean something once the model is loaded."""
+"""Options of lm-eval's ``hf`` model that still apply once the model is loaded."""
 FINGERPRINT = "kvcodec"
-"""Key, in the file of ``--use_cache``, of what its answers were made with."""
+"""Key in the file of ``--use_cache`` for the model, spec and prefill of its answers."""
 MOSTLY = 0.5
 
 
 @dataclass
 class Held:
-    """What all caches of a run held together; each counted once, when its sequences were done.
+    """Totals over all caches of a run, each counted once its sequences are done.
 
     Parameters
     ----------
     nbytes, elements : int
-        Bytes, and elements of K and V they stand for.
+        Bytes, and the elements of K and V that they encode.
     tokens, encoded : int
         Tokens times layers times roles, and how many of them were encoded: neither sink nor window nor a dense layer.
     calls : dict
@@ -190,11 +190,11 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
             for way in get_args(Prefill)
         }
         with packed_cache(self.model, self.scheme, seed=seed, params=self.params):
-            pass  # whatever is refused is refused before the first request
+            pass  # raises for unsupported options before the first request
 
     @contextmanager
     def _cache(self, context: int) -> Iterator[Any]:
-        """Give an empty cache for the time of a block, and count it then; ``context`` as for ``_read``."""
+        """Yield an empty cache for a block, then count it; ``context`` as for ``_read``."""
         with self._makers[self.prefill if context else "decoded"].attending() as new_cache:
             cache = new_cache()
             yield cache
@@ -290,10 +290,10 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
                         self.model(input_ids=part, past_key_values=cache, use_cache=True)
             return super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
 
-    # -- what a result says ----------------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
-        """Describe the model, and under ``kvcodec`` what its scores were read from; lm-eval puts it into ``config``."""
+        """Describe the model, and under ``kvcodec`` the caches read; lm-eval puts it into ``config``."""
         held = self.held
         share = held.encoded / held.tokens if held.tokens else None
         if share is not None and share < MOSTLY and not isinstance(self.scheme.key, Dense):
@@ -348,7 +348,7 @@ def main() -> None:
 
 
 _Job = tuple[int, tuple[int, ...]]
-"""How many tokens are fed before the others are read, and all tokens."""
+"""Number of tokens that are fed before the others are read, and all tokens."""
 
 
 def _edges(prefill: Prefill, total: int, context: int) -> list[int]:
@@ -380,7 +380,7 @@ def _score(logits: Tensor, continuation: list[int], dtype: torch.dtype | None) -
 
 
 def _check_options(scheme: KVScheme, prefill: str, batch_size: int | str, options: dict[str, Any]) -> None:
-    """Refuse what would be ignored, or be passed on to where nobody expects it."""
+    """Validate options: reject those that would be ignored or silently passed on."""
     if prefill not in get_args(Prefill):
         raise SpecError(f"prefill={prefill!r}: expected one of {', '.join(get_args(Prefill))}.")
     if not str(batch_size).isdigit() or int(batch_size) < 1:

@@ -1,4 +1,4 @@
-"""Runs of several specs on the same model and items, made side by side, to one run; and what a run still lacks."""
+"""Merge runs of several specs on the same model and items into one; and list what a run still lacks."""
 
 import gzip
 from collections import Counter
@@ -13,7 +13,7 @@ from kvcodec_lab.eval.stats import summarize
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, Run, Store, read_run
 
 PACKED = f"{ITEMS}.gz"
-"""``items.jsonl`` as it is published."""
+"""The published form of ``items.jsonl``."""
 
 
 def merge(folders: Iterable[str | Path], output: str | Path) -> list[Row]:
@@ -24,14 +24,14 @@ def merge(folders: Iterable[str | Path], output: str | Path) -> list[Row]:
     Parameters
     ----------
     folders : iterable of path
-        What ``kvcodec eval --output`` wrote; they stay as they are.
+        Written by ``kvcodec eval --output``; they are not changed.
     output : path
 
     Raises
     ------
     KVError
-        If there is no folder, or they are runs of different models, seeds, devices, settings or data: what was
-        gathered before stays.
+        If there is no folder, or they are runs of different models, seeds, devices, settings or data; the output is
+        then not changed.
     FormatError
         If one is no run, or is damaged.
     """

@@ -1,8 +1,8 @@
 """K_max / K_median of a model's keys, layer by layer: the diagnosis of HQMQ's Fig. 7, as data.
 
 A key is cut into chunks of four neighbouring channels, as ``probe.py`` does; a layer's ratio is the largest norm of a
-chunk over the median one, of all heads together, of each head, and as the largest head's. Beside it stand the channels
-whose root mean square is furthest above the median channel's: those make the ratio.
+chunk over the median one, of all heads together, of each head, and of the largest head. Also listed are the channels
+whose root mean square is furthest above the median channel's: they cause the ratio.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ TOP = 4
 
 
 def key_outliers(model: Any, window: Tensor) -> list[Row]:
-    """Run the uncompressed model over ``window [n]`` (token ids) and look at its keys after RoPE.
+    """Run the uncompressed model over ``window [n]`` (token ids) and measure its keys after RoPE.
 
     Returns
     -------
@@ -30,7 +30,7 @@ def key_outliers(model: Any, window: Tensor) -> list[Row]:
     Raises
     ------
     UnsupportedError
-        If the model's attention cannot be watched.
+        If the model's attention cannot be recorded.
     """
     with fidelity.record(model, 1) as records:
         uncompressed(model, window)

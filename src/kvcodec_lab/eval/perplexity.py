@@ -4,9 +4,9 @@
 2. It is cut into consecutive windows of 2048 tokens that do not overlap. Each window starts with an empty cache.
 3. Tokens 2 ... 2048 of a window are scored; its first token is not.
 4. ``prefill="decoded"`` (default): a window is one call, and attention reads the decoded K and V of every token, its
-   own included, as the papers evaluate. What the cache keeps dense (sinks, the newest tokens) is as it is after the
-   window's last token, so a token in mid-window reads its near past as encoded, although it would be dense while
-   generating: figures of windowed methods err on the pessimistic side.
+   own included, as the papers evaluate. What the cache keeps dense (sinks, the newest tokens) is its state after the
+   window's last token, so a token in mid-window reads recent tokens encoded that would be dense while generating:
+   results of windowed methods are pessimistic.
    ``prefill="exact"``: a window is fed in calls of 256 tokens. The first attends fresh K and V; the later ones read
    what is stored, as a chunked prefill does.
 
@@ -106,7 +106,7 @@ class Quality:
 
 @dataclass
 class Reference:
-    """The uncompressed model on one window: ``log_p [n, V]`` (float32, nats), and what is read off it once."""
+    """The uncompressed model on one window: ``log_p [n, V]`` (float32, nats), and values derived from it once."""
 
     targets: Tensor
     log_p: Tensor
@@ -158,7 +158,7 @@ class Reference:
 def tokenize(tokenizer: Any, text: str, tokens: int) -> Tensor:
     """First ``tokens`` token ids of ``text`` (fewer if the text is shorter), int64 ``[n]``.
 
-    Only a head of a long text is read; the tokens are those of the whole text, because the head reaches well past them.
+    Only the beginning of a long text is tokenized, far enough past the tokens needed that they are those of the whole.
     """
     head = text[: tokens * 16 + 4096]
     with warnings.catch_warnings():
@@ -189,17 +189,17 @@ def split_windows(ids: Tensor, windows: int, window_tokens: int) -> list[Tensor]
 
 
 def check_window(config: Any, window_tokens: int) -> None:
-    """Refuse a window that the model's positions cannot hold."""
+    """Validate that a window fits the model's positions."""
     check_positions(positions_of(config), window_tokens)
 
 
 def positions_of(config: Any) -> int | None:
-    """Positions that a model knows; None where its config does not say."""
+    """Number of positions of a model; None if its config does not state it."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_positions(limit: int | None, window_tokens: int) -> None:
-    """Refuse a window longer than ``limit`` positions."""
+    """Validate that a window has at most ``limit`` positions."""
     if limit and window_tokens > limit:
         raise ModelError(
             f"a window of {window_tokens} tokens does not fit the model, which knows {limit} positions; "

@@ -5,17 +5,17 @@ Options: ``group`` (elements that share a scale, 64) and ``residual`` (newest to
 names and sets them. The axis is the one that its documentation gives the backend; both then quantize runs of ``group``
 neighbouring channels.
 
-The library's own code quantizes and dequantizes. Three things are done around it:
+The library's own code quantizes and dequantizes, with three changes around it:
 
 - ``prefill="decoded"``: attention reads what the cache holds after the call. By itself QuantizedCache hands out the
   fresh K and V in the call that fills it; that is what ``prefill="exact"`` measures.
-- Tokens are filled up with copies of the last one where a tensor's groups do not fill whole bytes together: hqq cannot
-  read 2-bit codes back there. The copies are cut off again, and their bytes are counted.
+- Tokens are padded with copies of the last one where a tensor's groups do not fill whole bytes, which hqq cannot read
+  back at 2 bits. The copies are dropped after reading, and their bytes are counted.
 - Bytes are those of every tensor held: codes, scales, zeros, and the residual tokens. What is held in the model's dtype
   counts as 16 bits an element where that is float32, as for the uncompressed model; both libraries hold scales in it.
 
-What is the library's own stays: the residual tokens are kept until ``residual`` of them are there, then the whole cache
-is decoded and quantized anew; hqq refines its zeros over all groups of a call together, so that its numbers depend a
+The library's own behaviour is not changed: when there are ``residual`` residual tokens, the whole cache is decoded and
+quantized again; hqq refines its zeros over all groups of a call together, so that its numbers depend a
 little on which sequences share a call.
 """
 
@@ -37,9 +37,9 @@ from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
 BITS = {"quanto": (4, 2), "hqq": (8, 4, 2)}
-"""Of hqq's other widths, 3 bits cannot be read back and 1 bit loses more than storing nothing would."""
+"""hqq's other widths are left out: 3 bits cannot be read back, and 1 bit is worse than storing nothing."""
 PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq.core.quantize", "hqq")}
-"""What must be importable, and the name to install."""
+"""Module to import, and package to install."""
 AXIS = {"quanto": 0, "hqq": 1}
 OPTIONS = {"bits": 4, "group": 64, "residual": 128}
 
@@ -55,7 +55,7 @@ class QuantizedCacheSpec:
     group : int
         Elements that share a scale and a zero.
     residual : int
-        Tokens that stay as they are until they are so many.
+        Newest tokens that are kept unquantized until there are so many.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class QuantizedCacheSpec:
     residual: int = 128
 
     def __post_init__(self) -> None:
-        """Refuse what the library does not offer."""
+        """Validate the options."""
         if self.bits not in BITS[self.backend]:
             offered = " or ".join(f"{self.backend}-{bits}" for bits in BITS[self.backend])
             raise SpecError(f"{self.backend}: bits={self.bits} is not offered; use {offered}.")
@@ -91,7 +91,7 @@ class QuantizedCacheSpec:
     value_bits = key_bits
 
     def check(self) -> None:
-        """Refuse now what would fail once the model is loaded.
+        """Validate, before a model is loaded, that the libraries are installed.
 
         Raises
         ------
@@ -119,7 +119,7 @@ def quantized_cache_of(spec: object) -> QuantizedCacheSpec | None:
     Raises
     ------
     SpecError
-        An option that there is not, or a value that is not allowed.
+        An unknown option, or a value that is not allowed.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def quantized_cache_of(spec: object) -> QuantizedCacheSpec | None:
 
 
 def scheme_of(spec: str | KVScheme | QuantizedCacheSpec) -> KVScheme | QuantizedCacheSpec:
-    """Return what a spec of an evaluation names.
+    """Return the scheme, or quantized cache, of a spec.
 
     Raises
     ------
@@ -173,7 +173,7 @@ class QuantizedCacheMaker:
 
     @contextmanager
     def attending(self) -> Iterator[Callable[[], Any]]:
-        """Give the function that makes a cache; the model's attention stays its own."""
+        """Yield the function that makes a cache; the model's attention is not changed."""
         yield self.new_cache
 
     def new_cache(self) -> Any:
@@ -236,7 +236,7 @@ def _layer_class(backend: str) -> Any:
     base: Any = {"quanto": cache_utils.QuantoQuantizedLayer, "hqq": cache_utils.HQQQuantizedLayer}[backend]
 
     class Stored(base):  # type: ignore[misc]  # its base is known once transformers is imported
-        """A layer that can hand out what it holds, and whose groups fill whole bytes."""
+        """A layer that can return its decoded content, and whose groups fill whole bytes."""
 
         hands_out_stored = False
         shape: tuple[int, int, int] = (0, 0, 0)  # batch, heads, channels

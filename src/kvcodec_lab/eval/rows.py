@@ -1,4 +1,4 @@
-"""Result rows: what a row holds, the table people read, and JSON files that are whole or absent."""
+"""Result rows: versions, the plain-text table, and JSON files that are written atomically."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Make a value JSON can hold: NaN and infinities become null, tuples lists."""
+    """Convert a value for JSON: NaN and infinities become null, tuples lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(target: str | Path, data: Any) -> None:
-    """Write ``data`` as JSON to a file, whole or not at all; ``-`` is standard output.
+    """Write ``data`` as JSON to a file, atomically; ``-`` is standard output.
 
     Raises
     ------
@@ -70,13 +70,13 @@ def write_json(target: str | Path, data: Any) -> None:
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``{"rows": [...]}`` as JSON with one row to a line, whole or not at all; errors as ``write_json``."""
+    """Write ``{"rows": [...]}`` as JSON with one row per line, atomically; errors as ``write_json``."""
     lines = [json.dumps(plain(row), allow_nan=False, ensure_ascii=False) for row in rows]
     write_whole(path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all: what was there stays if it fails.
+    """Write a text file atomically: an existing file is kept if it fails.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def write_whole(path: Path, text: str) -> None:
         try:
             part.write_text(text, encoding="utf-8")
             part.replace(path)
-        except BaseException:  # a full disk, an interrupt: nothing half written stays
+        except BaseException:  # a full disk, an interrupt: remove the partial file
             part.unlink(missing_ok=True)
             raise
     except OSError as error:
@@ -97,7 +97,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(folder: str | Path) -> Path:
-    """Make ``folder`` and prove that a file can be written there, before hours of work.
+    """Make ``folder`` and verify that a file can be written there, before hours of work.
 
     Raises
     ------

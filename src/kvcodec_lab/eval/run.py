@@ -1,9 +1,9 @@
-"""``evaluate``: tasks x specs on one model, into a folder that a later call can go on with.
+"""``evaluate``: tasks x specs on one model, into a folder with which a later call can continue.
 
 Order of work, so that an interrupt or a spent budget leaves numbers that can be compared: blocks of items, some of each
 task; in a block every spec, the uncompressed model first. Tasks of one kind share blocks, so that their sequences of
-one length are read together. A window's uncompressed logits are computed once for
-all specs and for all tasks that read that window. Each finished item is a line in the folder at once.
+one length are read together. A window's uncompressed logits are computed once for all specs and for all tasks that read
+that window. Each finished item is written to the folder at once.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from kvcodec_lab.eval.tasks.base import Item, Task, TaskSettings
 from kvcodec_lab.models import LoadedModel
 
 BLOCK_CALLS = 16
-"""Items of a block, in full calls: enough that sequences of one length find each other."""
+"""Items of a block, in full calls: enough to batch sequences of equal length."""
 OUTPUT_CHARACTERS = 200
 Entry = tuple[Task, Item]
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is done.
+    """Settings of a run.
 
     Parameters
     ----------
@@ -52,9 +52,9 @@ class RunSettings:
     batch : int or None
         Most sequences of a call; None: 4 on a CPU, else 16.
     budget : float or None
-        Seconds: no call is begun that would probably end later.
+        Seconds: no call is started that would probably end later.
     changes : mapping
-        What was done to the model before, for ``run.json``: a run with other changes is another run.
+        Changes made to the model before, for ``run.json``: a run with other changes is another run.
     """
 
     task: TaskSettings
@@ -66,7 +66,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a run gave: the rows of ``results.json``, how it ended, and where it is."""
+    """The result of a run: the rows of ``results.json``, how it ended, and its folder."""
 
     rows: list[Row]
     status: str
@@ -96,7 +96,7 @@ def evaluate(
     tasks : list of str
         Names (``tasks.task_names()``).
     output : path
-        The run's folder. One that exists is gone on with: finished items are not done again, specs, tasks and items
+        The run's folder. An existing run is continued: finished items are not repeated, and specs, tasks and items
         (a larger limit) may be added.
     settings : RunSettings
     params : sequence of path or FittedParams
@@ -137,7 +137,7 @@ def evaluate(
             QuantizedCacheMaker(model.model, scheme).new_cache()
             continue
         with packed_cache(model.model, scheme, params=constants, **common):
-            pass  # refuses now what it will not serve
+            pass  # raises now for an unsupported scheme
     readers = [Reader(model.model, None, **common)]
     readers += [Reader(model.model, s, params=p, **common) for s, p in zip(schemes, given, strict=True)]
     items: dict[str, list[Item]] = {}
@@ -194,7 +194,7 @@ class _Evaluator:
         self.note = ""
 
     def run(self) -> Evaluation:
-        """Do the work; write ``results.json`` however it ends."""
+        """Run; always write ``results.json`` at the end."""
         if self.finished:
             self.progress.say(f"going on: {self.finished} of {self.total} items are finished in {self.store.folder}.")
         status = "complete"
@@ -211,7 +211,7 @@ class _Evaluator:
             self.progress.say("interrupted: what was finished is kept; the same command goes on with it.")
             status = "interrupted"
         except KVError:
-            with contextlib.suppress(KVError):  # the first error is the one to show
+            with contextlib.suppress(KVError):  # show the first error
                 self._results("interrupted")
             raise
         return Evaluation(self._results(status), status, self.store.folder)
@@ -286,7 +286,7 @@ class _Evaluator:
                 self.progress.say(f"{reader.name}: {text}")
 
     def _begin(self) -> None:
-        """Stop before a call that would end beyond the budget, if it takes as long as the longest of late."""
+        """Stop before a call that would exceed the budget if it took as long as the longest recent one."""
         now = time.monotonic()
         self.longest = max(now - self.call_at, self.longest * 0.9)
         self.call_at = now
@@ -356,7 +356,7 @@ def _about(
         "tasks": {},
         "specs": [str(scheme) for scheme in schemes],
         "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},
-        # a file that may be written anew under the same name
+        # by checksum: the file may be replaced under the same name
         "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, Mix)},
         "params": {
             str(scheme): {"file": given.file, "sha256": given.sha256, "tokens": given.tokens, "text": given.text_name}

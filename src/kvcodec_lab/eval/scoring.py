@@ -1,12 +1,12 @@
-"""A model and a scheme to numbers: log-likelihoods of continuations, greedy answers, teacher-forced windows.
+"""Scores of a model under a scheme: log-likelihoods of continuations, greedy answers, teacher-forced windows.
 
 Everything is read through the compressed cache. ``prefill="decoded"`` (default): a text is one call, and attention
-reads decoded K and V of every token, its own included. ``prefill="exact"``: what is not scored is fed in calls of 256
-tokens, of which the first attends fresh K and V; what is scored is a call of its own, which reads what is stored. No
-number comes from a call that fills an empty cache with ``exact``.
+reads decoded K and V of every token, its own included. ``prefill="exact"``: tokens that are not scored are fed in calls
+of 256, of which the first attends fresh K and V; scored tokens are a separate call, which reads what is stored. With
+``exact`` no score comes from the call that fills an empty cache.
 
-Sequences are read together only if they have equally many tokens: nothing is padded, since codecs that group along
-tokens would mix pads into groups. ``Reader(model, None)`` is the uncompressed model, by the same calls on transformers'
+Only sequences of equal length are batched: nothing is padded, because token-grouped codecs would mix padding into
+groups. ``Reader(model, None)`` is the uncompressed model, by the same calls on transformers'
 own cache.
 """
 
@@ -33,7 +33,7 @@ UNCOMPRESSED = "(uncompressed)"
 
 @dataclass(frozen=True)
 class Held:
-    """What one sequence's cache held when it was read: bytes, and the elements of K and V they stand for."""
+    """Content of one sequence's cache when it was read: bytes, and the elements of K and V that they encode."""
 
     nbytes: int
     elements: int

@@ -1,8 +1,8 @@
-"""The folder of a run: ``run.json``, ``items.jsonl``, ``results.json``; whatever stops a run loses no finished item.
+"""The folder of a run: ``run.json``, ``items.jsonl``, ``results.json``; no finished item is lost if a run stops.
 
-``items.jsonl`` has one line for each finished (spec, task, item). A line is written whole by one call, or taken back;
-a last line that a killed process left torn is cut off when the folder is opened to go on. An item that stands there
-twice is counted once. ``run.json`` says what the numbers depend on, and a run that differs in any of it is refused.
+``items.jsonl`` has one line for each finished (spec, task, item). A line is written completely or removed again; a
+truncated last line, left by a killed process, is cut off when the run is continued. Duplicate items are counted once.
+``run.json`` states what the results depend on, and a run with other settings cannot continue the folder.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a folder; nothing is written, and a torn last line is passed over.
+    """Read a folder without writing; a truncated last line is ignored.
 
     Raises
     ------
@@ -71,9 +71,9 @@ class Store:
     Parameters
     ----------
     folder : str or Path
-        Made if it does not exist; a run that was begun there goes on.
+        Made if it does not exist; an existing run is continued.
     about : mapping
-        What ``run.json`` shall say: the parts of ``FIXED``, ``tasks``, ``specs``, ``params``, ``bits``, ``versions``.
+        Content of ``run.json``: the parts of ``FIXED``, ``tasks``, ``specs``, ``params``, ``bits``, ``versions``.
 
     Raises
     ------
@@ -122,7 +122,7 @@ class Store:
         Raises
         ------
         KVError
-            If it cannot be written (a full disk); the file is as it was before then.
+            If it cannot be written (a full disk); the file is then unchanged.
         """
         line = plain(line)
         if key_of(line) in self.done:
@@ -132,7 +132,7 @@ class Store:
         begin = os.lseek(self._file, 0, os.SEEK_END)
         try:
             written = 0
-            while written < len(data):  # a disk that fills up takes part of it first
+            while written < len(data):  # a full disk may accept part of the line
                 written += os.write(self._file, data[written:])
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -190,7 +190,7 @@ def _read_lines(path: Path) -> tuple[list[Row], int]:
 
 
 def _open_locked(path: Path) -> int:
-    """Open for reading and appending; refuse while another process has it open."""
+    """Open for reading and appending; raise while another process has it open."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
@@ -209,11 +209,11 @@ def _open_locked(path: Path) -> int:
     return file
 
 
-# -- going on with a run -----------------------------------------------------------------------------------------------
+# -- continuing a run -----------------------------------------------------------------------------------------------
 
 
 def _merged(folder: Path, old: Row, new: Row) -> Row:
-    """What ``run.json`` says of both runs.
+    """Merge the contents of ``run.json`` of both runs.
 
     Raises
     ------
@@ -235,7 +235,7 @@ def _merged(folder: Path, old: Row, new: Row) -> Row:
     for kind in BY_NAME:
         merged[kind] = old.get(kind, {}) | new.get(kind, {})
     merged["specs"] = list(dict.fromkeys([*old.get("specs", []), *new.get("specs", [])]))
-    if (here := new.get("versions")) != old.get("versions"):  # said, and not refused: bytes have versions of their own
+    if (here := new.get("versions")) != old.get("versions"):  # noted only: byte layouts have versions of their own
         merged["later_versions"] = [v for v in old.get("later_versions", []) if v != here] + [here]
     return merged
 
@@ -251,7 +251,7 @@ def _compared(value: Any) -> Any:
 
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[str]:
-    """Say what differs, value by value."""
+    """Describe the differences, value by value."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys([*old, *new]):
             yield from _differences(f"{name} {key}", old.get(key), new.get(key))

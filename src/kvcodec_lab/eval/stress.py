@@ -1,12 +1,12 @@
-"""Outlier stress: a loaded model computes what it did, and its keys get channels like those that break codecs.
+"""Outlier stress: give a loaded model's keys outlier channels like those that break codecs, with unchanged outputs.
 
 Rotary pairs of channels are multiplied by a factor in the keys and divided by it in the queries::
 
     k'_i = f k_i,  q'_i = q_i / f      for both channels i of a rotary pair        <q', k'> = <q, k>
 
-so every logit is what it was: exactly with a factor that is a power of two, which no rounding touches. A rotation
-commutes with a factor that its two channels share. Each KV head of each layer gets pairs of its own, drawn from the
-seed; all query heads of its group are divided alike.
+so every logit is unchanged: exactly if the factor is a power of two, which causes no rounding. A rotation commutes
+with a factor that its two channels share. Each KV head of each layer gets its own pairs, drawn from the seed; all
+query heads of its group are divided by the same factors.
 
 The factor goes where the key is last scaled channel by channel: the gains of q_norm and k_norm where there are such
 norms (they are shared by the heads of a layer, so the heads share their pairs), else the rows of W_Q and W_K with
@@ -41,10 +41,10 @@ from kvcodec.integrations.transformers.weights import (
 FACTOR = 64.0
 PAIRS = 1
 STREAM = 1701
-"""Stream of a site's generator that pairs are drawn from, apart from those of the codecs."""
+"""Stream of a site's generator for drawing pairs, separate from those of the codecs."""
 TRIED_TOKENS = 16
 TRIED_POSITION = 4096
-"""Where the trial's tokens stand at most: rotations of small angle would hide a pair that is none."""
+"""Largest position of the trial's tokens: small rotation angles would hide a wrong pairing."""
 EXACT, ROUNDED = 2e-3, 0.2
 """Relative error of a channel that passes the trial, in float32 and in 16 bit; a wrong pair's is above 1."""
 
@@ -53,7 +53,7 @@ PAIRINGS: tuple[Pairing, ...] = ("halves", "neighbours")
 
 
 class Stressed(ChangedWeights):
-    """What ``stress`` did, and how to undo it; a ``with`` block does so at its end.
+    """Undoes ``stress``; as a context manager at the end of the block.
 
     Parameters
     ----------
@@ -76,12 +76,12 @@ class Stressed(ChangedWeights):
         self.channels: dict[int, list[list[int]]] = {}
 
     def undo(self) -> None:
-        """Put the weights back, bit for bit; a second call does nothing. Of two stresses undo the later one first."""
+        """Put the weights back, bit for bit; a second call does nothing. Undo the later of two stresses first."""
         super().undo()
         self.channels.clear()
 
     def settings(self) -> dict[str, Any]:
-        """Plain values that say how the model was stressed, for result rows."""
+        """The stress settings as plain values, for result rows."""
         return {"factor": self.factor, "pairs": self.pairs, "seed": self.seed, "pairing": self.pairing}
 
 
@@ -228,7 +228,7 @@ class _ScaledLayer:
         return drawn
 
     def scale(self, done: Stressed, layer: int) -> None:
-        """Multiply the rows of this layer; what was there before is kept in ``done``."""
+        """Multiply the rows of this layer; the original values are kept in ``done``."""
         key = factors(done, layer, self.head_dim)
         query = 1 / key.repeat_interleave(self.query_heads // self.kv_heads, 0)
         for factor, parts in ((key, self.key), (query, self.query)):
@@ -364,7 +364,7 @@ def _seen(model: Any, config: Any) -> Seen:
 
 
 def _difference(done: Stressed, before: Seen, after: Seen) -> str:
-    """Say what the factors changed beside the keys and queries, or ``""`` for nothing."""
+    """Describe what the factors changed besides keys and queries; ``""`` for nothing."""
     rounded = any(dtype.itemsize < 4 for dtype in done.dtypes)
     allowed = ROUNDED if rounded else EXACT
     least = torch.finfo(torch.float32).eps
@@ -382,7 +382,7 @@ def _difference(done: Stressed, before: Seen, after: Seen) -> str:
 
 
 def outlier_channels(done: Stressed, layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """Plain rows ``layer, kv_head, channels`` of what was made an outlier."""
+    """Plain rows ``layer, kv_head, channels`` of the outlier channels."""
     chosen = done.channels if layers is None else {layer: done.channels[layer] for layer in layers}
     return [
         {"layer": layer, "kv_head": head, "channels": channels}

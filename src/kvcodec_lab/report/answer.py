@@ -1,4 +1,4 @@
-"""The answer in words: the best preset at each number of bits, and who measurably loses on a task."""
+"""The answer in words: the best preset at each number of bits, and the presets that measurably lose on a task."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from kvcodec_lab.report.rows import UNCOMPRESSED, Results, Row
 from kvcodec_lab.report.words import about_task, change_text, interval_text, listed, metric_name, value_text
 
 BUDGETS = (2.5, 3.5, 4.5, 5.5, 6.5, 8.5)
-"""Bits, everything held counted; scales and the like take what is above the round number."""
+"""Budgets in bits, everything held counted: a round number and half a bit for scales."""
 DENSE_BITS, FEWER_BITS = 15.5, 14.0
-"""What takes as many bits is the uncompressed cache in other words; what has fewer in its layout was to be smaller."""
+"""From ``DENSE_BITS`` measured bits on a cache is in effect dense; below ``FEWER_BITS`` a layout compresses."""
 JUDGES = ("kl", "perplexity")
-"""Tasks that decide, best first: those that see small damage. Without them the run's first task does."""
+"""Tasks that decide, most sensitive first; without them the run's first task decides."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best row at a budget, the next one, and specs that the budget's intervals do not tell apart from the best."""
+    """The best row at a budget, the next one, and specs whose intervals overlap the best one's."""
 
     budget: float
     row: Row
@@ -37,7 +37,7 @@ def whole_rows(results: Results, task: str, metric: str | None = None) -> list[R
 
 
 def best_at_bits(rows: Sequence[Row]) -> list[Best]:
-    """The best row of each budget; a budget that lets in no better one than the budget before is left out."""
+    """The best row of each budget; a budget that allows no better one than the one before is left out."""
     found: list[Best] = []
     for budget in BUDGETS:
         inside = [r for r in rows if r["value"] is not None and round(r["effective_bits"] or 99, 2) <= budget]
@@ -70,7 +70,7 @@ def shown(row: Row) -> str:
 
 
 def sentences(results: Results) -> list[str]:
-    """One sentence for each budget that has an answer of its own."""
+    """One sentence for each budget with a best row of its own."""
     task = judge(results)
     out = []
     for best in best_at_bits(whole_rows(results, task)):
@@ -90,7 +90,7 @@ def sentences(results: Results) -> list[str]:
 
 
 def hardly_tried(rows: Sequence[Row]) -> list[Row]:
-    """Rows of presets that held the task's items in about 16 bits though their codes are smaller."""
+    """Rows of presets whose caches stayed at about 16 bits on the task's short items."""
     return [
         r
         for r in rows
@@ -100,7 +100,7 @@ def hardly_tried(rows: Sequence[Row]) -> list[Row]:
 
 
 def losses(results: Results) -> list[tuple[str, str]]:
-    """For each task with a right answer: its title, and who is measurably worse than 16 bit there."""
+    """For each task with a right answer: its title, and the presets that are measurably worse than 16 bit."""
     out = []
     for task in results.tasks:
         rows = whole_rows(results, task)
@@ -136,6 +136,6 @@ def _loss(rows: Sequence[Row], base: Row | None, chance: float | None) -> str:
 
 
 def _bad_end(row: Row) -> float:
-    """The interval's end that is nearest to no loss; below 0 the whole interval is a loss."""
+    """The end of the interval nearest to no loss; below 0 the whole interval is a loss."""
     end = row["difference_low"] if row.better == "lower" else row["difference_high"]
     return -(end or 0.0) if row.better == "lower" else end or 0.0

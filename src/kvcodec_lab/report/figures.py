@@ -1,4 +1,4 @@
-"""Figures, stated once: points, curves, levels and strips, and the colour and marker of each method.
+"""Figures as data: points, curves, levels and strips, and the colour and marker of each method.
 
 ``svg`` draws them on pages, ``pictures`` as image files.
 """
@@ -37,9 +37,9 @@ class Axis:
     from_zero : bool
         Whether it begins at 0.
     text, tick : callable
-        A value in a sentence and beside a tick.
+        Format a value in a sentence, and at a tick.
     name, unit : str
-        What a value is in a sentence (default: the title), and what follows it.
+        Name of a value in a sentence (default: the title), and its unit.
     """
 
     title: str
@@ -53,7 +53,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """A marker: a spec at (x, y), the interval of y where there is one; hollow where its run was interrupted."""
+    """A marker: a spec at (x, y), with the interval of y if known; hollow if its run was interrupted."""
 
     spec: str
     x: float
@@ -67,7 +67,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Joined points in a style; ``joined`` false: hollow markers alone, without a name."""
+    """Joined points in a style; ``joined`` false: only hollow markers, without a name."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -97,11 +97,11 @@ class Plot:
     points, curves, levels : sequences
     better : {"lower", "higher"}
     names : {"frontier", "all", "legend"}
-        What is named inside: the points that no other beats, every point and curve, or curves in a legend.
+        What is labelled: the points of the frontier, every point and curve, or curves in a legend.
     note : str
         What is not drawn, and how to read it.
     key : str
-        By which a script finds the drawing.
+        Identifies the drawing for a script.
     size : (float, float)
         Inches of the panel in a picture.
     """
@@ -131,7 +131,7 @@ class Strips:
 
 
 def frontier(points: Sequence[tuple[float, float]], better: str) -> list[int]:
-    """Indices of the points that no other beats in both, smallest x first.
+    """Indices of the Pareto frontier, smallest x first.
 
     >>> frontier([(4.5, 0.1), (3.0, 0.5), (5.0, 0.2)], "lower")
     [1, 0]
@@ -161,7 +161,7 @@ STYLES = {
     "octopus-qjl": Style("#3d1f99", "*"),
     "turboquant-qjl": Style("#1b6e60", "p"),
 }
-# for methods that are not in the table (a codec that is one new file): chosen by name, the same in every figure
+# for methods that are not in the table (user codecs): chosen by name, the same in every figure
 SPARE_COLORS = ("#332288", "#117733", "#aa7744", "#771155", "#225577")
 SPARE_MARKERS = ("h", "p", "8", "H")
 CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
@@ -195,8 +195,8 @@ def style_of(spec: str) -> Style:
 def curve_styles(labels: Sequence[str], baselines: Sequence[str] = ()) -> dict[str, Style]:
     """A style for each label, no two alike in colour and dashes.
 
-    Colours are the methods' own, and ``dense`` for ``baselines``; a label of no method takes one by its place. Dashes
-    tell apart what shares a colour, markers go by place.
+    Colours are the methods', and ``dense``'s for ``baselines``; other labels take one by position. Dashes distinguish
+    labels of one colour; markers go by position.
     """
     found: dict[str, Style] = {}
     for i, label in enumerate(labels):
@@ -236,7 +236,7 @@ def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
     (str, list of Point)
         ``"kl"`` when a compressed row has it, else ``"perplexity"``: its gap to the uncompressed model (a row's
         ``uncompressed`` figures, or the row ``dense``). Rows without the metric or without ``effective_bits`` give no
-        point, nor does ``dense``, which is what they are measured against.
+        point, nor does ``dense``, the reference.
     """
     packed = [r for r in rows if r.get("spec") != "dense"]
     metric = "kl" if any(number(r.get("kl")) is not None for r in packed) else "perplexity"
@@ -257,7 +257,7 @@ def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
 
 
 def quality(rows: Sequence[Row], title: str) -> Plot:
-    """Quality over effective bits, of rows of ``kvcodec compare``; a gap of 0 or below has no place and is named."""
+    """Quality over effective bits, of rows of ``kvcodec compare``; gaps <= 0 are named in the note."""
     metric, points = points_of(rows)
     x = replace(BITS, title="effective bits per element of K and V (all bytes held x 8 / elements; uncompressed: 16)")
     counts = sorted({int(r["windows"]) for r in rows if isinstance(r.get("windows"), int)})

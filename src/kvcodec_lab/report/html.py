@@ -1,7 +1,7 @@
-"""The shell of every page, and what stands in it: sections, tables, figures, definitions.
+"""The shell of every page, and its elements: sections, tables, figures, definitions.
 
-A page is one file without any other: its styles, script and data stand in it, and a policy in its head lets the
-browser fetch nothing and run this script alone. Every text is escaped: what a file or a model says is shown, never run.
+A page is one self-contained file with its styles, script and data; a content security policy lets the browser fetch
+nothing and run only this script. All text is escaped: content of files and models is shown, never executed.
 """
 
 import base64
@@ -28,7 +28,7 @@ def escape(x: object) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: heading, HTML, and an id where it is linked to."""
+    """A part of a page: heading, HTML, and an id if it is linked to."""
 
     heading: str
     body: str
@@ -103,7 +103,7 @@ def _file(name: str) -> str:
 
 
 def _data(value: Any) -> str:
-    """JSON that may stand in a script element: no tag can end it."""
+    """JSON that is safe in a script element: no tag can end it."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -154,7 +154,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Cell:
-    """Text, the number it is sorted by, a smaller text behind it, a class, and the spec whose mark stands before it."""
+    """Text, its sort key, smaller text after it, a class, and the spec whose marker precedes it."""
 
     text: str
     value: float | None = None
@@ -173,10 +173,10 @@ def table(
     heads : sequence of Head or str
     lines : sequence of sequence of Cell or str
     name : str
-        For those who hear the page.
+        For screen readers.
     sort : bool
-        Columns sort by their headings, by mouse and keyboard; the line of the uncompressed model stays on top. Every
-        cell carries its number unrounded (``data-v``): the script sorts by it, and nothing is lost to rounding.
+        Columns sort by their headings, by mouse and keyboard; the row of the uncompressed model stays on top. Every
+        cell has its unrounded number (``data-v``), by which the script sorts.
     """
     head = "".join(_head(h if isinstance(h, Head) else Head(h), sort) for h in heads)
     body = [([c if isinstance(c, Cell) else Cell(c) for c in line]) for line in lines]
@@ -226,7 +226,7 @@ def _content(cell: Cell) -> str:
 
 
 def swatch(spec: str) -> str:
-    """The mark that drawings have for a spec's method."""
+    """The marker of a spec's method."""
     drawn = svg.marker(style_of("dense" if spec == UNCOMPRESSED else spec))
     return f'<svg class="swatch" viewBox="-7 -7 14 14" aria-hidden="true">{drawn}</svg>'
 
@@ -250,5 +250,5 @@ def touched(drawn: str, title: str, note: str = "") -> str:
 
 
 def drawings(drawn: Sequence[str]) -> str:
-    """Drawings that name everything, beside each other; empty without any."""
+    """Fully labelled drawings, side by side; empty without any."""
     return f'<figure class="drawings light">{"".join(drawn)}</figure>' if drawn else ""

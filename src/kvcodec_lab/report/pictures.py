@@ -41,7 +41,7 @@ def write(plots: Sequence[Plot], path: Path) -> None:
     drawn = list(zip(plots, panels.flat, strict=False))
     for plot, axes in drawn:
         methods |= _panel(axes, plot)
-    for plot, axes in drawn:  # panels may share an axis: when all hold their points
+    for plot, axes in drawn:  # after all points are drawn, because panels may share an axis
         _leave_room(axes, plot)
     if len(plots) == 1:
         panels[0][0].set(xlabel=plots[0].x.title, ylabel=plots[0].y.title)
@@ -53,7 +53,7 @@ def write(plots: Sequence[Plot], path: Path) -> None:
         figure.supylabel(plots[0].y.title, fontsize=9)
     if methods:
         figure.legend(methods.values(), methods.keys(), loc="outside upper center", ncols=7, fontsize=8, frameon=False)
-    canvas.draw()  # text sizes are known only after a drawing
+    canvas.draw()  # text sizes are known only after drawing
     for plot, axes in drawn:
         if plot.names == "all":
             _place_labels(axes, plot.points, canvas.get_renderer())
@@ -87,7 +87,7 @@ def write_strips(strips: Strips, path: Path) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """Figure and canvas, sizes in inches; refuses when matplotlib is missing."""
+    """Figure and canvas, sizes in inches; raises if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -178,7 +178,7 @@ def _leave_room(axes: Any, plot: Plot) -> None:
 
 
 def _place_labels(axes: Any, points: Sequence[Point], renderer: Any) -> None:
-    """Write each spec beside its point, where it covers no marker, no label and no edge; a thin line when far."""
+    """Label each point without covering markers, labels or edges; a thin line connects distant labels."""
     pixels = renderer.points_to_pixels(1.0)
     frame = axes.get_window_extent(renderer)
     places = [axes.transData.transform((p.x, p.y)) for p in points]

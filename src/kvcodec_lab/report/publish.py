@@ -1,4 +1,4 @@
-"""``kvcodec bench page``: from a folder's rows to what people look at: JSON to commit, pages, figures."""
+"""``kvcodec bench page``: write JSON, pages and figures from a folder's rows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def _gather(part: str, folders: Sequence[Path], say: Callable[[str], None]) -> l
     files = [folder / f"{part}{end}" for folder in folders for end in (".json", ".jsonl")]
     rows = newest(read_rows([path for path in files if path.is_file()], NEEDED))
     if rows and any(path.is_file() for path in files[1:]):
-        # a row to a line: thousands of rows are committed
+        # one row per line, for readable diffs of committed files
         _write(folders[0] / f"{part}.json", "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", say)
     return rows
 
@@ -59,7 +59,7 @@ def _figure(rows: Sequence[Json], path: Path, say: Callable[[str], None]) -> Non
         return
     try:
         pictures.write(figures.speed(points), path)
-    except UnsupportedError as error:  # no matplotlib on the machine of the GPU: the page has its own drawing
+    except UnsupportedError as error:  # without matplotlib, e.g. on a GPU machine: the page has its own drawing
         say(str(error))
         return
     say(f"written: {path}")

@@ -1,9 +1,9 @@
 """Result files, read and checked before anything is shown; nothing here knows how the numbers were measured.
 
-Every file holds rows: objects with some of the fields of ``FIELDS``, and whatever else its command has to say. A file
-is a list of rows, an object with ``rows``, or lines of one row each (``.jsonl``). A field that is missing is None; one
-of another kind is refused with the file's name. The folder of ``kvcodec eval`` has ``run.json`` beside its rows, which
-says what they have in common, and ``items.jsonl``.
+Every file holds rows: objects with some of the fields of ``FIELDS``, and others of its command. A file is a list of
+rows, an object with ``rows``, or lines of one row each (``.jsonl``). A missing field is None; one of a wrong type is an
+error that names the file. The folder of ``kvcodec eval`` also has ``run.json``, about the whole run, and
+``items.jsonl``.
 """
 
 import gzip
@@ -30,12 +30,12 @@ FIELDS = {
     **dict.fromkeys(("perplexity", "kl", "kl_se", "top1_agreement", "attention_error", "tokens_per_s"), NUMBER),
     **dict.fromkeys(("values", "group", "versions", "sizes", "uncompressed", "server"), OBJECT),
 }
-"""What a field of a row is, in every file; any may be null or missing.
+"""Types of the fields of a row, the same in every file; any may be null or missing.
 
 ``spec`` of ``model`` (or of a kernel at ``shape``) has for ``metric`` in ``unit`` a ``value`` with the interval ``low``
 to ``high``, or ``values`` by name (``p20``, ``p50``, ``p80``); null with a ``status`` where nothing was measured. Rows
-of ``kvcodec compare`` have a field per metric instead. ``gpu``, ``versions``, ``commit``, ``seed`` and ``run`` (when it
-began) say where a row is from.
+of ``kvcodec compare`` have a field per metric instead. ``gpu``, ``versions``, ``commit``, ``seed`` and ``run`` (its
+start) are the provenance of a row.
 """
 IS = {
     TEXT: lambda value: isinstance(value, str),
@@ -135,7 +135,7 @@ def _read_json(path: Path, otherwise: str) -> Any:
 
 
 def _read_lines(path: Path, data: bytes) -> list[Any]:
-    """JSON of each line; a last line that was cut, by a killed process, is passed over.
+    """JSON of each line; a truncated last line, left by a killed process, is ignored.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def _read_lines(path: Path, data: bytes) -> list[Any]:
 
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Runs that rows are of, by when they began: machine, commit, seed and versions."""
+    """Runs of the rows by their start: machine, commit, seed and versions."""
     runs: dict[str, str] = {}
     for row in rows:
         versions = ", ".join(f"{name} {version}" for name, version in mapping(row.get("versions")).items())
@@ -213,7 +213,7 @@ class Results:
     answers : list of mapping
         Lines of ``items.jsonl`` that hold an answer.
     unsummarised : int
-        Finished items that ``results.json`` does not count: the run went on after it was written.
+        Finished items that ``results.json`` does not count, because the run continued after it was written.
     """
 
     folder: Path
@@ -249,7 +249,7 @@ class Results:
         return number(mapping(mapping(self.about.get("tasks")).get(task)).get("chance"))
 
     def metric_text(self, task: str, metric: str) -> str:
-        """What the run says a metric is; empty if it does not."""
+        """The run's description of a metric; empty if there is none."""
         about = mapping(mapping(mapping(self.about.get("tasks")).get(task)).get("metrics")).get(metric)
         return str(mapping(about).get("text", ""))
 
@@ -330,7 +330,7 @@ def _beyond(rows: list[Row], lines: list[Json]) -> int:
     return int(sum(max(n - counted.get(key, 0), 0) for key, n in finished.items()))
 
 
-# -- what may stand beside it ------------------------------------------------------------------------------------------
+# -- further files ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def read_layers(place: str | Path) -> Layers:
 
 
 def _is_layer(path: Path, row: Any, value: str) -> bool:
-    """Whether a row has its figure: one that was not finite is null, and not drawn.
+    """Whether a row has a value: non-finite ones are null, and not drawn.
 
     Raises
     ------

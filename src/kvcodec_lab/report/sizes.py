@@ -1,7 +1,7 @@
 """Bytes of a whole model's cache at a context, for presets of a run: from layouts, sinks, windows and dense layers.
 
-Pages, block tables and constants are left out: at a context worth compressing they are below a percent. A spec that
-this process does not know (a codec of somebody else's file) is scaled from the bits that the run measured.
+Partly filled pages, block tables and constants are left out: they are below a percent at contexts worth compressing.
+For a spec unknown to this process (of a user's codec file) the bytes are scaled from the measured bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kvcodec.scheme import KVScheme
 
 CONTEXT = 32_768
-"""Tokens of a sequence that a page shows memory for at first."""
+"""Initial context, in tokens of a sequence, of the page's memory section."""
 CONTEXTS = tuple(2**k for k in range(8, 24))
-"""Contexts that the page has bytes for; between them they grow evenly."""
+"""Contexts for which the page has bytes; between them it interpolates."""
 DENSE_BYTES = 2
 
 
@@ -49,7 +49,7 @@ def bytes_at(scheme: "KVScheme | None", tokens: int, shape: Shape, bits: float |
     tokens : int
     shape : Shape
     bits : float or None
-        Bits an element, K and V together; None: not known, and neither are the bytes.
+        Bits an element, K and V together; None: unknown, and so are the bytes.
     """
     from kvcodec.codec import ROLES
 

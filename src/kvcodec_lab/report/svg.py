@@ -14,7 +14,7 @@ from kvcodec_lab.report.figures import Axis, Curve, Plot, Point, Strips, Style, 
 
 
 class Box(NamedTuple):
-    """Size of a drawing, and what lies around its axes."""
+    """Size of a drawing, and its margins."""
 
     width: int
     height: int
@@ -31,7 +31,7 @@ LETTER = 6.1
 LINE = 14.0
 """Height of a line of the column of names."""
 LOG_FROM = 8.0
-"""Where the largest value is this many times the smallest, the axis is logarithmic."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 CORNERS = {"s": (4, 45), "D": (4, 0), "d": (4, 0), "^": (3, -90), "v": (3, 90), "<": (3, 180), ">": (3, 0),
            "p": (5, -90), "h": (6, -90), "H": (6, 0), "8": (8, 22.5)}  # fmt: skip
 """Marker -> corners and the angle of the first; the names are matplotlib's, as in ``figures.STYLES``."""
@@ -221,7 +221,7 @@ def _front_names(front: Sequence[tuple[str, float, float]], better: str) -> str:
 
 
 def _name_column(ends: Sequence[tuple[str, float, float, str]], box: Box) -> list[str]:
-    """Names in a column on the right, highest first, as near to their ends as their height allows; lines lead there."""
+    """Names in a column on the right, highest first, as near to their curves as possible, with connecting lines."""
     ordered = sorted(ends, key=lambda end: end[2])
     places: list[float] = []
     for _, _, y, _ in ordered:
@@ -243,7 +243,7 @@ def _name(axis: Axis) -> str:
 
 
 def _told(plot: Plot, front: Sequence[int]) -> str:
-    """The drawing in words, for those who do not see it."""
+    """The drawing in words, for screen readers."""
     if plot.curves:
         return f"{plot.title}: {plot.y.title} over {plot.x.title}; the numbers are in the table"
     y, x, unit = plot.y.text, plot.x.text, plot.x.unit
@@ -255,7 +255,7 @@ def _told(plot: Plot, front: Sequence[int]) -> str:
 
 
 def style_sheet() -> str:
-    """What drawings look like, for a page that holds some."""
+    """The style sheet of drawings."""
     return resources.files("kvcodec_lab.report").joinpath("drawing.css").read_text(encoding="utf-8")
 
 

@@ -128,7 +128,7 @@ def bytes_text(n: float) -> str:
 
 
 def small_text(x: float) -> str:
-    """Four decimals, or an exponent when they would say nothing.
+    """Four decimals, or an exponent if they would all be 0.
 
     >>> small_text(0.0312), small_text(2.5e-6), small_text(0)
     ('0.0312', '2.5e-06', '0')
@@ -137,7 +137,7 @@ def small_text(x: float) -> str:
 
 
 def about_task(task: str) -> About:
-    """Words on a task; of one that is not known here, its name."""
+    """Description of a task; for an unknown one, its name."""
     return TASKS.get(task, About(task.replace("_", " "), "", ""))
 
 

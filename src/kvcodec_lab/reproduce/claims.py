@@ -30,7 +30,7 @@ NOT_PRINTED = "not printed"
 
 @dataclass(frozen=True)
 class Claim:
-    """One number of a paper beside ours.
+    """A printed number of a paper and ours.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Claim:
     allowance : float
         Relative deviation that the sampling of the experiment explains.
     note : str
-        What a reader must know: the reading of an ambiguity, or why it does not hold.
+        Note for the reader: how an ambiguity was read, or why the claim does not hold.
     spec : str
         The right value, where what is printed does not follow from the paper's definitions; ours is held to it.
     curve : str
@@ -69,7 +69,7 @@ class Claim:
     x: float = 0.0
 
     def row(self, paper: str, table: str) -> Row:
-        """Compare, as a result row."""
+        """Return the comparison as a result row."""
         reference = self.spec or self.printed
         value = float(reference)
         half_digit = 0.5 * 10.0 ** -len(reference.partition(".")[2])

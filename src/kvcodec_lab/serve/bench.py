@@ -2,8 +2,8 @@
 
 Rows go to ``OUT/serve.jsonl`` when a load is over, then to ``OUT/serve.json``, ``OUT/serve.html`` and drawings
 ``OUT/serve-*.svg``. ``spec`` is the server's label, ``shape`` the load's name; ``metrics.py`` lists the metrics. A
-load that a label has finished is not sent again. Exit status: 0 everything was answered; 1 a server refused to start or
-went away, or requests failed: rows say which and why; 130 interrupted.
+load that a label has finished is not sent again. Exit status: 0 all requests were answered; 1 a server did not start or
+stopped, or requests failed: the rows have the reasons; 130 interrupted.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from kvcodec_lab.stamp import stamp
 DONE, START = "requests_done", "start"
 FAILED, INTERRUPTED = 1, 130
 VOCABULARY = 30_000
-"""Ids below this are in every vocabulary that one serves; a server's own, where it names a folder with a config."""
+"""Ids below this are in every common vocabulary; the server's own size is used if it names a folder with a config."""
 
 
 class Server(NamedTuple):
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _machine(name: str | None, servers: Sequence[Server]) -> dict[str, Any]:
-    """What the servers run on. torch is not asked: it would take memory of the GPU that a server counts."""
+    """What the servers run on. Not by torch, which would allocate GPU memory beside the server."""
     if name:
         return {"gpu": name}
     if not all(server.endpoint.local for server in servers):
@@ -239,7 +239,7 @@ class Bench:
         if isinstance(load, Sessions) and not any(reply.cached_tokens is not None for reply in result.replies):
             why = "the server does not say what it found (vLLM: --enable-prompt-tokens-details)"
             self._missing(server, "prefix_residency", "x", load.name, why, 0, **more)
-        # last: a row of it says that this load is done
+        # last: its row marks this load as done
         self._row(server, Figure(DONE, "requests", flat(done), load.requests), load.name, **more)
         if result.failed:
             self.progress.say(f"{label}: {len(result.failed)} of {load.requests} requests failed; the first: {first}")

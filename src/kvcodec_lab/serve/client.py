@@ -2,7 +2,7 @@
 
 ==========  ===========================================================================================================
 ``ttft``    seconds from the request's sending to the first event with a choice in it
-``gaps``    seconds from one such event to the next (ITL); a server that lags puts several tokens into one event
+``gaps``    seconds from one such event to the next (ITL); a slow server puts several tokens into one event
 ``latency`` seconds from the request's sending to the last such event (E2E); usage and ``[DONE]`` behind it do not count
 ==========  ===========================================================================================================
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import aiohttp
 
 SHOWN = 400
-"""Characters of a refusal that are kept."""
+"""Characters of an error message that are kept."""
 
 
 @dataclass
 class Reply:
-    """What came of one request.
+    """The result of one request.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Reply:
     token_ids : list of int
         Of the output, where the server was asked for them and gives them.
     error : RequestError, optional
-        Of a request that failed: it is in no time, only among the failed.
+        If the request failed; its times are not used.
     round, prefix_tokens : int
         Of a session's request: which round, and how much of the prompt the server had computed in those before.
     """
@@ -63,7 +63,7 @@ class Reply:
 
     @property
     def ok(self) -> bool:
-        """Whether it was answered whole."""
+        """Whether it was answered completely."""
         return self.error is None
 
     @property
@@ -83,7 +83,7 @@ class Reply:
 
 @dataclass
 class Target:
-    """A server that is up, and how it is asked.
+    """A running server, and how requests are sent to it.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Target:
     timeout : float
         Seconds that one request may take.
     salt : str
-        Goes with every prompt, so that blocks of a run before, with the same seed, are not found again.
+        Sent with every prompt, so that prefix-cache blocks of an earlier run with the same seed are not reused.
     """
 
     endpoint: Endpoint
@@ -138,7 +138,7 @@ class Target:
             reading.finish()
 
     async def alive(self) -> bool:
-        """Whether the server still says that it is well."""
+        """Whether the server's health check still succeeds."""
         return await get(self.endpoint, "/health") is not None
 
     async def metrics(self) -> str:
@@ -170,7 +170,7 @@ class _Reading:
             choice = event["choices"][0]
             ids = choice.get("token_ids")
             reply.token_ids += ids or []
-            # llama.cpp and others close with an event that says why it ended and holds no token
+            # llama.cpp and others end with an event of the finish reason, without a token
             if not (choice.get("finish_reason") and not choice.get("text") and not ids and self.events >= reply.asked):
                 self.events += 1
                 if reply.ttft is None:
@@ -201,7 +201,7 @@ class _Reading:
 
 
 def _message(text: str) -> str:
-    """What a refusal says, without the JSON around it."""
+    """The message of an error response, without the JSON around it."""
     try:
         found = json.loads(text)
         found = found.get("error", found.get("message", found))

@@ -1,6 +1,6 @@
 """``kvcodec bench serve URL``: its arguments; ``bench.py`` does the work.
 
-Only what arguments need is imported at the top: ``kvcodec --help`` must not wait for torch.
+At module level only light modules are imported, so that ``kvcodec --help`` does not load torch.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def _loads(text: str) -> tuple[str, ...]:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add what only ``bench serve`` takes."""
+    """Add the options of ``bench serve``."""
     group = p.add_argument_group("bench serve")
     options: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("--start", {"metavar": "LABEL=COMMAND", "action": "append", "default": []}, "start this server, measure it, "

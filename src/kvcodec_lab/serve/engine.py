@@ -1,7 +1,7 @@
-"""A vLLM engine in this process in a server's place, for the loads of ``bench serve``: no HTTP between them.
+"""A vLLM engine in this process instead of a server, for the loads of ``bench serve``, without HTTP.
 
-Requests are added between two of the engine's steps, which block: a time here has the scheduler, the model and the
-engine's own work in it, and no network, JSON or second process.
+Requests are added between two of the engine's steps, which block: times include the scheduler, the model and the
+engine's own work, but no network, JSON or second process.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from kvcodec_lab.serve.http import RequestError
 
 
 class Steps(Protocol):
-    """What is needed of vLLM's ``LLMEngine``."""
+    """The methods of vLLM's ``LLMEngine`` that are used."""
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
         """Queue a request."""
@@ -32,7 +32,7 @@ class Steps(Protocol):
 
 
 class EngineTarget:
-    """An engine that is asked as a server is (``loads.Asked``).
+    """An engine with the interface of a server (``loads.Asked``).
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class EngineTarget:
     page : callable
         Returns its page of Prometheus metrics.
     seconds : float
-        From the first step on; what is unfinished then has timed out, and the engine counts as gone.
+        From the first step on; unfinished requests then time out, and the engine counts as gone.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineTarget:
             name, done = f"bench-{next(self.numbers)}", asyncio.get_running_loop().create_future()
             try:
                 self.engine.add_request(name, {"prompt_token_ids": prompt}, self.params(output))
-            except Exception as error:  # the engine's own refusals: a prompt that is too long, for one
+            except Exception as error:  # the engine's own errors, e.g. a prompt that is too long
                 reply.error = RequestError("refused", f"{type(error).__name__}: {error}")
             else:
                 self.waiting[name] = (reply, done)

@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server (by aiohttp), and server-sent events.
 
-A connection per request, so that nothing that a broken answer left behind meets the next one. aiohttp, because a client
-must not be slower than the server that it times: an event of a stream costs it 30 us on one core, httpx 100 us.
+One connection per request, so that a broken answer cannot affect the next request. aiohttp, because a client must not
+be slower than the server that it times: an event of a stream takes it 30 us on one core, httpx 100 us.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RequestError(Exception):
-    """A request that gave no whole answer.
+    """A request without a complete answer.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ async def session() -> AsyncIterator["aiohttp.ClientSession"]:
         import aiohttp
     except ModuleNotFoundError as error:
         raise UnsupportedError("bench serve needs aiohttp; run: pip install 'kvcodec[serve]'") from error
-    # no compression: a compressed stream of events comes in larger pieces than tokens
+    # no compression, which would group several tokens into one piece
     headers, patient = {"Accept-Encoding": "identity"}, aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(force_close=True), timeout=patient, headers=headers

@@ -29,7 +29,7 @@ Tick = Callable[[int, int, int], None]
 
 
 class Asked(Protocol):
-    """What a load needs of ``client.Target``."""
+    """The interface of ``client.Target`` that a load uses."""
 
     async def complete(self, prompt: list[int], output: int, want_ids: bool = False) -> Reply:
         """Send one prompt."""
@@ -135,7 +135,7 @@ Load = Point | Sessions
 
 @dataclass
 class Run:
-    """What came of a load.
+    """The result of a load.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class Run:
 
     @property
     def failed(self) -> list[Reply]:
-        """Requests without a whole answer."""
+        """Requests without a complete answer."""
         return [reply for reply in self.replies if not reply.ok]
 
 
@@ -209,7 +209,7 @@ class _Watch:
 async def send_load(
     target: Asked, load: Load, prompts: Prompts, *, warmups: int = 0, tick: Tick = lambda *_: None, probe: float = 1.0
 ) -> Run:
-    """Send a load, after ``warmups`` requests of the same lengths that count nowhere.
+    """Send a load, after ``warmups`` requests of the same lengths, which are not counted.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ async def send_load(
     tick : callable
         Gets requests done, all, failed.
     probe : float
-        Seconds between the questions whether a server that failed is still there.
+        Seconds between health checks of a server that failed.
 
     Returns
     -------
@@ -240,7 +240,7 @@ async def send_load(
         await _closed(watch, load, prompts)
     else:
         await _open(watch, load, prompts)
-    # the end of the last request, not of the question whether a server that hung up lives
+    # the end of the last request, not of the health check after it
     watch.run.wall = max((reply.ended for reply in watch.run.replies), default=begin) - begin
     watch.run.unsent = load.requests - len(watch.run.replies)
     if not (isinstance(load, Sessions) and load.together):

@@ -1,4 +1,4 @@
-"""Replies and a server's own counters to the figures of a load.
+"""Metrics of a load, from its replies and the server's own counters.
 
 ===========================  ========  =================================================================================
 metric                       unit      what
@@ -19,7 +19,7 @@ metric                       unit      what
 ``requests_done``            requests  answered whole; ``failed``, ``unsent`` and ``errors`` beside it count the others
 ===========================  ========  =================================================================================
 
-Times are of requests that were answered whole. One number of a whole load stands in all of p20, p50 and p80.
+Times are of requests that were answered completely. A single number of a whole load fills p20, p50 and p80.
 """
 
 import re
@@ -39,7 +39,7 @@ _LOGGED = re.compile(r"\bKV cache size:\s*([\d,]+) tokens")
 
 
 class Figure(NamedTuple):
-    """One row to be: metric, unit, values, how many they are of."""
+    """The content of a row: metric, unit, values, and their number."""
 
     metric: str
     unit: str
@@ -89,7 +89,7 @@ def latencies(replies: Sequence[Reply]) -> list[Figure]:
 
 
 def residency(replies: Sequence[Reply], block: int | None) -> list[Figure]:
-    """Of rounds behind the first, what of the session's prefix was still there; empty if the server does not say.
+    """For rounds after the first, how much of the session's prefix was still cached; empty if the server does not say.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class Page:
     Parameters
     ----------
     text : str
-        Lines that are no sample are passed over.
+        Lines that are not samples are ignored.
     """
 
     def __init__(self, text: str) -> None:
@@ -205,6 +205,6 @@ def capacity(log: str, page: str) -> Capacity:
     block = next((number(labels, "block_size") for labels in about), 0)
     sizes = [number(x, "kv_cache_size_tokens") or number(x, "num_gpu_blocks") * number(x, "block_size") for x in about]
     printed = [int(text.replace(",", "")) for text in _LOGGED.findall(log)]
-    # one engine may say it twice, each of several says it once
+    # one engine may print it twice, each of several prints it once
     tokens = sum(printed[-max(len(about), 1) :]) if printed else sum(sizes)
     return Capacity(tokens or None, block or None)

@@ -1,4 +1,4 @@
-"""Servers that the bench starts, asks what they serve, and stops with all of their processes."""
+"""Start servers, query what they serve, and stop them with all of their processes."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from kvcodec.errors import KVError, SpecError
 from kvcodec_lab.serve.http import Endpoint, endpoint_of, get
 
 SHOWN = 500
-"""Characters of a server's last words that a row keeps."""
+"""Characters of a server's last output that a row keeps."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _NOISE = re.compile(r"^\s*(?:\([^)]*\)\s*)*(?:(?:INFO|WARNING|ERROR)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"(?:\b[\w.]*(?:Error|Exception)|\berror): (.+)")
@@ -27,7 +27,7 @@ _VALUE_ERROR = re.compile(r"Value error, (.+?)(?: \[type=.*)?$")
 
 
 class RefusedToStartError(KVError):
-    """A server ended, or said nothing, before it was up."""
+    """A server ended, or timed out, before it was up."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Start:
     Parameters
     ----------
     label : str
-        What rows call it.
+        Its name in rows.
     command : str
-        As one types it, ``NAME=value`` before it included; no shell reads it.
+        As typed in a shell, with ``NAME=value`` before it if needed, but run without a shell.
     """
 
     label: str
@@ -103,7 +103,7 @@ async def started(
     grace: float = 60.0,
     update: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[float]:
-    """Start a server, wait until ``/health`` answers, stop it in the end with all of its processes.
+    """Start a server, wait until ``/health`` answers, finally stop it with all of its processes.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ async def started(
     Raises
     ------
     RefusedToStartError
-        With its reason, as far as it printed one.
+        With the reason, if it printed one.
     """
     if await get(endpoint, "/health", 2.0) is not None:
         raise RefusedToStartError(f"something answers at {endpoint.url} already: stop it, or give --port another one")
@@ -134,7 +134,7 @@ async def started(
     begin = time.monotonic()
     with log.open("wb") as output:
         try:
-            # a session of its own: an interrupt from the keyboard is ours, and its workers end with it
+            # its own session: a keyboard interrupt reaches only us, and its workers end with it
             process = subprocess.Popen(
                 words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=os.environ | variables, start_new_session=True,
@@ -157,7 +157,7 @@ async def started(
 
 
 async def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
-    """End a process and its group: asked first, then killed."""
+    """End a process and its group: terminate, then kill."""
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -188,9 +188,9 @@ def _read(log: Path) -> str:
 
 
 def last_words(log: str) -> str:
-    """Return the reason that a server printed before it ended, as well as one can tell.
+    """Return the likely reason that a server printed before it ended.
 
-    vLLM's parents repeat that their child failed; what counts is the error before that.
+    vLLM's parent processes repeat that their child failed; the error before that is returned.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     found = []
@@ -204,7 +204,7 @@ def last_words(log: str) -> str:
     return words[:SHOWN]
 
 
-# -- what a server says of itself --------------------------------------------------------------------------------------
+# -- what a server reports --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What rows of ``bench serve`` say: tables of servers, of the sweep, of sessions, and the curves of their figures."""
+"""Tables and curves of the rows of ``bench serve``: servers, the sweep, sessions."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Curve(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A drawing to be: name of its file, title, what the axes are, whether x doubles, its curves."""
+    """A drawing as data: name of its file, title, what the axes are, whether x doubles, its curves."""
 
     name: str
     title: str
@@ -76,12 +76,12 @@ class Found:
         return None if row is None or row.get("values") is None else row["values"].get(of)
 
     def cell(self, label: str, metric: str, shape: str, of: str = "p50", form: str = "") -> str:
-        """Return the number as a table has it."""
+        """Return the number as text for a table."""
         value = self.value(label, metric, shape, of)
         return NONE if value is None else number(value) if not form else format(value, form)
 
     def ratio(self, label: str, metric: str, shape: str) -> str:
-        """Return how often the baseline's number of the same load fits."""
+        """Return the ratio to the baseline's number of the same load."""
         mine, base = self.value(label, metric, shape), self.value(self.baseline, metric, shape)
         return NONE if mine is None or not base else f"{mine / base:.2f}x"
 
@@ -92,7 +92,7 @@ class Found:
 
 
 def number(x: float) -> str:
-    """Four digits that matter, none behind the point from 1000 on.
+    """Four significant digits, no decimals from 1000 on.
 
     >>> number(1234567.8), number(123.456), number(0.01234)
     ('1,234,568', '123.5', '0.01234')

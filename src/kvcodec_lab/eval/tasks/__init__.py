@@ -26,7 +26,7 @@ _TASKS = {
     "mmlu": "choice.Mmlu",
     "truthfulqa": "choice.TruthfulQa",
 }
-"""Name -> class, imported when the task is asked for: the names alone stand in ``kvcodec eval --help``."""
+"""Name -> class, imported on first use: ``kvcodec eval --help`` needs only the names."""
 
 
 def task_names() -> list[str]:

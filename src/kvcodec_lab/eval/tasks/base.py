@@ -1,7 +1,7 @@
 """What a task is: items to read, and how a model's output on one is scored.
 
-An item is one question, prompt or window. Its id comes from its content, so that a run that is taken up again, with
-more items or another version of the data, knows what it has done. Scores are pairs (sum, count): a metric's value over
+An item is one question, prompt or window. Its id is a hash of its content, so that a continued run, with more items
+or another version of the data, recognises finished items. Scores are pairs (sum, count): a metric's value over
 many items is sum of sums over sum of counts, whatever the batches and the order were.
 """
 
@@ -28,13 +28,13 @@ SEPARATOR = "@"
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a task gives.
+    """A result of a task.
 
     Parameters
     ----------
     better : {"higher", "lower"}
     text : str
-        What it is, for someone who reads a table.
+        Description, for readers of a table.
     of : str
         The score that it is the mean of; empty: the one of its own name.
     exp : bool
@@ -92,7 +92,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ChoiceOutput:
-    """Log-likelihood of each continuation given the context: the sum over its tokens, nats; NaN counts as -inf."""
+    """Log-likelihood of each continuation given the context: summed over its tokens, nats; NaN counts as -inf."""
 
     loglikelihoods: tuple[float, ...]
 
@@ -113,7 +113,7 @@ class AnswerOutput:
 
 @dataclass(frozen=True)
 class Source:
-    """Data that was read: what it is called, and the sha256 of its bytes (of several files: one after the other)."""
+    """Data that was read: its name, and the sha256 of its bytes (files concatenated)."""
 
     name: str
     sha256: str
@@ -129,7 +129,7 @@ class Needs:
     Parameters
     ----------
     patterns : tuple of str
-        Names that are looked for below ``--data``, best first; ``*`` as in a shell.
+        File names to look for below ``--data``, best first; ``*`` as in a shell.
     form : str
         What the file holds, for an error message.
     hub : tuple of str
@@ -143,7 +143,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What decides a task's items, beside the task itself.
+    """The settings that determine a task's items.
 
     Parameters
     ----------
@@ -162,10 +162,10 @@ class TaskSettings:
     lengths : tuple of int
         Tokens of a prompt, where a task has a grid; empty: the task's own.
     depths : tuple of float
-        0..1: how far down the prompt what matters stands; empty: the task's own.
+        0..1: relative position of the relevant text in the prompt; empty: the task's own.
     window_tokens : int
     positions : int or None
-        What the model can hold; None: not known.
+        Number of positions of the model; None: unknown.
     """
 
     text: SampleText
@@ -223,7 +223,7 @@ class Task(ABC):
         return {}
 
     def check(self, settings: TaskSettings) -> None:
-        """Refuse data that is missing, before a model is loaded.
+        """Validate, before a model is loaded, that the data exists.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class Task(ABC):
         self.source(settings)
 
     def source(self, settings: TaskSettings) -> Source | None:
-        """Say what the task's data is; None: it needs none.
+        """Return the source of the task's data; None: it needs none.
 
         Raises
         ------

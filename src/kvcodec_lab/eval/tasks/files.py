@@ -1,6 +1,6 @@
 """Where a task's data comes from: a file below a path that the user gives, or the Hugging Face hub.
 
-``records`` returns plain dicts and says which file it was, with its sha256, for the results.
+Records are plain dicts; the source file and its sha256 are returned for the results.
 """
 
 import csv
@@ -111,7 +111,7 @@ def hub_records(task: str, needs: Needs, split: str = "") -> tuple[list[Record],
     Raises
     ------
     KVError
-        If it cannot be had; the text says why and what else there is.
+        If it cannot be loaded; the text says why and what to do.
     """
     import datasets
 
@@ -119,7 +119,7 @@ def hub_records(task: str, needs: Needs, split: str = "") -> tuple[list[Record],
     try:
         data = datasets.load_dataset(name, config or None, split=split or usual)
         records = [dict(record) for record in data]
-    except Exception as error:  # the loader raises what the network and the data lead it into
+    except Exception as error:  # the loader raises any kind of error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise KVError(
             f"{task}: {name} cannot be had from the Hugging Face hub ({reason}). Pass --data with a file: {needs.form}."

@@ -1,7 +1,7 @@
 """Prompts of a given length: real text to hide something in, and the fitting of a prompt to a number of tokens.
 
-Prompts of one length have exactly that many tokens wherever the tokenizer lets them, so that they can be read together:
-nothing is padded, since pads would share groups with tokens in codecs that group along tokens.
+Prompts of one length have exactly that many tokens if the tokenizer permits, so that they can be batched: nothing is
+padded, because padding would share groups with tokens in token-grouped codecs.
 """
 
 import random
@@ -18,7 +18,7 @@ LENGTHS = (1024, 2048, 4096)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRIES, SHIFTS = 5, 4
 TEXT_CHARACTERS = 4_000_000
-"""Of a longer text, only so much is used."""
+"""Longer texts are cut to this length."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def places(limit: int, lengths: Iterable[int], depths: Iterable[float]) -> list[
 
 
 class Haystack:
-    """Text in pieces of any number of tokens; it begins again where it ends.
+    """Text in pieces of any number of tokens; it repeats from the start where it ends.
 
     Parameters
     ----------

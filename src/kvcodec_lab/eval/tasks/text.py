@@ -9,7 +9,7 @@ from kvcodec_lab.eval.perplexity import TokenScores, check_positions, split_wind
 from kvcodec_lab.eval.tasks.base import SEPARATOR, Item, Metric, Scores, Task, TaskSettings, item_id
 
 PARTS = 8
-"""Parts of a window that KL and agreement are also given for."""
+"""Number of parts of a window for which KL and agreement are also reported."""
 
 
 class Windows(Task):

@@ -1,4 +1,4 @@
-"""The page of ``kvcodec eval``: its answer, drawings and tables, every number that of the folder's results.json."""
+"""The page of ``kvcodec eval``: its answer, drawings and tables, all numbers from the folder's results.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -193,7 +193,7 @@ def _task(results: Results, task: str) -> str:
 
 
 def _short(results: Results, task: str) -> str:
-    """Say which presets were hardly tried."""
+    """Name the presets that were hardly tested."""
     found = [f"{r.spec} ({r['effective_bits']:.1f} bits here)" for r in hardly_tried(whole_rows(results, task))]
     if not found:
         return ""
