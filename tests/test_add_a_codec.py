@@ -119,8 +119,19 @@ except kvcodec.SpecError as error:
 else:
     raise AssertionError("a second class of the same codec")
 assert kvcodec.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
+assert kvcodec.from_json(kvcodec.get("spin-4").to_json()) == kvcodec.get("spin-4"), "the class that was refused"
 """
     run("-c", program)
+    program = f"""
+import kvcodec, spin
+try:
+    kvcodec.load_file({str(reader)!r})
+except kvcodec.SpecError as error:
+    assert "was loaded or imported before, load this one alone" in str(error), error
+else:
+    raise AssertionError("no new preset")
+"""
+    run("-c", program, extra=codec_file.parent)
     program = f"""
 import kvcodec
 kvcodec.load_file({str(codec_file)!r})

@@ -301,11 +301,14 @@ def load_file(path: str | Path) -> list[str]:
     if module_spec is None or module_spec.loader is None or not path.is_file():
         raise SpecError(f"codec file {str(path)!r} was not found; pass the path of a .py file.")
     module = importlib.util.module_from_spec(module_spec)
+    former = sys.modules.get(module_spec.name)
     sys.modules[module_spec.name] = module  # dataclasses look their module up
     folder = str(path.absolute().parent)
     sys.path.append(folder)  # last: a file there hides no installed module
+    done = False
     try:
         module_spec.loader.exec_module(module)
+        done = True
     except SyntaxError as error:
         raise SpecError(f"codec file {path} is not Python: {error}.") from error
     except ModuleNotFoundError as error:
@@ -314,6 +317,10 @@ def load_file(path: str | Path) -> list[str]:
         ) from error
     finally:
         sys.path.remove(folder)
+        if not done:
+            del sys.modules[module_spec.name]
+            if former is not None:
+                sys.modules[module_spec.name] = former
     # a file that is loaded again after an edit registers known names, or imports what does
     origin = str(module_spec.origin)
     again = _LOADED.get(origin, [])
@@ -321,7 +328,7 @@ def load_file(path: str | Path) -> list[str]:
     if not added:
         raise SpecError(
             f"{path} registers no new preset; decorate its recipe with @kvcodec.register. If it imports a file that "
-            f"was loaded before, load this one alone."
+            f"was loaded or imported before, load this one alone."
         )
     _LOADED[origin] = added
     return added
@@ -334,8 +341,10 @@ def codec_classes() -> dict[str, type[Codec]]:
     todo: list[Any] = [Codec]
     while todo:
         for cls in todo.pop().__subclasses__():
-            # a class of the package is never replaced by one of the same name from elsewhere
-            if cls.__name__ not in found or not found[cls.__name__].__module__.startswith("kvcodec."):
+            # a class of the package is never replaced by one of the same name from elsewhere, nor any by a class of a
+            # file that was refused
+            old = found.get(cls.__name__)
+            if old is None or (not old.__module__.startswith("kvcodec.") and cls.__module__ in sys.modules):
                 found[cls.__name__] = cls
             todo.append(cls)
     return found
