@@ -19,14 +19,21 @@ TUTORIAL = ROOT / "docs" / "add-a-codec.md"
 PRESETS = ["spin-4", "spin-3"]
 
 
-def code_block() -> str:
+def code_block(number: int = 0) -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.S | re.M)
     assert len(blocks) == 2, "the tutorial has two Python files: the codec, and what names its reader"
-    return blocks[0]
+    return blocks[number]
 
 
-def run(*command: str, source: Path = ROOT / "src", extra: Path | None = None, cwd: Path | None = None, fails=False):
-    """Run Python with ``source`` (and ``extra``) before everything installed; return its standard output."""
+def run(
+    *command: str,
+    source: Path = ROOT / "src",
+    extra: Path | None = None,
+    cwd: Path | None = None,
+    fails=False,
+    stderr=False,
+):
+    """Run Python with ``source`` (and ``extra``) before everything installed; return its standard output, or error."""
     paths = [str(p) for p in (source, extra) if p is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -38,7 +45,7 @@ def run(*command: str, source: Path = ROOT / "src", extra: Path | None = None, c
         check=False,
     )
     assert (done.returncode != 0) == fails, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return done.stderr if stderr else done.stdout
 
 
 @pytest.fixture
@@ -92,6 +99,61 @@ assert str(kvcodec.get("spin:bits=3")) == "spin:bits=3" and kvcodec.get("spin:bi
 assert kvcodec.from_json(kvcodec.get("spin-3").to_json()) == kvcodec.get("spin-3")
 """
     run("-c", program)
+
+
+def test_a_file_loaded_in_python_with_its_reader(codec_file):
+    """Its folder need not be on the path, and the file can be loaded again; the codec's own file is not, beside it."""
+    reader = codec_file.with_name("spin_cuda.py")
+    reader.write_text(code_block(1))
+    program = f"""
+import kvcodec, sys
+before = list(sys.path)
+for _ in range(2):
+    assert kvcodec.load_file({str(reader)!r}) == {PRESETS}
+    assert kvcodec.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
+assert sys.path == before
+try:
+    kvcodec.load_file({str(codec_file)!r})
+except kvcodec.SpecError as error:
+    assert f"'spin' is registered already, by {codec_file}" in str(error), error
+else:
+    raise AssertionError("a second class of the same codec")
+assert kvcodec.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
+assert kvcodec.from_json(kvcodec.get("spin-4").to_json()) == kvcodec.get("spin-4"), "the class that was refused"
+"""
+    run("-c", program)
+    program = f"""
+import kvcodec, spin
+try:
+    kvcodec.load_file({str(reader)!r})
+except kvcodec.SpecError as error:
+    assert "was loaded or imported before, load this one alone" in str(error), error
+else:
+    raise AssertionError("no new preset")
+"""
+    run("-c", program, extra=codec_file.parent)
+    program = f"""
+import kvcodec
+kvcodec.load_file({str(codec_file)!r})
+try:
+    kvcodec.load_file({str(reader)!r})
+except kvcodec.SpecError as error:
+    assert "'spin' is registered already" in str(error) and "is given alone" in str(error), error
+else:
+    raise AssertionError("a second class of the same codec")
+"""
+    run("-c", program)
+
+
+def test_a_file_that_imports_what_is_not_there(codec_file):
+    reader = codec_file.with_name("spin_cuda.py")
+    reader.write_text(code_block(1))
+    codec_file.unlink()
+    done = run("-m", "kvcodec_lab.cli", "list", "--codec-file", str(reader), fails=True, stderr=True)
+    assert done.strip() == (
+        f"kvcodec: error: codec file {reader} imports spin, which is not found; "
+        "install it or put its folder on PYTHONPATH."
+    )
 
 
 def test_a_module_named_by_an_entry_point(codec_file, tmp_path):

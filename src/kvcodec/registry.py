@@ -93,6 +93,8 @@ class Method:
 
 
 _METHODS: dict[str, Method] = {}
+_LOADED: dict[str, list[str]] = {}
+"""Presets of the files that ``load_file`` loaded, by path: their own, and those of modules that they import."""
 _DISCOVERED = False
 
 
@@ -109,6 +111,11 @@ def register(
         The paper or system: title or arXiv id and section.
     presets : tuple of str, or mapping of str to options
         Spec strings that tables, tests and docs cover. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
+
+    Raises
+    ------
+    SpecError
+        Another file has registered the name, or this file has, imported as another module.
     """
 
     def add(recipe: Recipe) -> Recipe:
@@ -116,6 +123,11 @@ def register(
         old = _METHODS.get(name)
         if old is not None and _origin(old.recipe) != _origin(recipe):
             raise SpecError(f"codec name {name!r} is taken by {old.recipe.__module__}; choose another name.")
+        if old is not None and old.recipe.__module__ != recipe.__module__:  # codecs of two classes, one without kernels
+            raise SpecError(
+                f"codec {name!r} is registered already, by {inspect.getfile(recipe)}; load or import that file once. "
+                f"A file that imports it is given alone."
+            )
         _METHODS[name] = Method(name, recipe, source, expanded or {name: {}})
         return recipe
 
@@ -275,10 +287,13 @@ def from_json(text: str) -> KVScheme:
 def load_file(path: str | Path) -> list[str]:
     """Import one codec file from outside the package; return the presets it added.
 
+    The file may import others of its folder. Loaded again, it is read anew; what it imports is not.
+
     Raises
     ------
     SpecError
-        If the file does not exist, is not Python, or registers nothing.
+        If the file does not exist, is not Python, imports a module that is not found, registers nothing, or registers
+        what another file has registered.
     """
     path = Path(path)
     before = set(presets())
@@ -286,15 +301,36 @@ def load_file(path: str | Path) -> list[str]:
     if module_spec is None or module_spec.loader is None or not path.is_file():
         raise SpecError(f"codec file {str(path)!r} was not found; pass the path of a .py file.")
     module = importlib.util.module_from_spec(module_spec)
+    former = sys.modules.get(module_spec.name)
     sys.modules[module_spec.name] = module  # dataclasses look their module up
+    folder = str(path.absolute().parent)
+    sys.path.append(folder)  # last: a file there hides no installed module
+    done = False
     try:
         module_spec.loader.exec_module(module)
+        done = True
     except SyntaxError as error:
         raise SpecError(f"codec file {path} is not Python: {error}.") from error
-    # a file that is loaded again after an edit registers known names
-    added = [p for p in presets() if p not in before or inspect.getfile(method_of(p).recipe) == module_spec.origin]
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"codec file {path} imports {error.name}, which is not found; install it or put its folder on PYTHONPATH."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+        if not done:
+            del sys.modules[module_spec.name]
+            if former is not None:
+                sys.modules[module_spec.name] = former
+    # a file that is loaded again after an edit registers known names, or imports what does
+    origin = str(module_spec.origin)
+    again = _LOADED.get(origin, [])
+    added = [p for p in presets() if p not in before or p in again or inspect.getfile(method_of(p).recipe) == origin]
     if not added:
-        raise SpecError(f"{path} registers no new preset; decorate its recipe with @kvcodec.register.")
+        raise SpecError(
+            f"{path} registers no new preset; decorate its recipe with @kvcodec.register. If it imports a file that "
+            f"was loaded or imported before, load this one alone."
+        )
+    _LOADED[origin] = added
     return added
 
 
@@ -305,8 +341,10 @@ def codec_classes() -> dict[str, type[Codec]]:
     todo: list[Any] = [Codec]
     while todo:
         for cls in todo.pop().__subclasses__():
-            # a class of the package is never replaced by one of the same name from elsewhere
-            if cls.__name__ not in found or not found[cls.__name__].__module__.startswith("kvcodec."):
+            # a class of the package is never replaced by one of the same name from elsewhere, nor any by a class of a
+            # file that was refused
+            old = found.get(cls.__name__)
+            if old is None or (not old.__module__.startswith("kvcodec.") and cls.__module__ in sys.modules):
                 found[cls.__name__] = cls
             todo.append(cls)
     return found

@@ -64,7 +64,8 @@ def test_constants_are_real_tensors_with_leading_dimension_one(spec):
     for role, codec in sides(kvcodec.get(spec)):
         for name, value in fit(codec, site_of(role, dim=supported_dims(codec)[0])).items():
             assert isinstance(value, torch.Tensor), name
-            assert value.ndim == 0 or value.shape[0] == 1, f"{name} {tuple(value.shape)}: leading dimension 1, or B"
+            shape = list(value.shape)
+            assert not shape or shape[0] == 1, f"{name} {shape}: leading dimension 1, or B; return it as {[1, *shape]}"
             assert not value.is_floating_point() or bool(value.isfinite().all()), name
 
 

@@ -33,7 +33,8 @@ class Emulated:
 
 
 def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emulated, ...]:
-    library = harness.build(program.source + "".join(_LAUNCH.format(name=n, args=args) for n in names))
+    source = program.source + "".join(_LAUNCH.format(name=n, args=args) for n in names)
+    library = harness.build(source, folders=tuple(x for x in program.folders if x != str(build.CSRC)))
     return tuple(Emulated(library, name) for name in names)
 
 

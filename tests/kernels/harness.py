@@ -201,8 +201,20 @@ def _argument(memory: Memory, value: Any) -> Any:
 def _run(command: Sequence[str], source: str) -> str:
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-20000:]}")
+        raise RuntimeError(f"{_errors(done.stderr) or done.stderr[-20000:]}\n{' '.join(command)}")
     return done.stdout
+
+
+def _errors(output: str) -> str:
+    """Return a compiler's errors, each with its notes, from the first ``error:`` on; no warnings and source lines."""
+    kept: list[str] = []
+    in_error = False
+    for line in output.splitlines():
+        if kind := re.search(r"\b(error|warning): ", line):
+            in_error = kind[1] == "error"
+        if in_error and (kind or " note: " in line):
+            kept.append(line)
+    return "\n".join(kept[:20])
 
 
 @functools.cache
@@ -239,17 +251,18 @@ def _precompiled(command: tuple[str, ...]) -> str:
 
 
 @functools.cache
-def build(source: str, flags: tuple[str, ...] = ()) -> Library:
+def build(source: str, flags: tuple[str, ...] = (), folders: tuple[str, ...] = ()) -> Library:
     """Compile C++ that includes headers of csrc; the library lives in a cache by what the preprocessor makes of it.
 
-    Skips the test when there is no g++.
+    Skips the test when there is no g++. Headers are searched in ``folders`` too, after csrc.
     """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     includes = ("-I", str(HEADERS), "-I", str(ROOT / "tests/kernels"))
     command = (compiler, "-x", "c++", *includes, *FLAGS, *flags)
-    return Library(_kept("so", command, ("-include", _precompiled(command), *LINK), source=source))
+    own = tuple(x for folder in folders for x in ("-I", folder))
+    return Library(_kept("so", (*command, *own), ("-include", _precompiled(command), *LINK), source=source))
 
 
 def same_for_any_order(run: Callable[[int], Sequence[torch.Tensor]], seeds: Sequence[int] = (1, 2, 3)) -> None:

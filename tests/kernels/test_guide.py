@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import kvcodec
+from kvcodec import cache_for  # registers the attention function "kvcodec"
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,12 +20,22 @@ def programs(page: str, language: str = "python") -> list[str]:
 
 
 def tiny() -> Any:
+    """Return a model of two layers whose attention depends on the keys.
+
+    With the weights as drawn it is nearly uniform: keys off by a whole code of four bits change the logits by 0.006 of
+    their spread. With q and k weights times 8, a sixteenth of such a code changes them by 0.07; a correct reader is
+    off by 0.001.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, max_position_embeddings=256,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.data *= 8
+    return model
 
 
 def test_the_fused_program_of_the_guide_generates_in_the_kernels(machine: dict[str, Any]) -> None:
@@ -38,13 +48,13 @@ def test_the_fused_program_of_the_guide_generates_in_the_kernels(machine: dict[s
     assert names["cache"].report()["paths"]["fused"] == 4, "two steps of two layers attend in the kernel"
 
 
-def test_the_codec_of_the_guide_is_read_by_its_own_reader(
-    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its files as the page has them; nothing stays registered behind the test."""
+def off_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str) -> float:
+    """Largest error of the logits, relative to their spread, where the guide's codec is read by this header.
+
+    Its Python files are as the page has them; nothing stays registered behind the test.
+    """
     codec, reader = programs("add-a-codec.md")
-    (tmp_path / "read_spin.cuh").write_text(programs("add-a-codec.md", "cpp")[0])
-    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))  # the emulator's compiler knows the library's folders only
+    (tmp_path / "read_spin.cuh").write_text(header)
     spin = ModuleType("spin")
     monkeypatch.setitem(sys.modules, "spin", spin)
     monkeypatch.setattr("kvcodec.registry.register", lambda *_, **__: lambda recipe: recipe)
@@ -54,10 +64,35 @@ def test_the_codec_of_the_guide_is_read_by_its_own_reader(
     model.set_attn_implementation("kvcodec")
     logits = {}
     for attention in ("fused", "streamed"):
-        cache = kvcodec.cache_for(model, scheme, attention=attention, probe=False)
+        cache = cache_for(model, scheme, attention=attention, probe=False)
         with torch.no_grad():
             for tokens in (torch.arange(40)[None], torch.tensor([[7]]), torch.tensor([[9]])):
                 logits[attention] = model(tokens, past_key_values=cache).logits[:, -1]
         assert cache.report()["paths"] == {"exact": 2, attention: 4}
-    spread = logits["streamed"].std()
-    assert (logits["fused"] - logits["streamed"]).abs().max() < 0.02 * spread
+    return float((logits["fused"] - logits["streamed"]).abs().max() / logits["streamed"].std())
+
+
+def test_the_codec_of_the_guide_is_read_by_its_own_reader(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert off_by(tmp_path, monkeypatch, programs("add-a-codec.md", "cpp")[0]) < 0.02
+
+
+@pytest.mark.parametrize(("role", "zero"), [("k", "-6.5f"), ("k", "-7.4375f"), ("v", "-7.4375f")])
+def test_a_reader_whose_zero_is_off_by_one_code_is_found(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: str, zero: str
+) -> None:
+    """One code of four bits, and 1/16 of it: one code of a byte."""
+    header, changed = re.subn(rf"({role}_zero.*)-7\.5f", rf"\g<1>{zero}", programs("add-a-codec.md", "cpp")[0])
+    assert changed == 1
+    assert off_by(tmp_path, monkeypatch, header) > 0.02
+
+
+def test_a_reader_that_does_not_compile_is_refused_by_the_compilers_first_error(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    header = programs("add-a-codec.md", "cpp")[0].replace("D / 2 : 2;", "D / 2 : 4;")
+    with pytest.raises(RuntimeError, match=r"^\S+ error: static assertion failed: planes as .* lays them out") as found:
+        off_by(tmp_path, monkeypatch, header)
+    assert "warning:" not in str(found.value)
+    assert len(str(found.value).splitlines()) < 25

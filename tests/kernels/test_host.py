@@ -15,7 +15,7 @@ import kvcodec
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels import arguments, build, encode, launch
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import spec as specs
@@ -381,4 +381,19 @@ def test_constants_become_what_the_kernels_take() -> None:
     wrong = specs.Reader("kv::X", "x.cuh", tables=lambda params: torch.zeros(2, 8, dtype=torch.uint8))
     with pytest.raises(UnsupportedError, match=r"expected uint8 \[3 or 1, bytes\]"):
         constants_for(wrong, params, heads, dim)
+    for held, returns in ((params, "'norm'"), ({}, "none")):
+        with pytest.raises(
+            UnsupportedError, match=f"kv::Y wants the constant 'signs'; its codec's fit returns {returns}"
+        ):
+            constants_for(specs.Reader("kv::Y", "y.cuh", factor="signs"), held, heads, dim)
+
+
+def test_a_reader_with_look_up_tables_says_what_fills_them() -> None:
+    with pytest.raises(SpecError, match=r"kv::X: shared=512 needs tables, .* computes=True where fill computes them"):
+        specs.Reader("kv::X", "x.cuh", shared=512)
+    specs.Reader("kv::X", "x.cuh", shared=512, computes=True)
+    specs.Reader("kv::X", "x.cuh", shared=512, tables=lambda params: params["levels"])
+
+
+def test_the_sources_are_installed() -> None:
     assert os.path.isdir(build.CSRC)

@@ -39,7 +39,7 @@ def constants_for(kernel: "Reader | Encoder", params: Params, heads: int, head_d
     Raises
     ------
     UnsupportedError
-        The constants do not have the shape that the kernels take.
+        There is no constant of the name that ``kernel`` has, or they do not have the shape that the kernels take.
     """
     tables = None if kernel.tables is None else _tables(kernel, params, heads)
     factor = _factor(kernel, params, heads, head_dim) if kernel.multiplies else None
@@ -103,7 +103,11 @@ def _tables(kernel: "Reader | Encoder", params: Params, heads: int) -> Tensor:
 
 
 def _factor(kernel: "Reader | Encoder", params: Params, heads: int, head_dim: int) -> Tensor:
-    factor = params[kernel.factor or kernel.own].float()
+    name = kernel.factor or kernel.own
+    if name not in params:
+        found = ", ".join(map(repr, params)) or "none"
+        raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {found}.")
+    factor = params[name].float()
     if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
         factor = 1.0 / factor.double()
     return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()

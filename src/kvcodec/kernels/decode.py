@@ -57,9 +57,9 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
             f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
             f"{config.teams}>;",
+            f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out (plane_bytes?)");',
             f"static_assert(Decode::SHARED == {shared_bytes(spec, config, dense >= 0, heads)}, "
-            '"shared memory as the host counts it");',
-            f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out");',
+            '"shared memory as the host counts it (Reader.shared is TABLE?)");',
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "

@@ -16,8 +16,9 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         raise UnsupportedError(f"in groups the kernels read asymmetric integers, 32 to a group, not {codec}")
     if codec.along == "channels":
         name = f"kv::ReadGroupInt<{head_dim}, {codec.bits}, {codec.group}>"
-        looked_up = codec.bits == 2 and head_dim % 128
-        return Reader(name, "read_group.cuh", shared=level_bytes(2) if looked_up else 0)
+        if codec.bits == 2 and head_dim % 128:
+            return Reader(name, "read_group.cuh", shared=level_bytes(2), computes=True)
+        return Reader(name, "read_group.cuh")
     if role == "value":
         raise UnsupportedError(f"along tokens the kernels read keys, not {codec} as values")
     tile = 64 if head_dim < 192 else 32  # with more channels a tile of 64 tokens does not fit the registers

@@ -62,7 +62,8 @@ def program(spec: DecodeSpec) -> Program:
             *includes(spec.key, spec.value),
             f"using Unpack = kv::Unpacker<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{tile_tokens(spec)}, {WARPS}>;",
-            f'static_assert(Unpack::SHARED == {shared_bytes(spec)}, "shared memory as the host counts it");',
+            f"static_assert(Unpack::SHARED == {shared_bytes(spec)}, "
+            '"shared memory as the host counts it (Reader.shared is TABLE?)");',
             f"KV_KERNEL void KV_BOUNDS({WARPS * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
             "{ Unpack::run(a); }",
             "",

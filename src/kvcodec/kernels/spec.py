@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Role
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.kernels.build import CSRC
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
@@ -45,6 +45,8 @@ class Reader:
         Bytes of look-up tables in shared memory, the struct's ``TABLE``.
     tables : callable, optional
         Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads.
+    computes : bool
+        Whether ``fill`` computes the look-up tables and reads nothing.
     factor : str
         Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
     order : int
@@ -72,6 +74,11 @@ class Reader:
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional
         Whose constants the tables follow from, if not the codec's itself.
+
+    Raises
+    ------
+    SpecError
+        ``shared`` without ``tables``, and ``fill`` does not compute them.
     """
 
     type: str
@@ -80,6 +87,7 @@ class Reader:
     block: int = 1
     shared: int = 0
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    computes: bool = False
     factor: str = ""
     order: int = 1
     lends: str = ""
@@ -96,6 +104,14 @@ class Reader:
     tables_of: Codec | None = None
     own: ClassVar[str] = ""
     divide: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse look-up tables without contents: ``fill`` would read address 0."""
+        if self.shared and self.tables is None and not self.computes:
+            raise SpecError(
+                f"{self.type}: shared={self.shared} needs tables, a function that returns what fill reads; "
+                f"give tables=..., or computes=True where fill computes them."
+            )
 
     @property
     def multiplies(self) -> bool:

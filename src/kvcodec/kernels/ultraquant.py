@@ -22,6 +22,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         name.format("OWN"),
         "read_ultraquant.cuh",
         shared=level_bytes(4),
+        computes=True,
         order=power_of_two_divisor(head_dim) if codec.rotate else 1,
         lends=f"E2M1, real {real}",
         borrower=name.format("BORROWED"),

@@ -10,7 +10,9 @@
 // the tables of a CTA. Each takes one piece after another, as a CTA of its own would, so that one team fetches its
 // query or merges its warps while the others read codes, and the tables are filled once.
 //
-// A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest:
+// A codec fills it with a Reader (one for keys, one for values), see read_saw.cuh for the shortest. Every reader of
+// keys declares the bools K_BLOCKED and HAS_K_ZERO, every reader of values V_BLOCKED, HAS_V_SCALE and HAS_V_ZERO;
+// V_BLOCK_ZERO only with V_BLOCKED.
 //   BLOCK, PLANES, plane_bytes(p)   bytes of one block of BLOCK tokens in plane p, as the codec's layout
 //   TABLE, fill(to, from, thread, threads)   bytes of its look-up tables in shared memory, and how they are filled;
 //                 may have REACH and Bounded, see tile.cuh
@@ -26,12 +28,14 @@
 //   K_BLOCKED     scale and zero belong to a channel of 32 tokens instead: k_block(planes, block, part, s, z), K_UNIT:
 //                 key = s K_UNIT k_weight raw + z; K_MIDDLE: the middle of K_UNIT k_weight raw, where q s is exact
 //  values: a lane unpacks part g of 8 of the channels of tokens 2j, 2j+1, 2j+8, 2j+9
-//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token), v_zero(planes, token) if HAS_V_ZERO:
-//                 as above, any weight
+//   V_REGS, v_channel(part, e), v_weight(e), values(...), v_scale(planes, token) if HAS_V_SCALE,
+//   v_zero(planes, token) if HAS_V_ZERO: as above, any weight
 //  a reader with a SCRATCH adds the outliers held beside the codes to scores and outputs: read_outliers.cuh
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
+// Where a cache is decoded, unpack.cuh asks a blocked reader for the numbers of one channel; its V_BLOCK_ZERO says
+// whether there is a v_bzero.
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
 // it exactly).
 //
