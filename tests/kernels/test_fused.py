@@ -180,6 +180,37 @@ def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machin
         assert torch.equal(decoded, wanted)
 
 
+@pytest.mark.parametrize("name", ["kivi", "hqmq", "sinks"])
+def test_a_static_cache_is_filled_again_without_reading_lengths(
+    name: str, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each reading waits, in every layer of a prefill."""
+    k, v = rows(60)
+    fused, reference = FusedLayerCache(WINDOWED[name], capacity=128), Reference(WINDOWED[name])
+    fused.append(k, v)
+    fused.reset()
+    with monkeypatch.context() as patched:
+        for read in ("tolist", "item", "__int__"):
+            patched.setattr(torch.Tensor, read, lambda x: pytest.fail("a length was read"))
+        fused.append(k[:, :, :50], v[:, :, :50], flag=torch.zeros(1, dtype=torch.int32))
+    reference.append(k[:, :, :50], v[:, :, :50])
+    for cache in (fused, reference):
+        cache.append(k[:, :, 50:51], v[:, :, 50:51])
+    same(fused, reference)
+
+
+def test_a_static_cache_goes_on_after_a_first_append_that_did_not_fit(machine: dict[str, Any]) -> None:
+    k, v = rows(300)
+    fused, reference = FusedLayerCache(WINDOWED["sinks"], capacity=128), Reference(WINDOWED["sinks"])
+    with pytest.raises(ShapeError, match="do not fit"):
+        fused.append(k, v)
+    assert len(fused) == 0
+    for at in range(9):
+        for cache in (fused, reference):
+            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+    same(fused, reference)
+
+
 def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> None:
     k, v = rows(100)
     cache = FusedLayerCache(scheme("int-8", 0, 3), capacity=64)

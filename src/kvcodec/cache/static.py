@@ -112,6 +112,7 @@ class StaticCache(DeviceCache):
             b, h, _, d = self.roles["key"].sink.shape
             if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
                 self._forget_all()
+            self.fresh = n > 1 and self.store is not None
         self._check_shapes(keys, values)
         if self.store is None:
             self._allocate(keys, values)
@@ -119,6 +120,8 @@ class StaticCache(DeviceCache):
         assert self.bad is not None
         new = self._held(keys, values)
         if self.holds_dense and n == 1 and self.engine is not None and self.engine.ready:
+            if self.fresh:  # the first append was refused
+                self.fresh = False
             self._step(new)
             return
         if self.holds_dense:
