@@ -92,3 +92,7 @@ def test_signatures_that_users_call():
     assert list(inspect.signature(kvcodec.fake_quant).parameters) == list(compress)
     for method in ("append", "attend", "crop", "evict", "select", "repeat", "reset", "nbytes", "decode"):
         assert inspect.getdoc(getattr(kvcodec.LayerCache, method)), method
+
+
+def test_models_are_loaded_by_the_name_they_had():
+    assert importlib.import_module("kvcodec.models").load is importlib.import_module("kvcodec_lab.models").load

@@ -94,7 +94,7 @@ class UltraQuant(Codec):
     queries: Queries = "exact"
 
     def __post_init__(self) -> None:
-        """Refuse what is no scale."""
+        """Validate options."""
         if not 0 < self.c <= 2:
             raise SpecError(f"ultraquant: c={self.c} is not allowed; use 0.156, 0.195 or another number in (0, 2].")
         if self.scale not in ("pow2", "real"):
