@@ -259,6 +259,9 @@ class DecodeSpec(NamedTuple):
     head_dim, page_tokens : int
     key_planes, value_planes : tuple of (bytes, tokens)
         In the order of the page: what one token has in a plane of rows of tokens, and a whole block in another one.
+    pairs : int
+        Of channels that have a mean before RoPE which keys are held without, ``mean.KeyMean.pairs``; 0: keys are held
+        with their mean.
     """
 
     key: Reader
@@ -267,6 +270,7 @@ class DecodeSpec(NamedTuple):
     page_tokens: int
     key_planes: tuple[tuple[int, int], ...]
     value_planes: tuple[tuple[int, int], ...]
+    pairs: int = 0
 
     @property
     def name(self) -> str:
@@ -299,8 +303,8 @@ class DecodeSpec(NamedTuple):
         return sum(align(size * -(-tokens // per)) for size, per in (*self.key_planes, *self.value_planes))
 
 
-def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
-    """Return how the pages of two codecs are read.
+def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:
+    """Return how the pages of two codecs are read; ``pairs`` as in ``DecodeSpec``.
 
     Raises
     ------
@@ -308,11 +312,13 @@ def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> De
         The kernels do not read them; the text says why.
     """
     readers = reader(key, head_dim, "key"), reader(value, head_dim, "value")
-    return _decode_spec(*readers, key, value, head_dim, page_tokens)
+    return _decode_spec(*readers, key, value, head_dim, page_tokens, pairs)
 
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
-def _decode_spec(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
+def _decode_spec(
+    k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
+) -> DecodeSpec:
     if key == value:
         k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
     else:
@@ -327,7 +333,7 @@ def _decode_spec(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, 
     for plane in page.planes:
         rows = page.side(plane.role).rows(plane.field)
         planes[plane.role].append((plane.field.nbytes // rows, page_tokens // plane.blocks // rows))
-    return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
+    return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]), pairs)
 
 
 class EncodeSpec(NamedTuple):

@@ -1,0 +1,239 @@
+// Keys that are held without their mean before RoPE: the term q . R_t mu, which every score gets back, and R_t mu, which
+// unpacked keys get back. R_t turns a pair of channels (x, y) by t theta: (x cos - y sin, y cos + x sin).
+//
+// For a pair of channels with the query (u, v) and the mean (m, n),
+//   q . R_t mu = sum over pairs of A cos(t theta) + B sin(t theta),  A = u m + v n,  B = v m - u n.
+// From token s of a sequence on, for token s + i,
+//   A' cos(i theta) + B' sin(i theta),  A' = A cos(s theta) + B sin(s theta),  B' = B cos(s theta) - A sin(s theta).
+// So a tile of tokens turns 2 PAIRS numbers per head once, in fp16, and takes one more product of the size of its scores,
+// with a tile of cos(i theta), sin(i theta) that is the same for all layers, heads and sequences. Rounding to fp16 is
+// 2^-12 of each number, where keys in bf16 are off by 2^-9 of theirs.
+//
+// Angles. cos and sin of a position are products of those of its digits to base 128, exact to fp32 whatever the
+// position; no argument of sine or cosine is ever large. From tile to tile they are turned on in fp32, which adds 2^-24
+// at most a tile.
+//
+// table of a KV head (kvcodec/kernels/mean.py):
+//   fp16 [64][PAIRS / 2][4]  of token i: cos of two pairs, and sin of both
+//   float2 [3][128][PAIRS]   cos and sin of digit d at place p, (d << 7 p) theta
+//   uint32 [PAIRS]           the pair's channels, the first in the low half
+//   uint32 [D]               of a channel the other one of its pair, the pair from bit 16 on, bit 30: it is the second one
+#pragma once
+#include "products.cuh"
+
+namespace kv {
+
+constexpr int TURN_BITS = 7, TURN_DIGITS = 3;  // positions below 2^21
+constexpr int MEAN_ROWS = 64;                  // of the tile in the table
+
+KV_CONSTEXPR int mean_tile(int pairs, int tokens) { return 4 * pairs * tokens; }
+
+struct MeanTable {
+  const uint8_t* base;
+  int pairs;
+  KV_DEV MeanTable(const KeyMean& mean, int head, int pairs) : base(mean.table + head * mean.table_head), pairs(pairs) {}
+  KV_DEV const float* turns() const { return (const float*)(base + mean_tile(pairs, MEAN_ROWS)); }
+  KV_DEV uint32_t channels(int pair) const {
+    return ((const uint32_t*)(turns() + 2 * (TURN_DIGITS << TURN_BITS) * pairs))[pair];
+  }
+  KV_DEV uint32_t of_channel(int c) const {
+    return ((const uint32_t*)(turns() + 2 * (TURN_DIGITS << TURN_BITS) * pairs))[pairs + c];
+  }
+  // cos and sin of position * theta
+  KV_DEV void turn(int position, int pair, float& c, float& s) const {
+    const int n = position < 0 ? -position : position;  // before a sequence's first token there may be padding
+    const Words2* at = (const Words2*)turns() + pair;
+    c = 1.0f, s = 0.0f;
+    KV_UNROLL
+    for (int digit = 0; digit < TURN_DIGITS; ++digit) {
+      const int row = (digit << TURN_BITS) + (n >> TURN_BITS * digit & (1 << TURN_BITS) - 1);
+      const Words2 w = at[row * pairs];
+      turn_by(c, s, bits_float(w.a), bits_float(w.b));
+    }
+    s = position < 0 ? -s : s;
+  }
+  KV_DEV static void turn_by(float& c, float& s, float x, float y) {
+    const float old = c;
+    c = c * x - s * y;
+    s = s * x + old * y;
+  }
+};
+
+// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps.
+template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
+  KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
+  KV_CONST int UNITS = (PAIRS + 63) / 64;  // couples of pairs whose angles a lane turns on
+  KV_CONST int TURN = 4 * PAIRS;           // bytes of a warp's cos and sin, and of a head's A and B
+  KV_CONST int ROW = TURN % 128 == 64 ? TURN : TURN + 64;  // heads g and g + 1 in different banks
+  KV_CONST int TILE = (mean_tile(PAIRS, T) + 127) / 128 * 128;
+  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + WARPS * TURN + 127) / 128 * 128;  // of a team
+  static_assert(PAIRS % 16 == 0 && T <= MEAN_ROWS, "whole products, a tile of the table");
+
+  // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
+  // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
+  //
+  // The table's tile as A operands of the tensor core, 16 bytes for a lane: two tokens or two couples, cos and then sin.
+  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    const Words2* words = (const Words2*)from;
+    _Pragma("unroll 4")
+    for (int i = thread; i < TILE / 16; i += threads) {
+      const int g = i % 32 / 4, j = i % 4, rest = i / 32;
+      int token, couple;
+      if (HEADS == 8) token = rest / (2 * BLOCKS) * 16 + g, couple = rest % (2 * BLOCKS) * 4 + j;
+      else token = rest / BLOCKS * 8 + g, couple = rest % BLOCKS * 8 + j;
+      const Words2 x = words[token * (PAIRS / 2) + couple];
+      const Words2 y = words[HEADS == 8 ? (token + 8) * (PAIRS / 2) + couple : token * (PAIRS / 2) + couple + 4];
+      ((Words4*)to)[i] = Words4{x.a, y.a, x.b, y.b};
+    }
+  }
+
+  // where a lane finds its operands
+  const uint8_t *tile, *query;
+  uint8_t* turned;
+  float scale[N];
+
+  // A and B of the team's heads, scaled by a power of two
+  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
+    const int lane = thread() % 32;
+    const MeanTable table(a.mean, h, PAIRS);
+    KV_NO_UNROLL
+    for (int n = warp; n < HEADS; n += WARPS) {
+      float x[UNITS][2], y[UNITS][2], top = 0.0f;
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const int pair = 2 * (lane + 32 * i) + k;
+          x[i][k] = y[i][k] = 0.0f;
+          if (pair >= PAIRS || n >= live) continue;
+          const uint32_t c = table.channels(pair), c0 = c & 0xffffu, c1 = c >> 16;
+          const int64_t q = b * a.q_batch + (int64_t)(first_head + n) * a.q_head;
+          const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
+          const float u = load_real(a.q, q + c0, a.q_kind), v = load_real(a.q, q + c1, a.q_kind);
+          x[i][k] = u * mean[c0] + v * mean[c1];
+          y[i][k] = v * mean[c0] - u * mean[c1];
+          top = maximum(top, magnitude(x[i][k]) + magnitude(y[i][k]));  // no turn makes it larger
+        }
+      }
+      top = warp_max(top);
+      // 2^k with top 2^k in [1, 2), then up to 2^14
+      int exponent = (int)(float_bits(top) >> 23) - 127;
+      exponent = (exponent < -100 ? -100 : exponent > 100 ? 100 : exponent) - 14;
+      const float down = bits_float((uint32_t)(127 - exponent) << 23), up = bits_float((uint32_t)(127 + exponent) << 23);
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        const int unit = lane + 32 * i;
+        if (2 * unit < PAIRS)
+          *(Words2*)(shared + n * ROW + place(unit)) =
+              Words2{pack_half2(x[i][0] * down, x[i][1] * down), pack_half2(y[i][0] * down, y[i][1] * down)};
+      }
+      if (lane == 0) ((float*)(shared + HEADS * ROW))[n] = up * a.scale2;
+    }
+  }
+  // byte of a couple of pairs among the chunks
+  KV_DEV static int place(int unit) { return (unit / 8 * 8 + unit % 4 * 2 + unit % 8 / 4) * 8; }
+
+  MeanTerm() = default;
+  KV_DEV MeanTerm(const uint8_t* tile_table, uint8_t* shared, int warp) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+    tile = tile_table + lane * 16;
+    query = shared + g * HEADS / 8 * ROW + j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
+    turned = shared + HEADS * ROW + 4 * HEADS + warp * TURN;
+  }
+  // after a synchronisation
+  KV_DEV void take(const uint8_t* shared) {
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) scale[n] = ((const float*)(shared + HEADS * ROW))[N * (thread() % 4) + n];
+  }
+
+  // cos and sin of the start of the warp's next tile, turned on from tile to tile
+  struct Angles {
+    float c[UNITS][2], s[UNITS][2], by_c[UNITS][2], by_s[UNITS][2];
+
+    KV_DEV void start(const DecodeArgs& a, int b, int h, int token) {
+      const MeanTable table(a.mean, h, PAIRS);
+      const int first = a.mean.first[b] + token;
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const int pair = 2 * (thread() % 32 + 32 * i) + k, held = pair < PAIRS ? pair : 0;
+          table.turn(first, held, c[i][k], s[i][k]);
+          table.turn(T * WARPS, held, by_c[i][k], by_s[i][k]);
+        }
+      }
+    }
+    KV_DEV void put(uint8_t* turned) const {
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        const int unit = thread() % 32 + 32 * i;
+        if (PAIRS % 64 == 0 || 2 * unit < PAIRS)
+          *(Words2*)(turned + place(unit)) = Words2{pack_half2(c[i][0], c[i][1]), pack_half2(s[i][0], s[i][1])};
+      }
+    }
+    KV_DEV void next(uint8_t* turned) {
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) MeanTable::turn_by(c[i][k], s[i][k], by_c[i][k], by_s[i][k]);
+      }
+      put(turned);
+    }
+  };
+
+  // the terms of a tile, as `scores` orders them, times `scale`
+  KV_DEV void terms(float (&term)[SUBS][2 * N]) const {
+    float d[SUBS][2][4];
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) d[sub][i / 4][i % 4] = 0.0f;
+    }
+    const uint8_t* start = turned + (query_offset());
+    KV_UNROLL
+    for (int m = 0; m < BLOCKS; ++m) {
+      uint32_t b[2][2];
+      if constexpr (HEADS == 8) {
+        const Words4 x = *(const Words4*)(query + 64 * m), t = *(const Words4*)(start + 64 * m);
+        turn_pair(b[0], x.a, x.b, t.a, t.b);
+        turn_pair(b[1], x.c, x.d, t.c, t.d);
+      } else {
+        const Words2 x = *(const Words2*)(query + 64 * m), t = *(const Words2*)(start + 64 * m);
+        turn_pair(b[0], x.a, x.b, t.a, t.b);
+      }
+      KV_UNROLL
+      for (int sub = 0; sub < SUBS; ++sub) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const Words4 x = *(const Words4*)(tile + 512 * (HEADS == 8 ? 2 * (sub * BLOCKS + m) + k
+                                                                     : (2 * sub + k) * BLOCKS + m));
+          mma(d[sub][HEADS == 8 ? 0 : k], x.a, x.b, x.c, x.d, b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
+        }
+      }
+    }
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      KV_UNROLL
+      for (int i = 0; i < 2 * N; ++i)
+        term[sub][i] = (HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) * scale[i % N];
+    }
+  }
+  KV_DEV static int query_offset() {
+    const int lane = thread() % 32;
+    return lane % 4 * 16 + (HEADS == 4 ? lane / 4 % 2 * 8 : 0);
+  }
+  // A' and B' of two pairs
+  KV_DEV static void turn_pair(uint32_t (&b)[2], uint32_t x, uint32_t y, uint32_t c, uint32_t s) {
+    b[0] = hfma2(x, c, hmul2(y, s));
+    b[1] = hfms2(y, c, hmul2(x, s));
+  }
+};
+
+template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
+  KV_CONST int TILE = 0, SHARED = 0;
+  struct Angles {};
+  MeanTerm() = default;
+  KV_DEV MeanTerm(const uint8_t*, uint8_t*, int) {}
+};
+
+}  // namespace kv
