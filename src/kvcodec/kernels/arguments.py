@@ -104,4 +104,7 @@ class UnpackArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("k_table_head", "v_table_head", "table_row")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
         *((name, ctypes.c_int32) for name in ("heads", "first", "count", "kind")),
+        ("mean", MeanArgs),
+        ("factor", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
     )
