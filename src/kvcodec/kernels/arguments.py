@@ -84,6 +84,23 @@ class EncodeRoleArgs(ctypes.Structure):
             self.factor, self.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
 
 
+class EncodeMeanArgs(ctypes.Structure):
+    """``kv::EncodeMean``: what is subtracted from keys before they are encoded."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mean", "cosines", "sines")),
+        *((name, ctypes.c_int64) for name in ("batch", "turn_batch", "turn_token")),
+        *((name, ctypes.c_int32) for name in ("turning", "neighbours")),
+    )
+
+    def fill(self, mean: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> None:
+        """Set the fields from the parts of an ``encode.Turned``."""
+        self.mean, self.cosines, self.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+        self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
+        self.turn_batch, self.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
+        self.turning, self.neighbours = 2 * cosines.shape[2], neighbours
+
+
 class EncodeArgs(ctypes.Structure):
     """``kv::EncodeArgs``."""
 
@@ -93,6 +110,7 @@ class EncodeArgs(ctypes.Structure):
         ("value", EncodeRoleArgs),
         *((name, ctypes.c_int64) for name in ("page_bytes", "table_row")),
         *((name, ctypes.c_int32) for name in ("kind", "page_tokens", "capacity", "heads")),
+        ("mean", EncodeMeanArgs),
     )
 
 

@@ -345,6 +345,8 @@ class EncodeSpec(NamedTuple):
     head_dim, page_tokens, page_bytes : int
     key_plane, value_plane : int
         Byte of a page at which the role's first plane begins.
+    mean : bool
+        Whether a mean is subtracted from keys before they are encoded.
     """
 
     key: Encoder | None
@@ -354,6 +356,7 @@ class EncodeSpec(NamedTuple):
     page_bytes: int
     key_plane: int
     value_plane: int
+    mean: bool = False
 
     def encoder(self, role: Role) -> Encoder | None:
         """Return what writes a role."""
@@ -365,10 +368,15 @@ class EncodeSpec(NamedTuple):
         return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
 
 
-def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> EncodeSpec:
-    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it)."""
-    found = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
-    return _encode_spec(*found, key, value, head_dim, page_tokens)
+def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool = False) -> EncodeSpec:
+    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it).
+
+    ``mean`` as in ``EncodeSpec``; blocks of tokens have no kernel that subtracts one.
+    """
+    k, v = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
+    if mean and k is not None and k.form == "blocks":
+        k = None
+    return _encode_spec(k, v, key, value, head_dim, page_tokens, mean and k is not None)
 
 
 def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
@@ -380,11 +388,11 @@ def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
 def _encode_spec(
-    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int
+    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool
 ) -> EncodeSpec:
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
     at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
-    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"])
+    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"], mean)
 
 
 def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
