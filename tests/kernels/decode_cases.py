@@ -70,7 +70,7 @@ class Means:
     few: int = 0
     base: float = 1e4
     rotary: int = 0
-    neighbours: bool = False
+    interleaved: bool = False
     scaling: float = 1.0
     each: bool = False  # a mean of its own for each sequence
 
@@ -80,18 +80,18 @@ class Means:
         turning = self.rotary or dim
         theta = self.base ** (-torch.arange(0, turning, 2).float() / turning)
         if self.few:
-            channels = torch.tensor(pairs_of(dim, turning, self.neighbours))
+            channels = torch.tensor(pairs_of(dim, turning, self.interleaved))
             for head in range(case.heads):
                 gone = torch.randperm(dim // 2, generator=rng)[self.few :]
                 mean[:, head, channels[gone].flatten()] = 0.0
-        made = key_mean(mean, theta, scaling=self.scaling, neighbours=self.neighbours)
+        made = key_mean(mean, theta, scaling=self.scaling, interleaved=self.interleaved)
         return made, mean.double().expand(len(case.lens), -1, -1), theta.double()
 
     def turned(self, mean: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
         """``R_t mu`` in float64 at each position, ``[H, n, D]``, for a mean ``[H, D]``."""
         x, half = mean[:, None].repeat(1, len(positions), 1), len(theta)
         c, s = ((f(positions[:, None].double() * theta)) * self.scaling for f in (torch.cos, torch.sin))
-        first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if self.neighbours else (
+        first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if self.interleaved else (
             slice(0, half), slice(half, 2 * half))  # fmt: skip
         a, b = x[..., first].clone(), x[..., second].clone()
         x[..., first], x[..., second] = a * c - b * s, b * c + a * s

@@ -27,7 +27,7 @@ from tests.kernels.test_prefill import far
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
 
 
-@pytest.mark.parametrize("kw", [dict(), dict(few=16), dict(few=5, each=True), dict(rotary=32), dict(neighbours=True, scaling=1.3), dict(size=350.0, first=(100000, 131072, 7))])
+@pytest.mark.parametrize("kw", [dict(), dict(few=16), dict(few=5, each=True), dict(rotary=32), dict(interleaved=True, scaling=1.3), dict(size=350.0, first=(100000, 131072, 7))])
 @pytest.mark.parametrize("group", [1, 3, 4, 6, 12])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_kinds(kw, group, dim):
@@ -43,7 +43,7 @@ UNPACKED = (
 )
 
 
-@pytest.mark.parametrize("means", [Means((3, 100000)), Means((7, 900), 350.0, few=16, rotary=32, neighbours=True)])
+@pytest.mark.parametrize("means", [Means((3, 100000)), Means((7, 900), 350.0, few=16, rotary=32, interleaved=True)])
 @pytest.mark.parametrize("spec", UNPACKED)
 def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[str, Any]) -> None:
     made, heads, tokens, dim = kvcodec.get(spec), 2, 128, 128 if means.few else 64
@@ -89,7 +89,7 @@ def turned_by(model: str, mean: Tensor, cosines: Tensor, sines: Tensor) -> Tenso
 
 @pytest.mark.parametrize("spec", ENCODED)
 def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: dict[str, Any]) -> None:
-    dim, heads, tokens, first, neighbours = 64, 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
+    dim, heads, tokens, first, interleaved = 64, 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
     scheme, width = kvcodec.get(spec), 32 if spec in ("int-3", "fp8", "ultra-tq") else dim
     page = scheme.page_layout(dim).page_tokens
     store, (_, given, params) = target_of(scheme, dim, heads, 2, first + 64, page)
@@ -98,8 +98,8 @@ def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: 
     mean = torch.randn(1, heads, dim, generator=rng) * 350 ** torch.rand(1, heads, dim, generator=rng)
     angle = torch.tensor([[7], [100000]])[..., None] + torch.arange(tokens)[:, None]
     angle = angle.float() * 1e4 ** (-torch.arange(0, width, 2) / width)
-    less = encode.Turned(mean, angle.cos() * 1.2, angle.sin() * 1.2, neighbours)
-    turned = turned_by("glm" if neighbours else "llama", mean, less.cosines, less.sines)
+    less = encode.Turned(mean, angle.cos() * 1.2, angle.sin() * 1.2, interleaved)
+    turned = turned_by("glm" if interleaved else "llama", mean, less.cosines, less.sines)
     x = torch.randn(2, 2, tokens, heads, dim, generator=rng)
     rows = [(x[0].transpose(1, 2) + turned).bfloat16(), x[1].transpose(1, 2).bfloat16()]
     before, bad = store.pages.clone(), torch.zeros(1, dtype=torch.int32)

@@ -90,15 +90,15 @@ class EncodeMeanArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("mean", "cosines", "sines")),
         *((name, ctypes.c_int64) for name in ("batch", "turn_batch", "turn_token")),
-        *((name, ctypes.c_int32) for name in ("turning", "neighbours")),
+        *((name, ctypes.c_int32) for name in ("turning", "interleaved")),
     )
 
-    def fill(self, mean: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> None:
+    def fill(self, mean: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> None:
         """Set the fields from the parts of an ``encode.Turned``."""
         self.mean, self.cosines, self.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
         self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
         self.turn_batch, self.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
-        self.turning, self.neighbours = 2 * cosines.shape[2], neighbours
+        self.turning, self.interleaved = 2 * cosines.shape[2], interleaved
 
 
 class EncodeArgs(ctypes.Structure):

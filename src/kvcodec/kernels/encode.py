@@ -42,14 +42,14 @@ class Turned(NamedTuple):
     cosines, sines : Tensor float32 ``[1 or B, N, R / 2]``
         Of the angle of each new token and pair of channels, as the model's rotary embedding gives them, its scaling
         included; the first R channels turn.
-    neighbours : bool
+    interleaved : bool
         Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
     """
 
     mean: Tensor
     cosines: Tensor
     sines: Tensor
-    neighbours: bool = False
+    interleaved: bool = False
 
 
 def _factor(encoder: Encoder) -> str:
@@ -155,7 +155,7 @@ def _rows(x: Tensor) -> Tensor:
 def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
-    value_factor: Tensor | None, mean: Tensor | None, cosines: Tensor | None, sines: Tensor | None, neighbours: bool,
+    value_factor: Tensor | None, mean: Tensor | None, cosines: Tensor | None, sines: Tensor | None, interleaved: bool,
 ) -> None:  # fmt: skip
     spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
@@ -170,7 +170,7 @@ def _encode(
     if "key" in x:
         args.key.fill(x["key"], key_tables, key_factor, first, spec.key_plane)
         if mean is not None and cosines is not None and sines is not None:
-            args.mean.fill(mean, cosines, sines, neighbours)
+            args.mean.fill(mean, cosines, sines, interleaved)
     if "value" in x:
         args.value.fill(x["value"], value_tables, value_factor, first, spec.value_plane)
     args.page_bytes, args.table_row, args.kind = spec.page_bytes, table.stride(0), KINDS[some.dtype]

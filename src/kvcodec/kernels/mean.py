@@ -42,7 +42,7 @@ class KeyMean(NamedTuple):
     pairs: int
 
 
-def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, neighbours: bool = False) -> KeyMean:
+def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, interleaved: bool = False) -> KeyMean:
     """Make the constants of a layer; looks at the values of ``mean``, so it synchronises.
 
     Parameters
@@ -53,7 +53,7 @@ def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, neighbo
         Of RoPE, radians a token; the first R channels turn. The same for all positions.
     scaling : float
         What the model multiplies cosines and sines by (YaRN).
-    neighbours : bool
+    interleaved : bool
         Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
 
     Raises
@@ -66,7 +66,7 @@ def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, neighbo
             f"a multiple of 32, and [R / 2] with R at most D."
         )
     dim, turning = mean.shape[2], 2 * len(frequencies)
-    channels = pairs_of(dim, turning, neighbours)
+    channels = pairs_of(dim, turning, interleaved)
     theta = (*frequencies.double().tolist(), *[0.0] * ((dim - turning) // 2))
     scaled = mean.float().clone()
     scaled[..., :turning] *= scaling
@@ -82,10 +82,10 @@ def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, neighbo
 
 
 @lru_cache(maxsize=64)
-def pairs_of(head_dim: int, turning: int, neighbours: bool) -> tuple[tuple[int, int], ...]:
+def pairs_of(head_dim: int, turning: int, interleaved: bool) -> tuple[tuple[int, int], ...]:
     """Channels of each pair that turns together, and of couples of those that do not turn."""
     half = turning // 2
-    turned = [(2 * p, 2 * p + 1) if neighbours else (p, p + half) for p in range(half)]
+    turned = [(2 * p, 2 * p + 1) if interleaved else (p, p + half) for p in range(half)]
     return (*turned, *((c, c + 1) for c in range(turning, head_dim, 2)))
 
 

@@ -155,9 +155,9 @@ KV_DEV void subtract_mean(float (&y)[N], const EncodeMean& m, int b, int head, u
     const int c = channel_of<TEAM>(part, k);
     float x = mean[c];
     if (c < m.turning) {
-      const bool second = m.neighbours ? c % 2 : c >= half;
-      const int pair = m.neighbours ? c / 2 : second ? c - half : c;
-      const float other = mul(mean[m.neighbours ? c ^ 1 : second ? c - half : c + half], m.sines[at + pair]);
+      const bool second = m.interleaved ? c % 2 : c >= half;
+      const int pair = m.interleaved ? c / 2 : second ? c - half : c;
+      const float other = mul(mean[m.interleaved ? c ^ 1 : second ? c - half : c + half], m.sines[at + pair]);
       x = mul(x, m.cosines[at + pair]);
       x = second ? add(x, other) : sub(x, other);
     }

@@ -26,7 +26,7 @@ struct EncodeMean {
   int64_t batch;            // elements of `mean`; 0: one for all sequences
   int64_t turn_batch, turn_token;  // elements of `cosines`
   int32_t turning;          // R: channels that turn, the first ones
-  int32_t neighbours;       // 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
+  int32_t interleaved;       // 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
 };
 
 struct EncodeArgs {

@@ -87,31 +87,41 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     }
   }
 
-  // where a lane finds its operands
-  const uint8_t *tile, *query;
-  uint8_t* turned;
-  float scale[N];
+  const uint8_t *tile, *query, *start;  // where a lane finds its operands: of tokens, of a head, of the tile's start
+  uint8_t* turned;                      // where the warp holds the last
+  float scale[N];                       // of the lane's heads
 
   // A and B of the team's heads, scaled by a power of two
   KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
     const int lane = thread() % 32;
     const MeanTable table(a.mean, h, PAIRS);
-    KV_NO_UNROLL
-    for (int n = warp; n < HEADS; n += WARPS) {
+    const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
+    int channel[UNITS][2][2];
+    float m[UNITS][2][2];
+    KV_UNROLL
+    for (int i = 0; i < 2 * UNITS; ++i) {
+      const int pair = 2 * lane + 64 * (i / 2) + i % 2;
+      const uint32_t both = table.channels(pair < PAIRS ? pair : 0);
+      KV_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        channel[i / 2][i % 2][k] = (int)(both >> 16 * k & 0xffffu);
+        m[i / 2][i % 2][k] = pair < PAIRS ? mean[channel[i / 2][i % 2][k]] : 0.0f;
+      }
+    }
+    KV_UNROLL
+    for (int row = 0; row < (HEADS + WARPS - 1) / WARPS; ++row) {
+      const int n = warp + row * WARPS;
+      if (n >= HEADS) break;
+      const int64_t q = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head;
       float x[UNITS][2], y[UNITS][2], top = 0.0f;
       KV_UNROLL
       for (int i = 0; i < UNITS; ++i) {
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
-          const int pair = 2 * (lane + 32 * i) + k;
-          x[i][k] = y[i][k] = 0.0f;
-          if (pair >= PAIRS || n >= live) continue;
-          const uint32_t c = table.channels(pair), c0 = c & 0xffffu, c1 = c >> 16;
-          const int64_t q = b * a.q_batch + (int64_t)(first_head + n) * a.q_head;
-          const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
-          const float u = load_real(a.q, q + c0, a.q_kind), v = load_real(a.q, q + c1, a.q_kind);
-          x[i][k] = u * mean[c0] + v * mean[c1];
-          y[i][k] = v * mean[c0] - u * mean[c1];
+          const float u = load_real(a.q, q + channel[i][k][0], a.q_kind);
+          const float v = load_real(a.q, q + channel[i][k][1], a.q_kind);
+          x[i][k] = n < live ? u * m[i][k][0] + v * m[i][k][1] : 0.0f;
+          y[i][k] = n < live ? v * m[i][k][0] - u * m[i][k][1] : 0.0f;
           top = maximum(top, magnitude(x[i][k]) + magnitude(y[i][k]));  // no turn makes it larger
         }
       }
@@ -122,23 +132,23 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       const float down = bits_float((uint32_t)(127 - exponent) << 23), up = bits_float((uint32_t)(127 + exponent) << 23);
       KV_UNROLL
       for (int i = 0; i < UNITS; ++i) {
-        const int unit = lane + 32 * i;
-        if (2 * unit < PAIRS)
-          *(Words2*)(shared + n * ROW + place(unit)) =
+        const int couple = lane + 32 * i;
+        if (2 * couple < PAIRS)
+          *(Words2*)(shared + n * ROW + place(couple)) =
               Words2{pack_half2(x[i][0] * down, x[i][1] * down), pack_half2(y[i][0] * down, y[i][1] * down)};
       }
       if (lane == 0) ((float*)(shared + HEADS * ROW))[n] = up * a.scale2;
     }
   }
-  // byte of a couple of pairs among the chunks
-  KV_DEV static int place(int unit) { return (unit / 8 * 8 + unit % 4 * 2 + unit % 8 / 4) * 8; }
+  // byte of a couple: A and B of a head, or cos and sin of a tile's start, 16 bytes for each block and part
+  KV_DEV static int place(int couple) { return (couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4) * 8; }
 
   MeanTerm() = default;
   KV_DEV MeanTerm(const uint8_t* tile_table, uint8_t* shared, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    tile = tile_table + lane * 16;
-    query = shared + g * HEADS / 8 * ROW + j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
+    const int own = j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
     turned = shared + HEADS * ROW + 4 * HEADS + warp * TURN;
+    tile = tile_table + lane * 16, query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
   }
   // after a synchronisation
   KV_DEV void take(const uint8_t* shared) {
@@ -166,9 +176,9 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     KV_DEV void put(uint8_t* turned) const {
       KV_UNROLL
       for (int i = 0; i < UNITS; ++i) {
-        const int unit = thread() % 32 + 32 * i;
-        if (PAIRS % 64 == 0 || 2 * unit < PAIRS)
-          *(Words2*)(turned + place(unit)) = Words2{pack_half2(c[i][0], c[i][1]), pack_half2(s[i][0], s[i][1])};
+        const int couple = thread() % 32 + 32 * i;
+        if (PAIRS % 64 == 0 || 2 * couple < PAIRS)
+          *(Words2*)(turned + place(couple)) = Words2{pack_half2(c[i][0], c[i][1]), pack_half2(s[i][0], s[i][1])};
       }
     }
     KV_DEV void next(uint8_t* turned) {
@@ -189,7 +199,6 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       KV_UNROLL
       for (int i = 0; i < 8; ++i) d[sub][i / 4][i % 4] = 0.0f;
     }
-    const uint8_t* start = turned + (query_offset());
     KV_UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
       uint32_t b[2][2];
@@ -217,10 +226,6 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       for (int i = 0; i < 2 * N; ++i)
         term[sub][i] = (HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) * scale[i % N];
     }
-  }
-  KV_DEV static int query_offset() {
-    const int lane = thread() % 32;
-    return lane % 4 * 16 + (HEADS == 4 ? lane / 4 % 2 * 8 : 0);
   }
   // A' and B' of two pairs
   KV_DEV static void turn_pair(uint32_t (&b)[2], uint32_t x, uint32_t y, uint32_t c, uint32_t s) {
