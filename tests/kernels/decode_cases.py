@@ -425,7 +425,7 @@ def _check(
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
         if held is not None and case.means is not None:
             args.mean.mean, args.mean.table = put(held.mean), put(held.table)
-            args.mean.first = put(_ints(case.means.first))
+            args.mean.placed = put(_ints(case.means.first))
             args.mean.batch = h * dim if case.means.each else 0
             args.mean.table_head = held.table.shape[1] if held.table.shape[0] > 1 else 0
         args.q_kind, args.out_kind = KINDS[case.q_dtype], KINDS[case.out_dtype]

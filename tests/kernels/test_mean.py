@@ -12,27 +12,111 @@ import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode
+from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.mean import key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.kernels.decode_cases import CASES, Case, Geometry, Means, Side, check, check_all
-from tests.kernels.test_operators import fill, target_of
+from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
+from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import far
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
 
 
-@pytest.mark.parametrize("kw", [dict(), dict(few=16), dict(few=5, each=True), dict(rotary=32), dict(interleaved=True, scaling=1.3), dict(size=350.0, first=(100000, 131072, 7))])
-@pytest.mark.parametrize("group", [1, 3, 4, 6, 12])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_kinds(kw, group, dim):
-    kw = {"first": (0, 5, 100000), **kw}
-    check(SAW, SAW, dim, Case((130, 7, 64), heads=2, group=group, means=Means(**kw)))
+# -- the term of the scores --------------------------------------------------------------------------------------------
+
+
+def cases(dim: int) -> tuple[Case, ...]:
+    """Query heads, positions, pairs and options together, as ``decode_cases.CASES`` without a mean."""
+    half = Means((1, 2, 3), rotary=dim // 2, interleaved=True)
+    return (
+        Case((130, 7, 64), heads=2, group=1, means=Means((0, 5, 100_000))),
+        Case((33, 96, 31), start=(3, 95, 0), group=12, splits=2, softcap=20.0, dense=(0, 2, 0),
+             means=Means((-3, 50, 131_000), few=16, each=True)),
+        Case((200, 190, 10), start=(130, 150, 10), heads=2, splits=3, group=3, order=3,
+             means=Means((0, 8, 99_990), size=10.0, base=1e6)),
+        Case((250, 17, 0), splits=13, group=6, softcap=20.0, dense=(3, 0, 1), means=half),
+        Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=8, softcap=20.0,
+             means=Means((9, 9, 9), scaling=1.3, each=True)),
+        Case((128, 40), heads=2, sinks=True, scale=0.3, group=4, means=Means((0, 262_000), few=5)),
+        Case((70, 64), group=6, spread=6, seed=1, means=Means((2**21 - 70, 4096), size=30.0)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.wide), 256])
+def test_scores_get_the_mean_back(dim: int) -> None:
+    check_all(SAW, SAW, dim, cases(dim))
+
+
+@pytest.mark.parametrize("few", [0, 7])
+def test_teams_share_the_tile(few: int) -> None:
+    """Where each head has pairs of its own, heads have tables of their own."""
+    case = Case((100, 7, 64, 33), heads=2, group=3, means=Means((0, 5, 100_000, 17), few=few))
+    check(SAW, SAW, 64, case, Geometry(teams=2, warps=1))
+    check(SAW, SAW, 64, replace(case, group=6, order=2), Geometry(teams=2))
+
+
+@pytest.mark.parametrize("geometry", [Geometry(tile=16, warps=1), Geometry(tile=64, warps=3, stages=3)])
+def test_angles_are_turned_on_over_many_tiles(geometry: Geometry) -> None:
+    check(SAW, SAW, 64, Case((2050,), group=5, means=Means((98_765,), size=4.0)), geometry)
+
+
+READERS = (
+    *("saw-int4", "int-3:symmetric=true", "int-8:outliers=3", "turboquant-3", "turboquant-qjl-3", "fp8", "octopus-3"),
+    *("octopus-qjl-2", "hqmq-s24_r3", "hqmq-s24_r3:outliers=3", "ultraquant", "ultra-tq", "dense", "innerq-base"),
+)
+
+
+def turned_back(means: Means, mean: Tensor, theta: Tensor, tokens: int) -> Tensor:
+    """``R_t mu`` of the first tokens of each sequence, float64 ``[B, H, tokens, D]``."""
+    return torch.stack(
+        [means.turned(own, theta, at + torch.arange(tokens)) for own, at in zip(mean, means.first, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128)))
+def test_every_reader_gets_the_mean_back(spec: str, dim: int, machine: dict[str, Any]) -> None:
+    scheme, heads, lens, means = kvcodec.get(spec), 2, [75, 33], Means((100_000, 3), size=3.0)
+    page = scheme.page_layout(dim).page_tokens
+    held, mean, theta = means.made(Case(tuple(lens), heads=heads), dim, torch.Generator().manual_seed(4))
+    pair = specs.decode_spec(scheme.key, scheme.value, dim, page, held.pairs)
+    store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, lens, page)
+    q = torch.randn(2, 6, 1, dim, generator=torch.Generator().manual_seed(8))
+    given = [constants_for(s, params[role], heads, dim) for s, role in zip((pair.key, pair.value), ROLES, strict=True)]
+    got, lse = attention.decode_attention(
+        q, store.pages, store.table, torch.tensor(lens, dtype=torch.int32), spec=attention.text_of(pair),
+        key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads, mean=held,
+        placed=torch.tensor(means.first, dtype=torch.int32), config=launch.Config(32, 2, 2, 1, 1),
+    )  # fmt: skip
+    whole = k + turned_back(means, mean, theta, k.shape[2]).float()
+    want, want_lse = reference(q, whole, v, None, lens, [0, 0], None, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=8e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=8e-3)
+
+
+@pytest.mark.parametrize("group", [4, 7])
+def test_large_means_lose_less_than_keys_in_bf16(group: int, machine: dict[str, Any]) -> None:
+    """Means as Qwen2.5's, at 100,000 tokens: the error of a score is a third of that of a cache in bf16."""
+    dim, heads, batch, tokens = 128, 2, 24, 64
+    scheme, ends = kvcodec.get("dense"), torch.arange(batch, dtype=torch.int32) * 2 + 17
+    means = Means(tuple(100_000 + 997 * i for i in range(batch)), size=350.0, base=1e6)
+    held, mean, theta = means.made(Case((tokens,) * batch, heads=heads), dim, torch.Generator().manual_seed(4))
+    pair = specs.decode_spec(scheme.key, scheme.value, dim, 64, held.pairs)
+    store, params, (k, _) = fill(scheme.key, scheme.value, dim, heads, [tokens] * batch, 64)
+    q = torch.randn(batch, heads * group, 1, dim, generator=torch.Generator().manual_seed(8)).half()
+    given = [constants_for(s, params[role], heads, dim) for s, role in zip((pair.key, pair.value), ROLES, strict=True)]
+    _, scores = attention.decode_attention(  # of one live token each
+        q, store.pages, store.table, ends, start=ends - 1, spec=attention.text_of(pair), key=given[0], value=given[1],
+        scale=dim**-0.5, num_kv_heads=heads, mean=held, placed=torch.tensor(means.first, dtype=torch.int32),
+        config=launch.Config(64, 2, 2, 1, 1),
+    )  # fmt: skip
+    keys = k.double() + turned_back(means, mean, theta, tokens)
+    keys = torch.stack([x[:, end - 1] for x, end in zip(keys, ends.tolist(), strict=True)]).repeat_interleave(group, 1)
+    want, rounded = ((q[:, :, 0].double() * x).sum(-1) * dim**-0.5 for x in (keys, keys.bfloat16().double()))
+    assert float(want.abs().max()) > 500
+    assert float((scores - want).square().mean()) < float((rounded - want).square().mean()) / 9
 
 
 # -- unpacked keys -----------------------------------------------------------------------------------------------------
@@ -57,8 +141,7 @@ def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[st
     )
     first = torch.tensor(means.first, dtype=torch.int32)
     packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value, held, first)
-    turned = torch.stack([means.turned(mean[b], theta, means.first[b] + torch.arange(tokens)) for b in range(2)])
-    want = k.double() + turned
+    want = k.double() + turned_back(means, mean, theta, tokens)
     for begin, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, begin, count)
         part = slice(begin, begin + count)

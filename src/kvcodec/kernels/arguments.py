@@ -32,14 +32,14 @@ class MeanArgs(ctypes.Structure):
     """``kv::KeyMean``: the mean before RoPE that keys are held without."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mean", "table", "first")),
+        *((name, ctypes.c_void_p) for name in ("mean", "table", "placed")),
         *((name, ctypes.c_int64) for name in ("batch", "table_head")),
     )
 
-    def fill(self, mean: Tensor | None, table: Tensor | None, first: Tensor | None) -> None:
+    def fill(self, mean: Tensor | None, table: Tensor | None, placed: Tensor | None) -> None:
         """Set the fields from the parts of a ``mean.KeyMean`` and the positions of slot 0."""
-        if mean is not None and table is not None and first is not None:
-            self.mean, self.table, self.first = mean.data_ptr(), table.data_ptr(), first.data_ptr()
+        if mean is not None and table is not None and placed is not None:
+            self.mean, self.table, self.placed = mean.data_ptr(), table.data_ptr(), placed.data_ptr()
             self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
             self.table_head = 0 if table.shape[0] == 1 else table.stride(0)
 

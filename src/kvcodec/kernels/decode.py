@@ -151,7 +151,7 @@ def _attend(
     value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
     dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
     sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None, config: Sequence[int],
-    mean: Tensor | None, mean_table: Tensor | None, first: Tensor | None,
+    mean: Tensor | None, mean_table: Tensor | None, placed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     spec = _SPECS[text]
     batch, num_q_heads, _, dim = q.shape
@@ -209,7 +209,7 @@ def _attend(
         args.sinks = sinks.data_ptr()
     args.key.fill(key_tables, key_factor, key_order)
     args.value.fill(value_tables, value_factor, value_order)
-    args.mean.fill(mean, mean_table, first)
+    args.mean.fill(mean, mean_table, placed)
     args.q_batch, args.q_head, _, _ = q.stride()
     args.table_row = table.stride(0)
     args.out_batch, args.out_head = num_q_heads * dim, dim
@@ -256,7 +256,7 @@ def decode_attention(
     workspace: Tensor | None = None,
     config: Config | None = None,
     mean: KeyMean | None = None,
-    first: Tensor | None = None,
+    placed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query token per sequence to packed pages, dense tokens and learned sinks.
 
@@ -292,8 +292,8 @@ def decode_attention(
         Launch constants instead of the table's.
     mean : KeyMean, optional
         The mean before RoPE that the encoded keys are held without (not the dense ones); the spec is of its ``pairs``.
-    first : Tensor int32 ``[B]``, optional
-        With ``mean``: position of slot 0 of each sequence, on the device. Slot t has position ``first + t``, below
+    placed : Tensor int32 ``[B]``, optional
+        With ``mean``: position of slot 0 of each sequence, on the device. Slot t has position ``placed + t``, below
         ``MOST_POSITIONS``; slots before ``start`` may have negative ones.
 
     Returns
@@ -306,12 +306,12 @@ def decode_attention(
     ShapeError, UnsupportedError
     """
     _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value)
-    checked("decode_attention", decode_spec_of(spec).pairs, mean, first, q.shape[0], num_kv_heads)
+    checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, q.shape[0], num_kv_heads)
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,
         value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
-        float(softcap), workspace, list(config or ()), *((None, None) if mean is None else mean[:2]), first,
+        float(softcap), workspace, list(config or ()), *((None, None) if mean is None else mean[:2]), placed,
     )  # fmt: skip
     return out
 

@@ -104,7 +104,7 @@ class Packed(NamedTuple):
     spec : str
         ``decode.text_of`` a spec.
     key, value : Constants
-    mean, first
+    mean, placed
         As ``decode.decode_attention``.
     """
 
@@ -114,7 +114,7 @@ class Packed(NamedTuple):
     key: Constants
     value: Constants
     mean: KeyMean | None = None
-    first: Tensor | None = None
+    placed: Tensor | None = None
 
 
 def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
@@ -165,9 +165,9 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
         args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
     if (tables := packed.value.tables) is not None:
         args.v_table, args.v_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
-    checked("unpack", plan.spec.pairs, packed.mean, packed.first, batch, heads)
+    checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
     if packed.mean is not None:
-        args.mean.fill(packed.mean.mean, packed.mean.table, packed.first)
+        args.mean.fill(packed.mean.mean, packed.mean.table, packed.placed)
         args.block = packed.key.order
         if (factor := packed.key.factor) is not None:
             args.factor, args.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)

@@ -1,8 +1,8 @@
 """Keys that are held without their mean before RoPE: what ``csrc/mean.cuh`` reads to give the mean back.
 
 A score lacks ``q . R_t mu``, the product with the mean turned to the token's position. Decode attention adds it to the
-scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run: ``first``,
-``first + 1`` and so on, below ``MOST_POSITIONS``.
+scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run, ``placed``,
+``placed + 1`` and so on, below ``MOST_POSITIONS``.
 
 Pairs of channels whose mean is zero in all heads and sequences cost nothing, so a mean that is large in few pairs may
 be cut to those before it is subtracted.
@@ -123,7 +123,7 @@ def team_bytes(pairs: int, heads: int, warps: int) -> int:
     return -(-(heads * row + 4 * heads + 4 * warps * pairs) // 128) * 128
 
 
-def checked(name: str, pairs: int, mean: KeyMean | None, first: Tensor | None, batch: int, heads: int) -> None:
+def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:
     """Check what a kernel that was made for ``pairs`` is given.
 
     Raises
@@ -142,8 +142,8 @@ def checked(name: str, pairs: int, mean: KeyMean | None, first: Tensor | None, b
             f"{name}: mean {list(mean.mean.shape)} and its table {list(mean.table.shape)} do not fit {batch} sequences "
             f"and {heads} KV heads."
         )
-    if first is None or first.dtype != torch.int32 or first.shape != (batch,) or not first.is_contiguous():
+    if placed is None or placed.dtype != torch.int32 or placed.shape != (batch,) or not placed.is_contiguous():
         raise ShapeError(
             f"{name}: keys without their mean need the position of slot 0 of each sequence, contiguous int32 "
-            f"[{batch}]; got {None if first is None else (first.dtype, list(first.shape))}."
+            f"[{batch}]; got {None if placed is None else (placed.dtype, list(placed.shape))}."
         )

@@ -18,9 +18,9 @@ struct Side {
 
 // Keys that are held without their mean before RoPE, of the sequences of a call. See mean.cuh
 struct KeyMean {
-  const float* mean;        // [B or 1, H, D], its turning channels times the scaling of RoPE; null: keys have their mean
+  const float* mean;        // [B or 1, H, D], its turning channels times the scaling of RoPE
   const uint8_t* table;     // of KV head h at table + h * table_head
-  const int32_t* first;     // [B] position of slot 0; those of later slots follow
+  const int32_t* placed;    // [B] position of slot 0; those of later slots follow
   int64_t batch;            // elements of `mean`; 0: one for all sequences
   int64_t table_head;       // bytes; 0: one table for all heads
 };

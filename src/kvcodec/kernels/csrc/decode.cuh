@@ -40,6 +40,8 @@
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
 // it exactly).
 //
+// Keys may be held without their mean before RoPE; what every score then gets back is a product of its own: mean.cuh.
+//
 // Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
 // fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
 // reference of their own, so that fp16 holds them.
@@ -62,8 +64,8 @@ template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEA
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3). HEADS: 8, or 4 where no more
-// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are held without their mean, which this many
-// pairs of channels have (mean.cuh); 0: with it
+// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are held without their mean, which
+// this many pairs of channels have (mean.cuh); 0: with it
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
           int HEADS = 8, int TEAMS = 1, int PAIRS = 0>
 struct Decoder {

@@ -154,7 +154,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       const int pair = (int)(of >> 16 & 0x3fff);
       m[i] = mean[lane + 32 * i];
       other[i] = of >> 30 ? mean[of & 0xffff] : -mean[of & 0xffff];
-      table.turn(a.mean.first[b] + first, pair, c[i], s[i]);
+      table.turn(a.mean.placed[b] + first, pair, c[i], s[i]);
       table.turn(1, pair, by_c[i], by_s[i]);
       over[i] = a.factor ? 1.0f / a.factor[b * a.factor_batch + (int64_t)h * D + lane + 32 * i] : 1.0f;
     }
