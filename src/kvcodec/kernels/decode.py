@@ -311,7 +311,8 @@ def decode_attention(
     out: tuple[Tensor, Tensor] = run(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,
         value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
-        float(softcap), workspace, list(config or ()), *((None, None) if mean is None else mean[:2]), placed,
+        float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
+        None if mean is None else mean.table, placed,
     )  # fmt: skip
     return out
 

@@ -318,12 +318,10 @@ struct Decoder {
 
     if (TEAMS == 1 && codes) fill_tables(a, shared, h);
     Mean mean(shared + CODEBOOKS, means, warp);
-    typename Mean::Angles angles;
     if constexpr (PAIRS > 0) {
       if (codes) {
         Mean::stage(means, a, b, h, first_head, live_heads, warp);
-        angles.start(a, b, h, (from + warp) * T);
-        angles.put(mean.turned);
+        mean.start_turning(a, b, h, (from + warp) * T);
       }
     }
     Query<K, D, HEADS> q;
@@ -345,7 +343,7 @@ struct Decoder {
       if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
       else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
       sync_warp();  // all lanes have read this stage before it is filled again
-      if constexpr (PAIRS > 0) angles.next(mean.turned);
+      if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

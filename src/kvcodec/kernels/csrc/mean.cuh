@@ -70,7 +70,8 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_CONST int TURN = 4 * PAIRS;           // bytes of a warp's cos and sin, and of a head's A and B
   KV_CONST int ROW = TURN % 128 == 64 ? TURN : TURN + 64;  // heads g and g + 1 in different banks
   KV_CONST int TILE = (mean_tile(PAIRS, T) + 127) / 128 * 128;
-  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + WARPS * TURN + 127) / 128 * 128;  // of a team
+  KV_CONST int ANGLE = 8 * PAIRS;          // of a warp's cos and sin in fp32, and of those that turn them on
+  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + WARPS * (TURN + 2 * ANGLE) + 127) / 128 * 128;  // of a team
   static_assert(PAIRS % 16 == 0 && T <= MEAN_ROWS, "whole products, a tile of the table");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
@@ -152,7 +153,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_DEV MeanTerm(const uint8_t* tile_table, uint8_t* shared, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     const int own = j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
-    turned = shared + HEADS * ROW + 4 * HEADS + warp * TURN;
+    turned = shared + HEADS * ROW + 4 * HEADS + warp * (TURN + 2 * ANGLE);
     tile = tile_table + lane * 16, query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
   }
   // after a synchronisation
@@ -161,40 +162,45 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     for (int n = 0; n < N; ++n) scale[n] = ((const float*)(shared + HEADS * ROW))[N * (thread() % 4) + n];
   }
 
-  // cos and sin of the start of the warp's next tile, turned on from tile to tile
-  struct Angles {
-    float c[UNITS][2], s[UNITS][2], by_c[UNITS][2], by_s[UNITS][2];
-
-    KV_DEV void start(const DecodeArgs& a, int b, int h, int token) {
-      const MeanTable table(a.mean, h, PAIRS);
-      const int first = a.mean.placed[b] + token;
+  // cos and sin of the start of the warp's first tile
+  KV_DEV void start_turning(const DecodeArgs& a, int b, int h, int token) const {
+    const MeanTable table(a.mean, h, PAIRS);
+    const int lane = thread() % 32, first = a.mean.placed[b] + token;
+    KV_UNROLL
+    for (int i = 0; i < UNITS; ++i) {
+      const int couple = lane + 32 * i;
+      if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
+      float c[2], s[2], by_c[2], by_s[2];
       KV_UNROLL
-      for (int i = 0; i < UNITS; ++i) {
-        KV_UNROLL
-        for (int k = 0; k < 2; ++k) {
-          const int pair = 2 * (thread() % 32 + 32 * i) + k, held = pair < PAIRS ? pair : 0;
-          table.turn(first, held, c[i][k], s[i][k]);
-          table.turn(T * WARPS, held, by_c[i][k], by_s[i][k]);
-        }
+      for (int k = 0; k < 2; ++k) {
+        table.turn(first, 2 * couple + k, c[k], s[k]);
+        table.turn(T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
       }
+      put(couple, c, s);
+      *(Words4*)(turned + TURN + ANGLE + 16 * couple) = words(by_c, by_s);
     }
-    KV_DEV void put(uint8_t* turned) const {
-      KV_UNROLL
-      for (int i = 0; i < UNITS; ++i) {
-        const int couple = thread() % 32 + 32 * i;
-        if (PAIRS % 64 == 0 || 2 * couple < PAIRS)
-          *(Words2*)(turned + place(couple)) = Words2{pack_half2(c[i][0], c[i][1]), pack_half2(s[i][0], s[i][1])};
-      }
+  }
+  // of the next one; a lane has couples of its own, and its numbers wait in shared memory
+  KV_DEV void turn_on() const {
+    KV_UNROLL
+    for (int i = 0; i < UNITS; ++i) {
+      const int couple = thread() % 32 + 32 * i;
+      if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
+      const Words4 x = *(const Words4*)(turned + TURN + 16 * couple);
+      const Words4 y = *(const Words4*)(turned + TURN + ANGLE + 16 * couple);
+      float c[2] = {bits_float(x.a), bits_float(x.b)}, s[2] = {bits_float(x.c), bits_float(x.d)};
+      MeanTable::turn_by(c[0], s[0], bits_float(y.a), bits_float(y.c));
+      MeanTable::turn_by(c[1], s[1], bits_float(y.b), bits_float(y.d));
+      put(couple, c, s);
     }
-    KV_DEV void next(uint8_t* turned) {
-      KV_UNROLL
-      for (int i = 0; i < UNITS; ++i) {
-        KV_UNROLL
-        for (int k = 0; k < 2; ++k) MeanTable::turn_by(c[i][k], s[i][k], by_c[i][k], by_s[i][k]);
-      }
-      put(turned);
-    }
-  };
+  }
+  KV_DEV void put(int couple, const float (&c)[2], const float (&s)[2]) const {
+    *(Words2*)(turned + place(couple)) = Words2{pack_half2(c[0], c[1]), pack_half2(s[0], s[1])};
+    *(Words4*)(turned + TURN + 16 * couple) = words(c, s);
+  }
+  KV_DEV static Words4 words(const float (&c)[2], const float (&s)[2]) {
+    return Words4{float_bits(c[0]), float_bits(c[1]), float_bits(s[0]), float_bits(s[1])};
+  }
 
   // the terms of a tile, as `scores` orders them, times `scale`
   KV_DEV void terms(float (&term)[SUBS][2 * N]) const {
@@ -241,7 +247,6 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
 
 template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
   KV_CONST int TILE = 0, SHARED = 0;
-  struct Angles {};
   MeanTerm() = default;
   KV_DEV MeanTerm(const uint8_t*, uint8_t*, int) {}
 };
