@@ -10,17 +10,21 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import ROLES
+from kvcodec.cache.site import LayerSite
+from kvcodec.codec import ROLES, Role
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import constants_for
+from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.mean import KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
 from tests.kernels.test_operators import fill, reference, target_of
-from tests.kernels.test_prefill import far
+from tests.kernels.test_prefill import attended, far
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
 
@@ -199,3 +203,83 @@ def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: 
             expected.write(role, first, codec.encode(codec.to_code(part.float(), params[role]), params[role]))
     assert torch.equal(store.pages, expected.pages)
     assert not bad.item()
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_holds_keys_without_their_mean(machine: dict[str, Any]) -> None:
+    """Written without the mean, read with it, by one query token and by several; other means come in place."""
+    dim, heads, tokens, means = 64, 2, 70, Means((100_000, 3), size=40.0, each=True)
+    site = LayerSite(kvcodec.get("int-8"))
+    roles = site.roles(heads, (dim, dim), torch.float32, torch.device("cpu"))
+    engine = Engine(site.scheme.key, site.scheme.value, dim, 64)
+    for seed in (4, 5):
+        rng = torch.Generator().manual_seed(seed)
+        held, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
+        engine.hold_without(held)
+        engine.prepare(roles)
+        turned = turned_back(means, mean, theta, tokens)
+        keys, values = torch.randn(2, 2, heads, tokens, dim, generator=rng) + torch.stack([turned, turned * 0]).float()
+        store = PageStore(site.scheme.page_layout(dim), 2, heads, torch.device("cpu"), tokens)
+        angle = (torch.tensor(means.first)[:, None, None] + torch.arange(tokens)[:, None]) * theta
+        less = encode.Turned(mean.float().contiguous(), angle.cos().float(), angle.sin().float())
+        new: dict[Role, Tensor] = {"key": keys, "value": values}
+        zeros, bad = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        engine.encode(new, store, zeros, bad, less)
+        assert not bad.item()
+        q, placed = torch.randn(2, 4, 5, dim, generator=rng), torch.tensor(means.first, dtype=torch.int32)
+        scale = 0.02  # of scores that differ by a few
+        seen = torch.arange(tokens) <= torch.arange(tokens - 5, tokens)[:, None]
+        want, _ = attended(q, keys, values, scale, seen)
+        one = engine.attend(q[:, :, 4:], store, zeros + tokens, softcap=0.0, scale=scale, placed=placed)
+        torch.testing.assert_close(one.double(), want[:, :, 4:], rtol=0, atol=2e-2)
+        packed = engine.packed(store.pages, store.table, placed)
+        many = prefill.attend_pages(q, packed, 0, tokens, scale, causal=True)
+        torch.testing.assert_close(many.out.double(), want, rtol=0, atol=2e-2)
+        if seed == 4:
+            first = engine.tensors()
+    assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
+
+
+def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
+    scheme, mean, theta = kvcodec.get("int-8"), torch.randn(1, 2, 64), 1e4 ** (-torch.arange(0, 64, 2) / 64)
+    store, params, _ = fill(scheme.key, scheme.value, 64, 2, [64], 64)
+    held, placed = key_mean(mean, theta), torch.zeros(1, dtype=torch.int32)
+
+    def attend(pairs: int, mean: KeyMean | None, placed: Tensor | None) -> None:
+        pair = specs.decode_spec(scheme.key, scheme.value, 64, 64, pairs)
+        side = constants_for(pair.key, params["key"], 2, 64)
+        attention.decode_attention(
+            torch.zeros(1, 4, 1, 64), store.pages, store.table, torch.tensor([9], dtype=torch.int32), key=side,
+            spec=attention.text_of(pair), value=side, scale=1.0, num_kv_heads=2, mean=mean, placed=placed,
+        )  # fmt: skip
+
+    for pairs, given in ((0, held), (16, held), (32, None)):
+        with pytest.raises(UnsupportedError, match=f"the spec is of {pairs} pairs of channels"):
+            attend(pairs, given, placed)
+    with pytest.raises(ShapeError, match="do not fit 1 sequences and 2 KV heads"):
+        attend(32, key_mean(mean.expand(3, -1, -1), theta), placed)
+    for wrong in (None, placed.long(), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ShapeError, match=r"position of slot 0 of each sequence, contiguous int32 \[1\]"):
+            attend(32, held, wrong)
+    with pytest.raises(ShapeError, match=r"expected \[1 or B, H, D\]"):
+        key_mean(mean, torch.ones(33))
+
+    def write(subtracts: bool, less: encode.Turned | None) -> None:
+        target = specs.encode_spec(scheme.key, scheme.value, 64, 64, mean=subtracts)
+        side = Constants(None, None, 1)
+        encode.encode_to_pages(
+            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=encode.text_of(target), key=side,
+            value=side, less=less,
+        )  # fmt: skip
+
+    less = encode.Turned(mean, torch.ones(1, 9, 32), torch.ones(1, 9, 32))
+    for subtracts, given_less in ((True, None), (False, less)):
+        with pytest.raises(UnsupportedError, match=f"pass mean={not subtracts} to encode_spec"):
+            write(subtracts, given_less)
+    for wrong_less in (less._replace(sines=torch.ones(1, 8, 32)), less._replace(cosines=torch.ones(1, 9, 33))):
+        with pytest.raises(ShapeError, match=r"float32 \[1 or 1, 9, R / 2\] is needed"):
+            write(True, wrong_less)
+    with pytest.raises(ShapeError, match=r"mean is torch.float32 \[2, 2, 64\]"):
+        write(True, less._replace(mean=mean.expand(2, -1, -1)))
