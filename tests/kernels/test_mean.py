@@ -23,6 +23,7 @@ from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.mean import KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
+from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
 
@@ -283,3 +284,27 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
             write(True, wrong_less)
     with pytest.raises(ShapeError, match=r"mean is torch.float32 \[2, 2, 64\]"):
         write(True, less._replace(mean=mean.expand(2, -1, -1)))
+
+
+# -- machine code ------------------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+#include "decode.cuh"
+#include "read_saw.cuh"
+using Kernel = kv::Decoder<kv::ReadSaw<128>, kv::ReadSaw<128>, 128, 64, 32, 4, 2, false, -1, {heads}, 1, {pairs}>;
+KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
+"""
+# instructions that the term adds to a tile of 32 tokens, by query heads and pairs with a mean
+BUDGETS = {(8, 64): 110, (8, 16): 60, (4, 64): 90, (4, 16): 50}
+
+
+@pytest.mark.parametrize(("heads", "pairs", "arch"), architectures_in_turn(BUDGETS))
+def test_machine_code(heads: int, pairs: int, arch: int) -> None:
+    found = []
+    for count in (0, pairs):
+        kernel = compile_kernels(_PROGRAM.format(heads=heads, pairs=count), arch)["decode"]
+        assert kernel.spills() == []
+        assert kernel.stack == 0
+        loop = kernel.loop_with("HMMA", "LDGSTS")
+        found.append(len(loop.shortest("HMMA", mix(loop.code)["HMMA"] // 2)))  # a tile is either whole or masked
+    assert found[1] - found[0] <= BUDGETS[heads, pairs] * (1 if arch == 90 else 4 / 3)

@@ -120,7 +120,7 @@ def team_bytes(pairs: int, heads: int, warps: int) -> int:
     if not pairs:
         return 0
     row = 4 * pairs if 4 * pairs % 128 == 64 else 4 * pairs + 64
-    return -(-(heads * row + 4 * heads + 20 * warps * pairs) // 128) * 128
+    return -(-(heads * row + 4 * heads + 8 * pairs + 12 * warps * pairs) // 128) * 128
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:

@@ -321,7 +321,7 @@ struct Decoder {
     if constexpr (PAIRS > 0) {
       if (codes) {
         Mean::stage(means, a, b, h, first_head, live_heads, warp);
-        mean.start_turning(a, b, h, (from + warp) * T);
+        mean.start_turning(a, b, h, (from + warp) * T, warp);
       }
     }
     Query<K, D, HEADS> q;

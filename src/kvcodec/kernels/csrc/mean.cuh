@@ -71,7 +71,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_CONST int ROW = TURN % 128 == 64 ? TURN : TURN + 64;  // heads g and g + 1 in different banks
   KV_CONST int TILE = (mean_tile(PAIRS, T) + 127) / 128 * 128;
   KV_CONST int ANGLE = 8 * PAIRS;          // of a warp's cos and sin in fp32, and of those that turn them on
-  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + WARPS * (TURN + 2 * ANGLE) + 127) / 128 * 128;  // of a team
+  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + ANGLE + WARPS * (TURN + ANGLE) + 127) / 128 * 128;  // of a team
   static_assert(PAIRS % 16 == 0 && T <= MEAN_ROWS, "whole products, a tile of the table");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
@@ -93,7 +93,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   }
 
   const uint8_t *tile, *query, *start;  // where a lane finds its operands: of tokens, of a head, of the tile's start
-  uint8_t* turned;                      // where the warp holds the last
+  uint8_t *turned, *step;               // the warp's cos and sin; those of its steps
   float scale[N];                       // of the lane's heads
 
   // A and B of the team's heads, scaled by a power of two
@@ -153,7 +153,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_DEV MeanTerm(const uint8_t* tile_table, uint8_t* shared, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     const int own = j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
-    turned = shared + HEADS * ROW + 4 * HEADS + warp * (TURN + 2 * ANGLE);
+    step = shared + HEADS * ROW + 4 * HEADS, turned = step + ANGLE + warp * (TURN + ANGLE);
     tile = tile_table + lane * 16, query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
   }
   // after a synchronisation
@@ -163,7 +163,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   }
 
   // cos and sin of the start of the warp's first tile
-  KV_DEV void start_turning(const DecodeArgs& a, int b, int h, int token) const {
+  KV_DEV void start_turning(const DecodeArgs& a, int b, int h, int token, int warp) const {
     const MeanTable table(a.mean, h, PAIRS);
     const int lane = thread() % 32, first = a.mean.placed[b] + token;
     KV_UNROLL
@@ -177,7 +177,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         table.turn(T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
       }
       put(couple, c, s);
-      *(Words4*)(turned + TURN + ANGLE + 16 * couple) = words(by_c, by_s);
+      if (warp == 0) *(Words4*)(step + 16 * couple) = words(by_c, by_s);
     }
   }
   // of the next one; a lane has couples of its own, and its numbers wait in shared memory
@@ -187,7 +187,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       const int couple = thread() % 32 + 32 * i;
       if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
       const Words4 x = *(const Words4*)(turned + TURN + 16 * couple);
-      const Words4 y = *(const Words4*)(turned + TURN + ANGLE + 16 * couple);
+      const Words4 y = *(const Words4*)(step + 16 * couple);
       float c[2] = {bits_float(x.a), bits_float(x.b)}, s[2] = {bits_float(x.c), bits_float(x.d)};
       MeanTable::turn_by(c[0], s[0], bits_float(y.a), bits_float(y.c));
       MeanTable::turn_by(c[1], s[1], bits_float(y.b), bits_float(y.d));
