@@ -79,8 +79,9 @@ class KVScheme:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether a codec has constants that are fitted on data."""
-        return any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
+        """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
+        sampled = any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
+        return sampled or self.mean in ("pre", "post")
 
     def layout_versions(self, head_dim: int) -> dict[str, Any]:
         """``Layout.version`` of each role: saved constants are valid only for these."""
@@ -102,7 +103,7 @@ class KVScheme:
         A scheme of one kind has one: ``none`` where all layers have none, else what the others have.
         """
         kinds = sorted(set(means) - {"none"})
-        return replace(self, mean=kinds[0] if kinds else "none")  # type: ignore[arg-type]
+        return replace(self, mean=kinds[0] if kinds else "none")
 
     def allows(self, other: "KVScheme") -> bool:
         """Whether ``other`` is this scheme, with ``mean=auto`` decided in any way."""

@@ -235,7 +235,7 @@ class LayerCache:
 
     @property
     def places_tokens(self) -> bool:
-        """Whether the tokens' positions are needed: for a mean, or to tell padding from what constants are fitted on."""
+        """Whether the tokens' positions are needed: for a mean, or to tell tokens from padding in a fit."""
         return self.site.mean is not None or self.site.fit_tokens > 1
 
     @property

@@ -271,10 +271,18 @@ def read_params(path: str | Path) -> FittedParams:
 
 
 def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Role, Codec]]:
-    """Layer, role and codec wherever constants come from data; ``layers`` are the model's KV layers, in order."""
+    """Layer, role and codec wherever constants come from data; ``layers`` are the model's KV layers, in order.
+
+    The keys' mean is such a constant; ``mean=auto`` must be decided.
+    """
     schemes = [scheme.for_layer(i, len(layers)) for i in range(len(layers))]
-    every = [(layer, role, s.codec(role)) for layer, s in zip(layers, schemes, strict=True) for role in ROLES]
-    return [site for site in every if site[2].needs_sample or site[2].needs_queries]
+    every = [(layer, role, s) for layer, s in zip(layers, schemes, strict=True) for role in ROLES]
+    return [(layer, role, s.codec(role)) for layer, role, s in every if _from_data(s, role)]
+
+
+def _from_data(scheme: KVScheme, role: Role) -> bool:
+    codec = scheme.codec(role)
+    return codec.needs_sample or codec.needs_queries or (role == "key" and scheme.mean in ("pre", "post"))
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:

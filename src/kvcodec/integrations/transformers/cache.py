@@ -291,7 +291,7 @@ attention='decoded')
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
     check_queries(scheme, [layer.index for layer in kv_layers], given)
-    schemes = _decided(model_or_config, plan, scheme, given)
+    schemes = decided(model_or_config, plan, scheme, given)
     scheme = scheme.with_means([own.mean for own in schemes])
     watch = _watch(model_or_config, plan, scheme, given, action, attention)
     means = _means(model_or_config, plan, schemes, given)
@@ -418,8 +418,8 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
     """Let the layer of a file use what an empty cache of the model knows of the mean."""
     if (loaded.site.mean is None) != (fresh.site.mean is None):
         raise FormatError(
-            f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model does "
-            f"not give; load it with the model it was saved from."
+            f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model "
+            f"does not give; load it with the model it was saved from."
         )
     loaded.site.mean = fresh.site.mean
     if loaded.mean is None and loaded.site.mean is not None:  # also a file that older versions wrote
@@ -428,24 +428,26 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
         loaded.mean = loaded.mean.to(loaded.store.pages.device)
 
 
-def _decided(model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams) -> list[KVScheme]:
+def decided(
+    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
+) -> list[KVScheme]:
     """Schemes of the model's KV layers, with ``mean=auto`` decided: by the constants given, else by the key biases."""
     schemes = [scheme.for_layer(i, len(plan.kv_layers)) for i in range(len(plan.kv_layers))]
     if all(own.mean != "auto" for own in schemes):
         return schemes
     biases = biases_of(model_or_config, plan)
     means = biases.means(scheme) if biases else [own.mean for own in schemes]
-    decided = []
+    found = []
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
         if own.mean == "auto":
-            keys = given.get(layer.index, {}).get("key")
+            keys = (given or {}).get(layer.index, {}).get("key")
             if keys:
                 mean = "pre" if MEAN in keys else "none"
-            elif mean == "pre" and _rotary(model_or_config, layer) is None:
+            elif mean == "pre" and not _is_followed(model_or_config, layer):
                 mean = "post"
             own = replace(own, mean="none" if mean == "auto" else mean)
-        decided.append(own)
-    return decided
+        found.append(own)
+    return found
 
 
 def _means(
@@ -471,10 +473,10 @@ def _means(
             continue
         if not isinstance(model_or_config, torch.nn.Module):
             raise FitError(
-                f"{plan.name}: mean=pre needs the rotary embedding and the biases of the model, which a config does not "
-                f"have; pass the model itself, or use mean=post or mean=none."
+                f"{plan.name}: mean=pre needs the rotary embedding and the biases of the model, which a config does "
+                f"not have; pass the model itself, or use mean=post or mean=none."
             )
-        rotary = rope_of(model_or_config).rotary(_attention(model_or_config, layer))
+        rotary = rotary_of(model_or_config, layer)
         waits = own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(fitted, "key") is None
         biases = None if waits else biases_of(model_or_config, plan)
         if mean is not None:
@@ -486,22 +488,31 @@ def _means(
     return means
 
 
-def _rotary(model: Any, layer: LayerPlan) -> Rotary | None:
-    """How the model turns the keys of a layer; None: in a way that ``mean=pre`` cannot follow."""
-    try:
-        return rope_of(model).rotary(_attention(model, layer))
-    except UnsupportedError:
-        return None
+def rotary_of(model: Any, layer: LayerPlan) -> Rotary:
+    """How the model turns the keys of a layer.
 
-
-def _attention(model: Any, layer: LayerPlan) -> torch.nn.Module:
-    """Return the module of a layer that knows its number: its attention, or one beside it."""
+    Raises
+    ------
+    UnsupportedError
+        In a way that ``mean=pre`` cannot follow.
+    """
+    rope = rope_of(model)
+    # a layer's attention knows the layer's number
     named = (m for m in model.get_decoder().modules() if getattr(m, "layer_idx", None) == layer.index)
     if (found := next(named, None)) is None:
         raise UnsupportedError(
             f"{type(model).__name__}: no module of layer {layer.index} was found; use mean=post or mean=none."
         )
-    return found
+    return rope.rotary(found)
+
+
+def _is_followed(model: Any, layer: LayerPlan) -> bool:
+    """Whether ``mean=pre`` can follow how the model turns the keys of a layer."""
+    try:
+        rotary_of(model, layer)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _listening(model_or_config: Any) -> Rope | None:

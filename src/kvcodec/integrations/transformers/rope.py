@@ -81,7 +81,7 @@ class Rope:
         return self._rotaries[module]
 
     def _compared(self, turn: Any) -> Rotary:
-        frequencies: Tensor = self.embedding.inv_freq.detach().float()  # type: ignore[assignment,operator]
+        frequencies: Tensor = self.embedding.inv_freq.detach().float()  # type: ignore[operator]
         scaling = float(getattr(self.embedding, "attention_scaling", 1.0))
         noted = self.positions  # this call is none of the model's
         places = torch.tensor([PLACES], device=frequencies.device)
@@ -98,8 +98,8 @@ class Rope:
             if wanted is not None and wanted.shape == x.shape and _alike(rotary.turn(x, places), wanted):
                 return rotary
         raise UnsupportedError(
-            f"{self.name}: mean=pre takes pairs of channels turned by the frequencies of the rotary embedding, and this "
-            f"model turns its keys in another way. Use mean=post or mean=none."
+            f"{self.name}: mean=pre takes pairs of channels turned by the frequencies of the rotary embedding, and "
+            f"this model turns its keys in another way. Use mean=post or mean=none."
         )
 
 
