@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Payload, Role, Site, drawn
-from kvcodec.errors import FitError
+from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.ops.rope import Rotary
 from kvcodec.ops.sums import sum_by_halves
 from kvcodec.scheme import KVScheme
@@ -32,7 +32,7 @@ class KeyMean:
     kind : {"pre", "post"}
         The mean before RoPE, or after it.
     rotary : Rotary or None
-        How keys are turned; only with ``pre``.
+        How keys are turned; only with ``pre``. None there: the keys are from a file, without their model.
     given : Tensor float32 ``[1, H, D]`` or None
         None: the mean of the first ``MEAN_TOKENS`` tokens of each sequence.
     source : {"params", "weights", "first tokens"}
@@ -45,13 +45,20 @@ class KeyMean:
 
     def of(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Mean of ``keys [B, H, n, D]`` (after RoPE) at ``positions [B, n]``: float32 ``[B, H, D]``."""
-        if self.rotary is not None:
-            keys = self.rotary.turn_back(keys, positions)
+        if self.kind == "pre":
+            keys = self._known().turn_back(keys, positions)
         return (sum_by_halves(keys.double(), 2).squeeze(2) / keys.shape[2]).float()
 
     def at(self, mean: Tensor, positions: Tensor) -> Tensor:
         """What is subtracted at ``positions [B, n]``: float32 ``[B, H, n, D]``, sizes of 1 stand for all."""
-        return mean[:, :, None] if self.rotary is None else self.rotary.turn(mean[:, :, None], positions)
+        return mean[:, :, None] if self.kind == "post" else self._known().turn(mean[:, :, None], positions)
+
+    def _known(self) -> Rotary:
+        if self.rotary is None:
+            raise UnsupportedError(
+                "these keys were saved without their mean; read the file with load_cache(path, model)."
+            )
+        return self.rotary
 
 
 class RoleSite:

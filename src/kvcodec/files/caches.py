@@ -17,10 +17,9 @@ from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import MEAN, KeyMean, LayerSite, RoleSite, codec_params
 from kvcodec.codec import ROLES, Params, Role, Site
-from kvcodec.errors import FormatError, KVError, UnsupportedError
+from kvcodec.errors import FormatError, KVError
 from kvcodec.files.container import Kind, check_target, load_params, read, store_params, write
 from kvcodec.layout import PageLayout
-from kvcodec.ops.rope import Rotary
 from kvcodec.registry import from_json
 
 KIND = Kind("kvcodec-cache", 1, "cache", "save", "save the cache again")
@@ -185,7 +184,7 @@ def _rebuild(
 ) -> LayerCache:
     scheme = from_json(schemes[state["scheme"]])
     fitted = {_role(role): load_params(p, tensors, device) for role, p in state["fitted"].items()}
-    mean = _UNTURNED if scheme.mean == "pre" else None
+    mean = KeyMean("pre") if scheme.mean == "pre" else None  # how keys are turned is in the model, not in the file
     site = LayerSite(scheme, state["layer"], state["seed"], fitted, mean=mean, most=state.get("most"))
     layer = LayerCache(site, page_tokens=state["page_tokens"], capacity=state["capacity"])
     held = state.get("held")
@@ -246,16 +245,6 @@ def _rebuild_role(
                 f"was written with; load it with the kvcodec and torch that wrote it."
             )
     return state
-
-
-class _Unturned(Rotary):
-    """How keys were turned that a file holds without their mean: the model knows, not the file."""
-
-    def _turned(self, x: Tensor, positions: Tensor, factor: float, sign: float) -> Tensor:
-        raise UnsupportedError("these keys were saved without their mean; read the file with load_cache(path, model).")
-
-
-_UNTURNED = KeyMean("pre", _Unturned(torch.empty(0)))
 
 
 def _role(text: str) -> Role:
