@@ -65,8 +65,8 @@ def loaded(model: Any) -> LoadedModel:
 
 SENTENCE = (
     r"saw-int4:mean=none breaks on the key biases of Qwen2ForCausalLM: in layer [01], KV head 0, channel 61, 400 is "
-    r"added to every key, \d+ times what differs between tokens, and encoding moves attention scores by \d+\.\d nats .* "
-    r"Use ('saw-int4:mean=pre' \(0\.\d nats\) or )?'kivi-tq-4' \(\d\.\d nats\) or 'kivi-4' \(\d\.\d nats\)"
+    r"added to every key, \d+ times what differs between tokens, and encoding moves attention scores by \d+\.\d nats "
+    r".* Use ('saw-int4:mean=pre' \(0\.\d nats\) or )?'kivi-tq-4' \(\d\.\d nats\) or 'kivi-4' \(\d\.\d nats\)"
 )
 
 
