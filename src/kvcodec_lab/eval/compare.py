@@ -249,7 +249,7 @@ class _Comparison:
             if first:
                 run.notes += dict.fromkeys(str(w.message) for w in caught)
                 run.report = cache.report()
-                if records:
+                if records and run.report["mean"] == "none":  # bare tensors have no mean to add
                     run.errors = fidelity.attention_error(records, exact, run.scheme, seed=s.seed, params=run.params)
             run.scores.append(score)
             del logits, cache
