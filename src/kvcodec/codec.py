@@ -100,6 +100,11 @@ class Codec(ABC):
         return 1
 
     @property
+    def without_mean(self) -> bool:
+        """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases break it."""
+        return False
+
+    @property
     def needs_queries(self) -> bool:
         """Whether the constants need the model's queries: only ``calibrate`` has them, a prefill does not."""
         return False

@@ -10,6 +10,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.positions import Positions
 from kvcodec.codec import drawn, roundtrip
+from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.options import read_options
@@ -444,6 +445,21 @@ def test_a_sliding_layer_takes_what_it_holds() -> None:
         assert cache.layer_caches[0].is_fitted == (at >= 14)
     layer = cache.layer_caches[0]
     assert layer.positions.of(0, len(layer))[0].tolist() == list(range(40 - len(layer), 40))
+
+
+def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ids = tiny_model("llama-gqa", vocab_size=256), prompt(1, 150)
+    monkeypatch.setattr(RopePairs, "without_mean", True)
+    cache = kvcodec.cache_for(made, "rope-pairs-4")
+    run(made, cache, ids)
+    first = {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]}
+    assert first == {("pre", "first tokens")}
+    loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
+    fitted = fit_model(loaded, "rope-pairs-4", TEXT, windows=1, window_tokens=96)
+    assert fitted.scheme.mean == "pre"
+    assert "mean" in fitted[0]["key"]
+    assert kvcodec.cache_for(made.config, "rope-pairs-4").layer_caches[0].scheme.mean == "none"
+    assert kvcodec.cache_for(biased(rope_parameters=DYNAMIC), "rope-pairs-4").layer_caches[0].scheme.mean == "post"
 
 
 # -- fitted ------------------------------------------------------------------------------------------------------------

@@ -432,7 +432,7 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
 def decided(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
 ) -> list[KVScheme]:
-    """Schemes of the model's KV layers, with ``mean=auto`` decided: by the constants given, else by the key biases."""
+    """Schemes of the model's KV layers; constants given, the codec or the key biases decide ``mean=auto``."""
     schemes = [scheme.for_layer(i, len(plan.kv_layers)) for i in range(len(plan.kv_layers))]
     if all(own.mean != "auto" for own in schemes):
         return schemes
@@ -444,7 +444,9 @@ def decided(
             keys = (given or {}).get(layer.index, {}).get("key")
             if keys:
                 mean = "pre" if MEAN in keys else "none"
-            elif mean == "pre" and not _is_followed(model_or_config, layer):
+            elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
+                mean = "pre"
+            if not keys and mean == "pre" and not _is_followed(model_or_config, layer):
                 mean = "post"
             own = replace(own, mean="none" if mean == "auto" else mean)
         found.append(own)
