@@ -25,8 +25,9 @@ from kvcodec_lab.eval import fidelity, generation, perplexity
 from kvcodec_lab.eval.fidelity import Fidelity
 from kvcodec_lab.eval.generation import Generation
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, Quality, WindowScore
-from kvcodec_lab.eval.rows import Row, versions
+from kvcodec_lab.eval.rows import Row
 from kvcodec_lab.models import LoadedModel
+from kvcodec_lab.stamp import versions
 
 
 @dataclass
