@@ -13,7 +13,7 @@
 //   Any x >= 1 is valid, since the blocks stride over the H * N rows of a sequence; max over roles of
 //   ceil(H * N / ROLE::BLOCK_ROWS) gives every warp one step. ENCODE_THREADS threads, no dynamic shared memory.
 //
-// Role<Codec, ORDER, FACTOR, MEAN> transforms into the code basis, bit for bit as the reference. If MEAN, x less R_t mu:
+// Role<Codec, ORDER, FACTOR, MEAN> transforms into the code basis, bit for bit as the reference. MEAN: x less R_t mu,
 // mu_c cos -+ mu_d sin of channels c, d that turn together, every product and sum rounded. Then x, by FACTOR
 //   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
 //   FACTOR_OVER                over factor[b, h, c], float32
