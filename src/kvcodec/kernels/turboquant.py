@@ -1,11 +1,13 @@
 """Kernels of ``turboquant`` and of its keys with a sketch: Lloyd-Max levels of rotated unit vectors."""
 
+import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import sketch
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import level_bytes, level_table, nearest_level
 from kvcodec.ops.hadamard import power_of_two_divisor
@@ -30,6 +32,27 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         borrower=name.format("true"),
         alike=True,
     )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, TurboQuant)
+    if isinstance(codec, TurboQuantQJL):
+        raise UnsupportedError(f"no CPU kernel reads {codec}")
+    return CpuReader(
+        f"turboquant{codec.bits}",
+        (int(codec.norm == "fp32"),),
+        lambda params: cpu_table(params, head_dim),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
+    )
+
+
+def cpu_table(params: Params, head_dim: int) -> Tensor:
+    """Table of ``unpack_turboquant``: sqrt(D), then the levels, float32, as uint8 ``[1, bytes]``."""
+    levels = params["levels"][0].float()
+    return torch.cat([levels.new_tensor([head_dim**0.5]), levels]).view(torch.uint8)[None]
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
