@@ -36,9 +36,12 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, GroupInt)
-    if codec.along == "channels" and codec.group == 0:
-        return CpuReader(f"int{codec.bits}{'s' if codec.symmetric else ''}")
-    raise UnsupportedError(f"no CPU kernel reads {codec}")
+    kind = " symmetric" if codec.symmetric else ""
+    if codec.along == "tokens":
+        return CpuReader(f"tokens{codec.bits}{kind}", (codec.group,))
+    if codec.group % 16:
+        raise UnsupportedError(f"the CPU kernels read groups of 16, 32, ... channels, not {codec}")
+    return CpuReader(f"int{codec.bits}{kind}", (codec.group, int(codec.interleaves(head_dim))))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

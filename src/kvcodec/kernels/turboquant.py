@@ -1,6 +1,5 @@
 """Kernels of ``turboquant`` and of its keys with a sketch: Lloyd-Max levels of rotated unit vectors."""
 
-import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
@@ -9,7 +8,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import sketch
 from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import level_bytes, level_table, nearest_level
+from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 
@@ -38,21 +37,17 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
-        raise UnsupportedError(f"no CPU kernel reads {codec}")
+        if codec.variant != "correct":
+            raise UnsupportedError(f"the kernels read variant=correct, not {codec}")
+        return sketch.cpu_sketched(cpu_reader(codec.stage, head_dim, role), codec, head_dim)
     return CpuReader(
-        f"turboquant{codec.bits}",
+        f"levels{codec.bits}",
         (int(codec.norm == "fp32"),),
-        lambda params: cpu_table(params, head_dim),
+        lambda params: group_levels(head_dim**0.5, params["levels"][0]),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         alike=True,
     )
-
-
-def cpu_table(params: Params, head_dim: int) -> Tensor:
-    """Table of ``unpack_turboquant``: sqrt(D), then the levels, float32, as uint8 ``[1, bytes]``."""
-    levels = params["levels"][0].float()
-    return torch.cat([levels.new_tensor([head_dim**0.5]), levels]).view(torch.uint8)[None]
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

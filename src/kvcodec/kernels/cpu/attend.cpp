@@ -74,7 +74,10 @@ void kv_attend(const kv::Args* a) { kv::attend(*a); }
 void kv_unpack(const kv::Role* role, const uint8_t* page, int64_t head, int64_t dim, int64_t first, int64_t count,
                float* out) {
   const uint8_t* tables = role->tables ? role->tables + head * role->tables_head : nullptr;
-  kv::READERS[role->reader].unpack(
-      {page, tables, role->planes, role->options, (int)dim, (int)first, (int)count, out});
+  for (int64_t i = 0; i < count; i += kv::TILE) {
+    const int some = (int)std::min<int64_t>(kv::TILE, count - i);
+    kv::READERS[role->reader].unpack(
+        {page, tables, role->planes, role->options, (int)dim, (int)(first + i), some, out + i * dim});
+  }
 }
 }

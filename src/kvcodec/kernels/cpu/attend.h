@@ -59,7 +59,6 @@ struct Args {
   Role key, value;
 };
 
-constexpr int TILE = 32;       // tokens unpacked at a time
 constexpr int ROWS = 64;       // rows of a task
 constexpr int SLACK = LANES;   // rows behind a tile that scores read and drop
 constexpr int LEAST = 512;     // tokens of a split
@@ -141,17 +140,6 @@ template <class With> inline void by_four(int rows, const With& with) {
 
 // -- one task ---------------------------------------------------------------------------------------------------------
 
-inline void unpack_dense(const Role& role, const uint8_t* from, int count, int dim, float* out) {
-  for (int t = 0; t < count; ++t) {
-    const uint8_t* row = from + t * role.dense_token;
-    for (int c = 0; c < dim; c += LANES) {
-      if (role.dense_kind == 0) store(out + t * dim + c, half_bits(widen<uint16_t>(row + 2 * c)));
-      else if (role.dense_kind == 1) store(out + t * dim + c, (F)(widen<uint16_t>(row + 2 * c) << 16));
-      else store(out + t * dim + c, load((const float*)row + c));
-    }
-  }
-}
-
 // A thread's memory, kept from call to call.
 struct Scratch {
   std::vector<float> all;
@@ -190,7 +178,8 @@ struct Task {
   bool fill(const Role& role, int64_t at, int count, float* out) const {
     const int dim = (int)a.dim;
     if (at < 0) {
-      unpack_dense(role, role.dense + b * role.dense_batch + h * role.dense_head + ~at * role.dense_token, count, dim, out);
+      const uint8_t* from = role.dense + b * role.dense_batch + h * role.dense_head + ~at * role.dense_token;
+      unpack_numbers(from, role.dense_token, (int)role.dense_kind, count, dim, out);
       return false;
     }
     const uint8_t* tables = role.tables ? role.tables + h * role.tables_head : nullptr;

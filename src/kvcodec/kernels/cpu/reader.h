@@ -9,6 +9,8 @@
 namespace kv {
 
 constexpr int PLANES = 8, OPTIONS = 8;
+constexpr int TILE = 32;  // most tokens unpacked at a time
+constexpr int WIDEST = 512;  // most channels
 
 struct Rows {
   const uint8_t* page;    // planes of this head's page

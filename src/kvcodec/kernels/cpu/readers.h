@@ -1,8 +1,6 @@
 // Readers by name.
 #pragma once
-#include <cstring>
-
-#include "read_linear.h"
+#include "read_around.h"
 
 namespace kv {
 
@@ -12,21 +10,47 @@ struct Named {
 };
 
 inline const Named READERS[] = {
+    {"dense", unpack_dense},
+    {"fp8", unpack_fp8},
     {"saw", unpack_saw},
+    {"q4_0", unpack_q4_0},
+    {"levels1", unpack_levels<1>},
+    {"levels2", unpack_levels<2>},
+    {"levels3", unpack_levels<3>},
+    {"levels4", unpack_levels<4>},
+    {"levels5", unpack_levels<5>},
+    {"levels6", unpack_levels<6>},
+    {"group levels", unpack_group_levels},
     {"int2", unpack_int<2, false>},
     {"int3", unpack_int<3, false>},
     {"int4", unpack_int<4, false>},
     {"int8", unpack_int<8, false>},
-    {"int2s", unpack_int<2, true>},
-    {"int3s", unpack_int<3, true>},
-    {"int4s", unpack_int<4, true>},
-    {"int8s", unpack_int<8, true>},
-    {"turboquant1", unpack_turboquant<1>},
-    {"turboquant2", unpack_turboquant<2>},
-    {"turboquant3", unpack_turboquant<3>},
-    {"turboquant4", unpack_turboquant<4>},
-    {"turboquant5", unpack_turboquant<5>},
-    {"turboquant6", unpack_turboquant<6>},
+    {"int2 symmetric", unpack_int<2, true>},
+    {"int3 symmetric", unpack_int<3, true>},
+    {"int4 symmetric", unpack_int<4, true>},
+    {"int8 symmetric", unpack_int<8, true>},
+    {"tokens2", unpack_tokens<2, ASYMMETRIC>},
+    {"tokens3", unpack_tokens<3, ASYMMETRIC>},
+    {"tokens4", unpack_tokens<4, ASYMMETRIC>},
+    {"tokens8", unpack_tokens<8, ASYMMETRIC>},
+    {"tokens2 symmetric", unpack_tokens<2, SYMMETRIC>},
+    {"tokens3 symmetric", unpack_tokens<3, SYMMETRIC>},
+    {"tokens4 symmetric", unpack_tokens<4, SYMMETRIC>},
+    {"tokens8 symmetric", unpack_tokens<8, SYMMETRIC>},
+    {"tokens2 hybrid", unpack_tokens<2, HYBRID>},
+    {"tokens3 hybrid", unpack_tokens<3, HYBRID>},
+    {"tokens4 hybrid", unpack_tokens<4, HYBRID>},
+    {"octopus", unpack_octopus},
+    {"hqmq", unpack_hqmq},
+    {"levels1 sketch", unpack_levels_sketch<1>},
+    {"levels2 sketch", unpack_levels_sketch<2>},
+    {"levels3 sketch", unpack_levels_sketch<3>},
+    {"octopus sketch", unpack_octopus_sketch},
+    {"hqmq outliers", unpack_outliers<unpack_hqmq>},
+    {"int2 outliers", unpack_outliers<unpack_int<2, false>>},
+    {"int3 outliers", unpack_outliers<unpack_int<3, false>>},
+    {"int4 outliers", unpack_outliers<unpack_int<4, false>>},
+    {"int8 outliers", unpack_outliers<unpack_int<8, false>>},
 };
 
 // number of a reader, -1: there is none

@@ -162,6 +162,13 @@ template <class T> inline U widen(const void* p) {
   return __builtin_convertvector(x, U);
 }
 
+// n fp16 numbers to floats
+inline void halves(const uint8_t* from, int n, float* to) {
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, half_bits(widen<uint16_t>(from + 2 * i)));
+  for (; i < n; ++i) to[i] = half(from + 2 * i);
+}
+
 // -- codes and look-ups -----------------------------------------------------------------------------------------------
 
 // 2^BITS numbers, BITS at most 4; 16 lanes hold them in one register, 8 lanes in two
@@ -198,6 +205,16 @@ template <int BITS> struct Table {
   }
 };
 
+// a little-endian number of 1 to 4 bytes
+template <int BYTES> inline uint32_t load_bytes(const uint8_t* p) {
+  if constexpr (BYTES == 1) return *p;
+  uint16_t two;
+  uint32_t four;
+  if constexpr (BYTES == 4) return memcpy(&four, p, 4), four;
+  memcpy(&two, p, 2);
+  return BYTES == 2 ? two : two | (uint32_t)p[2] << 16;
+}
+
 // LANES codes of a little-endian bit stream (ops/bitpack.py), from code `first`, a multiple of LANES, on; only the low
 // BITS bits of a lane are the code. Reads no byte behind the last code.
 template <int BITS> inline I codes(const uint8_t* row, int first) {
@@ -209,35 +226,23 @@ template <int BITS> inline I codes(const uint8_t* row, int first) {
     return (I)_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // a byte's nibbles in the two halves of 64 bits
   }
 #endif
-  const I places = iota() * BITS;
-  if constexpr (LANES * BITS <= 32) {
-    uint32_t word = 0;
-    if constexpr (LANES * BITS % 8 == 0) {
-      memcpy(&word, row + first * BITS / 8, LANES * BITS / 8);
-    } else {  // four codes begin or end inside a byte
-      const int bit = first * BITS;
-      memcpy(&word, row + bit / 8, (LANES * BITS + 7) / 8);
-      word >>= bit % 8;
-    }
-    return (I)((U)splat_int((int32_t)word) >> (U)places);
+  const U places = (U)(iota() * BITS);
+  if constexpr (LANES * BITS <= 32 && LANES * BITS % 8 == 0) {
+    return (I)((U)splat_int((int32_t)load_bytes<LANES * BITS / 8>(row + first * BITS / 8)) >> places);
+  } else if constexpr (LANES == 16 && BITS <= 4) {  // eight codes in either half
+    const uint8_t* p = row + first * BITS / 8;
+    const U low = (U)splat_int((int32_t)load_bytes<BITS>(p)), high = (U)splat_int((int32_t)load_bytes<BITS>(p + BITS));
+    const I in = iota() < splat_int(8);
+    return (I)(((low & (U)in) | (high & (U)~in)) >> (U)(iota() % 8 * BITS));
   } else {
-    constexpr int HALF = LANES / 2 * BITS;
-    uint64_t word = 0;
-    if constexpr (LANES * BITS <= 64) {
-      memcpy(&word, row + first * BITS / 8, LANES * BITS / 8);
-      const I in = iota() < splat_int(LANES / 2);
-      const U low = (U)splat_int((int32_t)(uint32_t)word), high = (U)splat_int((int32_t)(uint32_t)(word >> HALF));
-      return (I)(((low & (U)in) | (high & (U)~in)) >> (U)(places - (~in & splat_int(HALF))));
-    } else {
-      I x;
-      for (int i = 0; i < LANES; ++i) {
-        const int bit = (first + i) * BITS;
-        uint32_t low = row[bit / 8];
-        if (bit % 8 + BITS > 8) low |= (uint32_t)row[bit / 8 + 1] << 8;
-        x[i] = (int32_t)(low >> bit % 8);
-      }
-      return x;
+    I x;
+    for (int i = 0; i < LANES; ++i) {
+      const int bit = (first + i) * BITS;
+      uint32_t low = row[bit / 8];
+      if (bit % 8 + BITS > 8) low |= (uint32_t)row[bit / 8 + 1] << 8;
+      x[i] = (int32_t)(low >> bit % 8);
     }
+    return x;
   }
 }
 
