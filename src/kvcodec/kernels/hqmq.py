@@ -64,7 +64,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
         raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
     fields = [field.name for field in codec.layout(head_dim).fields]
     in_rows = int(-(-head_dim // 4) % 8 == 0)
-    return CpuReader("hqmq", (codec.code_bits, codec.r, in_rows, fields.index("scale")), cpu_tables)
+    return CpuReader(f"hqmq{codec.code_bits} {codec.r}", (0, 0, in_rows, fields.index("scale")), cpu_tables)
 
 
 def cpu_tables(params: Params) -> Tensor:

@@ -62,10 +62,7 @@ def cpu_tables(codec: Octopus) -> Callable[[Params], Tensor]:
         rho = params["rho"][0].float()
         rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
         root = rho.new_tensor([params["signs"].shape[-1] ** 0.5])
-        if codec.low_bits:
-            parts = [root, rows.flatten(), rho]
-        else:
-            parts = [root, (rows[:, None] * rho[:, None]).flatten()]
+        parts = [root, rows.flatten(), rho] if codec.low_bits else [root, (rows[:, None] * rho[:, None]).flatten()]
         return torch.cat(parts).view(torch.uint8)[None]
 
     return build

@@ -56,12 +56,12 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
 
 inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
-  float row[WIDEST + 8];
   for (int t = 0; t < r.count; ++t) {
-    unpack_triplets_to(stage, t, row);
+    float* row = r.out + t * r.dim;
+    one_token(stage, t, 1.0f, row);
     add_residual(r, t, row);
     const float norm = triplets_norm(stage, t);
-    for (int c = 0; c < r.dim; ++c) r.out[t * r.dim + c] = row[c] * norm;
+    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
   }
 }
 

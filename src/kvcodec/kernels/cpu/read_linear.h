@@ -66,7 +66,7 @@ inline void unpack_fp8(const Rows& r) {
 inline void unpack_numbers(const uint8_t* from, int64_t stride, int kind, int count, int dim, float* out) {
   for (int t = 0; t < count; ++t, from += stride, out += dim) {
     for (int c = 0; c < dim; c += LANES) {
-      if (kind == 0) store(out + c, half_bits(widen<uint16_t>(from + 2 * c)));
+      if (kind == 0) store(out + c, load_halves(from + 2 * c));
       else if (kind == 1) store(out + c, (F)(widen<uint16_t>(from + 2 * c) << 16));
       else store(out + c, load((const float*)from + c));
     }

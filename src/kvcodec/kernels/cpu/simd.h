@@ -130,10 +130,33 @@ inline F tanh(F x) {
 
 // -- 16-bit numbers ---------------------------------------------------------------------------------------------------
 
-inline F half_bits(U h) {  // of fp16 numbers, in the low 16 bits
-  const U sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
+// LANES unsigned numbers of 8 or 16 bits; compilers convert wide vectors in halves
+template <class T> inline U widen(const void* p) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 1) return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  else return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 1) return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  else return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+  typedef T V __attribute__((vector_size(sizeof(T) * LANES)));
+  V x;
+  memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, U);
+#endif
+}
+
+// LANES fp16 numbers
+inline F load_halves(const void* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  const U h = widen<uint16_t>(p), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
   const U up = (U)((F)(rest << 13) * splat(0x1p112f));
   return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
+#endif
 }
 inline float half(const void* p) {
   uint16_t h;
@@ -154,18 +177,10 @@ inline float float_at(const void* p) {
   return f;
 }
 
-// LANES unsigned numbers of 8 or 16 bits
-template <class T> inline U widen(const void* p) {
-  typedef T V __attribute__((vector_size(sizeof(T) * LANES)));
-  V x;
-  memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, U);
-}
-
 // n fp16 numbers to floats
 inline void halves(const uint8_t* from, int n, float* to) {
   int i = 0;
-  for (; i + LANES <= n; i += LANES) store(to + i, half_bits(widen<uint16_t>(from + 2 * i)));
+  for (; i + LANES <= n; i += LANES) store(to + i, load_halves(from + 2 * i));
   for (; i < n; ++i) to[i] = half(from + 2 * i);
 }
 
