@@ -1,7 +1,9 @@
 """The CPU kernels against the reference: unpacked numbers bit by bit, attention against float64."""
 
 import copy
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,8 @@ from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.scheme import page_layout
 
 CPU = torch.device("cpu")
+KERNELS = Path(os.environ.get("CPU_KERNELS", sources.HERE))
+"""Where compiled kernels are; ``scripts/test-sanitized`` names another folder."""
 ORDER = ("portable", "avx2", "avx512")
 ABLE = [v for v in ORDER[: 1 + ORDER.index(library.variant())] if v in sources.variants()]
 """Instruction sets that this machine runs."""
@@ -60,7 +64,7 @@ def compiled() -> None:
 
 @pytest.fixture(params=ABLE)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(library, "chosen", lambda: sources.HERE / sources.file_name(request.param))
+    monkeypatch.setattr(library, "chosen", lambda: KERNELS / sources.file_name(request.param))
     return request.param
 
 
