@@ -127,7 +127,7 @@ class GroupInt(Codec):
         fields.append(Field("scale", "float16", (scales,), "scales"))
         if not self.symmetric:
             fields.append(Field("zero", "float16", (scales,), "scales"))
-        version = 2 if self._interleaves(head_dim) else 1
+        version = 2 if self.interleaves(head_dim) else 1
         return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=float(self.bits), version=version)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
@@ -152,7 +152,7 @@ class GroupInt(Codec):
         """``S code + Z``."""
         packed = payload["codes"]
         dim = packed.shape[-1] * 8 // self.bits
-        codes = (deinterleave(packed, self.bits) if self._interleaves(dim) else unpack(packed, self.bits, dim)).float()
+        codes = (deinterleave(packed, self.bits) if self.interleaves(dim) else unpack(packed, self.bits, dim)).float()
         scale = self._spread(payload["scale"], dim)
         if self.symmetric:
             x = codes.sub_(2 ** (self.bits - 1)).mul_(scale)
@@ -160,14 +160,14 @@ class GroupInt(Codec):
             x = codes.mul_(scale).add_(self._spread(payload["zero"], dim))
         return x.flatten(2, 3) if self.along == "tokens" else x
 
-    def _interleaves(self, head_dim: int) -> bool:
+    def interleaves(self, head_dim: int) -> bool:
         """Whether codes are interleaved; 4 bits are the same bytes either way."""
         return (self.along, self.group) == ("channels", 32) and self.bits in (2, 3) and head_dim % RUN == 0
 
     def _pack(self, codes: Tensor) -> Tensor:
         """Bytes of whole numbers ``[..., D]``, held as floats."""
         small = codes.to(torch.uint8)
-        return interleave(small, self.bits) if self._interleaves(codes.shape[-1]) else pack(small, self.bits)
+        return interleave(small, self.bits) if self.interleaves(codes.shape[-1]) else pack(small, self.bits)
 
     def _spread(self, held: Tensor, head_dim: int) -> Tensor:
         """Give every element of a block its group's number in float32, ready to broadcast."""

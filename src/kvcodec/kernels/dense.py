@@ -2,6 +2,7 @@
 
 from kvcodec.codec import Codec, Dense, Role
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -11,6 +12,12 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels read 16-bit numbers, not {codec}")
     return Reader(f"kv::ReadDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "read_dense.cuh")
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Dense)
+    return CpuReader("dense", (("float16", "bfloat16", "float32").index(codec.dtype or "float16"),))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

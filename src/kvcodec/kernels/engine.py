@@ -18,6 +18,12 @@ from kvcodec.codec import ROLES, Codec, Payload, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build
 from kvcodec.kernels.constants import Constants, constants, joined
+from kvcodec.kernels.cpu import library
+from kvcodec.kernels.cpu.attend import Piece
+from kvcodec.kernels.cpu.attend import attend as attend_cpu
+from kvcodec.kernels.cpu.attend import workspace_bytes as workspace_bytes_cpu
+from kvcodec.kernels.cpu.held import attend_held
+from kvcodec.kernels.cpu.spec import CpuReader, cpu_spec
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import Turned, encode_to_pages
@@ -55,6 +61,12 @@ def choose(
         No engine supports the scheme; the text says why.
     """
     tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
+    if device.type == "cpu" and build.refusal(device):
+        if reason := library.refusal(device):
+            raise UnsupportedError(reason)
+        if static:
+            raise UnsupportedError("a static cache is for CUDA graphs; on a CPU leave max_len out")
+        return CpuEngine(scheme.key, scheme.value, head_dim, tokens)
     decode_spec(scheme.key, scheme.value, head_dim, tokens)
     if static:
         for role in ROLES:
@@ -166,7 +178,7 @@ class Engine:
         written = encode_spec(key, value, *sizes, mean=pairs > 0)
         self.decode_spec = decode_text(decode_spec(key, value, *sizes, pairs))
         self.encode_spec = encode_text(written)
-        self.readers: dict[Role, Reader] = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
+        self.readers: Mapping[Role, Reader | CpuReader] = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
         self.encoders: dict[Role, Encoder | None] = {r: written.encoder(r) for r in ROLES}
         self.flags_all = None not in self.encoders.values()
 
@@ -324,3 +336,97 @@ class Engine:
         ``flash``: as ``Seen.flash``.
         """
         return workspace_bytes(q, store.heads, packed, dense, flash)
+
+
+class CpuEngine(Engine):
+    """Reads the pages of one layer with the CPU kernels; PyTorch writes them."""
+
+    decode_spec = encode_spec = ""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Engine and instruction set."""
+        return f"cpu {library.variant()}"
+
+    def _find(self) -> None:
+        self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
+        self.readers = {"key": self.spec.key, "value": self.spec.value}
+        self.encoders: dict[Role, Encoder | None] = dict.fromkeys(ROLES)
+        self.flags_all = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the spec, which holds functions."""
+        return {name: x for name, x in super().__getstate__().items() if name != "spec"}
+
+    def hold_without(self, mean: KeyMean) -> None:
+        """Raise: no CPU kernel adds a mean to the scores."""
+        raise UnsupportedError("the CPU kernels do not read keys that are held without their mean.")
+
+    def encode(
+        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+    ) -> None:
+        """Do nothing: PyTorch encodes both roles."""
+
+    def attend(  # type: ignore[override]
+        self,
+        q: Tensor,
+        store: PageStore,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
+        start: Tensor | None = None,
+        dense_k: Tensor | None = None,
+        dense_v: Tensor | None = None,
+        dense_lens: Tensor | None = None,
+        dense_start: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query token per sequence; arguments as the CUDA kernels' ``decode_attention``."""
+        batch = q.shape[0]
+        first, last = _numbers(start, batch, 0), seq_lens.tolist()
+        dense = 0 if dense_k is None else dense_k.shape[2]
+        dense_first, dense_last = _numbers(dense_start, batch, 0), _numbers(dense_lens, batch, dense)
+        pieces: list[list[Piece]] = [
+            [(max(0, last[b] - first[b]), first[b], first[b]), (max(0, z - a), ~a, ~a)]
+            for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
+        ]
+        out, _ = attend_cpu(
+            q, store.pages, store.table, pieces, spec=self.spec, key=self.reading["key"], value=self.reading["value"],
+            dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out
+
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        placed: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
+        key, value = self.reading["key"], self.reading["value"]
+        return attend_held(
+            q, roles, store, spec=self.spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks
+        )  # fmt: skip
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """Upper bound of what a call needs beside the cache."""
+        return workspace_bytes_cpu(q)
+
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
+        """Upper bound of what ``attend_many`` needs beside the cache and a mask."""
+        return workspace_bytes_cpu(q) + 4 * dense * q.numel() // q.shape[2]
+
+    def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
+        """Raise: nothing unpacks pages for other attention kernels."""
+        raise UnsupportedError("the CPU kernels attend to packed pages; they do not unpack them for other kernels.")
+
+
+def _numbers(x: Tensor | None, batch: int, default: int) -> list[int]:
+    """Numbers of an int32 ``[B]`` on the CPU."""
+    return [default] * batch if x is None else x.tolist()

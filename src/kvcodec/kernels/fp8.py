@@ -2,6 +2,7 @@
 
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.fp8 import Fp8
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -9,6 +10,12 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     assert isinstance(codec, Fp8)
     return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh")
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Fp8)
+    return CpuReader("fp8", (int(codec.scaled),))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -3,6 +3,7 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import level_bytes
 
@@ -30,6 +31,17 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     tile = 64 if head_dim < 192 else 32  # with more channels a tile of 64 tokens does not fit the registers
     numbers = f"{head_dim}, {codec.bits}" + (f", {codec.group}" if codec.group != 32 else "")
     return Reader(f"kv::ReadTokenInt<{numbers}>", "read_group.cuh", block=codec.group, tile=tile)
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, GroupInt)
+    kind = " symmetric" if codec.symmetric else ""
+    if codec.along == "tokens":
+        return CpuReader(f"tokens{codec.bits}{kind}", (codec.group,))
+    if codec.group % 16:
+        raise UnsupportedError(f"the CPU kernels read groups of 16, 32, ... channels, not {codec}")
+    return CpuReader(f"int{codec.bits}{kind}", (codec.group, int(codec.interleaves(head_dim))))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader
 from kvcodec.kernels.tables import copied_bytes, half_rows
 from kvcodec.ops.quaternion import UNITS, multiply, products
@@ -54,6 +55,25 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         tile=16 if codec.s >= 96 else 64,  # codebooks with eight copies or fewer
         team_warps=16,
     )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Hqmq)
+    if codec.packing != "ceil":
+        raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
+    fields = [field.name for field in codec.layout(head_dim).fields]
+    in_rows = int(-(-head_dim // 4) % 8 == 0)
+    return CpuReader(f"hqmq{codec.code_bits} {codec.r}", (0, 0, in_rows, fields.index("scale")), cpu_tables)
+
+
+def cpu_tables(params: Params) -> Tensor:
+    """Every second row of each head's codebook, float32: uint8 ``[H, 16 * 12 S]``; odd rows are their negatives."""
+    codebook = params["codebook"][0]
+    table = codebook.float()
+    if codebook.dtype == torch.int8:
+        table = table / 127
+    return table[:, ::2].flatten(1).contiguous().view(torch.uint8)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

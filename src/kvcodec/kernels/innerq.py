@@ -1,8 +1,9 @@
 """Kernels of ``innerq``: keys in groups along channels, values in groups along tokens, norms of channels."""
 
 from kvcodec.codec import Codec, Role
-from kvcodec.codecs.innerq import InnerQ
+from kvcodec.codecs.innerq import GROUP, InnerQ
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -18,6 +19,18 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         raise UnsupportedError(f"along tokens the kernels read InnerQ's values, not {codec} as keys")
     name = f"kv::ReadInnerValue<{head_dim}, {codec.width}, {flag(codec.hybrid)}>"
     return Reader(name, "read_group.cuh", block=32, factor=factor)
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, InnerQ)
+    factor = "norm" if codec.norm else ""
+    if codec.along == "channels":
+        if codec.hybrid:
+            raise UnsupportedError(f"no CPU kernel reads {codec} along channels")
+        return CpuReader(f"int{codec.width} symmetric", (GROUP, 0), factor=factor)
+    kind = "hybrid" if codec.hybrid else "symmetric"
+    return CpuReader(f"tokens{codec.width} {kind}", (GROUP,), factor=factor)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import SLACK, copied_bytes, half_rows, wall_table
 from kvcodec.ops.hadamard import power_of_two_divisor
@@ -41,6 +42,30 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         warps=6,
         alike=True,
     )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Octopus)
+    fields = {field.name: field.nbytes for field in codec.layout(head_dim).fields}
+    sizes = fields.get("codes", 0), fields.get("tail", 0)
+    options = (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
+    return CpuReader(
+        "octopus", options, cpu_tables(codec), factor="signs", order=power_of_two_divisor(head_dim), alike=True
+    )
+
+
+def cpu_tables(codec: Octopus) -> Callable[[Params], Tensor]:
+    """Return the function that builds the tables of ``unpack_octopus``: float32 numbers, uint8 ``[1, bytes]``."""
+
+    def build(params: Params) -> Tensor:
+        rho = params["rho"][0].float()
+        rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
+        root = rho.new_tensor([params["signs"].shape[-1] ** 0.5])
+        parts = [root, rows.flatten(), rho] if codec.low_bits else [root, (rows[:, None] * rho[:, None]).flatten()]
+        return torch.cat(parts).view(torch.uint8)[None]
+
+    return build
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

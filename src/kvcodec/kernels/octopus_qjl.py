@@ -3,6 +3,7 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.kernels import octopus, sketch
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader
 from kvcodec.ops.hadamard import power_of_two_divisor
 
@@ -10,6 +11,11 @@ from kvcodec.ops.hadamard import power_of_two_divisor
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     return sketch.sketched(octopus.reader(codec, head_dim, role), codec, head_dim)
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    return sketch.cpu_sketched(octopus.cpu_reader(codec, head_dim, role), codec, head_dim)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -9,6 +9,8 @@ from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.wrapper import inside
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import hqmq, spec
+from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import cpu_reader as cpu_reader_of
 from kvcodec.kernels.spec import Encoder, Reader
 
 SHARED_BLOCK = 232448
@@ -39,6 +41,23 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         also=(*inner.also, inner.header),
         tables=None if tables is None else lambda params: tables(inside(params)),
         scratch=scratch,
+        tables_of=codec.inner,
+    )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Med)
+    inner = cpu_reader_of(codec.inner, head_dim, role)
+    if not _rest_of(codec.inner, head_dim) or (isinstance(codec.inner, GroupInt) and codec.inner.symmetric):
+        raise UnsupportedError(f"the CPU kernels read outliers beside hqmq and integers of group 0, not {codec}")
+    tables = inner.tables
+    flags = [field.name for field in codec.layout(head_dim).fields].index("flags")
+    return replace(
+        inner,
+        name=f"{inner.name} outliers",
+        options=(*inner.options, *(0,) * (6 - len(inner.options)), flags, min(codec.slots, -(-head_dim // 4))),
+        tables=None if tables is None else lambda params: tables(inside(params)),
         tables_of=codec.inner,
     )
 

@@ -3,6 +3,7 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -12,6 +13,14 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
     return Reader(f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6)
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, SawInt4)
+    if codec.pack != "neighbours":
+        raise UnsupportedError(f"the CPU kernels read pack=neighbours, not {codec}")
+    return CpuReader("saw", order=codec.block_for(head_dim))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

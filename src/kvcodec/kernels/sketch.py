@@ -1,12 +1,15 @@
 """Sign sketch of a first stage's residual (QJL): keys of ``octopus_qjl`` and ``turboquant``'s sketch."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import pi
 
 import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Reader
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.qjl import hadamard_matrix
@@ -27,6 +30,24 @@ def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
         also=(stage.header,),
         queries=2,
     )
+
+
+def cpu_sketched(stage: CpuReader, codec: Codec, dim: int) -> CpuReader:
+    """As ``sketched``, of the CPU kernels."""
+    if dim & (dim - 1):
+        raise UnsupportedError(f"the kernels sketch at head_dim 64, 128 and 256, not {dim} ({codec})")
+    tables = stage.tables
+    assert tables is not None
+    signs = [field.name for field in codec.layout(dim).fields].index("signs")
+
+    def build(params: Params) -> Tensor:
+        head = params["sketch"][0].float()  # [H, D]
+        factor = head.new_full((len(head), 1), (pi / 2) ** 0.5 / dim)
+        mine = torch.cat([head, factor], 1).contiguous().view(torch.uint8)
+        return torch.cat([mine, tables(params).expand(len(head), -1)], 1)
+
+    options = (*stage.options, *(0,) * (6 - len(stage.options)), signs)
+    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, alike=False)
 
 
 def _read(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:

@@ -196,7 +196,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     UnsupportedError
         The kernels do not read them; the text says why.
     """
-    found: ReaderFor | None = _READERS.get(type(codec)) or _of_module(type(codec).__module__, "reader")
+    found: ReaderFor | None = _READERS.get(type(codec)) or of_module(type(codec).__module__, "reader")
     if found is None:
         raise UnsupportedError(f"no CUDA kernel reads {codec}")
     return _asked(found, codec, head_dim, role)
@@ -210,13 +210,13 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     UnsupportedError
         The PyTorch reference must do it; the text says why.
     """
-    found: EncoderFor | None = _ENCODERS.get(type(codec)) or _of_module(type(codec).__module__, "encoder")
+    found: EncoderFor | None = _ENCODERS.get(type(codec)) or of_module(type(codec).__module__, "encoder")
     if found is None:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     return _asked(found, codec, head_dim, role)
 
 
-def _of_module(module: str, name: str) -> Any:
+def of_module(module: str, name: str) -> Any:
     """Return the function of that name for the codecs of a module; None: there is none."""
     kernels = _kernels(module)
     return None if kernels is None else getattr(kernels, name, None)

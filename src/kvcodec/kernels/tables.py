@@ -67,6 +67,17 @@ def half_rows(table: Tensor) -> Tensor:
     return table.half().flatten(1).contiguous().view(torch.uint8)
 
 
+def group_levels(unit: float, levels: Tensor) -> Tensor:
+    """Table of ``unpack_group_levels`` and ``unpack_levels``: a factor of all norms, then the levels ``[n]``.
+
+    Returns
+    -------
+    Tensor uint8 ``[1, 4 + 4 n]``, float32 numbers
+    """
+    levels = levels.float()
+    return torch.cat([levels.new_tensor([unit]), levels]).view(torch.uint8)[None]
+
+
 # -- of encoders -------------------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,9 @@ from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import sketch
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import level_bytes, level_table, nearest_level
+from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 
@@ -28,6 +29,23 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         order=power_of_two_divisor(head_dim),
         lends=f"levels of {codec.bits} bits, {head_dim} channels",
         borrower=name.format("true"),
+        alike=True,
+    )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, TurboQuant)
+    if isinstance(codec, TurboQuantQJL):
+        if codec.variant != "correct":
+            raise UnsupportedError(f"the kernels read variant=correct, not {codec}")
+        return sketch.cpu_sketched(cpu_reader(codec.stage, head_dim, role), codec, head_dim)
+    return CpuReader(
+        f"levels{codec.bits}",
+        (int(codec.norm == "fp32"),),
+        lambda params: group_levels(head_dim**0.5, params["levels"][0]),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
         alike=True,
     )
 

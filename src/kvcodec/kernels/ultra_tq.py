@@ -7,8 +7,9 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.ultra_tq import GROUP, Norm, UltraTQ
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import level_bytes, level_table, nearest_level
+from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 
@@ -24,6 +25,16 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         tables=lambda params: read_table(params, codec.norm),
         order=power_of_two_divisor(head_dim),
         alike=True,
+    )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, UltraTQ)
+    order, blocks = power_of_two_divisor(head_dim), codec.norm == "block"
+    unit = 2.0 ** max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 1.0
+    return CpuReader(
+        "group levels", (GROUP if blocks else 0,), lambda params: group_levels(unit, params["levels"][0]), order=order
     )
 
 

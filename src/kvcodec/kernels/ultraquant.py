@@ -3,12 +3,18 @@
 import math
 import struct
 
+import torch
+
 from kvcodec.codec import Codec, Role
-from kvcodec.codecs.ultraquant import UltraQuant
+from kvcodec.codecs.ultraquant import GROUP, UltraQuant
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import level_bytes
+from kvcodec.kernels.tables import group_levels, level_bytes
+from kvcodec.ops.fp4 import decode_e2m1
 from kvcodec.ops.hadamard import power_of_two_divisor
+
+_CODES = torch.arange(16)
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -27,6 +33,19 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         lends=f"E2M1, real {real}",
         borrower=name.format("BORROWED"),
     )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, UltraQuant)
+    if codec.queries != "exact":
+        raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
+    order = power_of_two_divisor(head_dim) if codec.rotate else 1
+    unit = 2.0 ** math.ceil(math.log2(order) / 2)
+    return CpuReader(
+        "group levels", (GROUP, 0, int(codec.scale == "pow2")), lambda _: group_levels(unit, decode_e2m1(_CODES)),
+        order=order,
+    )  # fmt: skip
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -72,6 +72,9 @@ class KVCache(Cache):  # type: ignore[misc]
     probe : OutlierProbe or None
     """
 
+    unfused = ""
+    """Why ``attention`` is not ``fused``, where it was left to ``cache_for``."""
+
     def __init__(
         self,
         layers: list[Any],
@@ -120,9 +123,10 @@ class KVCache(Cache):  # type: ignore[misc]
             ``ratio_to_16bit``: bytes of the same tokens in 16 bit / total_bytes;
             ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
             a layer or made its pages grow (the copies made while encoding a prefill are not included);
-            ``prefill, attention``: as chosen; ``paths``: number of calls by path; ``keys``: the outlier probe;
-            ``mean``: ``pre`` or ``post`` if some layers' keys are held without their mean, else ``none``. Each layer
-            says its own (``mean``) and where it comes from (``mean_from``: params, weights or first tokens).
+            ``prefill, attention``: as chosen; ``unfused``: why not ``fused``, where that was left to ``cache_for``;
+            ``paths``: number of calls by path; ``keys``: the outlier probe; ``mean``: ``pre`` or ``post`` if some
+            layers' keys are held without their mean, else ``none``. Each layer says its own (``mean``) and where it
+            comes from (``mean_from``: params, weights or first tokens).
         """
         self.settle()
         layers = [_layer_report(layer) for layer in self.packed_layers]
@@ -153,6 +157,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "mean": "+".join(sorted({layer["mean"] for layer in layers} - {"none"})) or "none",
             "prefill": self.options["prefill"],
             "attention": self.options["attention"],
+            "unfused": self.unfused,
             "paths": {path: count for path, count in paths.items() if count},
             "compiled": any(layer.compiled for layer in self.packed_layers),
             "keys": probe_report(self.probe) if self.probe else {},
@@ -213,7 +218,7 @@ def cache_for(
     spec: str | KVScheme,
     *,
     prefill: Prefill = "exact",
-    attention: Attention = "decoded",
+    attention: Attention | None = None,
     seed: int = 0,
     params: LayerParams | str | Path | None = None,
     page_tokens: int | None = None,
@@ -230,9 +235,10 @@ def cache_for(
     prefill : {"exact", "decoded"}
         ``exact``: the call that fills the empty cache attends the fresh K and V; every later call attends what is
         stored. ``decoded``: every call attends what is stored, as papers evaluate.
-    attention : {"decoded", "streamed", "fused"}
+    attention : {"decoded", "streamed", "fused"}, optional
         See the module's text. The last two need ``model.set_attn_implementation("kvcodec")``, called after this module
-        is imported.
+        is imported. Default: ``fused`` for a model on a CPU that has been given that attention, if the CPU kernels
+        serve every layer, else ``decoded``; the report's ``unfused`` says why.
     seed : int
         The random constants derive from it and from layer, role and head.
     params : path or mapping, optional
@@ -274,16 +280,16 @@ def cache_for(
 attention='decoded')
     """
     _check_option("prefill", prefill, get_args(Prefill))
-    _check_option("attention", attention, get_args(Attention))
+    if attention is not None:
+        _check_option("attention", attention, get_args(Attention))
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
     action = probe_option(probe)
     scheme = get(spec)
-    if scheme.query_error and attention == "decoded":
-        raise UnsupportedError(
-            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
-            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
-        )
+    asked, unfused = attention, ""
+    if attention is None:
+        unfused = _unfused(model_or_config)
+        attention = "decoded" if unfused else "fused"
     plan = plan_for(model_or_config, attention)
     kv_layers = plan.kv_layers
     schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
@@ -311,7 +317,19 @@ attention='decoded')
         )
         for layer, own in zip(kv_layers, schemes, strict=True)
     ]
-    kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens) if attention == "fused" else None
+    kernels = None
+    if attention == "fused":
+        try:
+            kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
+        except UnsupportedError as error:
+            if asked:
+                raise
+            attention, unfused = "decoded", str(error)
+    if scheme.query_error and attention == "decoded":
+        raise UnsupportedError(
+            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
+            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
+        )
     packed = iter(sites)
     layers: list[Any] = []
     for planned in plan.layers:
@@ -335,9 +353,22 @@ attention='decoded')
             layers[-1].rope = _listening(model_or_config)
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
     made = KVCache(layers, scheme, plan, options, watch)
+    made.unfused = unfused
     if watch is not None:
         watch.undo = made.reset
     return made
+
+
+def _unfused(model_or_config: Any) -> str:
+    """Return why kernels are not tried by default, or ``""`` if they are."""
+    device = getattr(model_or_config, "device", None)
+    if device is None or device.type != "cpu":
+        return "kernels are the default on a CPU only; attention='fused' asks for them"
+    try:
+        plan_for(model_or_config, "fused")
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:

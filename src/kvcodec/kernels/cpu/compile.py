@@ -1,0 +1,88 @@
+"""Compile the CPU kernels, once per instruction set: ``python compile.py``; needs nothing but a C++ compiler.
+
+The build of the package and ``scripts/install`` run this; nothing else does. ``library.py`` loads what it finds here.
+A compiled library holds a digest of its sources, so that one of other sources is neither kept nor loaded.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+X86: dict[str, tuple[str, ...]] = {
+    "portable": ("-march=x86-64",),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+}
+"""Flags by instruction set; the last two are the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later."""
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra")
+QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
+"""GCC takes its own AVX-512 intrinsics for uninitialised."""
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Instruction sets that are compiled for this kind of machine, and their flags."""
+    return X86 if platform.machine().lower() in ("x86_64", "amd64") else {"portable": ()}
+
+
+def file_name(variant: str) -> str:
+    """File name of the library of an instruction set."""
+    return f"libkvcodec_{variant}.so"
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: ``$CXX``, g++ or clang++; None: there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def digest() -> str:
+    """Digest of the sources and flags."""
+    found = hashlib.sha256(repr((FLAGS, variants())).encode())
+    for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:32]
+
+
+def missing(folder: Path = HERE) -> list[str]:
+    """Variants that are not compiled from these sources."""
+    mark = digest().encode()
+    paths = {variant: folder / file_name(variant) for variant in variants()}
+    return [variant for variant, path in paths.items() if not path.exists() or mark not in path.read_bytes()]
+
+
+def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Path]:
+    """Compile the variants that are missing in a folder, with ``more`` flags; returns their files.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no C++ compiler.
+    subprocess.CalledProcessError
+        It failed; its messages are on standard error.
+    """
+    made = []
+    for variant in missing(folder):
+        if (cxx := compiler()) is None:
+            raise FileNotFoundError("the CPU kernels need a C++ compiler: install g++ or clang++, or set CXX.")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / file_name(variant)
+        part = path.with_suffix(f".{os.getpid()}")  # replaced at once: another process may have the old one loaded
+        flags = (*FLAGS, *variants()[variant], *QUIET, *more, f'-DKV_DIGEST="{digest()}"')
+        subprocess.run([cxx, *flags, str(HERE / "attend.cpp"), "-o", str(part)], check=True)
+        part.replace(path)
+        made.append(path)
+    return made
+
+
+if __name__ == "__main__":
+    try:
+        compile_missing()
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        sys.exit(f"{error}\nWithout its CPU kernels kvcodec attends with PyTorch, which is slower.")

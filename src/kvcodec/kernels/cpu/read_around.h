@@ -1,0 +1,85 @@
+// Methods around another one: the sign sketch of a residual (turboquant-qjl, octopus-qjl), and outliers held in fp16.
+#pragma once
+#include "read_chunks.h"
+#include "read_groups.h"
+
+namespace kv {
+
+// in place, times the Hadamard matrix of +1 and -1; whole numbers stay exact
+inline void signed_sums(float* x, int dim) {
+  for (int half = 1; half < dim; half *= 2)
+    for (int i = 0; i < dim; i += 2 * half)
+      for (int j = i; j < i + half; ++j) {
+        const float a = x[j], b = x[j + half];
+        x[j] = a + b, x[j + half] = a - b;
+      }
+}
+
+// Option 6: number of the plane of signs, which the residual's length follows. Tables: the sketch's D signs, then the
+// coefficient, float32, then the stage's tables. row += the residual's estimate
+inline void add_residual(const Rows& r, int t, float* row) {
+  const int place = r.first + t, plane = r.options[6], dim = r.dim;
+  const uint8_t* bits = r.row(plane, place, dim / 8);
+  const float* signs = (const float*)r.tables;
+  const float size = half(r.row(plane + 1, place, 2)) * signs[dim];
+  float x[WIDEST];
+  for (int c = 0; c < dim; ++c) x[c] = bits[c / 8] >> c % 8 & 1 ? 1.0f : -1.0f;
+  signed_sums(x, dim);
+  for (int c = 0; c < dim; ++c) row[c] += x[c] * signs[c] * size;
+}
+
+inline Rows stage_of(const Rows& r) {
+  Rows stage = r;
+  stage.tables += 4 * (r.dim + 1);
+  return stage;
+}
+
+template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
+  const Rows stage = stage_of(r);
+  const float* levels = (const float*)stage.tables + 1;
+  const float root = float_at(stage.tables);
+  for (int t = 0; t < r.count; ++t) {
+    const int place = r.first + t;
+    float* row = r.out + t * r.dim;
+    const uint8_t* codes_row = r.row(0, place, r.dim * BITS / 8);
+    const Table<BITS> table([=](I q) {
+      F x;
+      for (int i = 0; i < LANES; ++i) x[i] = levels[q[i]];
+      return x;
+    });
+    look_up(codes_row, 0, r.dim, table, row);
+    add_residual(r, t, row);
+    const float norm = (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root;
+    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
+  }
+}
+
+inline void unpack_octopus_sketch(const Rows& r) {
+  const Rows stage = stage_of(r);
+  for (int t = 0; t < r.count; ++t) {
+    float* row = r.out + t * r.dim;
+    one_token(stage, t, 1.0f, row);
+    add_residual(r, t, row);
+    const float norm = triplets_norm(stage, t);
+    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
+  }
+}
+
+// Chunks of four channels that are held in fp16 replace what INNER unpacks. Options: 6 number of the plane of flags,
+// which the outliers follow; 7 outliers of a token
+template <Unpack INNER> inline void unpack_outliers(const Rows& r) {
+  INNER(r);
+  const int plane = r.options[6], slots = r.options[7], n = (r.dim + 3) / 4;
+  for (int t = 0; t < r.count; ++t) {
+    const uint8_t* flags = r.row(plane, r.first + t, (n + 7) / 8);
+    const uint8_t* kept = r.row(plane + 1, r.first + t, 8 * slots);
+    int slot = 0;
+    for (int i = 0; i < n; ++i) {
+      if (!(flags[i / 8] >> i % 8 & 1)) continue;
+      const int from = slot < slots ? slot++ : slots - 1;
+      for (int k = 0; k < 4; ++k) r.out[t * r.dim + 4 * i + k] = half(kept + 8 * from + 2 * k);
+    }
+  }
+}
+
+}  // namespace kv

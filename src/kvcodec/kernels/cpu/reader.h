@@ -1,0 +1,30 @@
+// What a reader gets: tokens of one role of one page and head, to be unpacked to float32 in the basis of the codes.
+//
+// A reader is a function `void unpack(const Rows&)` in read_<name>.h; readers.h lists them by name. Its numbers are
+// those of the codec's `decode`, bit by bit where that only looks up, multiplies and adds. It reads the tokens that it
+// is asked for and nothing behind them: other slots hold arbitrary bytes.
+#pragma once
+#include <cstdint>
+
+namespace kv {
+
+constexpr int PLANES = 8, OPTIONS = 8;
+constexpr int TILE = 32;  // most tokens unpacked at a time
+constexpr int WIDEST = 512;  // most channels
+
+struct Rows {
+  const uint8_t* page;    // planes of this head's page
+  const uint8_t* tables;  // the layer's look-up tables for this head, as kernels/<stem>.py made them; or null
+  const int64_t* planes;  // byte of the page at which each plane of the role begins
+  const int32_t* options; // numbers that kernels/<stem>.py chose
+  int dim;                // D, a multiple of 16
+  int first, count;       // places in the page
+  float* out;             // [count, D]
+
+  const uint8_t* plane(int p) const { return page + planes[p]; }
+  const uint8_t* row(int p, int place, int64_t bytes) const { return page + planes[p] + place * bytes; }
+};
+
+using Unpack = void (*)(const Rows&);
+
+}  // namespace kv

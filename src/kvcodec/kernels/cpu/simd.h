@@ -1,0 +1,264 @@
+// Vectors of floats, as wide as the instruction set that this is compiled for: 16 (AVX-512), 8 (AVX2) or 4 lanes
+// (anything else). Compiler vectors do the arithmetic; intrinsics only what compilers do not find by themselves.
+//
+// Nothing is contracted by the compiler (-ffp-contract=off): numbers that readers unpack are the reference's bit by
+// bit, and sums say `fma` where they mean it.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace kv {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t I __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t U __attribute__((vector_size(4 * LANES), may_alias));
+
+inline F splat(float x) { return x - F{}; }
+inline I splat_int(int32_t x) { return x - I{}; }
+inline F load(const float* p) {
+  F x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(float* p, F x) { memcpy(p, &x, sizeof x); }
+inline F choose(I mask, F a, F b) { return (F)(((I)a & mask) | ((I)b & ~mask)); }
+inline F max(F a, F b) { return choose(a > b, a, b); }  // NaN in a gives b
+inline F convert(I x) { return __builtin_convertvector(x, F); }
+
+inline F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// 0, 1, 2, ...
+inline I iota() {
+  I x;
+  for (int i = 0; i < LANES; ++i) x[i] = i;
+  return x;
+}
+
+// -- sums over lanes --------------------------------------------------------------------------------------------------
+
+#if defined(__clang__)
+#define KV_SHUFFLE(a, b, mask) kv::picked(a, b, mask)
+inline F picked(F a, F b, I mask) {
+  F x;
+  for (int i = 0; i < LANES; ++i) x[i] = mask[i] < LANES ? a[mask[i]] : b[mask[i] - LANES];
+  return x;
+}
+#else
+#define KV_SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
+#endif
+
+// Segments of SIZE lanes of a, then of b, each folded to SIZE / 2 lanes whose sum is the segment's.
+template <int SIZE> inline F fold(F a, F b) {
+  I low, high;
+  for (int i = 0; i < LANES; ++i) {
+    const int segment = i / (SIZE / 2), at = segment * SIZE + i % (SIZE / 2);
+    low[i] = at, high[i] = at + SIZE / 2;
+  }
+  return KV_SHUFFLE(a, b, low) + KV_SHUFFLE(a, b, high);
+}
+
+// lane i: the sum of x[i]'s lanes; x has LANES vectors and is overwritten
+template <int SIZE = LANES> inline F sums(F* x) {
+  for (int i = 0; i < SIZE / 2; ++i) x[i] = fold<SIZE>(x[2 * i], x[2 * i + 1]);
+  if constexpr (SIZE > 2) return sums<SIZE / 2>(x);
+  else return x[0];
+}
+
+inline float sum(F x) {
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += x[i];
+  return total;
+}
+inline float largest(F x) {
+  float m = x[0];
+  for (int i = 1; i < LANES; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+// -- functions --------------------------------------------------------------------------------------------------------
+
+// e^x within 2 ulp for x <= 88; 0 below -87
+inline F exp(F x) {
+  const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const F t = fma(x, splat(1.44269504f), magic), n = t - magic;
+  F r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  F p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  const F y = (F)((I)p + ((I)t << 23));
+  return choose(x < splat(-87.0f), F{}, choose(x == x, y, x));
+}
+
+// tanh x within a few ulp
+inline F tanh(F x) {
+  const F size = (F)((I)x & 0x7fffffff), z = x * x;
+  F p = splat(-5.70498872745e-3f);
+  p = fma(p, z, splat(2.06390887954e-2f));
+  p = fma(p, z, splat(-5.37397155531e-2f));
+  p = fma(p, z, splat(1.33314422036e-1f));
+  p = fma(p, z, splat(-3.33332819422e-1f));
+  const F small = fma(p * z, x, x);
+  const F bounded = choose(size > splat(40.0f), splat(40.0f), size);
+  const F large = 1.0f - 2.0f / (exp(bounded + bounded) + 1.0f);
+  return choose(size < splat(0.625f), small, (F)((I)large | ((I)x & (int32_t)0x80000000)));
+}
+
+// -- 16-bit numbers ---------------------------------------------------------------------------------------------------
+
+// LANES unsigned numbers of 8 or 16 bits; compilers convert wide vectors in halves
+template <class T> inline U widen(const void* p) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 1) return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  else return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 1) return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  else return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+  typedef T V __attribute__((vector_size(sizeof(T) * LANES)));
+  V x;
+  memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, U);
+#endif
+}
+
+// LANES fp16 numbers
+inline F load_halves(const void* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  const U h = widen<uint16_t>(p), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
+  const U up = (U)((F)(rest << 13) * splat(0x1p112f));
+  return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
+#endif
+}
+inline float half(const void* p) {
+  uint16_t h;
+  memcpy(&h, p, 2);
+  const uint32_t rest = h & 0x7fffu, shifted = rest << 13, sign = (uint32_t)(h & 0x8000u) << 16;
+  float f;
+  memcpy(&f, &shifted, 4);
+  f *= 0x1p112f;
+  uint32_t up;
+  memcpy(&up, &f, 4);
+  up |= sign | (rest > 0x7bffu ? 0x7f800000u : 0u);
+  memcpy(&f, &up, 4);
+  return f;
+}
+inline float float_at(const void* p) {
+  float f;
+  memcpy(&f, p, 4);
+  return f;
+}
+
+// n fp16 numbers to floats
+inline void halves(const uint8_t* from, int n, float* to) {
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, load_halves(from + 2 * i));
+  for (; i < n; ++i) to[i] = half(from + 2 * i);
+}
+
+// -- codes and look-ups -----------------------------------------------------------------------------------------------
+
+// 2^BITS numbers, BITS at most 4; 16 lanes hold them in one register, 8 lanes in two
+template <int BITS> struct Table {
+  static constexpr int SIZE = 1 << BITS, COUNT = 16 / LANES > 0 ? 16 / LANES : 1;
+  F of[COUNT];
+
+  // entry(i) for a vector of integers i
+  template <class Entry> explicit Table(const Entry& entry) {
+    for (int k = 0; k < COUNT; ++k) of[k] = entry((iota() + splat_int(k * LANES)) & splat_int(SIZE - 1));
+  }
+  // every number times x
+  Table times(F x) const {
+    Table other = *this;
+    for (F& one : other.of) one *= x;
+    return other;
+  }
+  // by the low BITS bits of each lane; bits above them may be anything
+  F operator()(I at) const {
+#if defined(__AVX512F__)
+    return (F)_mm512_permutexvar_ps((__m512i)at, (__m512)of[0]);
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps((__m256)of[0], (__m256i)at);
+    if (BITS < 4) return (F)low;
+    const __m256 high = _mm256_permutevar8x32_ps((__m256)of[1], (__m256i)at);
+    return (F)_mm256_blendv_ps(low, high, (__m256)(at << 28));
+#else
+    float all[16];
+    memcpy(all, of, sizeof all);
+    F x;
+    for (int i = 0; i < LANES; ++i) x[i] = all[at[i] & (SIZE - 1)];
+    return x;
+#endif
+  }
+};
+
+// a little-endian number of 1 to 4 bytes
+template <int BYTES> inline uint32_t load_bytes(const uint8_t* p) {
+  if constexpr (BYTES == 1) return *p;
+  uint16_t two;
+  uint32_t four;
+  if constexpr (BYTES == 4) return memcpy(&four, p, 4), four;
+  memcpy(&two, p, 2);
+  return BYTES == 2 ? two : two | (uint32_t)p[2] << 16;
+}
+
+// LANES codes of a little-endian bit stream (ops/bitpack.py), from code `first`, a multiple of LANES, on; only the low
+// BITS bits of a lane are the code. Reads no byte behind the last code.
+template <int BITS> inline I codes(const uint8_t* row, int first) {
+  static_assert(BITS >= 1 && BITS <= 8, "codes of at most a byte");
+  if constexpr (BITS == 8) return (I)widen<uint8_t>(row + first);
+#if defined(__AVX512F__)
+  if constexpr (BITS == 4) {
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)(row + first / 2)));
+    return (I)_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // a byte's nibbles in the two halves of 64 bits
+  }
+#endif
+  const U places = (U)(iota() * BITS);
+  if constexpr (LANES * BITS <= 32 && LANES * BITS % 8 == 0) {
+    return (I)((U)splat_int((int32_t)load_bytes<LANES * BITS / 8>(row + first * BITS / 8)) >> places);
+  } else if constexpr (LANES == 16 && BITS <= 4) {  // eight codes in either half
+    const uint8_t* p = row + first * BITS / 8;
+    const U low = (U)splat_int((int32_t)load_bytes<BITS>(p)), high = (U)splat_int((int32_t)load_bytes<BITS>(p + BITS));
+    const I in = iota() < splat_int(8);
+    return (I)(((low & (U)in) | (high & (U)~in)) >> (U)(iota() % 8 * BITS));
+  } else {
+    I x;
+    for (int i = 0; i < LANES; ++i) {
+      const int bit = (first + i) * BITS;
+      uint32_t low = row[bit / 8];
+      if (bit % 8 + BITS > 8) low |= (uint32_t)row[bit / 8 + 1] << 8;
+      x[i] = (int32_t)(low >> bit % 8);
+    }
+    return x;
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,119 @@
+"""How the CPU kernels read a codec: a ``CpuReader`` for each role, found by the codec's module.
+
+``kvcodec/kernels/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``: beside the CUDA kernels' ``reader`` it
+defines ``cpu_reader``, a function of (codec, head_dim, role) that returns a ``CpuReader`` or raises
+``UnsupportedError`` with the reason. Bases are as in ``kernels/spec.py``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from kvcodec.codec import ROLES, Codec, Params, Role
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import of_module
+from kvcodec.layout import PageLayout
+
+OPTIONS = 8
+PLANES = 8
+WIDEST = 512
+"""As in reader.h."""
+
+
+@dataclass(frozen=True)
+class CpuReader:
+    """How the CPU kernels read one role.
+
+    Parameters
+    ----------
+    name : str
+        Of a function listed in ``readers.h``.
+    options : tuple of int
+        Up to eight numbers for it.
+    tables : callable, optional
+        Params -> uint8 ``[H or 1, bytes]`` on their device: its look-up tables.
+    factor : str
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
+    order : int
+        Hadamard order; 1 for none.
+    alike : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
+    tables_of : Codec, optional
+        Whose constants the tables follow from, if not the codec's itself.
+    """
+
+    name: str
+    options: tuple[int, ...] = ()
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    factor: str = ""
+    order: int = 1
+    alike: bool = False
+    tables_of: Codec | None = None
+    own: ClassVar[str] = ""
+    divide: ClassVar[bool] = False
+
+    @property
+    def type(self) -> str:
+        """Name of what reads the tables, apart from those of CUDA kernels."""
+        return f"cpu {self.name}"
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has a factor."""
+        return bool(self.factor)
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """Return how keys or values of this codec are read.
+
+    Raises
+    ------
+    UnsupportedError
+        The kernels do not read them; the text says why.
+    """
+    found = of_module(type(codec).__module__, "cpu_reader")
+    if found is None:
+        raise UnsupportedError(f"no CPU kernel reads {codec}")
+    if head_dim % 16 or head_dim > WIDEST:
+        raise UnsupportedError(f"the CPU kernels take a head_dim of 16, 32, ... {WIDEST}, not {head_dim} ({codec})")
+    reader: CpuReader = found(codec, head_dim, role)
+    return reader
+
+
+class CpuSpec(NamedTuple):
+    """How the pages of two codecs are read.
+
+    Parameters
+    ----------
+    key, value : CpuReader
+    page : PageLayout
+    """
+
+    key: CpuReader
+    value: CpuReader
+    page: PageLayout
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a token."""
+        return self.page.key.head_dim
+
+    def offsets(self, role: Role) -> list[int]:
+        """Byte of a page at which each plane of a role begins."""
+        return [plane.offset for plane in self.page.planes if plane.role == role]
+
+
+@lru_cache(maxsize=256)  # called for every layer of every cache
+def cpu_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> CpuSpec:
+    """Return how the pages of two codecs are read.
+
+    Raises
+    ------
+    UnsupportedError
+        The kernels do not read them; the text says why.
+    """
+    k, v = (cpu_reader(codec, head_dim, role) for codec, role in zip((key, value), ROLES, strict=True))
+    return CpuSpec(k, v, PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens))

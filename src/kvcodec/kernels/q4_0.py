@@ -1,0 +1,11 @@
+"""CPU kernels of ``q4_0``; no CUDA kernel reads it."""
+
+from kvcodec.codec import Codec, Role
+from kvcodec.codecs.q4_0 import Q40
+from kvcodec.kernels.cpu.spec import CpuReader
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Q40)
+    return CpuReader("q4_0", order=codec.order_for(head_dim))
