@@ -100,6 +100,11 @@ class Codec(ABC):
         return 1
 
     @property
+    def wants_mean(self) -> bool:
+        """Whether ``mean=auto`` takes the mean from every layer's keys, whatever the model's biases."""
+        return False
+
+    @property
     def needs_queries(self) -> bool:
         """Whether the constants need the model's queries: only ``calibrate`` has them, a prefill does not."""
         return False

@@ -441,6 +441,8 @@ def decided(
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
         if own.mean == "auto":
             keys = (given or {}).get(layer.index, {}).get("key")
+            if own.key.wants_mean:
+                mean = "pre"
             if keys:
                 mean = "pre" if MEAN in keys else "none"
             elif mean == "pre" and not _is_followed(model_or_config, layer):
