@@ -100,8 +100,8 @@ class Codec(ABC):
         return 1
 
     @property
-    def wants_mean(self) -> bool:
-        """Whether ``mean=auto`` takes the mean from every layer's keys, whatever the model's biases."""
+    def without_mean(self) -> bool:
+        """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases break it."""
         return False
 
     @property

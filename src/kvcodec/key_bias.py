@@ -289,7 +289,7 @@ class KeyBiases:
     ) -> Mean:
         if mean != "auto":
             return mean
-        if not any(error.broken for error in self._errors(codec, "none", members, params)):
+        if not codec.without_mean and not any(e.broken for e in self._errors(codec, "none", members, params)):
             return "none"
         return "pre" if self.turned else "post"
 

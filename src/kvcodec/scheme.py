@@ -40,8 +40,8 @@ class KVScheme:
         ``pre``: the mean of a head's keys before RoPE is subtracted from them before they are encoded and added again
         when they are decoded, turned as RoPE turns it at the token's position. ``post``: the same with the mean after
         RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: where a model's key biases
-        would break the codec ``pre``, elsewhere ``none``; decided when a cache is made for a model, ``none`` without
-        one. Keys held dense keep their mean.
+        would break the codec, or the codec asks for it (``Codec.without_mean``), ``pre``, elsewhere ``none``; decided
+        when a cache is made for a model, ``none`` without one. Keys held dense keep their mean.
     spec : str
         The canonical spec this scheme came from; empty for one built by hand. Not part of equality.
     """

@@ -275,7 +275,7 @@ class Ghost(Codec):
         return True
 
     @property
-    def wants_mean(self) -> bool:
+    def without_mean(self) -> bool:
         """The ghost term is part of the method."""
         return True
 

@@ -59,6 +59,11 @@ class Wrapper(Codec):
         return self.inner.fit_tokens
 
     @property
+    def without_mean(self) -> bool:
+        """The inner codec's."""
+        return self.inner.without_mean
+
+    @property
     def needs_queries(self) -> bool:
         """The inner codec's."""
         return self.inner.needs_queries

@@ -25,8 +25,9 @@ from kvcodec_lab.eval import fidelity, generation, perplexity
 from kvcodec_lab.eval.fidelity import Fidelity
 from kvcodec_lab.eval.generation import Generation
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, Quality, WindowScore
-from kvcodec_lab.eval.rows import Row, versions
+from kvcodec_lab.eval.rows import Row
 from kvcodec_lab.models import LoadedModel
+from kvcodec_lab.stamp import versions
 
 
 @dataclass
@@ -249,7 +250,7 @@ class _Comparison:
             if first:
                 run.notes += dict.fromkeys(str(w.message) for w in caught)
                 run.report = cache.report()
-                if records:
+                if records and run.report["mean"] == "none":  # bare tensors have no mean to add
                     run.errors = fidelity.attention_error(records, exact, run.scheme, seed=s.seed, params=run.params)
             run.scores.append(score)
             del logits, cache

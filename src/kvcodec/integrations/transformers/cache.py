@@ -24,7 +24,7 @@ from typing import Any, get_args
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.device import DeviceCache, mean_refusal
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import MEAN, KeyMean, LayerSite, codec_params
@@ -300,24 +300,25 @@ attention='decoded')
         for layer, own in zip(kv_layers, schemes, strict=True)
     ]
     arrivals = Arrivals(len(kv_layers), watch)
-    kernels = _kernels(plan, schemes, model_or_config, max_len, page_tokens) if attention == "fused" else None
-    packed = iter(zip(kv_layers, schemes, strict=True))
+    sites = [
+        LayerSite(
+            own if layer.window is None else replace(own, sink=0),
+            layer.index,
+            seed,
+            given.get(layer.index),
+            mean=means.get(layer.index),
+            most=None if layer.window is None else layer.window - 1,
+        )
+        for layer, own in zip(kv_layers, schemes, strict=True)
+    ]
+    kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens) if attention == "fused" else None
+    packed = iter(sites)
     layers: list[Any] = []
     for planned in plan.layers:
         if not planned.holds_kv:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
             continue
-        _, layer_scheme = next(packed)
-        if planned.window is not None:
-            layer_scheme = replace(layer_scheme, sink=0)
-        site = LayerSite(
-            layer_scheme,
-            planned.index,
-            seed,
-            given.get(planned.index),
-            mean=means.get(planned.index),
-            most=None if planned.window is None else planned.window - 1,
-        )
+        site = next(packed)
         cache: LayerCache
         if kernels is None:
             cache = LayerCache(site, page_tokens=page_tokens, capacity=max_len or 0)
@@ -431,7 +432,7 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
 def decided(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
 ) -> list[KVScheme]:
-    """Schemes of the model's KV layers, with ``mean=auto`` decided: by the constants given, else by the key biases."""
+    """Schemes of the model's KV layers; constants given, the codec or the key biases decide ``mean=auto``."""
     schemes = [scheme.for_layer(i, len(plan.kv_layers)) for i in range(len(plan.kv_layers))]
     if all(own.mean != "auto" for own in schemes):
         return schemes
@@ -445,7 +446,9 @@ def decided(
                 mean = "pre"
             if keys:
                 mean = "pre" if MEAN in keys else "none"
-            elif mean == "pre" and not _is_followed(model_or_config, layer):
+            elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
+                mean = "pre"
+            if not keys and mean == "pre" and not _is_followed(model_or_config, layer):
                 mean = "post"
             own = replace(own, mean="none" if mean == "auto" else mean)
         found.append(own)
@@ -559,7 +562,7 @@ def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int
 
 
 def _kernels(
-    plan: ModelPlan, schemes: Sequence[KVScheme], model_or_config: Any, max_len: int | None, page_tokens: int | None
+    plan: ModelPlan, sites: Sequence[LayerSite], model_or_config: Any, max_len: int | None, page_tokens: int | None
 ) -> Kernels:
     """Choose the kernels of a model's layers.
 
@@ -571,11 +574,13 @@ def _kernels(
     """
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
-    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
+    for layer, site in zip(plan.kv_layers, sites, strict=True):
+        if why := mean_refusal(site):
+            raise UnsupportedError(f"{plan.name}, layer {layer.index}: {site.scheme} {why}")
         if device is None or layer.head_dim is None:
             continue
         try:
-            kernels.serve(scheme, layer.head_dim, dtype or torch.float16, device)
+            kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device)
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
