@@ -442,8 +442,6 @@ def decided(
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
         if own.mean == "auto":
             keys = (given or {}).get(layer.index, {}).get("key")
-            if own.key.wants_mean:
-                mean = "pre"
             if keys:
                 mean = "pre" if MEAN in keys else "none"
             elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
