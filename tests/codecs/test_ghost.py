@@ -176,7 +176,8 @@ def test_tokens_unlike_all_others_do_not_count(paired):
     x = normal(1, 2, 250, 64, seed=1)
     odd = torch.cat([40 * normal(1, 2, 1, 64, seed=2), x], 2)
     odd[:, 1, 100] *= 40
-    mean, variance = usual(odd, paired=paired)
+    mean, variance, kept = usual(odd, paired=paired)
+    assert kept.sum((2, 3)).tolist() == [[250, 249]]
     for head, own in ((0, x[:, :1]), (1, torch.cat([x[:, 1:, :99], x[:, 1:, 100:]], 2))):
         wanted = usual(own, paired=paired)
         torch.testing.assert_close(mean[:, head : head + 1], wanted[0])
@@ -321,6 +322,51 @@ def test_a_token_of_zeros_is_the_mean_itself_and_a_tie_takes_the_lower_level():
     assert torch.equal(codec.decode(codec.encode(at_mean, values), values), at_mean)
 
 
+# -- klt ---------------------------------------------------------------------------------------------------------------
+
+
+def mixed(tokens, dim, seed):
+    """Rows whose channels are correlated: uneven ones behind a random matrix."""
+    return uneven(2, tokens, dim, seed=seed) @ torch.linalg.qr(normal(dim, dim, seed=77)).Q
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_uncorrelated_channels_keep_scores_and_come_back(role, dim):
+    codec, x, q = Ghost(3, "klt"), mixed(40, dim, 1), normal(1, 2, 9, dim, seed=2)
+    params = codec.calibrate(site(role, 2, dim), mixed(900, dim, 3), normal(1, 6, 900, dim, seed=4))
+    code = codec.to_code(x, params)
+    torch.testing.assert_close(codec.from_code(code, params), x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(codec.query_to_code(q, params) @ code.mT, q @ x.mT, rtol=1e-4, atol=2e-3)
+    assert torch.equal(codec.to_code(x[:, :, 7:8], params), code[:, :, 7:8])
+    assert float(params["weight"].diff(dim=-1).max()) <= 0
+    assert [4 * sum(w) + 4 for w in params["widths"][0].tolist()] == [3 * dim] * 2
+
+
+def test_uncorrelated_channels_lose_less_where_channels_are_correlated():
+    keys, queries = mixed(900, 64, 1), mixed(900, 64, 2)
+
+    def loss(codec):
+        params = codec.calibrate(site(), keys, queries)
+        return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
+
+    assert loss(Ghost(3, "klt")) < 0.5 * loss(Ghost(3))
+
+
+def test_scaling_a_pair_of_keys_and_its_queries_alike_changes_no_code():
+    keys, queries, scale = mixed(900, 64, 1), mixed(900, 64, 2), torch.ones(64)
+    scale[[5, 37]] = 64.0
+    for transform in ("channels", "klt"):
+        codec = Ghost(3, transform)
+        plain, loud = codec.calibrate(site(), keys, queries), codec.calibrate(site(), keys * scale, queries / scale)
+        assert torch.equal(plain["widths"], loud["widths"])
+        lost = [
+            float((queries / s @ (roundtrip(codec, keys * s, p) - keys * s).mT).square().mean())
+            for s, p in ((torch.ones(64), plain), (scale, loud))
+        ]
+        assert lost[1] == pytest.approx(lost[0], rel=0.02)
+
+
 # -- what it is good for -----------------------------------------------------------------------------------------------
 
 
@@ -373,6 +419,10 @@ def test_a_fit_on_a_model_is_saved_with_the_mean_and_used(tmp_path):
 def test_what_does_not_exist_is_refused():
     with pytest.raises(SpecError, match=r"ghost: bits=6 is not allowed; use 2, 2\.5, 3"):
         Ghost(6)
+    with pytest.raises(SpecError, match="ghost: transform='dct' is not allowed; use channels or klt"):
+        Ghost(3, "dct")
+    with pytest.raises(FitError, match="ghost: transform=klt is fitted with the model's queries"):
+        Ghost(3, "klt").fit(site(), normal(1, 2, 256, 64))
     with pytest.raises(ShapeError, match="ghost: head_dim=80 at 3 bits does not fill four streams of whole bytes"):
         Ghost(3).layout(80)
     assert Ghost(4).layout(80).effective_bits == 4

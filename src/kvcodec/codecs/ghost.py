@@ -38,6 +38,12 @@ Block (one token of one head)::
                              A unit is the largest of 4, 2, 1 bytes that divides a stream; the row is unit 0 of streams
                              0, 1, 2, 3, then unit 1, and so on
 
+``transform=klt`` encodes uncorrelated channels instead, for a product with a [D, D] matrix per token. S is the
+covariance of the keys (values), H = E q q^T (values: I), both moved by 0.3 to their diagonals, H with a ridge of 0.1 of
+the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes nothing::
+
+    H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
+
 No norm, no zero point, no padding: the printed bits are the bytes, for every head and width. Bits: b; b = 3, D = 128:
 48 bytes, 3.0. The order of channels is free, as queries follow it. Since the four channels of a quad share a width, all
 streams have the same shifts: the four lanes that hold a row in a tensor-core fragment run one program over words of
@@ -45,10 +51,11 @@ their own, and on a CPU a vector of four words does. Widths fall along a stream.
 
 Constants: ``order [1, H, D]`` int16, the channels as sorted; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
 float32, v f over the head's largest, in that order; ``widths [1, H, D/4]`` uint8; of values ``centre [1, H, D]``
-float32, m / sqrt(v) in that order. `kvcodec fit` makes them from keys, values and queries (f: the queries' energies).
-Without its file each sequence's first 256 tokens do, and the leading dimension is B: the cache keeps tokens dense until
-as many have come, so that no byte is written twice. No query is at hand there, and f of keys is sqrt(v): where keys are
-loud, queries often are.
+float32, m / sqrt(v) in that order. klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns
+of ``matrix`` have length 1 and are multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys,
+values and queries (f: the queries' energies). Without its file each sequence's first 256 tokens do, and the leading
+dimension is B: the cache keeps tokens dense until as many have come, so that no byte is written twice. No query is at
+hand there, and f of keys is sqrt(v): where keys are loud, queries often are.
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
 head's mean over n tokens: what a few tokens do not show may be loud later.
@@ -67,6 +74,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -75,10 +83,12 @@ from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, unpack
+from kvcodec.ops.exact import cut_rotation, rotate_exactly
 from kvcodec.ops.sums import sum_by_halves, token_chunks
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
+Transform = Literal["channels", "klt"]
 ALLOWED = (2, 2.5, 3, 3.5, 4, 4.5, 5)
 LANES = 4
 """Streams of a row, and channels that share a width."""
@@ -106,6 +116,8 @@ FIT_TOKENS = 256
 TRIM = 6.0
 """Mean of x^2/v from which a token does not count in the constants."""
 ROUNDS = 2
+SHRINK, RIDGE = 0.3, 0.1
+"""Of the KLT: how far moments are moved to their diagonals, and the least share of a channel in the cost."""
 SMALLEST = 2.0**-24
 """Smallest sqrt(v): fp16's smallest step."""
 
@@ -149,8 +161,8 @@ def allot(weights: Sequence[float], total: int) -> list[int]:
     return widths
 
 
-def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel, without the tokens that are unlike all others.
+def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of each channel without the tokens that are unlike all others, and which tokens are left.
 
     Parameters
     ----------
@@ -160,12 +172,14 @@ def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
 
     Returns
     -------
-    (Tensor, Tensor) float64 ``[B, H, D]``
-        The variance is at least 1/n of the head's mean; 1 where that is 0.
+    (Tensor, Tensor, Tensor) float64
+        Mean and variance ``[B, H, D]``; the variance is at least 1/n of the head's mean, 1 where that is 0. The tokens:
+        ``[B, H, N, 1]``, 1 or 0.
     """
     wide = x.double()
     kept = torch.ones_like(wide[..., :1])
     for turn in range(ROUNDS + 1):
+        used = kept
         count = sum_by_halves(kept, 2).clamp_min(1)
         mean = torch.zeros_like(wide[:, :, :1]) if paired else sum_by_halves(wide * kept, 2) / count
         squares = (wide - mean).square()
@@ -176,13 +190,42 @@ def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
         variance = torch.where(level > 0, torch.maximum(variance, level / count), 1.0)
         if turn < ROUNDS:
             kept = (sum_by_halves(squares / variance) <= TRIM * x.shape[-1]).double()
-    return mean.squeeze(2), variance.squeeze(2)
+    return mean.squeeze(2), variance.squeeze(2), used
 
 
 def _over_pairs(x: Tensor) -> Tensor:
     """Mean of channels p and p + D/2, for both."""
     low, high = x.unflatten(-1, (2, -1)).unbind(-2)
     return torch.cat([low + high, low + high], -1) / 2
+
+
+def shrunk(moment: Tensor) -> Tensor:
+    """(1 - SHRINK) M + SHRINK diag M of moments ``[..., D, D]``: what few tokens tell of the rest is noise."""
+    return (1 - SHRINK) * moment + SHRINK * torch.diag_embed(moment.diagonal(dim1=-2, dim2=-1))
+
+
+def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    """Basis in which the channels of a head are uncorrelated and errors cost alike.
+
+    Parameters
+    ----------
+    covariance, asked : Tensor float64 ``[D, D]``
+        S of keys or values, H of what multiplies them; both positive semidefinite.
+
+    Returns
+    -------
+    (Tensor, Tensor) float64
+        E^T ``[D, D]``: x E^T has channels of variance 1. L ``[D]``, falling: what an error of one channel costs.
+    """
+    s, h = shrunk(covariance), shrunk(asked)
+    sizes = s.diagonal().clamp_min(SMALLEST**2)
+    h = h + torch.diag(RIDGE * (sizes * h.diagonal()).mean() / sizes)
+    values, vectors = torch.linalg.eigh(h)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    cost, basis = torch.linalg.eigh(root @ s @ root)
+    cost = cost.flip(0)
+    cost = cost.clamp_min(float(cost[0]) * SMALLEST)
+    return (root @ basis.flip(1)) / cost.sqrt(), cost
 
 
 def pair_energy(queries: Tensor, heads: int) -> Tensor:
@@ -255,6 +298,8 @@ class Ghost(Codec):
     ----------
     bits : float
         b, 2 to 5 by halves: bits of a channel on average, the scale included.
+    transform : {"channels", "klt"}
+        Channels as they are, or uncorrelated ones.
 
     Examples
     --------
@@ -263,9 +308,12 @@ class Ghost(Codec):
     """
 
     bits: float = 3
+    transform: Transform = "channels"
 
     def __post_init__(self) -> None:
-        """Refuse widths that do not exist."""
+        """Refuse options that do not exist."""
+        if self.transform not in get_args(Transform):
+            raise SpecError(f"ghost: transform={self.transform!r} is not allowed; use channels or klt.")
         if self.bits not in ALLOWED:
             raise SpecError(f"ghost: bits={self.bits} is not allowed; use {', '.join(map(str, ALLOWED))}.")
 
@@ -273,6 +321,11 @@ class Ghost(Codec):
     def needs_sample(self) -> bool:
         """Sizes and widths are fitted."""
         return True
+
+    @property
+    def needs_queries(self) -> bool:
+        """A prefill does not tell a basis: it has no queries, and too few tokens."""
+        return self.transform == "klt"
 
     @property
     def without_mean(self) -> bool:
@@ -314,12 +367,17 @@ class Ghost(Codec):
         FitError
             If there is no sample.
         """
+        if self.transform == "klt":
+            raise FitError(
+                "ghost: transform=klt is fitted with the model's queries, which a prefill does not show; run "
+                '`kvcodec fit MODEL "ghost-3:transform=klt" --text FILE -o PARAMS` (with your spec) and pass params.'
+            )
         if sample is None:
             raise FitError(
                 "ghost needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to "
                 "fit, or run `kvcodec fit MODEL ghost-3 --text FILE -o PARAMS` (with your spec) and pass params."
             )
-        mean, variance = usual(sample[:, :, :FIT_TOKENS], paired=site.role == "key")
+        mean, variance, _ = usual(sample[:, :, :FIT_TOKENS], paired=site.role == "key")
         asked = torch.ones_like(variance)
         if site.role == "key":
             asked = variance.sqrt() if energy is None else _over_pairs(energy.double()).expand_as(variance)
@@ -339,7 +397,10 @@ class Ghost(Codec):
                     f"ghost: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
                     f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
                 )
-        mean, variance = usual(sample.transpose(0, 1).flatten(1, 2)[None], paired=site.role == "key")
+        rows = sample.transpose(0, 1).flatten(1, 2)[None]
+        mean, variance, kept = usual(rows, paired=site.role == "key")
+        if self.transform == "klt":
+            return self._bases(site, mean, (rows.double() - mean.unsqueeze(2)) * kept, kept.sum(2), queries)
         asked = pair_energy(queries, site.num_heads) if site.role == "key" else torch.ones_like(variance)
         return self._constants(site, mean, variance, asked)
 
@@ -348,30 +409,57 @@ class Ghost(Codec):
         size = variance.sqrt().clamp_min(SMALLEST)
         ranked = (size * size * asked).sort(dim=-1, descending=True, stable=True)
         cost, order = ranked.values, ranked.indices
+        params = {"order": order.to(torch.int16), "factor": (1 / size).gather(-1, order).float()}
+        if site.role == "value":
+            params["centre"] = (mean / size).gather(-1, order).float()
+        return self._with_widths(site, params, cost)
+
+    def _bases(self, site: Site, mean: Tensor, rows: Tensor, count: Tensor, queries: Tensor) -> Params:
+        """Constants of the KLT, from rows without their mean ``[1, H, N, D]``, ``count`` of which are not zeroed."""
+        covariance = (rows.mT @ rows / count.unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors, whatever the device
+        asked = torch.eye(site.head_dim, dtype=torch.float64).expand_as(covariance)
+        if site.role == "key":
+            own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).double().cpu()
+            asked = own.mT @ own / own.shape[1]
+        found = [klt(s, h) for s, h in zip(covariance, asked, strict=True)]
+        turn, cost = torch.stack([matrix for matrix, _ in found]), torch.stack([cost for _, cost in found])
+        length = turn.norm(dim=1, keepdim=True)
+        matrix = cut_rotation(turn / length)
+        params = {
+            "matrix": matrix[None],
+            "inverse": torch.linalg.inv(matrix.double()).float()[None],
+            "factor": length.squeeze(1).float()[None],
+        }
+        if site.role == "value":
+            params["centre"] = (mean.cpu().unsqueeze(2) @ turn).squeeze(2).float()
+        return self._with_widths(site, params, cost[None])
+
+    def _with_widths(self, site: Site, params: dict[str, Tensor], cost: Tensor) -> Params:
+        """Add what follows from the costs v f, falling ``[B, H, D]``."""
         quads = sum_by_halves(cost.unflatten(-1, (-1, LANES))).squeeze(-1)
         total = 8 * _stream_bytes(site.head_dim, self.bits) - 1
         widths = torch.tensor([[allot(head, total) for head in heads] for heads in quads.tolist()])
-        params = {
-            "order": order.to(torch.int16),
-            "factor": (1 / size).gather(-1, order).float(),
-            "weight": torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float(),
-            "widths": widths.to(torch.uint8),
-        }
-        if site.role == "value":
-            params["centre"] = (mean / size).gather(-1, order).float()
+        params["weight"] = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float()
+        params["widths"] = widths.to(torch.uint8)
         return {name: value.to(site.device) for name, value in params.items()}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Channels as sorted, each over its size."""
+        """Channels as sorted, or uncorrelated ones; each over its size."""
+        if self.transform == "klt":
+            return rotate_exactly(x, params["matrix"][0]) * params["factor"].unsqueeze(2)
         return self._ordered(x, params).float() * params["factor"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """Channels as sorted, each times its size."""
+        """The dual: each channel times its size."""
+        if self.transform == "klt":
+            return (q.double() @ params["inverse"].double().mT).float() / params["factor"].unsqueeze(2)
         return self._ordered(q, params).float() / params["factor"].unsqueeze(2)
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Each channel times its size, in the model's order."""
+        """Each channel times its size, in the model's basis."""
         channels = x / params["factor"].unsqueeze(2)
+        if self.transform == "klt":
+            return (channels.double() @ params["inverse"].double()).float()
         return torch.empty_like(channels).scatter_(-1, _spread(params["order"].long(), x), channels)
 
     def _ordered(self, x: Tensor, params: Params) -> Tensor:
@@ -434,17 +522,19 @@ class Ghost(Codec):
     source="kvcodec: docs/ghost.md",
     presets=("ghost-4", "ghost-3", "ghost-2"),
 )
-def ghost(bits: int | float = 3, window: int = 0, sink: int = 4) -> KVScheme:
+def ghost(bits: int | float = 3, transform: Transform = "channels", window: int = 0, sink: int = 4) -> KVScheme:
     """Keys without their mean before RoPE, values without theirs; channels get bits by what their errors cost.
 
     Parameters
     ----------
     bits : int or float
         2, 2.5, 3, 3.5, 4, 4.5 or 5: bits of a channel on average, everything counted.
+    transform : {"channels", "klt"}
+        klt: uncorrelated channels; a product with a [D, D] matrix, from a file of `kvcodec fit`.
     window : int
         Newest tokens kept dense.
     sink : int
         First tokens that stay in 16 bit for ever.
     """
-    codec = Ghost(bits)
+    codec = Ghost(bits, transform)
     return KVScheme(key=codec, value=codec, sink=sink, window=window)
