@@ -151,7 +151,7 @@ def test_constants_of_a_prefill_are_each_sequences_own_and_of_its_first_tokens()
 def test_energies_of_the_queries_replace_those_that_keys_suggest():
     keys, queries = uneven(2, 256, 64, seed=1), uneven(6, 256, 64, seed=2)
     energy = queries.unflatten(1, (2, 3)).double().square().mean((0, 2, 3))[None]
-    told, text = Ghost(3).fit(site(), keys, energy), Ghost(3).calibrate(site(), keys, queries)
+    told, text = Ghost(3).fit_with(site(), keys, energy), Ghost(3).calibrate(site(), keys, queries)
     assert all(torch.equal(told[n], text[n]) for n in ("order", "widths", "factor"))
     torch.testing.assert_close(told["weight"], text["weight"])
     assert not torch.equal(told["order"], Ghost(3).fit(site(), keys)["order"])

@@ -346,15 +346,8 @@ class Ghost(Codec):
             )
         return Layout(head_dim, 1, (Field("codes", "uint8", (int(head_dim * self.bits) // 8,)),), self.bits)
 
-    def fit(self, site: Site, sample: Tensor | None = None, energy: Tensor | None = None) -> Params:
-        """Fit each sequence of the sample on its own, on its first 256 tokens.
-
-        Parameters
-        ----------
-        site : Site
-        sample : Tensor ``[B, H, N, D]``
-        energy : Tensor ``[1 or B, H, D]``, optional
-            Mean squares of the queries of each KV head, where they are known; else f of keys is sqrt(v).
+    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+        """Fit each sequence of the sample on its own, on its first 256 tokens; f of keys is sqrt(v).
 
         Returns
         -------
@@ -365,8 +358,15 @@ class Ghost(Codec):
         Raises
         ------
         FitError
-            If there is no sample.
+            If there is no sample, or a basis is to be fitted.
         """
+        return self._fit(site, sample, None)
+
+    def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
+        """As ``fit``; f of keys is the queries' energy over each RoPE pair."""
+        return self._fit(site, sample, energy)
+
+    def _fit(self, site: Site, sample: Tensor | None, energy: Tensor | None) -> Params:
         if self.transform == "klt":
             raise FitError(
                 "ghost: transform=klt is fitted with the model's queries, which a prefill does not show; run "
