@@ -55,10 +55,15 @@ float32, m / sqrt(v) in that order. klt: ``matrix`` and ``inverse [1, H, D, D]``
 of ``matrix`` have length 1 and are multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys,
 values and queries (f: the queries' energies). Without its file each sequence's first 256 tokens do, and the leading
 dimension is B: the cache keeps tokens dense until as many have come, so that no byte is written twice. No query is at
-hand there, and f of keys is sqrt(v): where keys are loud, queries often are.
+hand there: f of keys comes from the weights where they add a bias to keys (queries of random states), else f is
+sqrt(v), since where keys are loud, queries often are.
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
 head's mean over n tokens: what a few tokens do not show may be loud later.
+
+Deviations from the paper
+1. There is none: the method is ours. Known parts are reverse water-filling (Cover and Thomas, Sec. 10.3.3), Lloyd's and
+   Max's conditions, and bits that differ by RoPE pair (Block-GTQ, arXiv:2606.24033; see ``rope_pairs``).
 
 Pitfalls: the first tokens must stay dense (``sink=4``): a sink's key is unlike all others and many scores hang on it.
 The largest scale is 4.8 times the usual one; a token beyond comes back cut. Scale number 0 gives the mean itself, for
