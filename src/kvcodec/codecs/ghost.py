@@ -39,7 +39,7 @@ Block (one token of one head)::
                              0, 1, 2, 3, then unit 1, and so on
 
 ``transform=klt`` encodes uncorrelated channels instead, for a product with a [D, D] matrix per token. S is the
-covariance of the keys (values), H = E q q^T (values: I), both moved by 0.3 to their diagonals, H with a ridge of 0.1 of
+covariance of the keys (values), H = E q q^T (values: I), both moved by half to their diagonals, H with a ridge of 0.1 of
 the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes nothing::
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
@@ -121,7 +121,7 @@ FIT_TOKENS = 256
 TRIM = 6.0
 """Mean of x^2/v from which a token does not count in the constants."""
 ROUNDS = 2
-SHRINK, RIDGE = 0.3, 0.1
+SHRINK, RIDGE = 0.5, 0.1
 """Of the KLT: how far moments are moved to their diagonals, and the least share of a channel in the cost."""
 SMALLEST = 2.0**-24
 """Smallest sqrt(v): fp16's smallest step."""
