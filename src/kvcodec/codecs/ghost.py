@@ -39,8 +39,8 @@ Block (one token of one head)::
                              0, 1, 2, 3, then unit 1, and so on
 
 ``transform=klt`` encodes uncorrelated channels instead, for a product with a [D, D] matrix per token. S is the
-covariance of the keys (values), H = E q q^T (values: I), both moved by half to their diagonals, H with a ridge of 0.1 of
-the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes nothing::
+covariance of the keys (values), H = E q q^T (values: I), both moved by half to their diagonals, H with a ridge of 0.1
+of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes nothing::
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
