@@ -139,6 +139,18 @@ class Codec(ABC):
         """Return the site's constants. ``sample`` is ``[B, H, N, D]`` in the model basis, or None."""
         return {}
 
+    def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
+        """Return what ``fit`` does, knowing how loud queries are; by default that is left aside.
+
+        Parameters
+        ----------
+        site : Site
+        sample : Tensor ``[B, H, N, D]``
+        energy : Tensor ``[1 or B, H, D]``
+            Mean squares of the channels of each KV head's queries, before or after RoPE.
+        """
+        return self.fit(site, sample)
+
     def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
         """Return the site's constants from a model run over a text (``kvcodec fit``); by default what ``fit`` gives.
 

@@ -181,12 +181,19 @@ def test_extreme_inputs_stay_finite_and_close(spec, kind):
             x = row_block(kind, (1, 2, 2 * codec.block_tokens, dim), seed=4)
             y = roundtrip(codec, x, params)
             assert bool(y.isfinite().all()), f"{role} D={dim}"
+            noise = fitted_noise(codec, params, dim)
             if kind == "zero":
-                assert not y.any(), f"{role} D={dim}: zeros came back as {float(y.abs().max())}"
+                assert float(y.abs().max()) <= noise, f"{role} D={dim}: zeros came back as {float(y.abs().max())}"
             elif kind != "subnormal":
                 assert relative_mse(x, y) < 1.0, f"{role} D={dim}: worse than storing nothing"
             else:
-                assert float((x - y).abs().max()) <= 2.0**-14, f"{role} D={dim}"
+                assert float((x - y).abs().max()) <= max(2.0**-14, noise), f"{role} D={dim}"
+
+
+def fitted_noise(codec, params, dim) -> float:
+    """How far off a token near zero may be: 0, or four times the error on its sample of a codec fitted on one."""
+    x = gaussian(1, 2, 256, dim, seed=99).float()
+    return 4 * relative_mse(x, roundtrip(codec, x, params)) ** 0.5 if codec.needs_sample else 0.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])

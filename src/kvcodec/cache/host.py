@@ -278,7 +278,10 @@ class LayerCache:
             if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
                 sample = sample.float() - removed
         if state.params is None:
-            state.params = state.codec.fit(state.site, sample)
+            if state.role == "key" and self.site.energy is not None:
+                state.params = state.codec.fit_with(state.site, sample, self.site.energy.to(sample.device))
+            else:
+                state.params = state.codec.fit(state.site, sample)
 
     def _append_role(self, state: RoleState, x: Tensor, waits: bool = False) -> None:
         assert self.store is not None

@@ -125,6 +125,8 @@ class LayerSite:
         the fitted one or that of the first tokens. A scheme with ``mean=auto`` has none here.
     most : int, optional
         Tokens that the layer ever holds at once (a sliding window); constants are fitted on no more.
+    energy : Tensor, optional
+        Mean squares of the queries of each KV head, ``[1, H, D]``, where the weights tell them: for ``Codec.fit_with``.
 
     Raises
     ------
@@ -141,6 +143,7 @@ class LayerSite:
         first_head: int = 0,
         mean: KeyMean | None = None,
         most: int | None = None,
+        energy: Tensor | None = None,
     ) -> None:
         self.fitted = fitted or {}
         if scheme.mean == "auto":
@@ -154,7 +157,7 @@ class LayerSite:
             given = self.fitted.get("key", {}).get(MEAN)
             mean = KeyMean("post", given=given, source="first tokens" if given is None else "params")
         self.scheme, self.layer, self.seed, self.first_head, self.mean = scheme, layer, seed, first_head, mean
-        self.most = most
+        self.most, self.energy = most, energy
 
     def roles(
         self, heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device

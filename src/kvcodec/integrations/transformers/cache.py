@@ -301,6 +301,7 @@ attention='decoded')
     scheme = scheme.with_means([own.mean for own in schemes])
     watch = _watch(model_or_config, plan, scheme, given, action, attention)
     means = _means(model_or_config, plan, schemes, given)
+    energies = _energies(model_or_config, plan, schemes, given)
     schemes = [
         own if layer.index in means else replace(own, mean="none")
         for layer, own in zip(kv_layers, schemes, strict=True)
@@ -314,6 +315,7 @@ attention='decoded')
             given.get(layer.index),
             mean=means.get(layer.index),
             most=None if layer.window is None else layer.window - 1,
+            energy=energies.get(layer.index),
         )
         for layer, own in zip(kv_layers, schemes, strict=True)
     ]
@@ -520,6 +522,20 @@ def _means(
         elif layer.index in biases.layers:
             means[layer.index] = KeyMean("pre", rotary, biases.layers[layer.index].mean[None], "weights")
     return means
+
+
+def _energies(
+    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
+) -> dict[int, torch.Tensor]:
+    """Energies of the queries by layer, where the weights add a bias and key constants wait for the first tokens."""
+    waiting = [
+        layer.index
+        for layer, own in zip(plan.kv_layers, schemes, strict=True)
+        if own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(given.get(layer.index, {}), "key") is None
+    ]
+    biases = biases_of(model_or_config, plan) if waiting and isinstance(model_or_config, torch.nn.Module) else None
+    known = biases.known if biases is not None else {}
+    return {index: known[index].query_energy[None] for index in waiting if index in known}
 
 
 def rotary_of(model: Any, layer: LayerPlan) -> Rotary:

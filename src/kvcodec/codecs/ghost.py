@@ -1,0 +1,545 @@
+"""Ghost: keys without their mean, more bits where an error costs more, one searched scale a token. Our own method.
+
+Derivation. A score is q . k, so an error e of a key costs it q . e, in the mean square E (q . e)^2. Four steps make
+that small at a fixed number of bytes.
+
+(1) *The ghost term.* Before RoPE the keys of a head share a mean mu, often most of their energy; a key bias of the
+model is part of it. The cache takes R_t mu from the key of position t and adds it again (``mean=pre``), and no byte
+holds it. Values lose their mean m; as attention's weights sum to 1, it comes back in the output.
+
+(2) *Bits by reverse water-filling.* What is left of channel c has variance v_c, and an error in it costs f_c times its
+square. For keys f_c is the mean square of the queries, which multiply the error; for values f = 1. RoPE turns channels
+p and p + D/2 as a pair, so v and f of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
+normal channel of w bits has the error d(w); together they cost the sum of v_c f_c d(w_c). Channels are sorted by
+falling v_c f_c and cut into quads of 4, whose channels share a width::
+
+    w_j in 0..7: one bit at a time to the quad with the largest W_j (d(w_j) - d(w_j + 1)), until sum w_j = b D/4 - 1
+    W_j = sum of v_c f_c over the quad
+
+(3) *Levels.* Lloyd-Max levels of a normal variable are nearly a cubic function of their number. So here they are one,
+the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel computes them, it looks nothing up. At 3 bits its
+error is 0.2 % above Lloyd-Max's, at 5 bits 6 %; that of equidistant levels is 8 % and 40 % above.
+
+(4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how loud the token
+is. The encoder tries six around the token's root mean square and keeps the one of least cost, since a token with one
+loud channel wants another scale than a normal one::
+
+    y_c = k_c / sqrt(v_c)                          keys without R_t mu; values x: (x_c - m_c) / sqrt(v_c)
+    r = sqrt(mean of y_c^2 over channels with w > 0);  n: the n in 1..15 with 2^((n-6)/4) nearest to r
+    for each s in S_0 = 0, S_i = 2^((i-6)/4), i = n + {-1, 0, 1, 2, 3, 4} cut to 1..15
+        i_c(s) = argmin_i |y_c / s - l_i|          l: the 2^w levels; without bits l = 0
+    keep the s with the least sum of v_c f_c (y_c - s l)^2, the first of equals
+    y^_c = s l,  k^_c = sqrt(v_c) y^_c             values: + m_c
+
+Block (one token of one head)::
+
+    codes   uint8  [b D/8]   four streams of b D/4 bits: channel j of the sorted order is in stream j mod 4, after those
+                             before it; a code's low bit first; the last bit of stream t is bit t of the scale's number.
+                             A unit is the largest of 4, 2, 1 bytes that divides a stream; the row is unit 0 of streams
+                             0, 1, 2, 3, then unit 1, and so on
+
+``transform=klt`` encodes uncorrelated channels instead, for a product with a [D, D] matrix per token. S is the
+covariance of the keys (values), H = E q q^T (values: I), both moved by half to their diagonals, H with a ridge of 0.1
+of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes nothing::
+
+    H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
+
+No norm, no zero point, no padding: the printed bits are the bytes, for every head and width. Bits: b; b = 3, D = 128:
+48 bytes, 3.0. The order of channels is free, as queries follow it. Since the four channels of a quad share a width, all
+streams have the same shifts: the four lanes that hold a row in a tensor-core fragment run one program over words of
+their own, and on a CPU a vector of four words does. Widths fall along a stream.
+
+Constants: ``order [1, H, D]`` int16, the channels as sorted; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
+float32, v f over the head's largest, in that order; ``widths [1, H, D/4]`` uint8; of values ``centre [1, H, D]``
+float32, m / sqrt(v) in that order. klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns
+of ``matrix`` have length 1 and are multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys,
+values and queries (f: the queries' energies). Without its file each sequence's first 256 tokens do, and the leading
+dimension is B: the cache keeps tokens dense until as many have come, so that no byte is written twice. No query is at
+hand there: f of keys comes from the weights where they add a bias to keys (queries of random states), else f is
+sqrt(v), since where keys are loud, queries often are.
+
+Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
+head's mean over n tokens: what a few tokens do not show may be loud later.
+
+Deviations from the paper
+1. There is none: the method is ours. Known parts are reverse water-filling (Cover and Thomas, Sec. 10.3.3), Lloyd's and
+   Max's conditions, and bits that differ by RoPE pair (Block-GTQ, arXiv:2606.24033; see ``rope_pairs``).
+
+Pitfalls: the first tokens must stay dense (``sink=4``): a sink's key is unlike all others and many scores hang on it.
+The largest scale is 4.8 times the usual one; a token beyond comes back cut. Scale number 0 gives the mean itself, for
+tokens of zeros; a list of exceptions could use it as a mark. Constants belong to the model's weights: after a change of
+them (fine-tuning, LoRA on keys or values) they are fitted again.
+
+Use: the least loss at 2 to 4.5 bits, token by token (pages, prefix reuse, speculation).
+
+Not for: fewer than 256 tokens without a file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.layout import Field, Layout
+from kvcodec.ops.bitpack import pack, unpack
+from kvcodec.ops.exact import cut_rotation, rotate_exactly
+from kvcodec.ops.sums import sum_by_halves, token_chunks
+from kvcodec.registry import register
+from kvcodec.scheme import KVScheme
+
+Transform = Literal["channels", "klt"]
+ALLOWED = (2, 2.5, 3, 3.5, 4, 4.5, 5)
+LANES = 4
+"""Streams of a row, and channels that share a width."""
+CUBIC = (
+    (1.5958, 0.0),
+    (0.89289, 0.050693),
+    (0.47146, 0.011585),
+    (0.24051, 0.0020975),
+    (0.12183, 0.00033676),
+    (0.061706, 5.0861e-05),
+    (0.031279, 7.4065e-06),
+)
+"""A and B of the levels ``A u + B u^3`` of widths 1 to 7, of least squared error for N(0, 1)."""
+ERRORS = (1.0, 0.363380, 0.117482, 0.034623, 0.009688, 0.002649, 0.000716, 0.000192)
+"""d(w): that error, of widths 0 to 7."""
+WIDEST = len(CUBIC)
+QUARTERS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)
+"""2^0, 2^(1/4), 2^(1/2), 2^(3/4)."""
+SCALES = 15
+UNIT = 6
+"""Number of the scale 1."""
+TRIED = (-1, 0, 1, 2, 3, 4)
+"""Scales tried, in numbers from the one nearest to the root mean square."""
+FIT_TOKENS = 256
+TRIM = 6.0
+"""Mean of x^2/v from which a token does not count in the constants."""
+ROUNDS = 2
+SHRINK, RIDGE = 0.5, 0.1
+"""Of the KLT: how far moments are moved to their diagonals, and the least share of a channel in the cost."""
+SMALLEST = 2.0**-24
+"""Smallest sqrt(v): fp16's smallest step."""
+
+
+@lru_cache(maxsize=1)
+def levels() -> Tensor:
+    """Levels of widths 0 to 7, one table after the other: float32 ``[255]``, those of width w from 2^w - 1 on."""
+    tables = [[0.0]]
+    for w, (a, b) in enumerate(CUBIC, 1):
+        halves = [i - (2**w - 1) / 2 for i in range(2**w)]
+        tables.append([u * (a + b * (u * u)) for u in halves])
+    return torch.tensor([level for table in tables for level in table], dtype=torch.float32)
+
+
+@lru_cache(maxsize=1)
+def scales() -> Tensor:
+    """S_0 to S_15: float32 ``[16]``.
+
+    >>> scales()[[0, 2, 4, 6, 14]].tolist()
+    [0.0, 0.5, 0.7071067690849304, 1.0, 4.0]
+    """
+    return torch.tensor([0.0] + [_power(i - UNIT) for i in range(1, SCALES + 1)], dtype=torch.float32)
+
+
+def _power(quarters: int) -> float:
+    """2^(quarters/4), the same on every machine."""
+    return QUARTERS[quarters % 4] * 2.0 ** (quarters // 4)
+
+
+def allot(weights: Sequence[float], total: int) -> list[int]:
+    """Widths of quads of these weights, ``total`` together: one bit at a time, to the first of equals.
+
+    >>> allot([100.0, 10.0, 1.0, 1.0], 11)
+    [5, 4, 1, 1]
+    """
+    widths = [0] * len(weights)
+    gains = [a - b for a, b in pairwise(ERRORS)]
+    for _ in range(total):
+        free = (j for j, width in enumerate(widths) if width < WIDEST)
+        widths[max(free, key=lambda j: weights[j] * gains[widths[j]])] += 1
+    return widths
+
+
+def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of each channel without the tokens that are unlike all others, and which tokens are left.
+
+    Parameters
+    ----------
+    x : Tensor ``[B, H, N, D]``
+    paired : bool
+        Keys, whose mean is gone: the mean is 0, and both channels of a RoPE pair have the pair's variance.
+
+    Returns
+    -------
+    (Tensor, Tensor, Tensor) float64
+        Mean and variance ``[B, H, D]``; the variance is at least 1/n of the head's mean, 1 where that is 0. The tokens:
+        ``[B, H, N, 1]``, 1 or 0.
+    """
+    wide = x.double()
+    kept = torch.ones_like(wide[..., :1])
+    for turn in range(ROUNDS + 1):
+        used = kept
+        count = sum_by_halves(kept, 2).clamp_min(1)
+        mean = torch.zeros_like(wide[:, :, :1]) if paired else sum_by_halves(wide * kept, 2) / count
+        squares = (wide - mean).square()
+        variance = sum_by_halves(squares * kept, 2) / count
+        if paired:
+            variance = _over_pairs(variance)
+        level = sum_by_halves(variance) / variance.shape[-1]
+        variance = torch.where(level > 0, torch.maximum(variance, level / count), 1.0)
+        if turn < ROUNDS:
+            kept = (sum_by_halves(squares / variance) <= TRIM * x.shape[-1]).double()
+    return mean.squeeze(2), variance.squeeze(2), used
+
+
+def _over_pairs(x: Tensor) -> Tensor:
+    """Mean of channels p and p + D/2, for both."""
+    low, high = x.unflatten(-1, (2, -1)).unbind(-2)
+    return torch.cat([low + high, low + high], -1) / 2
+
+
+def shrunk(moment: Tensor) -> Tensor:
+    """(1 - SHRINK) M + SHRINK diag M of moments ``[..., D, D]``: what few tokens tell of the rest is noise."""
+    return (1 - SHRINK) * moment + SHRINK * torch.diag_embed(moment.diagonal(dim1=-2, dim2=-1))
+
+
+def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    """Basis in which the channels of a head are uncorrelated and errors cost alike.
+
+    Parameters
+    ----------
+    covariance, asked : Tensor float64 ``[D, D]``
+        S of keys or values, H of what multiplies them; both positive semidefinite.
+
+    Returns
+    -------
+    (Tensor, Tensor) float64
+        E^T ``[D, D]``: x E^T has channels of variance 1. L ``[D]``, falling: what an error of one channel costs.
+    """
+    s, h = shrunk(covariance), shrunk(asked)
+    sizes = s.diagonal().clamp_min(SMALLEST**2)
+    h = h + torch.diag(RIDGE * (sizes * h.diagonal()).mean() / sizes)
+    values, vectors = torch.linalg.eigh(h)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    cost, basis = torch.linalg.eigh(root @ s @ root)
+    cost = cost.flip(0)
+    cost = cost.clamp_min(float(cost[0]) * SMALLEST)
+    return (root @ basis.flip(1)) / cost.sqrt(), cost
+
+
+def pair_energy(queries: Tensor, heads: int) -> Tensor:
+    """f of a KV head's channels: mean square of the queries of its group over each RoPE pair; float64 ``[1, H, D]``."""
+    own = queries.transpose(0, 1).unflatten(0, (heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, all queries, D]
+    parts = [sum_by_halves(part.double().square(), 2) for part in token_chunks(own)]
+    squares = sum_by_halves(torch.cat(parts, 2), 2).squeeze(2)
+    return _over_pairs(squares / own.shape[2])
+
+
+def _spread(index: Tensor, like: Tensor) -> Tensor:
+    """An index ``[1 or B, H, n]`` for every token of ``like [B, H, N, *]``."""
+    return index.unsqueeze(2).expand(*like.shape[:3], index.shape[-1])
+
+
+def _stream_bytes(head_dim: int, bits: float) -> int:
+    return int(head_dim * bits) // (8 * LANES)
+
+
+@lru_cache(maxsize=64)
+def _row(stream_bytes: int, device: str) -> tuple[Tensor, Tensor]:
+    """Stream of each bit of a row, and its place there: int64 ``[32 stream_bytes]`` each."""
+    unit = next(size for size in (4, 2, 1) if stream_bytes % size == 0)
+    byte = torch.arange(LANES * stream_bytes, device=device)
+    lane, first = byte // unit % LANES, (byte // unit // LANES * unit + byte % unit) * 8
+    return lane.repeat_interleave(8), (first[:, None] + torch.arange(8, device=device)).flatten()
+
+
+def _bit_places(params: Params, stream_bytes: int) -> tuple[Tensor, Tensor]:
+    """Channel of each of a row's bits, and the bit's place in its code; int64 ``[1 or B, H, bits]``.
+
+    The channels D to D + 3 are the bits of the scale's number.
+    """
+    widths = torch.nn.functional.pad(params["widths"].long(), (0, 1), value=1)
+    ends = widths.cumsum(-1)
+    lane, at = _row(stream_bytes, str(widths.device))
+    quad = torch.searchsorted(ends, at.expand(*ends.shape[:-1], -1).contiguous(), right=True)
+    return quad * LANES + lane, at - (ends - widths).gather(-1, quad)
+
+
+def _widths(params: Params) -> Tensor:
+    """w of each channel as sorted: int64 ``[1 or B, H, D]``."""
+    return params["widths"].long().repeat_interleave(LANES, -1)
+
+
+def _cuts(device: torch.device) -> Tensor:
+    """Where the code of each width grows by one: float32 ``[8, 127]``, infinite behind the last."""
+    table = levels().double()
+    cuts = torch.full((WIDEST + 1, 2**WIDEST - 1), torch.inf)
+    for w in range(1, WIDEST + 1):
+        own = table[2**w - 1 : 2 ** (w + 1) - 1]
+        cuts[w, : 2**w - 1] = ((own[1:] + own[:-1]) / 2).float()
+    return cuts.to(device)
+
+
+def _search(z: Tensor, cuts: Tensor) -> Tensor:
+    """Number of the level nearest to each of ``z [B, H, N, D]``, the lower on a tie; ``cuts [1 or B, H, D, 127]``."""
+    batch, _, tokens, _ = z.shape
+    if len(cuts) == batch:
+        return torch.searchsorted(cuts, z.transpose(2, 3).contiguous()).transpose(2, 3)
+    rows = z.permute(1, 3, 0, 2).flatten(2)[None].contiguous()  # the sequences share one table: [1, H, D, B N]
+    return torch.searchsorted(cuts, rows)[0].unflatten(2, (batch, tokens)).permute(2, 0, 3, 1)
+
+
+@dataclass(frozen=True)
+class Ghost(Codec):
+    """Cubic levels of every channel over its usual size, more bits where errors cost more, a scale of 4 bits a token.
+
+    Parameters
+    ----------
+    bits : float
+        b, 2 to 5 by halves: bits of a channel on average, the scale included.
+    transform : {"channels", "klt"}
+        Channels as they are, or uncorrelated ones.
+
+    Examples
+    --------
+    >>> Ghost(3).layout(128).effective_bits, Ghost(2.5).layout(64).effective_bits
+    (3.0, 2.5)
+    """
+
+    bits: float = 3
+    transform: Transform = "channels"
+
+    def __post_init__(self) -> None:
+        """Refuse options that do not exist."""
+        if self.transform not in get_args(Transform):
+            raise SpecError(f"ghost: transform={self.transform!r} is not allowed; use channels or klt.")
+        if self.bits not in ALLOWED:
+            raise SpecError(f"ghost: bits={self.bits} is not allowed; use {', '.join(map(str, ALLOWED))}.")
+
+    @property
+    def needs_sample(self) -> bool:
+        """Sizes and widths are fitted."""
+        return True
+
+    @property
+    def needs_queries(self) -> bool:
+        """A prefill does not tell a basis: it has no queries, and too few tokens."""
+        return self.transform == "klt"
+
+    @property
+    def without_mean(self) -> bool:
+        """The ghost term is part of the method."""
+        return True
+
+    @property
+    def fit_tokens(self) -> int:
+        """So many tokens tell a channel's size."""
+        return FIT_TOKENS
+
+    def layout(self, head_dim: int) -> Layout:
+        """The four streams of one token."""
+        if head_dim < 2 * LANES or head_dim % (2 * LANES) or head_dim * self.bits % (8 * LANES):
+            raise ShapeError(
+                f"ghost: head_dim={head_dim} at {self.bits} bits does not fill four streams of whole bytes; "
+                f"head_dim x bits must be a multiple of 32: use 64 or 128, or at 2, 3, 4 or 5 bits 96, 192 or 256."
+            )
+        return Layout(head_dim, 1, (Field("codes", "uint8", (int(head_dim * self.bits) // 8,)),), self.bits)
+
+    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+        """Fit each sequence of the sample on its own, on its first 256 tokens; f of keys is sqrt(v).
+
+        Returns
+        -------
+        dict
+            ``order [B, H, D]`` int16, ``factor``, ``weight [B, H, D]`` float32, ``widths [B, H, D/4]`` uint8, of values
+            ``centre [B, H, D]`` float32.
+
+        Raises
+        ------
+        FitError
+            If there is no sample, or a basis is to be fitted.
+        """
+        return self._fit(site, sample, None)
+
+    def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
+        """As ``fit``; f of keys is the queries' energy over each RoPE pair."""
+        return self._fit(site, sample, energy)
+
+    def _fit(self, site: Site, sample: Tensor | None, energy: Tensor | None) -> Params:
+        if self.transform == "klt":
+            raise FitError(
+                "ghost: transform=klt is fitted with the model's queries, which a prefill does not show; run "
+                '`kvcodec fit MODEL "ghost-3:transform=klt" --text FILE -o PARAMS` (with your spec) and pass params.'
+            )
+        if sample is None:
+            raise FitError(
+                "ghost needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to "
+                "fit, or run `kvcodec fit MODEL ghost-3 --text FILE -o PARAMS` (with your spec) and pass params."
+            )
+        mean, variance, _ = usual(sample[:, :, :FIT_TOKENS], paired=site.role == "key")
+        asked = torch.ones_like(variance)
+        if site.role == "key":
+            asked = variance.sqrt() if energy is None else _over_pairs(energy.double()).expand_as(variance)
+        return self._constants(site, mean, variance, asked)
+
+    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
+        """Fit all sequences of the sample together; keys with the energies of the queries: as ``fit``, B = 1.
+
+        Raises
+        ------
+        FitError
+            If there is no sample or query, or their head_dim is not the site's.
+        """
+        for name, x in (("keys or values", sample), ("queries", queries)):
+            if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
+                raise FitError(
+                    f"ghost: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
+                    f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
+                )
+        rows = sample.transpose(0, 1).flatten(1, 2)[None]
+        mean, variance, kept = usual(rows, paired=site.role == "key")
+        if self.transform == "klt":
+            return self._bases(site, mean, (rows.double() - mean.unsqueeze(2)) * kept, kept.sum(2), queries)
+        asked = pair_energy(queries, site.num_heads) if site.role == "key" else torch.ones_like(variance)
+        return self._constants(site, mean, variance, asked)
+
+    def _constants(self, site: Site, mean: Tensor, variance: Tensor, asked: Tensor) -> Params:
+        """Constants of means m, variances v and costs f, ``[B, H, D]`` each."""
+        size = variance.sqrt().clamp_min(SMALLEST)
+        ranked = (size * size * asked).sort(dim=-1, descending=True, stable=True)
+        cost, order = ranked.values, ranked.indices
+        params = {"order": order.to(torch.int16), "factor": (1 / size).gather(-1, order).float()}
+        if site.role == "value":
+            params["centre"] = (mean / size).gather(-1, order).float()
+        return self._with_widths(site, params, cost)
+
+    def _bases(self, site: Site, mean: Tensor, rows: Tensor, count: Tensor, queries: Tensor) -> Params:
+        """Constants of the KLT, from rows without their mean ``[1, H, N, D]``, ``count`` of which are not zeroed."""
+        covariance = (rows.mT @ rows / count.unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors, whatever the device
+        asked = torch.eye(site.head_dim, dtype=torch.float64).expand_as(covariance)
+        if site.role == "key":
+            own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).double().cpu()
+            asked = own.mT @ own / own.shape[1]
+        found = [klt(s, h) for s, h in zip(covariance, asked, strict=True)]
+        turn, cost = torch.stack([matrix for matrix, _ in found]), torch.stack([cost for _, cost in found])
+        length = turn.norm(dim=1, keepdim=True)
+        matrix = cut_rotation(turn / length)
+        params = {
+            "matrix": matrix[None],
+            "inverse": torch.linalg.inv(matrix.double()).float()[None],
+            "factor": length.squeeze(1).float()[None],
+        }
+        if site.role == "value":
+            params["centre"] = (mean.cpu().unsqueeze(2) @ turn).squeeze(2).float()
+        return self._with_widths(site, params, cost[None])
+
+    def _with_widths(self, site: Site, params: dict[str, Tensor], cost: Tensor) -> Params:
+        """Add what follows from the costs v f, falling ``[B, H, D]``."""
+        quads = sum_by_halves(cost.unflatten(-1, (-1, LANES))).squeeze(-1)
+        total = 8 * _stream_bytes(site.head_dim, self.bits) - 1
+        widths = torch.tensor([[allot(head, total) for head in heads] for heads in quads.tolist()])
+        params["weight"] = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float()
+        params["widths"] = widths.to(torch.uint8)
+        return {name: value.to(site.device) for name, value in params.items()}
+
+    def to_code(self, x: Tensor, params: Params) -> Tensor:
+        """Channels as sorted, or uncorrelated ones; each over its size."""
+        if self.transform == "klt":
+            return rotate_exactly(x, params["matrix"][0]) * params["factor"].unsqueeze(2)
+        return self._ordered(x, params).float() * params["factor"].unsqueeze(2)
+
+    def query_to_code(self, q: Tensor, params: Params) -> Tensor:
+        """The dual: each channel times its size."""
+        if self.transform == "klt":
+            return (q.double() @ params["inverse"].double().mT).float() / params["factor"].unsqueeze(2)
+        return self._ordered(q, params).float() / params["factor"].unsqueeze(2)
+
+    def from_code(self, x: Tensor, params: Params) -> Tensor:
+        """Each channel times its size, in the model's basis."""
+        channels = x / params["factor"].unsqueeze(2)
+        if self.transform == "klt":
+            return (channels.double() @ params["inverse"].double()).float()
+        return torch.empty_like(channels).scatter_(-1, _spread(params["order"].long(), x), channels)
+
+    def _ordered(self, x: Tensor, params: Params) -> Tensor:
+        return x.gather(-1, _spread(params["order"].long(), x))
+
+    def encode(self, x: Tensor, params: Params) -> Payload:
+        """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
+        channel, place = _bit_places(params, _stream_bytes(x.shape[-1], self.bits))
+        lanes = torch.arange(LANES, device=x.device)
+        parts = []
+        for piece in token_chunks(x):
+            y = piece - params["centre"].unsqueeze(2) if "centre" in params else piece
+            codes, number = self._quantize(y, params)
+            whole = torch.cat([codes, number >> lanes & 1], -1)
+            stream = whole.gather(-1, _spread(channel, whole)) >> place.unsqueeze(2) & 1
+            parts.append(pack(stream.to(torch.uint8), 1))
+        return {"codes": torch.cat(parts, 2)}
+
+    def _quantize(self, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Codes ``[B, H, N, D]`` and the scale's number ``[B, H, N, 1]`` of least cost, int64."""
+        widths = _widths(params)
+        cuts = _cuts(y.device)[widths]
+        tables = (2**widths - 1).unsqueeze(2)
+        table, held = levels().to(y.device), scales().to(y.device)
+        weight, coded = params["weight"].unsqueeze(2), (widths > 0).unsqueeze(2)
+        energy = sum_by_halves(torch.where(coded, y, 0.0).square())
+        # r^2 between numbers i and i + 1: 2^((2 i + 1 - 2 UNIT) / 4)
+        walls = torch.tensor([_power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], device=y.device)
+        nearest = 1 + (energy > coded.sum(-1, keepdim=True) * walls).sum(-1, keepdim=True)
+        codes, number = _search(torch.zeros_like(y), cuts), torch.zeros_like(nearest)
+        least = sum_by_halves(weight * y.square())
+        for step in TRIED:
+            i = (nearest + step).clamp(1, SCALES)
+            scale = held[i]
+            found = _search(y / scale, cuts)
+            error = y - scale * table[tables + found]
+            cost = sum_by_halves(weight * error.square())
+            better = cost < least
+            least = torch.where(better, cost, least)
+            codes, number = torch.where(better, found, codes), torch.where(better, i, number)
+        return codes, number
+
+    def decode(self, payload: Payload, params: Params) -> Tensor:
+        """Look levels up and scale them; of values add the mean."""
+        widths = _widths(params)
+        dim = widths.shape[-1]
+        channel, place = _bit_places(params, _stream_bytes(dim, self.bits))
+        bits = unpack(payload["codes"], 1, channel.shape[-1]).long() << place.unsqueeze(2)
+        whole = bits.new_zeros(*bits.shape[:3], dim + LANES)
+        whole.scatter_add_(-1, _spread(channel, bits), bits)
+        codes, parts = whole.split([dim, LANES], -1)
+        number = (parts << torch.arange(LANES, device=parts.device)).sum(-1, keepdim=True)
+        table, held = levels().to(codes.device), scales().to(codes.device)
+        y = table[(2**widths - 1).unsqueeze(2) + codes] * held[number]
+        return y + params["centre"].unsqueeze(2) if "centre" in params else y
+
+
+@register(
+    "ghost",
+    source="kvcodec: docs/ghost.md",
+    presets=("ghost-4", "ghost-3", "ghost-2"),
+)
+def ghost(bits: int | float = 3, transform: Transform = "channels", window: int = 0, sink: int = 4) -> KVScheme:
+    """Keys without their mean before RoPE, values without theirs; channels get bits by what their errors cost.
+
+    Parameters
+    ----------
+    bits : int or float
+        2, 2.5, 3, 3.5, 4, 4.5 or 5: bits of a channel on average, everything counted.
+    transform : {"channels", "klt"}
+        klt: uncorrelated channels; a product with a [D, D] matrix, from a file of `kvcodec fit`.
+    window : int
+        Newest tokens kept dense.
+    sink : int
+        First tokens that stay in 16 bit for ever.
+    """
+    codec = Ghost(bits, transform)
+    return KVScheme(key=codec, value=codec, sink=sink, window=window)

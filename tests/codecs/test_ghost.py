@@ -1,0 +1,434 @@
+"""Facts of ghost: its levels, who gets which bits, the bytes by the definition, and what it is good for."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcodec
+from kvcodec.codec import Site, roundtrip
+from kvcodec.codecs.ghost import CUBIC, ERRORS, FIT_TOKENS, TRIED, UNIT, Ghost, allot, levels, scales, usual
+from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.integrations.transformers.cache import cache_for
+from kvcodec.ops.lloyd_max import distortion, lloyd_max
+from kvcodec_lab.eval.perplexity import split_windows, tokenize
+from kvcodec_lab.fit import fit_model
+from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
+
+from .definitions import by_definition, smallest
+
+ALL_BITS = (2, 2.5, 3, 3.5, 4, 4.5, 5)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(heads, tokens, dim, *, batch=1, seed=0):
+    """Rows whose RoPE pairs differ in size by a factor of 100, each head in another order; exact in fp16."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(1, -1, dim // 2)[torch.randperm(dim // 2, generator=generator)]
+    rows = torch.stack([sizes.roll(head) for head in range(heads)])
+    x = torch.randn(batch, heads, tokens, dim, generator=generator) * torch.cat([rows, rows], -1)[:, None]
+    return x.half().float()
+
+
+def site(role="key", heads=2, dim=64):
+    return Site(0, role, heads, dim)
+
+
+def table(width):
+    return levels()[2**width - 1 : 2 ** (width + 1) - 1].double()
+
+
+def density(x):
+    return (-x * x / 2).exp()
+
+
+# -- levels and bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", range(1, 8))
+def test_levels_are_a_cubic_that_no_other_cubic_beats(width):
+    own = table(width)
+    assert torch.equal(own, -own.flip(0))
+    assert bool((own.diff() > 0).all())
+    found = distortion(density, own, -9.0, 9.0)
+    assert found == pytest.approx(ERRORS[width], rel=2e-3)
+    u = torch.arange(2**width).double() - (2**width - 1) / 2
+    for a, b in itertools.product((0.99, 1.01), (0.99, 1.01)):
+        other = CUBIC[width - 1][0] * a * u + CUBIC[width - 1][1] * b * u**3
+        assert distortion(density, other, -9.0, 9.0) > found
+
+
+@pytest.mark.parametrize(("width", "lost"), [(1, 1e-6), (2, 1e-6), (3, 0.003), (4, 0.02), (5, 0.06), (6, 0.12)])
+def test_a_cubic_loses_little_against_lloyd_max(width, lost):
+    best = distortion(density, lloyd_max(density, 2**width, -9.0, 9.0, symmetric=True), -9.0, 9.0)
+    assert distortion(density, table(width), -9.0, 9.0) < best * (1 + lost)
+
+
+def test_scales_are_quarters_of_an_octave_and_zero():
+    assert scales().tolist() == pytest.approx([0.0] + [2 ** ((i - UNIT) / 4) for i in range(1, 16)], rel=1e-7)
+
+
+@pytest.mark.parametrize("total", [8, 11, 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_widths_cost_less(total, seed):
+    weights = (10.0 ** (normal(4, seed=seed) * 1.5)).sort(descending=True).values.tolist()
+
+    def cost(widths):
+        return sum(w * ERRORS[b] for w, b in zip(weights, widths, strict=True))
+
+    every = (list(w) for w in itertools.product(range(8), repeat=4) if sum(w) == total)
+    assert cost(allot(weights, total)) == pytest.approx(min(map(cost, every)), rel=1e-12)
+
+
+# -- constants ---------------------------------------------------------------------------------------------------------
+
+
+def moments_by_hand(x, paired):
+    """m and v of each channel of tokens ``[n, D]`` that are all alike, with plain numbers."""
+    n, dim = x.shape
+    mean = [0.0 if paired else float(x[:, c].double().sum()) / n for c in range(dim)]
+    square = [float(((x[:, c].double() - mean[c]) ** 2).sum()) / n for c in range(dim)]
+    if paired:
+        half = dim // 2
+        square = [(square[c % half] + square[c % half + half]) / 2 for c in range(dim)]
+    least = sum(square) / dim / n
+    return mean, [max(v, least) for v in square]
+
+
+def constants_by_hand(mean, variance, asked, bits):
+    """Order, widths of quads, 1 / sqrt(v) and m / sqrt(v) in that order."""
+    cost = [v * f for v, f in zip(variance, asked, strict=True)]
+    order = sorted(range(len(cost)), key=lambda c: -cost[c])
+    quads = [sum(cost[c] for c in order[i : i + 4]) for i in range(0, len(order), 4)]
+    widths = allot(quads, int(bits * len(order)) // 4 - 1)
+    return order, widths, [variance[c] ** -0.5 for c in order], [mean[c] * variance[c] ** -0.5 for c in order]
+
+
+@pytest.mark.parametrize(("role", "dim", "bits"), [("key", 64, 3), ("key", 128, 2.5), ("value", 64, 4)])
+def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(role, dim, bits):
+    sample, queries = uneven(2, 50, dim, batch=2, seed=1), uneven(6, 50, dim, batch=2, seed=2)
+    if role == "value":
+        sample = sample + normal(2, 1, dim, seed=3)
+    params = Ghost(bits).calibrate(site(role, 2, dim), sample, queries)
+    for head in range(2):
+        mean, variance = moments_by_hand(sample[:, head].flatten(0, 1), role == "key")
+        asked = [1.0] * dim
+        if role == "key":
+            rows = queries[:, 3 * head : 3 * head + 3].flatten(0, 2).double()
+            energy = rows.square().mean(0)
+            asked = [(float(energy[c % (dim // 2)]) + float(energy[c % (dim // 2) + dim // 2])) / 2 for c in range(dim)]
+        order, widths, factor, centre = constants_by_hand(mean, variance, asked, bits)
+        assert params["order"][0, head].tolist() == order
+        assert params["widths"][0, head].tolist() == widths
+        torch.testing.assert_close(params["factor"][0, head], torch.tensor(factor))
+        weight = torch.tensor([variance[c] * asked[c] for c in order])
+        torch.testing.assert_close(params["weight"][0, head], weight / weight[0])
+        if role == "value":
+            torch.testing.assert_close(params["centre"][0, head], torch.tensor(centre), rtol=1e-5, atol=1e-6)
+    assert ("centre" in params) == (role == "value")
+
+
+def test_constants_of_a_prefill_are_each_sequences_own_and_of_its_first_tokens():
+    keys = torch.cat([uneven(2, 300, 64, seed=1), uneven(2, 300, 64, seed=5)])
+    params = Ghost(3).fit(site(), keys)
+    loud = keys.clone()
+    loud[:, :, FIT_TOKENS:] *= 50
+    assert all(torch.equal(params[n], x) for n, x in Ghost(3).fit(site(), loud).items())
+    for b, head in itertools.product(range(2), range(2)):
+        mean, variance = moments_by_hand(keys[b, head, :FIT_TOKENS], True)
+        order, widths, _, _ = constants_by_hand(mean, variance, [v**0.5 for v in variance], 3)
+        assert params["order"][b, head].tolist() == order
+        assert params["widths"][b, head].tolist() == widths
+
+
+def test_energies_of_the_queries_replace_those_that_keys_suggest():
+    keys, queries = uneven(2, 256, 64, seed=1), uneven(6, 256, 64, seed=2)
+    energy = queries.unflatten(1, (2, 3)).double().square().mean((0, 2, 3))[None]
+    told, text = Ghost(3).fit_with(site(), keys, energy), Ghost(3).calibrate(site(), keys, queries)
+    assert all(torch.equal(told[n], text[n]) for n in ("order", "widths", "factor"))
+    torch.testing.assert_close(told["weight"], text["weight"])
+    assert not torch.equal(told["order"], Ghost(3).fit(site(), keys)["order"])
+
+
+def test_turning_pairs_as_later_positions_do_changes_no_constant_of_keys():
+    keys, queries = uneven(2, 200, 64, seed=1).double(), uneven(6, 200, 64, seed=2).double()
+    angle = normal(32, seed=3).double()
+
+    def turned(x):
+        a, b = x[..., :32], x[..., 32:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    early = Ghost(3).calibrate(site(), keys, queries)
+    late = Ghost(3).calibrate(site(), turned(keys), turned(queries))
+    assert torch.equal(early["widths"], late["widths"])
+    torch.testing.assert_close(early["factor"], late["factor"])
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_tokens_unlike_all_others_do_not_count(paired):
+    x = normal(1, 2, 250, 64, seed=1)
+    odd = torch.cat([40 * normal(1, 2, 1, 64, seed=2), x], 2)
+    odd[:, 1, 100] *= 40
+    mean, variance, kept = usual(odd, paired=paired)
+    assert kept.sum((2, 3)).tolist() == [[250, 249]]
+    for head, own in ((0, x[:, :1]), (1, torch.cat([x[:, 1:, :99], x[:, 1:, 100:]], 2))):
+        wanted = usual(own, paired=paired)
+        torch.testing.assert_close(mean[:, head : head + 1], wanted[0])
+        torch.testing.assert_close(variance[:, head : head + 1], wanted[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_a_short_sample_does_not_show_may_be_loud_later(tokens):
+    sample = torch.zeros(1, 1, tokens, 64)
+    sample[..., 5] = 4.0
+    params = Ghost(3).fit(site(heads=1), sample)
+    least = 16.0 / 64 / tokens
+    torch.testing.assert_close(params["factor"].double().max() ** -2, torch.tensor(least).double())
+    silent = Ghost(3).fit(site(heads=1), torch.zeros(1, 1, 4, 64))
+    assert torch.equal(silent["factor"], torch.ones(1, 1, 64))
+    assert silent["widths"].sum() == 3 * 64 / 4 - 1
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def row_of(codes, widths, number, total):
+    """A token's bytes: four streams of bits, then units of each in turn."""
+    streams = ["", "", "", ""]
+    for channel, code in enumerate(codes):
+        if width := widths[channel // 4]:
+            streams[channel % 4] += format(code, f"0{width}b")[::-1]
+    for lane in range(4):
+        streams[lane] += str(number >> lane & 1)
+        assert len(streams[lane]) == total // 4
+    parts = [[int(s[i : i + 8][::-1], 2) for i in range(0, len(s), 8)] for s in streams]
+    unit = math.gcd(4, len(parts[0]))
+    return [byte for i in range(0, len(parts[0]), unit) for part in parts for byte in part[i : i + unit]]
+
+
+def encode_by_hand(y, params, head):
+    """Codes, the scale's number, and whether every choice is clear; ``y [D]`` in the code basis."""
+    widths = params["widths"][0, head].tolist()
+    weight = params["weight"][0, head].double()
+    if "centre" in params:
+        y = y - params["centre"][0, head].double()
+    each = [w for w in widths for _ in range(4)]
+    coded = torch.tensor([w > 0 for w in each])
+    rms = float(y[coded].square().mean().sqrt())
+    place = 4 * math.log2(rms) + UNIT if rms else 1.0
+    nearest = min(max(round(place), 1), 15)
+    clear = abs(place - math.floor(place) - 0.5) > 1e-4
+    costs, tried = [float((weight * y.square()).sum())], [(0, [2**w // 2 - 1 if w else 0 for w in each])]
+    for number in dict.fromkeys(min(max(nearest + step, 1), 15) for step in TRIED):
+        scale, cost, codes = float(scales()[number]), 0.0, []
+        for c, w in enumerate(each):
+            code, sure = smallest((y[c] / scale - table(w)).abs())
+            clear &= bool(sure)
+            codes.append(int(code))
+            cost += float(weight[c] * (y[c] - scale * table(w)[code]) ** 2)
+        costs.append(cost)
+        tried.append((number, codes))
+    best = min(range(len(costs)), key=lambda i: costs[i])
+    ranked = sorted(costs)
+    clear &= ranked[1] - ranked[0] > 1e-4 * ranked[0]
+    return *tried[best], clear
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dim=st.sampled_from((64, 128)),
+    bits=st.sampled_from(ALL_BITS),
+    role=st.sampled_from(("key", "value")),
+    power=st.integers(-3, 3),
+)
+@by_definition
+def test_bytes_are_those_of_the_definition(seed, dim, bits, role, power):
+    """Every scale, nearest level by brute force, bits written one by one."""
+    codec = Ghost(bits)
+    params = codec.calibrate(site(role, 2, dim), uneven(2, 60, dim, seed=seed) + 1, uneven(2, 60, dim, seed=seed + 1))
+    x = (uneven(2, 4, dim, seed=seed) * 2.0**power).half().float()
+    code = codec.to_code(x, params)
+    payload, compared = codec.encode(code, params), 0
+    for head, token in itertools.product(range(2), range(4)):
+        for j, c in enumerate(params["order"][0, head].tolist()):
+            y = float(x[0, head, token, c]) * float(params["factor"][0, head, j])
+            assert float(code[0, head, token, j]) == pytest.approx(y, rel=1e-6)
+        number, codes, clear = encode_by_hand(code[0, head, token].double(), params, head)
+        if clear:
+            compared += 1
+            widths = params["widths"][0, head].tolist()
+            assert payload["codes"][0, head, token].tolist() == row_of(codes, widths, number, int(bits * dim))
+    assert compared >= 2
+
+
+def test_a_decoded_channel_is_scale_times_level_times_size_and_values_get_their_mean():
+    codec, x = Ghost(3), uneven(2, 4, 64, seed=4) + 2
+    for role in ("key", "value"):
+        params = codec.calibrate(site(role), uneven(2, 60, 64) + 2, uneven(4, 60, 64))
+        code = codec.to_code(x, params)
+        back = codec.from_code(codec.decode(codec.encode(code, params), params), params)
+        number, codes, _ = encode_by_hand(code[0, 1, 2].double(), params, 1)
+        for j, c in enumerate(params["order"][0, 1].tolist()):
+            y = float(scales()[number] * table(int(params["widths"][0, 1, j // 4]))[codes[j]])
+            y += float(params["centre"][0, 1, j]) if role == "value" else 0.0
+            assert float(back[0, 1, 2, c]) == pytest.approx(y / float(params["factor"][0, 1, j]), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_every_head_and_token_takes_exactly_the_printed_bits(bits, dim):
+    codec = Ghost(bits)
+    assert codec.layout(dim).block_bytes * 8 == bits * dim
+    params = codec.calibrate(site(dim=dim), uneven(2, 60, dim, seed=1), uneven(2, 60, dim, seed=2))
+    assert [sum(widths) * 4 + 4 for widths in params["widths"][0].tolist()] == [bits * dim] * 2
+    assert all(list(w) == sorted(w, reverse=True) for w in params["widths"][0].tolist())
+    payload = codec.encode(codec.to_code(uneven(2, 3, dim), params), params)
+    assert payload["codes"][0, 0, 0].nbytes * 8 == bits * dim
+    assert kvcodec.get(f"ghost:bits={bits}").effective_bits(dim) == bits
+
+
+def test_heads_of_different_widths_and_sequences_of_different_constants_keep_their_own():
+    codec, x = Ghost(3), uneven(2, 30, 64, batch=3, seed=9)
+    x[1] *= torch.logspace(1, -1, 64)
+    x[2, 1] = x[2, 1].flip(-1)
+    for role in ("key", "value"):
+        params = codec.fit(site(role), x)
+        whole = codec.encode(codec.to_code(x, params), params)
+        back = codec.decode(whole, params)
+        for b, h in itertools.product(range(3), range(2)):
+            own = {n: t[b : b + 1, h : h + 1] for n, t in params.items()}
+            one = codec.encode(codec.to_code(x[b : b + 1, h : h + 1], own), own)
+            assert torch.equal(one["codes"], whole["codes"][b : b + 1, h : h + 1])
+            assert torch.equal(codec.decode(one, own), back[b : b + 1, h : h + 1])
+
+
+def test_a_token_of_zeros_is_the_mean_itself_and_a_tie_takes_the_lower_level():
+    codec, x = Ghost(4), torch.zeros(1, 1, 1, 64)
+    params = codec.fit(site(heads=1), uneven(1, 256, 64))
+    payload = codec.encode(codec.to_code(x, params), params)
+    assert not codec.decode(payload, params).any()
+    widths = params["widths"][0, 0].tolist()
+    middle = [2**w // 2 - 1 if w else 0 for w in widths for _ in range(4)]
+    assert payload["codes"][0, 0, 0].tolist() == row_of(middle, widths, 0, 256)
+    values = codec.fit(site("value", 1), uneven(1, 256, 64) + 3)
+    at_mean = values["centre"][:, :, None]
+    assert torch.equal(codec.decode(codec.encode(at_mean, values), values), at_mean)
+
+
+# -- klt ---------------------------------------------------------------------------------------------------------------
+
+
+def mixed(tokens, dim, seed):
+    """Rows whose channels are correlated: uneven ones behind a random matrix."""
+    return uneven(2, tokens, dim, seed=seed) @ torch.linalg.qr(normal(dim, dim, seed=77)).Q
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_uncorrelated_channels_keep_scores_and_come_back(role, dim):
+    codec, x, q = Ghost(3, "klt"), mixed(40, dim, 1), normal(1, 2, 9, dim, seed=2)
+    params = codec.calibrate(site(role, 2, dim), mixed(900, dim, 3), normal(1, 6, 900, dim, seed=4))
+    code = codec.to_code(x, params)
+    torch.testing.assert_close(codec.from_code(code, params), x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(codec.query_to_code(q, params) @ code.mT, q @ x.mT, rtol=1e-4, atol=2e-3)
+    assert torch.equal(codec.to_code(x[:, :, 7:8], params), code[:, :, 7:8])
+    assert float(params["weight"].diff(dim=-1).max()) <= 0
+    assert [4 * sum(w) + 4 for w in params["widths"][0].tolist()] == [3 * dim] * 2
+
+
+def test_uncorrelated_channels_lose_less_where_channels_are_correlated():
+    keys, queries = mixed(900, 64, 1), mixed(900, 64, 2)
+
+    def loss(codec):
+        params = codec.calibrate(site(), keys, queries)
+        return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
+
+    assert loss(Ghost(3, "klt")) < 0.5 * loss(Ghost(3))
+
+
+def test_scaling_a_pair_of_keys_and_its_queries_alike_changes_no_code():
+    keys, queries, scale = mixed(900, 64, 1), mixed(900, 64, 2), torch.ones(64)
+    scale[[5, 37]] = 64.0
+    for transform in ("channels", "klt"):
+        codec = Ghost(3, transform)
+        plain, loud = codec.calibrate(site(), keys, queries), codec.calibrate(site(), keys * scale, queries / scale)
+        assert torch.equal(plain["widths"], loud["widths"])
+        lost = [
+            float((queries / s @ (roundtrip(codec, keys * s, p) - keys * s).mT).square().mean())
+            for s, p in ((torch.ones(64), plain), (scale, loud))
+        ]
+        assert lost[1] == pytest.approx(lost[0], rel=0.02)
+
+
+# -- what it is good for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_scores_lose_a_quarter_of_what_more_bits_lose_on_uneven_pairs(bits):
+    keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
+    codec, plain = Ghost(bits), TurboQuant(bits)
+
+    def loss(codec, params):
+        return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
+
+    fitted = loss(codec, codec.calibrate(site(dim=128), keys, queries))
+    assert fitted < loss(plain, plain.fit(site(dim=128))) / 4
+    # queries that are loud where keys are not: their fit asks for other bits than the keys alone
+    queries = queries.roll(32, -1)
+    assert loss(codec, codec.calibrate(site(dim=128), keys, queries)) < 0.8 * loss(
+        codec, codec.fit(site(dim=128), keys)
+    )
+
+
+def test_the_searched_scale_saves_what_one_loud_channel_would_cost():
+    keys = normal(1, 1, 400, 64, seed=1)
+    params = Ghost(3).fit(site(heads=1), keys)
+    loud = normal(1, 1, 200, 64, seed=2)
+    loud[..., 7] *= 12
+    error = (roundtrip(Ghost(3), loud, params) - loud).square().mean()
+    scale = loud.square().mean(-1, keepdim=True).sqrt()
+    fixed = (roundtrip(Ghost(3), loud / scale, params) * scale - loud).square().mean()
+    assert float(error) < 3 * float(fixed)
+    assert float(error) < 0.5 * float((loud - loud.clamp(-2.2, 2.2)).square().mean())
+
+
+def test_a_fit_on_a_model_is_saved_with_the_mean_and_used(tmp_path):
+    model = tiny_loaded()
+    fitted = fit_model(model, "ghost-3", TEXT, windows=2, window_tokens=96)
+    assert all(set(roles) == {"key", "value"} for roles in fitted.values())
+    path = tmp_path / "p.safetensors"
+    fitted.save(path)
+    cache = cache_for(model.model, "ghost-3", params=path)
+    window = split_windows(tokenize(tiny_tokenizer(), TEXT, 96), 1, 96)[0]
+    with torch.no_grad():
+        model.model(window[None], past_key_values=cache)
+    for layer, held in zip(fitted, cache.layers, strict=True):
+        assert held.cache.scheme.mean == "pre"
+        for role in ("key", "value"):
+            params = held.cache.roles[role].params
+            assert all(torch.equal(x, fitted[layer][role][name]) for name, x in params.items())
+
+
+def test_what_does_not_exist_is_refused():
+    with pytest.raises(SpecError, match=r"ghost: bits=6 is not allowed; use 2, 2\.5, 3"):
+        Ghost(6)
+    with pytest.raises(SpecError, match="ghost: transform='dct' is not allowed; use channels or klt"):
+        Ghost(3, "dct")
+    with pytest.raises(FitError, match="ghost: transform=klt is fitted with the model's queries"):
+        Ghost(3, "klt").fit(site(), normal(1, 2, 256, 64))
+    with pytest.raises(ShapeError, match="ghost: head_dim=80 at 3 bits does not fill four streams of whole bytes"):
+        Ghost(3).layout(80)
+    assert Ghost(4).layout(80).effective_bits == 4
+    with pytest.raises(FitError, match=r"ghost needs sample keys or values .* `kvcodec fit MODEL ghost-3 --text FILE"):
+        Ghost(3).fit(site())
+    with pytest.raises(FitError, match=r"got keys or values \(1, 2, 0, 64\) for head_dim=64; .* longer text"):
+        Ghost(3).calibrate(site(), normal(1, 2, 0, 64), normal(1, 2, 9, 64))
+    with pytest.raises(FitError, match=r"got queries \(1, 2, 9, 128\) for head_dim=64"):
+        Ghost(3).calibrate(site(), normal(1, 2, 9, 64), normal(1, 2, 9, 128))
