@@ -159,6 +159,8 @@ class Engine:
     """
 
     name = "cuda"
+    checks = False
+    """Whether a cache checks single tokens before it stores them; else they are flagged on the device."""
     ready = False
     """Whether the constants of both roles are on the device."""
     mean: KeyMean | None = None
@@ -342,6 +344,7 @@ class CpuEngine(Engine):
     """Reads the pages of one layer with the CPU kernels; PyTorch writes them."""
 
     decode_spec = encode_spec = ""
+    checks = True
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -360,7 +363,7 @@ class CpuEngine(Engine):
 
     def hold_without(self, mean: KeyMean) -> None:
         """Raise: no CPU kernel adds a mean to the scores."""
-        raise UnsupportedError("the CPU kernels do not read keys that are held without their mean.")
+        raise UnsupportedError("the CPU kernels read keys with their mean; use mean=none")
 
     def encode(
         self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None

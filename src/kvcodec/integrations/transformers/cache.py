@@ -124,9 +124,9 @@ class KVCache(Cache):  # type: ignore[misc]
             ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
             a layer or made its pages grow (the copies made while encoding a prefill are not included);
             ``prefill, attention``: as chosen; ``unfused``: why not ``fused``, where that was left to ``cache_for``;
-            ``paths``: number of calls by path; ``keys``: the outlier probe; ``mean``: ``pre`` or ``post`` if some
-            layers' keys are held without their mean, else ``none``. Each layer says its own (``mean``) and where it
-            comes from (``mean_from``: params, weights or first tokens).
+            ``paths``: number of calls by path; ``keys``: the outlier probe;
+            ``mean``: ``pre`` or ``post`` if some layers' keys are held without their mean, else ``none``. Each layer
+            says its own (``mean``) and where it comes from (``mean_from``: params, weights or first tokens).
         """
         self.settle()
         layers = [_layer_report(layer) for layer in self.packed_layers]
@@ -286,10 +286,11 @@ attention='decoded')
         raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
     action = probe_option(probe)
     scheme = get(spec)
-    asked, unfused = attention, ""
+    left_open, unfused = attention is None, ""
     if attention is None:
         unfused = _unfused(model_or_config)
         attention = "decoded" if unfused else "fused"
+    _check_rounding(scheme, attention)
     plan = plan_for(model_or_config, attention)
     kv_layers = plan.kv_layers
     schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
@@ -324,14 +325,10 @@ attention='decoded')
         try:
             kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
         except UnsupportedError as error:
-            if asked:
+            if not left_open:
                 raise
             attention, unfused = "decoded", str(error)
-    if scheme.query_error and attention == "decoded":
-        raise UnsupportedError(
-            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
-            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
-        )
+            _check_rounding(scheme, attention)
     packed = iter(sites)
     layers: list[Any] = []
     for planned in plan.layers:
@@ -362,7 +359,7 @@ attention='decoded')
 
 
 def _unfused(model_or_config: Any) -> str:
-    """Return why kernels are not tried by default, or ``""`` if they are."""
+    """Return why a model does not use the CPU kernels by default, whatever the scheme, or ``""`` if it may."""
     device = getattr(model_or_config, "device", None)
     if device is None or device.type != "cpu":
         return "kernels are the default on a CPU only; attention='fused' asks for them"
@@ -371,6 +368,15 @@ def _unfused(model_or_config: Any) -> str:
     except UnsupportedError as error:
         return str(error)
     return ""
+
+
+def _check_rounding(scheme: KVScheme, attention: Attention) -> None:
+    """Raise if the scheme rounds queries where the model multiplies them itself."""
+    if scheme.query_error and attention == "decoded":
+        raise UnsupportedError(
+            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
+            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
+        )
 
 
 def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:
