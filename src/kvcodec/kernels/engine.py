@@ -22,7 +22,8 @@ from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.attend import Piece, additive, held_dense, held_pieces, seen_ranges
 from kvcodec.kernels.cpu.attend import attend as attend_cpu
 from kvcodec.kernels.cpu.attend import workspace_bytes as workspace_bytes_cpu
-from kvcodec.kernels.cpu.spec import CpuReader, cpu_spec
+from kvcodec.kernels.cpu.encode import encode as encode_cpu
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader, cpu_spec
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import encode_to_pages
@@ -174,7 +175,7 @@ class Engine:
         self.decode_spec = decode_text(decode_spec(key, value, self.head_dim, self.page_tokens))
         self.encode_spec = encode_text(written)
         self.readers: Mapping[Role, Reader | CpuReader] = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
-        self.encoders: dict[Role, Encoder | None] = {r: written.encoder(r) for r in ROLES}
+        self.encoders: Mapping[Role, Encoder | CpuEncoder | None] = {r: written.encoder(r) for r in ROLES}
         self.flags_all = None not in self.encoders.values()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -306,7 +307,7 @@ class Engine:
 
 
 class CpuEngine(Engine):
-    """Reads the pages of one layer with the CPU kernels; PyTorch writes them."""
+    """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
     decode_spec = encode_spec = ""
 
@@ -318,15 +319,19 @@ class CpuEngine(Engine):
     def _find(self) -> None:
         self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
         self.readers = {"key": self.spec.key, "value": self.spec.value}
-        self.encoders: dict[Role, Encoder | None] = dict.fromkeys(ROLES)
-        self.flags_all = False
+        self.encoders = {role: self.spec.encoder(role) for role in ROLES}
+        self.flags_all = None not in self.encoders.values()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the spec, which holds functions."""
         return {name: x for name, x in super().__getstate__().items() if name != "spec"}
 
     def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
-        """Do nothing: PyTorch encodes both roles."""
+        """As ``Engine.encode``."""
+        encode_cpu(new, store.pages, store.table, first, bad, spec=self.spec, constants=self.writing)
+
+    def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> None:
+        """PyTorch has to."""
 
     def attend(  # type: ignore[override]
         self,

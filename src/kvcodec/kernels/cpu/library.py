@@ -55,6 +55,34 @@ class ArgsStruct(ctypes.Structure):
     )
 
 
+class EncodeRoleStruct(ctypes.Structure):
+    """``kv::EncodeRole`` of encode.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        *((name, c_int64) for name in ("batch", "head", "token", "kind", "tokens", "encoder", "block")),
+        ("tables", c_void_p),
+        ("tables_head", c_int64),
+        ("factor", c_void_p),
+        *((name, c_int64) for name in ("factor_batch", "divides", "order")),
+        ("planes", c_int64 * PLANES),
+        ("sizes", c_int64 * PLANES),
+        ("options", c_int32 * OPTIONS),
+    )
+
+
+class EncodeArgsStruct(ctypes.Structure):
+    """``kv::EncodeArgs`` of encode.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pages", "table", "first", "bad")),
+        *((name, c_int64) for name in ("page_bytes", "page_tokens", "table_row", "columns")),
+        *((name, c_int64) for name in ("batch", "heads", "dim", "threads")),
+        ("key", EncodeRoleStruct),
+        ("value", EncodeRoleStruct),
+    )
+
+
 def refusal(device: torch.device) -> str:
     """Return why the CPU kernels cannot run on ``device``, or ``""`` if they can."""
     if device.type != "cpu":
@@ -93,7 +121,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.kv_digest.restype = c_char_p
     if found.kv_digest().decode() != digest():
         raise UnsupportedError(f"the CPU kernels are compiled from other sources ({path.name}); {remedy}")
-    found.kv_reader.restype = c_int64
+    found.kv_reader.restype = found.kv_encoder.restype = c_int64
+    found.kv_encode.argtypes, found.kv_encode.restype = (POINTER(EncodeArgsStruct),), None
     found.kv_attend.argtypes, found.kv_attend.restype = (POINTER(ArgsStruct),), None
     found.kv_unpack.argtypes = (POINTER(RoleStruct), c_void_p, *(c_int64,) * 4, c_void_p)
     found.kv_unpack.restype = None
@@ -113,6 +142,14 @@ def reader_number(path: Path, name: str) -> int:
     """
     if (number := int(load(path).kv_reader(name.encode()))) < 0:
         raise UnsupportedError(f"the CPU kernels have no reader {name!r}")
+    return number
+
+
+@cache
+def encoder_number(path: Path, name: str) -> int:
+    """Number by which compiled kernels know an encoder; as ``reader_number``."""
+    if (number := int(load(path).kv_encoder(name.encode()))) < 0:
+        raise UnsupportedError(f"the CPU kernels have no encoder {name!r}")
     return number
 
 
