@@ -102,18 +102,17 @@ inline void store_codes(uint8_t* to, I q) {
 
 // ops/bitpack.py: n codes, a multiple of 8, as a little-endian bit stream
 template <int BITS> inline void pack(const uint8_t* codes, int n, uint8_t* to) {
-  constexpr uint64_t TWO = (1u << 2 * BITS) - 1, PAIR = TWO | TWO << 16 | TWO << 32 | TWO << 48;
-  constexpr uint64_t FOUR = ((uint64_t)1 << 4 * BITS) - 1, QUAD = FOUR | FOUR << 32;
   if constexpr (BITS == 8) {
     memcpy(to, codes, n);
     return;
   }
+  constexpr uint64_t ONE = 0x00ff00ff00ff00ff, TWO = 0x0000ffff0000ffff, FOUR = 0x00000000ffffffff;
   for (int i = 0; i < n; i += 8, to += BITS) {
     uint64_t x;
     memcpy(&x, codes + i, 8);
-    x = (x | x >> (8 - BITS)) & PAIR;
-    x = (x | x >> (16 - 2 * BITS)) & QUAD;
-    x |= x >> (32 - 4 * BITS);
+    x = (x & ONE) | (x & ~ONE) >> (8 - BITS);
+    x = (x & TWO) | (x & ~TWO) >> (16 - 2 * BITS);
+    x = (x & FOUR) | (x & ~FOUR) >> (32 - 4 * BITS);
     memcpy(to, &x, BITS);
   }
 }
