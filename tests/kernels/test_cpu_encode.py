@@ -1,6 +1,5 @@
 """Encoders of the CPU kernels: every byte of the pages as the reference codec writes it, in every instruction set."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -16,7 +15,7 @@ from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.compile import variants
-from kvcodec.kernels.cpu.encode import encode
+from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.kernels.engine import CpuEngine
 from kvcodec.scheme import page_layout
@@ -44,13 +43,13 @@ def _runs_here(variant: str) -> bool:
 
 
 @pytest.fixture(params=[name for name in variants() if _runs_here(name)])
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels of one instruction set serve."""
     name: str = request.param
     monkeypatch.setattr(library, "variant", lambda: name)
     if reason := library.refusal(torch.device("cpu")):
         pytest.skip(reason)
-    yield name
+    return name
 
 
 @cache
@@ -87,7 +86,7 @@ def _written(codec: Codec, x: Tensor, role: Role, first: int) -> tuple[Tensor, T
     encoder = spec.encoder(role)
     assert encoder is not None
     own = {role: constants_for(encoder, params, HEADS, dim)}
-    encode({role: x}, stores[1].pages, stores[1].table, at, bad, spec=spec, constants=own)
+    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=prepared(spec), constants=own)
     return stores[0].pages, stores[1].pages, int(bad)
 
 
@@ -144,7 +143,7 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     store = PageStore(layout, 1, HEADS, x.device, layout.page_tokens)
     first = torch.tensor([layout.page_tokens - 10], dtype=torch.int32)
     own: dict[Role, Constants] = {"key": Constants(None, None, 1)}
-    encode({"key": x}, store.pages, store.table, first, bad, spec=spec, constants=own)
+    encode({"key": x}, store.pages, store.table, first, bad, common=prepared(spec), constants=own)
     assert int(bad) == 2
     want = codec.encode(codec.to_code(x[:, :, :10].float(), {}), {})
     got = store.read("key", layout.page_tokens - 10, layout.page_tokens)

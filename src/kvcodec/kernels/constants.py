@@ -34,7 +34,9 @@ class Constants(NamedTuple):
     order: int
 
 
-def constants_for(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Constants:
+def constants_for(
+    kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int
+) -> Constants:
     """Build the tensors of one role from the site's constants.
 
     Raises

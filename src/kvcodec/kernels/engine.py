@@ -23,6 +23,8 @@ from kvcodec.kernels.cpu.attend import Piece, additive, held_dense, held_pieces,
 from kvcodec.kernels.cpu.attend import attend as attend_cpu
 from kvcodec.kernels.cpu.attend import workspace_bytes as workspace_bytes_cpu
 from kvcodec.kernels.cpu.encode import encode as encode_cpu
+from kvcodec.kernels.cpu.encode import prepared
+from kvcodec.kernels.cpu.library import EncodeArgsStruct
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader, cpu_spec
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
@@ -310,6 +312,8 @@ class CpuEngine(Engine):
     """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
     decode_spec = encode_spec = ""
+    common: EncodeArgsStruct | None = None
+    """What the calls of the encode kernels have in common; made at the first."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -323,12 +327,16 @@ class CpuEngine(Engine):
         self.flags_all = None not in self.encoders.values()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the spec, which holds functions."""
-        return {name: x for name, x in super().__getstate__().items() if name != "spec"}
+        """Leave out the spec, which holds functions, and what holds numbers of this process."""
+        return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
     def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
         """As ``Engine.encode``."""
-        encode_cpu(new, store.pages, store.table, first, bad, spec=self.spec, constants=self.writing)
+        if not new:
+            return
+        if self.common is None:
+            self.common = prepared(self.spec)
+        encode_cpu(new, store.pages, store.table, first, bad, common=self.common, constants=self.writing)
 
     def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> None:
         """PyTorch has to."""

@@ -96,7 +96,12 @@ def refusal(device: torch.device) -> str:
 
 def variant() -> str:
     """Instruction set of the kernels on this machine: ``avx512``, ``avx2`` or ``portable``."""
-    found = KNOWN.get(torch.backends.cpu.get_cpu_capability().split("_")[0], "portable")
+    return _variant(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def _variant(capability: str) -> str:
+    found = KNOWN.get(capability.split("_")[0], "portable")
     return found if found in variants() else "portable"
 
 
@@ -155,7 +160,12 @@ def encoder_number(path: Path, name: str) -> int:
 
 def chosen() -> Path:
     """Where the kernels of this machine's instruction set are, compiled or not."""
-    return HERE / file_name(variant())
+    return _path(variant())
+
+
+@cache
+def _path(name: str) -> Path:
+    return HERE / file_name(name)
 
 
 @cache
