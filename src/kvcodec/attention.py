@@ -171,6 +171,22 @@ def attend(
     ShapeError
         If q does not fit the cache.
     """
+    mask = checked_mask(q, cache, mask, causal, chunk)
+    total, state = len(cache), cache.roles["key"]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
+    parts = (cache.decode(first, min(first + chunk, total)) for first in range(0, total, chunk))
+    return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+
+
+def checked_mask(q: Tensor, cache: "LayerCache", mask: Tensor | None, causal: bool, chunk: int) -> Tensor | None:
+    """Validate the arguments of ``attend``; return its mask for all tokens.
+
+    Raises
+    ------
+    ShapeError
+        If they do not fit the cache or each other.
+    """
     total = len(cache)
     if total == 0:
         raise ShapeError("attend: the cache is empty; append keys and values first.")
@@ -193,10 +209,7 @@ def attend(
                 f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must be 1 or {total}."
             )
         mask = mask.expand(*mask.shape[:-1], total)
-    scale = d**-0.5 if scale is None else scale
-    rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
-    parts = (cache.decode(first, min(first + chunk, total)) for first in range(0, total, chunk))
-    return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+    return mask
 
 
 def attend_parts(

@@ -1,6 +1,7 @@
 """Models, layers and options that are refused: by name, with the reason, before anything runs."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import kvcodec
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for, plan
 from kvcodec.integrations.transformers.attention import kvcodec_attention, left_padding
+from kvcodec.kernels.cpu import library
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
 
@@ -188,15 +190,22 @@ def test_left_padding_is_read_from_the_mask(additive: bool) -> None:
     assert left_padding(mask).tolist() == [2, 0, 1]
 
 
-def test_fused_on_a_cpu_is_refused(tiny: Any) -> None:
+def test_fused_on_a_cpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of a model that attends with kvcodec, where the CPU kernels serve every layer."""
     model = tiny("llama-gqa")
+    assert "runs 'sdpa'; call model.set_attn" in cache_for(model, "saw-int4").report()["unfused"]
     model.set_attn_implementation("kvcodec")
-    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM, layer 0: .* Use attention='decoded' or 'streamed'"):
-        cache_for(model, "saw-int4", attention="fused")
-    with pytest.raises(UnsupportedError, match=r"layer 0: no CUDA kernel reads PolarQuant.* Use attention='decoded'"):
+    served = cache_for(model, "saw-int4").report()
+    assert (served["attention"], served["unfused"]) == ("fused", "")
+    left = cache_for(model, "polarquant-3").report()
+    assert left["attention"] == "decoded"
+    assert "layer 0: no CPU kernel reads PolarQuant" in left["unfused"]
+    with pytest.raises(UnsupportedError, match=r"layer 0: no CPU kernel reads PolarQuant.* Use attention='decoded'"):
         cache_for(model, "polarquant-3", attention="fused")
-    with pytest.raises(UnsupportedError, match="layer 0: device cpu is not a CUDA GPU"):
+    monkeypatch.setattr(library, "chosen", lambda: Path("missing.so"))
+    with pytest.raises(UnsupportedError, match=r"layer 0: the CPU kernels are not compiled.* Use attention='decoded'"):
         cache_for(model, "octopus-3", attention="fused")
+    assert "compile.py" in cache_for(model, "octopus-3").report()["unfused"]
 
 
 def test_public_names() -> None:

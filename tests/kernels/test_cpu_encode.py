@@ -9,9 +9,11 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Role, Site
+from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.compile import variants
@@ -31,6 +33,8 @@ CODECS: tuple[Codec, ...] = (
     *(GroupInt(bits, 0, symmetric=True) for bits in (2, 3, 4, 8)),
     *(GroupInt(bits, 32, along="tokens") for bits in (2, 3, 4, 8)),
     GroupInt(2, 64, along="tokens"),
+    *(Fp8(scaled) for scaled in (False, True)),
+    *(UltraQuant(scale=scale, rotate=rotate) for scale in ("real", "pow2") for rotate in (False, True)),
     GroupInt(4, 16, along="tokens", symmetric=True),
 )
 HEADS = 2
@@ -150,7 +154,7 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "int-4", "turboquant-4", "kivi-4"])
+@pytest.mark.parametrize("name", ["saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant"])
 def test_the_engine_writes(name: str) -> None:
     scheme = kvcodec.get(name).for_layer(4, 8)
     if reason := library.refusal(torch.device("cpu")):

@@ -276,16 +276,16 @@ def test_a_crop_into_an_encoded_block_is_refused(machine: dict[str, Any]) -> Non
 
 
 def test_refusals_name_the_reason() -> None:
-    assert refusal(scheme("kivi-2"), 128, CPU) == "device cpu is not a CUDA GPU"
-    assert refusal(scheme("saw-int4"), 128, CPU) == "device cpu is not a CUDA GPU"
-    assert "no CUDA kernel reads Additive" in refusal(scheme("additive-k48_r4"), 128, CPU)
+    other = torch.device("meta")
+    assert refusal(scheme("kivi-2"), 128, other) == "device meta is not a CUDA GPU"
+    assert "no CUDA kernel reads Additive" in refusal(scheme("additive-k48_r4"), 128, other)
     assert "the kernels sketch at head_dim 64, 128 and 256, not 96" in refusal(
-        KVScheme(key=OctopusQJL(), value=Dense()), 96, CPU
+        KVScheme(key=OctopusQJL(), value=Dense()), 96, other
     )
-    assert "head_dim 64, 96, 128, 192, 256, not 80" in refusal(scheme("kivi-2"), 80, CPU)
-    assert "page_tokens=48 is not a multiple of 32" in refusal(scheme("kivi-2"), 128, CPU, 48)
-    with pytest.raises(UnsupportedError, match=r"device cpu is not a CUDA GPU\. Use attention='decoded' or 'streamed'"):
-        FusedLayerCache(scheme("kivi-2")).append(*rows(3))
+    assert "head_dim 64, 96, 128, 192, 256, not 80" in refusal(scheme("kivi-2"), 80, other)
+    assert "page_tokens=48 is not a multiple of 32" in refusal(scheme("kivi-2"), 128, other, 48)
+    with pytest.raises(UnsupportedError, match=r"no CPU kernel reads E8.*\. Use attention='decoded' or 'streamed'"):
+        FusedLayerCache(scheme("e8-2")).append(*rows(3))
 
 
 def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

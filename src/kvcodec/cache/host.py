@@ -15,11 +15,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvcodec.attention import Seen, attend, checked_mask
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
 from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
+from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.scheme import KVScheme, page_layout
 
 
@@ -136,6 +138,7 @@ class LayerCache:
         """Forget everything, the allocation included."""
         self.roles: dict[Role, RoleState] = {}
         self.store = None
+        self._held_attention: HeldAttention | str | None = None  # or why there is none
         self.start = 0  # absolute position of the oldest live token
         self.length = 0  # live tokens
         self.positions = Positions()  # only where keys are held without their mean
@@ -362,10 +365,28 @@ class LayerCache:
         sinks: Tensor | None = None,
         chunk: int = 1024,
     ) -> Tensor:
-        """Attention of ``q`` over the live tokens; see ``kvcodec.attention.attend``."""
-        from kvcodec.attention import attend
+        """Attention of ``q`` over the live tokens, as ``kvcodec.attention.attend``; by kernels unless ``unfused``."""
+        mask = checked_mask(q, self, mask, causal, chunk)
+        if self.unfused():
+            return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
+        assert self.store is not None
+        assert isinstance(self._held_attention, HeldAttention)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        seen = Seen(causal=causal, mask=mask)
+        return self._held_attention.attend(q, self.roles, self.store, scale=scale, seen=seen, sinks=sinks)
 
-        return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
+    def unfused(self) -> str:
+        """Return why ``attend`` uses the PyTorch reference, or ``""`` if it uses the CPU kernels."""
+        if self.store is None:
+            return "the cache is empty"
+        if self.site.mean is not None:
+            return f"{self.scheme} holds keys without their mean, and no kernel adds it to the scores"
+        if self._held_attention is None:
+            try:
+                self._held_attention = HeldAttention(self.roles, self.store)
+            except UnsupportedError as error:
+                self._held_attention = str(error)
+        return "" if isinstance(self._held_attention, HeldAttention) else self._held_attention
 
     # -- removing and rearranging ----------------------------------------------------------------------------------
 

@@ -19,11 +19,12 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build
 from kvcodec.kernels.constants import Constants, constants, joined
 from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu.attend import Piece, additive, held_dense, held_pieces, seen_ranges
+from kvcodec.kernels.cpu.attend import Piece
 from kvcodec.kernels.cpu.attend import attend as attend_cpu
 from kvcodec.kernels.cpu.attend import workspace_bytes as workspace_bytes_cpu
 from kvcodec.kernels.cpu.encode import encode as encode_cpu
 from kvcodec.kernels.cpu.encode import prepared
+from kvcodec.kernels.cpu.held import attend_held
 from kvcodec.kernels.cpu.library import EncodeArgsStruct
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader, cpu_spec
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
@@ -365,7 +366,11 @@ class CpuEngine(Engine):
             [(max(0, last[b] - first[b]), first[b], first[b]), (max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
         ]
-        return self._attend(q, store, pieces, dense_k, dense_v, scale=scale, softcap=softcap, sinks=sinks)
+        out, _ = attend_cpu(
+            q, store.pages, store.table, pieces, spec=self.spec, key=self.reading["key"], value=self.reading["value"],
+            dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out
 
     def attend_many(
         self,
@@ -378,12 +383,9 @@ class CpuEngine(Engine):
         seen: Seen,
     ) -> Tensor:
         """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
-        key, value = roles["key"], roles["value"]
-        pieces = held_pieces(key, value)
-        batch, total = q.shape[0], sum(count for count, _, _ in pieces)
-        return self._attend(
-            q, store, [pieces] * batch, held_dense(key), held_dense(value), scale=scale, softcap=seen.softcap,
-            sinks=sinks, seen=seen_ranges(seen, batch, q.shape[2], total), mask=additive(seen.mask),
+        key, value = self.reading["key"], self.reading["value"]
+        return attend_held(
+            q, roles, store, spec=self.spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks
         )  # fmt: skip
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
@@ -397,17 +399,6 @@ class CpuEngine(Engine):
     def packed(self, pages: Tensor, table: Tensor) -> Packed:
         """Raise: nothing unpacks pages for other attention kernels."""
         raise UnsupportedError("the CPU kernels attend to packed pages; they do not unpack them for other kernels.")
-
-    def _attend(
-        self, q: Tensor, store: PageStore, pieces: list[list[Piece]], dense_k: Tensor | None, dense_v: Tensor | None,
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
-        key, value = self.reading["key"], self.reading["value"]
-        out, _ = attend_cpu(
-            q, store.pages, store.table, pieces, spec=self.spec, key=key, value=value, dense_k=dense_k,
-            dense_v=dense_v, **options,
-        )  # fmt: skip
-        return out
 
 
 def _numbers(x: Tensor | None, batch: int, default: int) -> list[int]:

@@ -70,20 +70,21 @@ EXHAUSTIVE_TOKENS = 128
 Progress = Callable[[str], None]
 
 
-def _positive(bench: str, sizes: Mapping[str, int]) -> None:
+def positive(bench: str, sizes: Mapping[str, int]) -> None:
+    """Raise ``ShapeError`` unless every size is at least 1."""
     for name, value in sizes.items():
         if value < 1:
             raise ShapeError(f"{bench}: {name}={value}; expected a number >= 1.")
 
 
-def _stamped(shape: str, device: torch.device, repeats: int, seed: int) -> Row:
+def stamped(shape: str, device: torch.device, repeats: int, seed: int) -> Row:
     """Fields of every row of a run."""
     about = {"device": device_name(device), "versions": versions(), "commit": commit()}
     return {"repeats": repeats, "shape": shape, **about, "seed": seed}
 
 
 @torch.no_grad()
-def _in_turn(jobs: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[list[float]]:
+def in_turn(jobs: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[list[float]]:
     """Seconds of each job, ``repeats`` each after a warm-up.
 
     Jobs alternate, so that other load on the machine slows all of them.
@@ -101,7 +102,7 @@ def _in_turn(jobs: Sequence[Callable[[], object]], device: torch.device, repeats
     return [list(times) for times in zip(*rounds[1:], strict=True)]
 
 
-def _ratios(over: Sequence[float], under: Sequence[float], scale: float = 1.0) -> list[float]:
+def ratios(over: Sequence[float], under: Sequence[float], scale: float = 1.0) -> list[float]:
     """Ratios pair by pair."""
     return [scale * a / b for a, b in zip(over, under, strict=True)]
 
@@ -154,7 +155,7 @@ def cache_rows(
         While iterating: a cache whose attention is not SDPA over its decoded K and V is not timed.
     """
     sizes = {"batch": batch, "kv_heads": kv_heads, "query_heads": query_heads, "tokens": tokens, "repeats": repeats}
-    _positive("bench", sizes)
+    positive("bench", sizes)
     if query_heads % kv_heads:
         raise ShapeError(f"bench: query_heads={query_heads} is not a multiple of kv_heads={kv_heads}; use a multiple.")
     if dtype not in DTYPES:
@@ -189,14 +190,14 @@ def _cache_rows(
     k, v = draw(kv_heads, tokens), draw(kv_heads, tokens)
     q = draw(query_heads, 1)
     name = f"b{batch}_hq{query_heads}_h{kv_heads}_d{head_dim}_t{tokens}"
-    common = {"dtype": dtype} | _stamped(name, device, repeats, seed)
+    common = {"dtype": dtype} | stamped(name, device, repeats, seed)
 
     def row(spec: str, bits: float, metric: str, values: Sequence[float], path: str, unit: str = "us") -> Row:
         head = {"spec": spec, "effective_bits": bits, "metric": metric, "unit": unit, "values": spread(values)}
         return {**head, "path": path, **common}
 
     def us(*jobs: Callable[[], object]) -> list[list[float]]:
-        return [[1e6 * seconds for seconds in times] for times in _in_turn(jobs, device, repeats)]
+        return [[1e6 * seconds for seconds in times] for times in in_turn(jobs, device, repeats)]
 
     progress(f"sdpa ({dtype})")
     yield row("sdpa", k.element_size() * 8.0, "attend_us", us(lambda: _sdpa(q, k, v))[0], "torch")
@@ -211,7 +212,7 @@ def _cache_rows(
         yield row(spec, bits, "decode_us", us(work.decode)[0], path)
         ours, dense = us(work.attend, work.sdpa)
         yield row(spec, bits, "attend_us", ours, path)
-        yield row(spec, bits, "speedup_vs_sdpa", _ratios(dense, ours), path, unit="x")
+        yield row(spec, bits, "speedup_vs_sdpa", ratios(dense, ours), path, unit="x")
         yield row(spec, bits, "append_us", [t / work.block_tokens for t in us(work.append_block)[0]], path)
 
 
@@ -390,7 +391,7 @@ def codec_rows(
     SpecError, ShapeError, UnsupportedError
         At once: unknown spec, a shape that no codec takes, codecs that need a model's queries.
     """
-    _positive("bench codec", {"kv_heads": kv_heads, "tokens": tokens, "repeats": repeats})
+    positive("bench codec", {"kv_heads": kv_heads, "tokens": tokens, "repeats": repeats})
     for spec in (BASE, *specs):
         scheme = get(spec)
         for role in ROLES:
@@ -416,7 +417,7 @@ def _codec_rows(
     heads, dim, tokens = shape
     generator = torch.Generator().manual_seed(seed)
     kv = [torch.randn(1, heads, tokens, dim, generator=generator).half().float().to(device) for _ in ROLES]
-    common = _stamped(f"b1_h{heads}_d{dim}_t{tokens}", device, repeats, seed)
+    common = stamped(f"b1_h{heads}_d{dim}_t{tokens}", device, repeats, seed)
 
     def row(spec: str, bits: float, metric: str, values: Sequence[float], **more: Any) -> Row:
         unit = "tokens/s" if metric.endswith("_per_s") else "x"
@@ -427,14 +428,14 @@ def _codec_rows(
         name: str, bits: float, work: CodecWork | QuantizerWork, base: CodecWork, than: str, done: int, **more: Any
     ) -> list[Row]:
         """Rows of encode and decode, in tokens per second of ``done`` tokens and beside ``base``."""
-        encode = _in_turn([work.encode, base.encode], device, repeats)
-        decode = _in_turn([work.decode, base.decode], device, repeats)
+        encode = in_turn([work.encode, base.encode], device, repeats)
+        decode = in_turn([work.decode, base.decode], device, repeats)
         both = {"encode": encode, "decode": decode}
         rates = [row(name, bits, f"{job}_tokens_per_s", [done / a for a in t[0]], **more) for job, t in both.items()]
-        ratios = [
-            row(name, bits, f"{job}_vs_{than}", _ratios(t[0], t[1], tokens / done), **more) for job, t in both.items()
+        compared = [
+            row(name, bits, f"{job}_vs_{than}", ratios(t[0], t[1], tokens / done), **more) for job, t in both.items()
         ]
-        return rates + ratios
+        return rates + compared
 
     base = CodecWork(BASE, kv, seed)
     for i, spec in enumerate(specs):
@@ -443,8 +444,8 @@ def _codec_rows(
         yield from beside(spec, bits, work, base, "int4", work.tokens)
         every = ExhaustiveWork(work.key)
         if every.search is not None:
-            searched, encoded = _in_turn([every.run, work.key.encode], device, repeats)
-            values = _ratios(searched, encoded, work.tokens / every.tokens)
+            searched, encoded = in_turn([every.run, work.key.encode], device, repeats)
+            values = ratios(searched, encoded, work.tokens / every.tokens)
             yield row(spec, bits, "exhaustive_vs_encode", values, codewords=every.codewords)
     for rival in quantizer_rivals(dim):
         if rival.missing:

@@ -20,7 +20,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, tokens/s, "
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "
         "encode, prefill, generate, first: the GPU's kernels beside 16-bit attention, with --device cuda (first: time "
-        "to the first token of a new cache, and of later turns); serve: load on a running OpenAI-compatible "
+        "to the first token of a new cache, and of later turns); decode --device cpu: the CPU's kernels beside "
+        "PyTorch's float32 and bfloat16 attention; serve: load on a running OpenAI-compatible "
         "server at URL, or on servers that --start names; page: the page of a run's folder",
     )
     p.add_argument("url", nargs="?", metavar="URL", help="of serve: e.g. http://localhost:8000")
@@ -46,6 +47,13 @@ def run(args: argparse.Namespace) -> Result | int:
 
         outcome = serve.run(args, Progress())
         return Result(outcome.rows, serve.text(outcome.rows), outcome.status)
+    if args.what == "decode" and args.device == "cpu":
+        from kvcodec_lab.bench.cpu_decode import PRESETS, decode_rows
+
+        sizes = {name: getattr(args, name) for name in ("batch", "kv_heads", "query_heads", "head_dim", "tokens")}
+        more = {"repeats": args.repeats, "seed": args.seed, "progress": Progress().say}
+        rows = collected(decode_rows(args.specs or PRESETS, **sizes, **more))
+        return Result(rows, text(rows))
     if args.what not in ("cache", "codec"):
         from kvcodec_lab.bench import command
 

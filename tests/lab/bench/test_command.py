@@ -15,7 +15,7 @@ from tests.lab.bench.test_summary import ROWS
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("what", ["decode", "encode", "prefill", "generate"])
+@pytest.mark.parametrize("what", ["encode", "prefill", "generate"])
 def test_without_a_gpu_it_says_what_to_pass(capsys, what):
     assert main(["bench", what]) == 2
     assert f"bench {what} times kernels on a GPU; pass --device cuda" in capsys.readouterr().err

@@ -1,21 +1,16 @@
 """Attention over packed pages and dense tokens by the CPU kernels: the host side of ``attend.h``."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvcodec.attention import Seen
 from kvcodec.codec import Role
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.library import ArgsStruct, RoleStruct
 from kvcodec.kernels.cpu.spec import CpuSpec
-
-if TYPE_CHECKING:
-    from kvcodec.cache.host import RoleState
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
@@ -101,64 +96,6 @@ def attend(
     library.library().kv_attend(args)
     del held  # alive until here
     return out.to(q.dtype), lse
-
-
-def held_pieces(key: "RoleState", value: "RoleState") -> list[Piece]:
-    """Where the tokens of a cache lie; those held dense are numbered as in ``held_dense``."""
-    pieces, sides = [], [list(_segments(state)) for state in (key, value)]
-    at, ends = 0, [0, 0]
-    total = sum(count for count, _ in sides[0])
-    current = [(0, 0), (0, 0)]
-    while at < total:
-        for i, side in enumerate(sides):
-            while ends[i] <= at:
-                current[i] = side.pop(0)
-                ends[i] += current[i][0]
-        count = min(ends) - at
-        k, v = (
-            place + done if place >= 0 else place - done
-            for (size, place), end in zip(current, ends, strict=True)
-            for done in (size - (end - at),)
-        )
-        pieces.append((count, k, v))
-        at += count
-    return pieces
-
-
-def _segments(state: "RoleState") -> Iterator[tuple[int, int]]:
-    """Runs of a role's tokens, oldest first: how many, and where (as in a Piece)."""
-    sink = state.sink.shape[2]
-    yield sink, ~0
-    for first, last in state.runs:
-        yield last - first, first
-    yield state.window.shape[2], ~sink
-
-
-def held_dense(state: "RoleState") -> Tensor | None:
-    """Tokens that a role of a cache holds dense, sink first."""
-    if not state.window.shape[2]:
-        return state.sink if state.sink.shape[2] else None
-    return torch.cat([state.sink, state.window], 2) if state.sink.shape[2] else state.window
-
-
-def seen_ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] | None:
-    """Tokens ``[low, high)`` that each of the newest n queries of ``batch`` sequences sees; None: all of them."""
-    if seen.mask is not None or (n == 1 and not (seen.window or seen.chunk or any(seen.start))):
-        return None
-    low = torch.tensor([seen.first(i, n, total) for i in range(n)], dtype=torch.int32).expand(batch, n)
-    if seen.start:
-        low = torch.maximum(low, torch.tensor(seen.start, dtype=torch.int32)[:, None])
-    high = torch.full((n,), total, dtype=torch.int32)
-    if seen.causal:
-        high = torch.arange(total - n + 1, total + 1, dtype=torch.int32)
-    return low, high.expand(batch, n)
-
-
-def additive(mask: Tensor | None) -> Tensor | None:
-    """A mask as a float32 number that is added to scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
 def workspace_bytes(q: Tensor) -> int:

@@ -1,5 +1,8 @@
-// Encoders of plain integers in groups of channels, or of tokens: int, kivi (kvcodec/codecs/group_int.py).
+// Encoders of codes of which groups of channels, or of tokens, share a map: int, kivi (kvcodec/codecs/group_int.py),
+// ultraquant.
 #pragma once
+#include <algorithm>
+
 #include "encode_linear.h"
 
 namespace kv {
@@ -101,6 +104,44 @@ template <int BITS, bool SYMMETRIC> inline void encode_tokens_int(const New& n) 
       }
       pack<BITS>(codes, dim, n.at(0, first) + t * (dim * BITS / 8));
     }
+  }
+}
+
+// E2M1 in groups. Options: 0 channels of a group; 2 scales are powers of two. tables: c and the scales' unit, double
+inline void encode_e2m1(const New& n) {
+  const int group = n.options[0];
+  double numbers[2];
+  memcpy(numbers, n.tables, sizeof numbers);
+  const float unit = (float)numbers[1];
+  uint8_t codes[WIDEST];
+  for (int t = 0; t < n.count; ++t) {
+    const float* y = n.rows + t * n.dim;
+    for (int g = 0, first = 0; first < n.dim; ++g, first += group) {
+      const int end = first + group < n.dim ? first + group : n.dim;
+      const Range r = range_of(y + first, end - first);
+      const double wanted = (double)(r.high > -r.low ? r.high : -r.low) * numbers[0];
+      float s = 0, reciprocal = 0;
+      if (n.options[2]) {
+        int exponent;
+        if (std::frexp(wanted, &exponent) < std::sqrt(0.5)) --exponent;  // ops/fp4.py, nearest_ue8m0
+        const int byte = wanted > 0 ? std::max(0, std::min(254, exponent + 127)) : 0, back = 254 - byte;
+        n.at(1, t)[g] = (uint8_t)byte;
+        reciprocal = float_of(back ? (uint32_t)back << 23 : 1u << 22);
+      } else {
+        const float held = (float)(wanted / numbers[1]);
+        const uint16_t scale = to_half(held < 0x1p-24f ? 0x1p-24f : held > 65504.0f ? 65504.0f : held);
+        memcpy(n.at(1, t) + 2 * g, &scale, 2);
+        s = from_half(scale) * unit;
+      }
+      for (int c = first; c < end; c += LANES) {
+        const F x = load(y + c), q = n.options[2] ? x * reciprocal : x / s;
+        const F size = min((F)((I)q & 0x7fffffff), splat(16.0f));
+        F code = min(nearest(size * 2.0f), nearest(size) + 2.0f);
+        code = min(min(code, nearest(size / 2.0f) + 4.0f), splat(7.0f));
+        store_codes(codes + c, whole(code) | ((I)(q < splat(0.0f)) & 8));
+      }
+    }
+    pack<4>(codes, n.dim, n.at(0, t));
   }
 }
 

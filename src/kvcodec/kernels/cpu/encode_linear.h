@@ -1,4 +1,4 @@
-// Encoders of codes with one map per token: saw-int4 (kvcodec/codecs/saw_int4.py) and turboquant.
+// Encoders of codes with one map per token: saw-int4 (kvcodec/codecs/saw_int4.py), turboquant and fp8.
 #pragma once
 #include "encoder.h"
 
@@ -113,6 +113,31 @@ template <int BITS> inline void encode_levels(const New& n) {
     memcpy(n.at(1, t), n.options[0] ? (const void*)&held : (const void*)&narrow, n.sizes[1]);
     nearest(y, n.dim, norm, codes);
     pack<BITS>(codes, n.dim, n.at(0, t));
+  }
+}
+
+// the nearest E4M3 number, ties to even; |x| at most 448
+inline uint8_t to_e4m3(float x) {
+  const uint32_t u = bits_of(x), sign = u >> 24 & 0x80u, size = u & 0x7fffffffu;
+  if (size < 0x3c800000u) return (uint8_t)(sign | (bits_of(float_of(size) + 0x1p14f) - 0x46800000u));
+  return (uint8_t)(sign | (size - 0x3c000000u + 0x7ffffu + (size >> 20 & 1u)) >> 20);
+}
+
+// Option 0: whether there is a scale
+inline void encode_fp8(const New& n) {
+  for (int t = 0; t < n.count; ++t) {
+    const float* y = n.rows + t * n.dim;
+    float s = 1;
+    if (n.options[0]) {
+      const Range r = range_of(y, n.dim);
+      const uint16_t scale = group_scale(r.high > -r.low ? r.high : -r.low, 448.0f, 0.0f);
+      memcpy(n.at(1, t), &scale, 2);
+      s = from_half(scale);
+    }
+    for (int c = 0; c < n.dim; ++c) {
+      const float x = y[c] / s;
+      n.at(0, t)[c] = to_e4m3(x < -448.0f ? -448.0f : x > 448.0f ? 448.0f : x);
+    }
   }
 }
 

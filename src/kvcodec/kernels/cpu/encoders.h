@@ -17,6 +17,8 @@ inline const NamedEncoder ENCODERS[] = {
     {"levels4", encode_levels<4>},
     {"levels5", encode_levels<5>},
     {"levels6", encode_levels<6>},
+    {"fp8", encode_fp8},
+    {"e2m1", encode_e2m1},
     {"int2", encode_int<2, false>},
     {"int3", encode_int<3, false>},
     {"int4", encode_int<4, false>},

@@ -20,6 +20,8 @@ from kvcodec.layout import PageLayout
 
 OPTIONS = 8
 PLANES = 8
+WIDEST = 512
+"""As in reader.h."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     found = of_module(type(codec).__module__, "cpu_reader")
     if found is None:
         raise UnsupportedError(f"no CPU kernel reads {codec}")
-    if head_dim % 16:
-        raise UnsupportedError(f"the CPU kernels take a head_dim that is a multiple of 16, not {head_dim} ({codec})")
+    if head_dim % 16 or head_dim > WIDEST:
+        raise UnsupportedError(f"the CPU kernels take a head_dim of 16, 32, ... {WIDEST}, not {head_dim} ({codec})")
     reader: CpuReader = found(codec, head_dim, role)
     return reader
 

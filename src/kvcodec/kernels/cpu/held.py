@@ -1,0 +1,172 @@
+"""Attention by the CPU kernels over the tokens of a cache that the host schedules: sink, runs of slots, window."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcodec.attention import Seen
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import ROLES, Params, Role
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.constants import Constants, constants
+from kvcodec.kernels.cpu import library
+from kvcodec.kernels.cpu.attend import Piece, attend
+from kvcodec.kernels.cpu.spec import CpuSpec, cpu_spec
+
+if TYPE_CHECKING:
+    from kvcodec.cache.host import RoleState
+
+
+class HeldAttention:
+    """The kernels and constants of one layer.
+
+    Parameters
+    ----------
+    roles : mapping of Role to RoleState
+    store : PageStore
+
+    Raises
+    ------
+    UnsupportedError
+        The CPU kernels cannot read them; the text says why.
+    """
+
+    def __init__(self, roles: Mapping[Role, "RoleState"], store: PageStore) -> None:
+        key, value = roles["key"], roles["value"]
+        if reason := library.refusal(store.pages.device):
+            raise UnsupportedError(reason)
+        if key.site.head_dim != value.site.head_dim:
+            raise UnsupportedError(
+                f"keys have head_dim {key.site.head_dim}, values {value.site.head_dim}; the kernels take one"
+            )
+        self.read = key.codec, value.codec, key.site.head_dim, store.layout.page_tokens
+        cpu_spec(*self.read)  # not held: it has functions, which are not pickled
+        self.made: dict[Role, tuple[Params, Constants]] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, "RoleState"],
+        store: PageStore,
+        *,
+        scale: float,
+        seen: Seen,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the newest ``q [B, HQ, n, D]``; as ``attend_held``."""
+        spec = cpu_spec(*self.read)
+        for role in ROLES:
+            state, old = roles[role], self.made.get(role)
+            assert state.params is not None or not state.encoded
+            if old is None or old[0] is not state.params:
+                params = state.params or {}
+                side = spec.key if role == "key" else spec.value
+                made = constants(side, state.codec, state.site, params, None, drawn=state.drawn)
+                self.made[role] = params, made
+        key, value = (self.made[role][1] for role in ROLES)
+        return attend_held(
+            q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks
+        )  # fmt: skip
+
+
+def attend_held(
+    q: Tensor,
+    roles: Mapping[Role, "RoleState"],
+    store: PageStore,
+    *,
+    spec: CpuSpec,
+    key: Constants,
+    value: Constants,
+    scale: float,
+    seen: Seen,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of the newest ``q [B, HQ, n, D]`` over what a cache holds.
+
+    Parameters
+    ----------
+    q : Tensor
+        Model basis.
+    roles : mapping of Role to RoleState
+        They hold as many tokens, but not necessarily the same ones dense.
+    store : PageStore
+    spec, key, value
+        As ``attend``.
+    scale : float
+    seen : Seen
+        Which tokens a query sees.
+    sinks : Tensor ``[HQ]``, optional
+        Learned logits that join the softmax's denominator only.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    pieces = _pieces(roles["key"], roles["value"])
+    batch, total = q.shape[0], sum(count for count, _, _ in pieces)
+    out, _ = attend(
+        q, store.pages, store.table, [pieces] * batch, spec=spec, key=key, value=value, scale=scale,
+        dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
+        seen=_ranges(seen, batch, q.shape[2], total), mask=_additive(seen.mask),
+    )  # fmt: skip
+    return out
+
+
+def _pieces(key: "RoleState", value: "RoleState") -> list[Piece]:
+    """Where the tokens of a cache lie; those held dense are numbered as in ``_dense``."""
+    pieces, sides = [], [list(_segments(state)) for state in (key, value)]
+    at, ends = 0, [0, 0]
+    total = sum(count for count, _ in sides[0])
+    current = [(0, 0), (0, 0)]
+    while at < total:
+        for i, side in enumerate(sides):
+            while ends[i] <= at:
+                current[i] = side.pop(0)
+                ends[i] += current[i][0]
+        count = min(ends) - at
+        k, v = (
+            place + done if place >= 0 else place - done
+            for (size, place), end in zip(current, ends, strict=True)
+            for done in (size - (end - at),)
+        )
+        pieces.append((count, k, v))
+        at += count
+    return pieces
+
+
+def _segments(state: "RoleState") -> Iterator[tuple[int, int]]:
+    """Runs of a role's tokens, oldest first: how many, and where (as in a Piece)."""
+    sink = state.sink.shape[2]
+    yield sink, ~0
+    for first, last in state.runs:
+        yield last - first, first
+    yield state.window.shape[2], ~sink
+
+
+def _dense(state: "RoleState") -> Tensor | None:
+    """Tokens that a role of a cache holds dense, sink first."""
+    if not state.window.shape[2]:
+        return state.sink if state.sink.shape[2] else None
+    return torch.cat([state.sink, state.window], 2) if state.sink.shape[2] else state.window
+
+
+def _ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] | None:
+    """Tokens ``[low, high)`` that each of the newest n queries of ``batch`` sequences sees; None: all of them."""
+    if seen.mask is not None or (n == 1 and not (seen.window or seen.chunk or any(seen.start))):
+        return None
+    low = torch.tensor([seen.first(i, n, total) for i in range(n)], dtype=torch.int32).expand(batch, n)
+    if seen.start:
+        low = torch.maximum(low, torch.tensor(seen.start, dtype=torch.int32)[:, None])
+    high = torch.full((n,), total, dtype=torch.int32)
+    if seen.causal:
+        high = torch.arange(total - n + 1, total + 1, dtype=torch.int32)
+    return low, high.expand(batch, n)
+
+
+def _additive(mask: Tensor | None) -> Tensor | None:
+    """A mask as a float32 number that is added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)

@@ -1,0 +1,328 @@
+"""The CPU kernels against the reference: unpacked numbers bit by bit, attention against float64."""
+
+import copy
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvcodec
+from kvcodec.attention import Seen, attend
+from kvcodec.cache.fused import FusedLayerCache, fused_refusal
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import ROLES, Codec, Role, Site
+from kvcodec.codecs.group_int import BITS, GroupInt
+from kvcodec.codecs.hqmq import Hqmq
+from kvcodec.codecs.innerq import InnerQ
+from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.octopus_qjl import OctopusQJL
+from kvcodec.codecs.outliers import Med
+from kvcodec.codecs.q4_0 import Q40
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
+from kvcodec.codecs.ultra_tq import UltraTQ
+from kvcodec.codecs.ultraquant import UltraQuant
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.constants import constants_for
+from kvcodec.kernels.cpu import compile as sources
+from kvcodec.kernels.cpu import held, library
+from kvcodec.kernels.cpu.attend import attend as attend_pages
+from kvcodec.kernels.cpu.attend import unpack
+from kvcodec.kernels.cpu.spec import cpu_spec
+from kvcodec.scheme import page_layout
+
+CPU = torch.device("cpu")
+KERNELS = Path(os.environ.get("CPU_KERNELS", sources.HERE))
+"""Where compiled kernels are; ``scripts/test-sanitized`` names another folder."""
+ORDER = ("portable", "avx2", "avx512")
+ABLE = [v for v in ORDER[: 1 + ORDER.index(library.variant())] if v in sources.variants()]
+"""Instruction sets that this machine runs."""
+SERVED = [spec for spec in kvcodec.presets() if not fused_refusal(kvcodec.get(spec).for_layer(8, 24), 128, CPU)]
+OTHERS = [
+    SawInt4(zero="float"), *(TurboQuant(bits, "fp32") for bits in (1, 5, 6)), *(TurboQuantQJL(bits) for bits in (2, 4)),
+    *(GroupInt(bits, 32, along, symmetric) for bits in BITS for along in ("channels", "tokens")
+      for symmetric in (False, True)), GroupInt(3, 48), GroupInt(4, 0, symmetric=True),
+    Octopus(5, 4), Octopus(3, 1, norm="fp32"), Octopus(1, 1), OctopusQJL(2, 2), UltraQuant(scale="real"),
+    UltraTQ(norm="block"), Q40("none"), Hqmq(192, 6, codebook="int8"), Med(Hqmq(24, 3), 2.0),
+    *(Med(Hqmq(s, r), 1.5, 1) for s in (24, 48, 96, 192) for r in (3, 4, 6)),
+    *(Med(GroupInt(bits, 0), 1.5) for bits in BITS),
+    *(InnerQ(bits, "tokens", reading, hybrid=True) for bits in (2, 3) for reading in ("literal", "full")),
+]  # fmt: skip
+DIMS = (64, 80, 96, 128, 256)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    sources.compile_missing()
+
+
+@pytest.fixture(params=ABLE)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(library, "chosen", lambda: KERNELS / sources.file_name(request.param))
+    return request.param
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
+    if isinstance(spec, Codec):
+        return [("key", spec)]
+    scheme = kvcodec.get(spec).for_layer(8, 24)
+    return [(role, scheme.codec(role).for_dtype(torch.float32)) for role in ROLES]
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*SERVED, *OTHERS], ids=str)
+def test_unpacks_what_the_codec_decodes(spec: str | Codec, variant: str) -> None:
+    """Bit by bit, in any run of tokens, whatever the slots around it hold."""
+    found = 0
+    for role, codec in codecs(spec):
+        for dim in DIMS:
+            try:
+                page = page_layout(codec, codec, dim, dim)
+                read = cpu_spec(codec, codec, dim, page.page_tokens)
+            except (UnsupportedError, ShapeError):
+                continue
+            heads, tokens = 2, page.page_tokens
+            x, site = draw(1, heads, tokens, dim, seed=dim).half().float(), Site(0, role, heads, dim)
+            x[:, :, 3] = 0
+            params = codec.fit(site, x)
+            store = PageStore(page, 1, heads, CPU, tokens)
+            store.pages.random_(0, 256, generator=torch.Generator().manual_seed(1))
+            live = tokens // 2 // codec.block_tokens * codec.block_tokens or tokens
+            store.write(role, 0, codec.encode(codec.to_code(x[:, :, :live], params), params))
+            made = constants_for(read.key if role == "key" else read.value, params, heads, dim)
+            wanted = codec.decode(store.read(role, 0, live), params)[0]
+            for head in range(heads):
+                for first, last in ((0, live), (5, live - 2), (live - 1, live)):
+                    got = unpack(read, role, store.pages[0, head], head, made, first, last - first)
+                    assert torch.equal(got, wanted[head, first:last]), (spec, role, dim, first)
+            found += 1
+    assert found
+
+
+def test_every_reader_is_tested() -> None:
+    named = {read.name for spec in (*SERVED, *OTHERS) for _, codec in codecs(spec) for read in _readers(codec)}
+    text = (sources.HERE / "readers.h").read_text()
+    listed = {line.split('"')[1] for line in text.splitlines() if line.startswith('    {"')}
+    assert listed == named
+
+
+def _readers(codec: Codec) -> list[Any]:
+    try:
+        read = cpu_spec(codec, codec, 128, page_layout(codec, codec, 128, 128).page_tokens)
+    except UnsupportedError:
+        return []
+    return [read.key, read.value]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("spec", SERVED)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_attention_is_as_exact_as_float32(spec: str, dim: int, variant: str) -> None:
+    """Odd lengths, random page tables, arbitrary bytes around the live tokens."""
+    heads = 2
+    key, value = (codec for _, codec in codecs(spec))
+    try:
+        page = page_layout(key, value, dim, dim)
+        read = cpu_spec(key, value, dim, page.page_tokens)
+    except (UnsupportedError, ShapeError):
+        pytest.skip("not at this head_dim")
+    unit = page.page_tokens
+    for group, lengths in ((1, (unit, 3)), (3, (2 * unit + 1, 0)), (4, (unit - 1, 7)), (6, (5 * unit - 3, unit + 17))):
+        k, v = draw(2, 2, heads, 5 * unit, dim, seed=group)
+        q = draw(2, heads * group, 1, dim, seed=group + 1)
+        columns = 5
+        store = PageStore(page, 2, heads, CPU, columns * unit)
+        store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(3)).int().view(2, columns)
+        store.table = order
+        sides, decoded = [], []
+        for role, codec, x in (("key", key, k), ("value", value, v)):
+            site = Site(0, role, heads, dim)
+            params = codec.fit(site, x)
+            store.write(role, 0, codec.encode(codec.to_code(x, params), params))
+            sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
+            decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
+        pieces = [[(n, 0, 0)] for n in lengths]
+        found, lse = attend_pages(
+            q, store.pages, order, pieces, spec=read, key=sides[0], value=sides[1], scale=dim**-0.5
+        )
+        for b, n in enumerate(lengths):
+            if n == 0:
+                assert not found[b].any()
+                assert (lse[b] == -torch.inf).all()
+                continue
+            one = [x[b : b + 1, :, :n] for x in decoded]
+            wanted = _sdpa(q[b : b + 1].double(), *(x.double() for x in one))
+            limit = 2 * error(_sdpa(q[b : b + 1], *one), wanted) + 2e-7
+            assert error(found[b : b + 1], wanted) <= limit, (group, n)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def filled(kind: Any, spec: str, batch: int = 2, heads: int = 2, tokens: int = 333, dim: int = 64) -> Any:
+    cache = kind(kvcodec.get(spec).for_layer(8, 24))
+    k, v = draw(2, batch, heads, tokens, dim)
+    for first, last in ((0, tokens - 7), (tokens - 7, tokens - 6), (tokens - 6, tokens)):
+        cache.append(k[:, :, first:last], v[:, :, first:last])
+    return cache
+
+
+CACHES = ["saw-int4", "saw-int4:sink=3", "turboquant-4:window=5", "kivi-2", "kivi-sink-2", "innerq-hybrid", "octopus-3"]
+
+
+@pytest.mark.parametrize("spec", CACHES)
+@pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])
+def test_caches_attend_as_the_reference(spec: str, kind: Any, variant: str) -> None:
+    """One query token and several, sinks, soft caps and masks; tokens dense before and behind the pages."""
+    cache = plain = filled(kind, spec)
+    assert cache.unfused() == ""
+    for n in (1, 5, 40):
+        q, sinks = draw(2, 6, n, 64, seed=n), draw(6, seed=n)
+        mask = torch.rand(2, 1, n, 333, generator=torch.Generator().manual_seed(n)) > 0.3
+        close(cache.attend(q), attend(q, plain))
+        close(cache.attend(q, sinks=sinks), attend(q, plain, sinks=sinks))
+        if kind is LayerCache or n > 1:
+            close(cache.attend(q, mask=mask), attend(q, plain, mask=mask))
+            close(cache.attend(q, mask=mask.float() * 3), attend(q, plain, mask=mask.float() * 3))
+            close(cache.attend(q, causal=False), attend(q, plain, causal=False))
+        if kind is not LayerCache:
+            close(cache.attend(q, softcap=2.0), attend(q, plain, softcap=2.0))
+            start = torch.tensor([0, 40], dtype=torch.int32)
+            own = torch.arange(333) <= 333 - n + torch.arange(n)[:, None]
+            seen = (torch.arange(333) >= start[:, None])[:, None, None] & own
+            close(cache.attend(q, start=start), attend(q, plain, mask=seen))
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    assert float((found.float() - wanted.float()).abs().max()) < (2e-5 if found.dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("rules", [Seen(window=50), Seen(chunk=64, place=10), Seen(window=9, start=(0, 300))])
+def test_windows_and_chunks(rules: Seen, variant: str) -> None:
+    cache, plain = filled(FusedLayerCache, "turboquant-4:window=5"), filled(LayerCache, "turboquant-4:window=5")
+    q, n, total = draw(2, 4, 30, 64), 30, 333
+    seen = torch.zeros(2, 1, n, total, dtype=torch.bool)
+    for b in range(2):
+        for i in range(n):
+            low = max(rules.first(i, n, total), rules.start[b] if rules.start else 0)
+            seen[b, 0, i, low : total - n + i + 1] = True
+    close(cache.attend_chunk(q, seen=rules), attend(q, plain, mask=seen))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_queries(dtype: torch.dtype, variant: str) -> None:
+    cache = LayerCache(kvcodec.get("int-4"))
+    k, v = draw(2, 1, 2, 100, 64).to(dtype)
+    cache.append(k, v)
+    q = draw(1, 4, 1, 64).to(dtype)
+    close(cache.attend(q), attend(q, cache))
+
+
+def test_two_runs_of_slots(variant: str) -> None:
+    """Tokens evicted in the middle, for keys in blocks and values one by one."""
+    cache = filled(LayerCache, "kivi-2")
+    cache.evict(70, keep=40)
+    assert len(cache.roles["key"].runs) == 2
+    q = draw(2, 4, 3, 64)
+    close(cache.attend(q), attend(q, cache))
+
+
+def test_nan_stays_in_its_row(variant: str) -> None:
+    cache = filled(LayerCache, "int-4")
+    q = draw(2, 4, 3, 64)
+    q[0, 1, 2, 5] = torch.nan
+    found = cache.attend(q)
+    assert found[0, 1, 2].isnan().all()
+    found[0, 1, 2] = 0
+    assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_splits_over_threads(threads: int) -> None:
+    """One KV head and more threads than heads: the history is split, and its parts are merged."""
+    before = torch.get_num_threads()
+    cache, q = filled(LayerCache, "int-4", batch=1, heads=1, tokens=5000), draw(1, 3, 1, 64)
+    try:
+        torch.set_num_threads(threads)
+        close(cache.attend(q, sinks=torch.zeros(3)), attend(q, cache, sinks=torch.zeros(3)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_caches_are_copied_and_pickled() -> None:
+    cache, q = filled(LayerCache, "octopus-3"), draw(2, 4, 1, 64)
+    found = cache.attend(q)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        close(other.attend(q), found)
+
+
+def test_new_constants_are_used() -> None:
+    """A sequence that is dropped takes its norms with it."""
+    cache = filled(LayerCache, "innerq-base")
+    q = draw(2, 4, 1, 64)
+    found = cache.attend(q)
+    cache.select(torch.tensor([1]))
+    close(cache.attend(q[1:]), found[1:])
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "chosen", lambda: sources.HERE / "missing.so")
+    cache = filled(LayerCache, "int-4")
+    assert "missing.so is missing" in cache.unfused()
+    assert "compile.py" in cache.unfused()
+    monkeypatch.setattr(held, "attend", None)
+    q = draw(2, 4, 1, 64)
+    close(cache.attend(q), attend(q, cache))
+    with pytest.raises(UnsupportedError, match=r"the CPU kernels are not compiled.*Use attention='decoded'"):
+        filled(FusedLayerCache, "int-4")
+
+
+def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.load.cache_clear()
+    monkeypatch.setattr(library, "digest", lambda: "0" * 32)
+    assert "compiled from other sources" in library.refusal(CPU)
+    library.load.cache_clear()
+
+
+def test_a_static_cache_is_refused() -> None:
+    assert "leave max_len out" in fused_refusal(kvcodec.get("int-4"), 64, CPU, capacity=64)
+
+
+def test_head_dims() -> None:
+    assert fused_refusal(kvcodec.get("int-4"), 72, CPU).startswith("the CPU kernels take a head_dim of 16, 32, ... 512")
+    assert fused_refusal(kvcodec.get("int-4"), 528, CPU)
+
+
+def test_nothing_is_compiled_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "variants", lambda: {"portable": ("-O0",)})
+    assert [path.name for path in sources.compile_missing(tmp_path)] == ["libkvcodec_portable.so"]
+    assert sources.compile_missing(tmp_path) == []
+    monkeypatch.setattr(sources, "digest", lambda: "another")
+    assert sources.missing(tmp_path) == ["portable"]
+    monkeypatch.setattr(sources, "compiler", lambda: None)
+    with pytest.raises(FileNotFoundError, match="install g"):
+        sources.compile_missing(tmp_path)

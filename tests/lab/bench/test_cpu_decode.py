@@ -1,0 +1,74 @@
+"""``kvcodec bench decode --device cpu``: rows, their ratios, and refusals; times are invented."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.attention import attend
+from kvcodec.cache.host import LayerCache
+from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.kernels.cpu import compile as sources
+from kvcodec.kernels.cpu import library
+from kvcodec_lab.bench import cpu_decode
+from kvcodec_lab.cli import main
+
+SHAPE = {"batch": 1, "kv_heads": 2, "query_heads": 4, "head_dim": 64, "tokens": 300}
+SECONDS = {"sdpa": 8e-3, "sdpa bfloat16": 9e-3, "two-matmuls": 4e-3, "two-matmuls-kt": 2e-3, "int-4": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources.compile_missing()
+    monkeypatch.setattr(cpu_decode, "ENCODED", 128)
+    monkeypatch.setattr(cpu_decode, "READ_BYTES", 1 << 20)
+
+    def timed(jobs: Any, device: Any, repeats: int) -> list[list[float]]:
+        for job in jobs:
+            job()
+        return [[x] * repeats for x in (*SECONDS.values(), 1e-3)]
+
+    monkeypatch.setattr(cpu_decode, "in_turn", timed)
+
+
+def test_rows() -> None:
+    rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3))
+    found = {(r["spec"], r["dtype"], r["metric"]): r["values"]["p50"] for r in rows}
+    assert found["int-4", "float32", "attend_us"] == pytest.approx(1000)
+    assert found["int-4", "float32", "speedup_vs_sdpa"] == pytest.approx(8)
+    assert found["int-4", "float32", "speedup_vs_two_matmuls"] == pytest.approx(2)
+    assert found["sdpa", "bfloat16", "speedup_vs_sdpa"] == pytest.approx(8 / 9, abs=1e-3)
+    read = 2 * 2 * 300 * 64 * 4 / 8e-3 / ((1 << 20) / 1e-3)
+    assert found["sdpa", "float32", "read_share"] == pytest.approx(read, rel=1e-3)
+    assert {r["path"] for r in rows if r["spec"] == "int-4"} == {library.variant()}
+
+
+def test_repeated_bytes_are_a_cache() -> None:
+    """300 tokens, of which 128 were encoded: as if the others had come with the same numbers."""
+    k, v = torch.randn(2, 1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    cache = cpu_decode._filled("int-4", k, v, 300)
+    plain = LayerCache(cache.scheme)
+    again = [torch.cat([x[:, :, :128], x[:, :, :128], x[:, :, :44]], 2) for x in (k, v)]
+    plain.append(*again)
+    q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1))
+    assert len(cache) == 300
+    assert float((cache.attend(q) - attend(q, plain)).abs().max()) < 1e-5
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="no CPU kernel reads E8"):
+        list(cpu_decode.decode_rows(["e8-2"], **SHAPE))
+    monkeypatch.setattr(cpu_decode, "attend", lambda q, cache: torch.ones_like(q))
+    with pytest.raises(KVError, match="differs from the reference"):
+        list(cpu_decode.decode_rows(["int-4"], **SHAPE))
+    monkeypatch.setattr(library, "chosen", lambda: sources.HERE / "missing.so")
+    with pytest.raises(UnsupportedError, match="bench decode: the CPU kernels are not compiled"):
+        list(cpu_decode.decode_rows(["int-4"], **SHAPE))
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SHAPE.items()]
+    assert main(["bench", "decode", "--specs", "int-4", *sizes, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {r["metric"] for r in rows} >= {"attend_us", "speedup_vs_two_matmuls"}
