@@ -159,6 +159,6 @@ def test_the_engine_writes(name: str) -> None:
     scheme = kvcodec.get(name).for_layer(4, 8)
     if reason := library.refusal(torch.device("cpu")):
         pytest.skip(reason)
-    engine = CpuEngine(scheme.key, scheme.value, 64, 64)
+    engine = CpuEngine(scheme.key, scheme.value, 64, 128)
     assert engine.flags_all
     assert {engine.written_by(role) for role in ROLES} == {engine.name}
