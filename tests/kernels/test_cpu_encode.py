@@ -20,6 +20,7 @@ from kvcodec.kernels.cpu.compile import variants
 from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.kernels.engine import CpuEngine
+from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.scheme import page_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -162,3 +163,24 @@ def test_the_engine_writes(name: str) -> None:
     engine = CpuEngine(scheme.key, scheme.value, 64, 128)
     assert engine.flags_all
     assert {engine.written_by(role) for role in ROLES} == {engine.name}
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_numbers_at_the_walls_between_levels(bits: int, variant: str) -> None:
+    codec, dim, rows = TurboQuant(bits), 64, 200
+    layout = page_layout(codec, codec, dim, dim)
+    spec, params = cpu_spec(codec, codec, dim, layout.page_tokens), codec.fit(Site(0, "key", HEADS, dim))
+    walls = midpoints(params["levels"][0].double())
+    u = walls[torch.arange(dim) % len(walls)] * (torch.arange(dim) < 8)
+    u[-1] = (1 - (u[:-1] ** 2).sum()).sqrt()  # of unit length
+    lengths = torch.linspace(0.5, 20, HEADS * rows, dtype=torch.float64).view(1, HEADS, rows, 1)
+    x = (u * lengths).float()
+    common, encoder = prepared(spec), spec.encoder("key")
+    common.key.order = 1  # rows are in the basis of the codes already
+    assert encoder is not None
+    own: dict[Role, Constants] = {"key": constants_for(encoder, params, HEADS, dim)._replace(factor=None)}
+    store, bad = PageStore(layout, 1, HEADS, x.device, rows), torch.zeros(1, dtype=torch.int32)
+    first = torch.zeros(1, dtype=torch.int32)
+    encode({"key": x}, store.pages, store.table, first, bad, common=common, constants=own)
+    want, got = codec.encode(x, params), store.read("key", 0, rows)
+    assert all(torch.equal(got[name], want[name]) for name in want)
