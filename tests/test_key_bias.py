@@ -35,7 +35,8 @@ from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LARGE = 400.0
-BROKEN = ("saw-int4", "turboquant-4", "int-4", "q4_0")
+RAW = "saw-int4:mean=none"
+BROKEN = (RAW, "turboquant-4:mean=none", "int-4:mean=none", "q4_0:mean=none")
 HOLDING = ("kivi-4", "int-8", "dense")
 
 
@@ -63,9 +64,9 @@ def loaded(model: Any) -> LoadedModel:
 
 
 SENTENCE = (
-    r"saw-int4 breaks on the key biases of Qwen2ForCausalLM: in layer [01], KV head 0, channel 61, 400 is added to "
-    r"every key, \d+ times what differs between tokens, and encoding moves attention scores by \d+\.\d nats .* "
-    r"Use ('saw-int4:mean=pre' \(0\.\d nats\) or )?'kivi-tq-4' \(\d\.\d nats\) or 'kivi-4' \(\d\.\d nats\)"
+    r"saw-int4:mean=none breaks on the key biases of Qwen2ForCausalLM: in layer [01], KV head 0, channel 61, 400 is "
+    r"added to every key, \d+ times what differs between tokens, and encoding moves attention scores by \d+\.\d nats "
+    r".* Use ('saw-int4:mean=pre' \(0\.\d nats\) or )?'kivi-tq-4' \(\d\.\d nats\) or 'kivi-4' \(\d\.\d nats\)"
 )
 
 
@@ -146,16 +147,16 @@ def test_who_breaks(changed: dict[str, Any]) -> None:
 def test_outer_layers_held_dense_are_no_reason_to_refuse() -> None:
     made = biased(layers=(0,), num_hidden_layers=4)
     biases = biases_of(made, plan_for(made, "decoded"))
-    scheme = kvcodec.get("octopus-4")
+    scheme = kvcodec.get("octopus-4:mean=none")
     assert biases.refusal(scheme) == ""
     assert "breaks" in biases.refusal(replace(scheme, dense_key_layers=0))
-    assert "'octopus-4' (outer layers dense)" in biases.refusal(kvcodec.get("saw-int4"))
+    assert "'octopus-4' (outer layers dense)" in biases.refusal(kvcodec.get(RAW))
 
 
 def test_a_recipe_is_judged_layer_by_layer() -> None:
     made = biased(layers=(1,))
     biases = biases_of(made, plan_for(made, "decoded"))
-    saw, kivi = (kvcodec.get(spec) for spec in ("saw-int4", "kivi-4"))
+    saw, kivi = (kvcodec.get(spec) for spec in (RAW, "kivi-4"))
     assert biases.refusal(mix_of([saw, kivi])) == ""
     assert "in layer 1," in biases.refusal(mix_of([kivi, saw]))
 
@@ -180,7 +181,7 @@ def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
 
 def test_a_coarse_codec_is_not_refused_for_what_it_loses_without_biases(model: Any) -> None:
     biases = biases_of(model, plan_for(model, "decoded"))
-    worst = biases.worst(kvcodec.get("saw-int4"))
+    worst = biases.worst(kvcodec.get(RAW))
     assert worst.error > LIMIT
     assert worst.broken
     assert not replace(worst, plain=0.6 * worst.error).broken
@@ -220,15 +221,15 @@ def test_option() -> None:
 def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
     for given in ({}, {"probe": True}, {"probe": "refuse"}):
         with pytest.raises(BrokenPresetError, match=SENTENCE + ".* or pass probe='warn' to go on") as error:
-            kvcodec.cache_for(model, "saw-int4", **given)
+            kvcodec.cache_for(model, RAW, **given)
     assert isinstance(error.value, UnsupportedError)
     with pytest.warns(KVCodecWarning, match=SENTENCE):
-        cache = kvcodec.cache_for(model, "saw-int4", probe="warn")
+        cache = kvcodec.cache_for(model, RAW, probe="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         with torch.no_grad():
             model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
-        for spec, given in (("saw-int4", {"probe": False}), ("saw-int4", {"probe": "off"}), ("kivi-4", {})):
+        for spec, given in ((RAW, {"probe": False}), (RAW, {"probe": "off"}), ("kivi-4", {})):
             cache = kvcodec.cache_for(model, spec, **given)
             with torch.no_grad():
                 model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
@@ -248,7 +249,7 @@ def test_the_prefill_does_not_contradict_the_scores() -> None:
 
 
 def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
-    cache = kvcodec.cache_for(model, "saw-int4", probe="off")
+    cache = kvcodec.cache_for(model, RAW, probe="off")
     with torch.no_grad():
         model(prompt(1, 40), past_key_values=cache)
     cache.save(tmp_path / "cache")
@@ -260,19 +261,19 @@ def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
 def test_weights_that_change_are_judged_again() -> None:
     made = biased()
     with pytest.raises(BrokenPresetError):
-        kvcodec.cache_for(made, "saw-int4")
+        kvcodec.cache_for(made, RAW)
     with torch.no_grad():
         for layer in made.model.layers:
             layer.self_attn.k_proj.bias.zero_()
-    kvcodec.cache_for(made, "saw-int4")
+    kvcodec.cache_for(made, RAW)
 
 
 def test_what_was_measured_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BrokenPresetError):
-        kvcodec.cache_for(model, "saw-int4")
+        kvcodec.cache_for(model, RAW)
     monkeypatch.setattr("kvcodec.key_bias.roundtrip", lambda *_: pytest.fail("measured again"))
     with pytest.raises(BrokenPresetError):
-        kvcodec.cache_for(model, "saw-int4")
+        kvcodec.cache_for(model, RAW)
 
 
 # -- compare, demo, advise ---------------------------------------------------------------------------------------------
@@ -283,21 +284,21 @@ SHORT = Settings(windows=1, window_tokens=96, new_tokens=2, prompt_tokens=40)
 def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = compare(loaded, ["saw-int4", "kivi-4"], TEXT, replace(SHORT, probe="warn"))
-    assert [row["spec"] for row in rows] == ["saw-int4", "kivi-4"]
+    rows = compare(loaded, [RAW, "kivi-4"], TEXT, replace(SHORT, probe="warn"))
+    assert [row["spec"] for row in rows] == [RAW, "kivi-4"]
     assert sum("breaks on the key biases" in note for note in rows[0]["notes"]) == 1
     assert not any("biases" in note for note in rows[1]["notes"])
-    rows = compare(loaded, ["saw-int4"], TEXT, replace(SHORT, probe="off"))
+    rows = compare(loaded, [RAW], TEXT, replace(SHORT, probe="off"))
     assert rows[0]["notes"] == []
     (row,) = compare(loaded, ["kivi-4"], TEXT, SHORT)
     assert "left_out" not in row
-    (row,) = compare(loaded, ["saw-int4", "kivi-4"], TEXT, SHORT)
+    (row,) = compare(loaded, [RAW, "kivi-4"], TEXT, SHORT)
     assert row["spec"] == "kivi-4"
-    assert re.search(SENTENCE, row["left_out"]["saw-int4"])
-    assert "\nleft out: saw-int4 breaks on the key biases" in about([row])
+    assert re.search(SENTENCE, row["left_out"][RAW])
+    assert "\nleft out: saw-int4:mean=none breaks on the key biases" in about([row])
     monkeypatch.setattr("kvcodec_lab.eval.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(BrokenPresetError, match=SENTENCE):
-        compare(loaded, ["saw-int4"], TEXT, SHORT)
+        compare(loaded, [RAW], TEXT, SHORT)
 
 
 def test_demo_leaves_out_what_breaks_and_says_so(
@@ -306,16 +307,14 @@ def test_demo_leaves_out_what_breaks_and_says_so(
     monkeypatch.setattr("kvcodec_lab.demo.load", lambda *_, **__: loaded)
     given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
     rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
-    assert {"int-4", "saw-int4"} <= set(meta["left_out"])
-    assert [row["spec"] for row in rows] == [spec for spec in SPECS if spec not in meta["left_out"]]
-    assert {"dense", "kivi-4"} <= {row["spec"] for row in rows}
-    assert "left out, as saw-int4 breaks on the key biases" in show(rows, meta, paths)
-    rows, meta, paths = run_demo("biased", ["dense", "saw-int4"], out=tmp_path, settings=SHORT, **given)
+    assert "left_out" not in meta  # mean=auto
+    assert [row["spec"] for row in rows] == list(SPECS)
+    rows, meta, paths = run_demo("biased", ["dense", RAW], out=tmp_path, settings=SHORT, **given)
     assert [row["spec"] for row in rows] == ["dense"]
-    assert "left out: saw-int4 breaks on the key biases" in show(rows, meta, paths)
+    assert "left out: saw-int4:mean=none breaks on the key biases" in show(rows, meta, paths)
     told = replace(SHORT, probe="warn")
-    rows, meta, _ = run_demo("biased", ["dense", "saw-int4"], out=tmp_path, settings=told, **given)
-    assert [row["spec"] for row in rows] == ["dense", "saw-int4"]
+    rows, meta, _ = run_demo("biased", ["dense", RAW], out=tmp_path, settings=told, **given)
+    assert [row["spec"] for row in rows] == ["dense", RAW]
     assert "left_out" not in meta
 
 
@@ -325,20 +324,17 @@ ASKED = Request(context=4096, max_kl=10.0, windows=1, window_tokens=96, uniform=
 def test_advise_never_names_what_breaks() -> None:
     made = LoadedModel(biased(layers=(0,), num_hidden_layers=3), tiny_tokenizer(), "biased", "made in the test")
     found = advise(made, TEXT, ASKED)
-    assert {"saw-int4", "int-4", "turboquant-4"} <= set(found["left_out"])
-    assert not {row["spec"] for row in found["finalists"]} & set(found["left_out"])
+    assert found["left_out"] == {}  # mean=auto
     biases = biases_of(made.model, plan_for(made.model, "decoded"))
     for row in found["layers"]:
         lost = biases.at(row["layer"], kvcodec.get(row["key"]).key)
         assert lost is None or not lost.broken
-    for spec, why in found["left_out"].items():
-        assert why.startswith(f"{spec} breaks on the key biases")
-    with pytest.raises(BrokenPresetError, match="saw-int4 breaks"):
-        advise(made, TEXT, replace(ASKED, specs=("kivi-4", "saw-int4")))
-    with pytest.warns(KVCodecWarning, match="saw-int4 breaks"):
-        found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", "saw-int4"), probe="warn"))
+    with pytest.raises(BrokenPresetError, match="saw-int4:mean=none breaks"):
+        advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW)))
+    with pytest.warns(KVCodecWarning, match="saw-int4:mean=none breaks"):
+        found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW), probe="warn"))
     assert found["left_out"] == {}
-    assert "saw-int4" in {row["spec"] for row in found["finalists"]}
+    assert RAW in {row["spec"] for row in found["finalists"]}
 
 
 def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -346,11 +342,11 @@ def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.M
     text = tmp_path / "text"
     text.write_text(TEXT)
     common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]
-    for command in (["compare", "m", "--specs", "saw-int4"], ["eval", "m", "--spec", "saw-int4"]):
+    for command in (["compare", "m", "--specs", RAW], ["eval", "m", "--spec", RAW]):
         assert cli.main([*command, *common, "--new-tokens", "0"]) == 2
         assert cli.main([*command, *common, "--new-tokens", "0", "--probe", "warn"]) == 0
         assert "key biases" in json.loads((tmp_path / "rows").read_text())[0]["notes"][0]
-    assert cli.main(["eval", "m", "--specs", "saw-int4", "--probe", "warn"]) == 2
+    assert cli.main(["eval", "m", "--specs", RAW, "--probe", "warn"]) == 2
     parsed = cli.parse(["advise", "m", "--context", "9", "--probe", "off"])
     assert isinstance(parsed, argparse.Namespace)
     assert parsed.probe == "off"
@@ -418,8 +414,8 @@ def test_a_server_refuses_at_its_start(model: Any) -> None:
 def test_a_server_judges_as_the_library_does(model: Any) -> None:
     library = biases_of(model, plan_for(model, "decoded"))
     with pytest.raises(BrokenPresetError) as error:
-        check_biases(asked("turboquant-4"), library.name, model.config, [0, 1], served(model))
-    why = library.refusal(kvcodec.get("turboquant-4"))
+        check_biases(asked("turboquant-4:mean=none"), library.name, model.config, [0, 1], served(model))
+    why = library.refusal(kvcodec.get("turboquant-4:mean=none"))
     assert str(error.value).startswith(f"kvcodec: {why.split(' Use ')[0]}")
 
 

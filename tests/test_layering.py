@@ -25,7 +25,7 @@ MAY_IMPORT = (
     {
         "ops": {"errors", "codec", "ops"},  # codec for its constants
         "codecs": {*CONTRACT, "ops", "codecs"},
-        "cache": {*CONTRACT, "attention", "cache", "kernels"},
+        "cache": {*CONTRACT, "ops", "attention", "cache", "kernels"},
         "attention": {*CONTRACT},
         "kernels": {*CONTRACT, "ops", "codecs", "attention", "cache", "files", "kernels", "progress"},
         "compressed": {*CONTRACT},

@@ -91,6 +91,20 @@ class Codec(ABC):
         return False
 
     @property
+    def fit_tokens(self) -> int:
+        """Tokens on which ``fit`` wants to see constants fitted, where ``needs_sample``.
+
+        1: those of the first call, however many. Above 1: exactly so many; a cache holds tokens dense until it has
+        them, fits, and then encodes, so that how the calls were split does not show in the bytes.
+        """
+        return 1
+
+    @property
+    def without_mean(self) -> bool:
+        """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases break it."""
+        return False
+
+    @property
     def needs_queries(self) -> bool:
         """Whether the constants need the model's queries: only ``calibrate`` has them, a prefill does not."""
         return False

@@ -145,13 +145,14 @@ def fake_quant(
 
 
 def _bare(scheme: KVScheme) -> KVScheme:
-    """Refuse what bare tensors cannot have."""
-    if any(layer.mean != "none" for layer in scheme.layer_schemes):
-        raise FitError(
-            f"{scheme}: mean=pre encodes keys without their mean before RoPE, which only a model knows; use "
-            f"cache_for(model, ...), or mean=none."
-        )
-    return scheme
+    """Refuse what bare tensors cannot have; without a model ``mean=auto`` is none."""
+    for layer in scheme.layer_schemes:
+        if layer.mean in ("pre", "post"):
+            raise FitError(
+                f"{scheme}: mean={layer.mean} encodes keys without their mean, which bare tensors do not keep; only a "
+                f"cache does: use cache_for(model, ...), or mean=none."
+            )
+    return scheme.with_means(["none"] * len(scheme.layer_schemes))
 
 
 def _compress_role(

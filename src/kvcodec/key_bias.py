@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from kvcodec.codec import Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError, nearest
-from kvcodec.registry import get
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.registry import get, with_option
+from kvcodec.scheme import KVScheme, Mean, Mix
 
 Probe = Literal["refuse", "warn", "off"]
 """What to do about a preset that breaks on a model's keys: ``refuse`` it, ``warn``, or skip the check (``off``)."""
@@ -107,7 +107,7 @@ class KeyLayer:
     attention: nn.Module
     _ranked: tuple[Tensor, Tensor, float] | None = field(default=None, init=False)
     _drawn: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    _errors: dict[tuple[Codec, bool], float] = field(default_factory=dict, init=False)
+    _errors: dict[tuple[Codec, Mean], float] = field(default_factory=dict, init=False)
 
     def _project(self, tokens: int, seed: int, *, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         h = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(seed))
@@ -145,9 +145,12 @@ class KeyLayer:
         head, channel = divmod(int(share.argmax()), mean.shape[1])
         return head, channel, float(mean[head, channel]), float(share[head, channel])
 
-    def error(self, codec: Codec, params: Params | None = None, *, biased: bool = True) -> float:
-        """Root mean square error of the scores in nats; ``biased=False``: as if there were no bias."""
-        known = (codec, biased)
+    def error(self, codec: Codec, params: Params | None = None, *, mean: Mean = "none") -> float:
+        """Root mean square error of the scores in nats.
+
+        ``mean``: what the codec does not see of the keys; with ``pre``, as if there were no bias.
+        """
+        known = (codec, mean)
         if params is None and known in self._errors:
             return self._errors[known]
         if self._drawn is None:
@@ -156,7 +159,8 @@ class KeyLayer:
         q, k = self._drawn
         tokens = max(TOKENS // codec.block_tokens, 1) * codec.block_tokens
         k = k.repeat(-(-tokens // TOKENS), 1, 1)[:tokens]
-        k = self._rotate(k if biased else k - self._rank()[0], 0)
+        k = self._rotate(k - self._rank()[0] if mean == "pre" else k, 0)
+        k = k - k.mean(1, keepdim=True) if mean == "post" else k
         q = self._rotate(q, tokens)
         keys = k.to(storage_dtype(self.dtype)).float()[None]
         queries = q[None]
@@ -213,10 +217,12 @@ class KeyBiases:
         Layers that add a bias to their keys.
     order : sequence of int
         All layers that cache keys: a scheme may treat outer layers differently.
+    turned : bool
+        Whether keys are turned by fixed frequencies, as ``mean=pre`` needs; otherwise ``auto`` becomes ``post``.
     """
 
-    def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int]) -> None:
-        self.name, self.order, known = name, list(order), list(layers)
+    def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int], turned: bool = True) -> None:
+        self.name, self.order, self.turned, known = name, list(order), turned, list(layers)
         self.layers = {layer.index: layer for layer in known if layer.size > 0}
         self._parameters = [b for layer in known for b in layer.biases]
 
@@ -228,36 +234,73 @@ class KeyBiases:
         """Whether any bias is larger than the differences between tokens."""
         return bool(self.layers)
 
-    def at(self, layer: int, codec: Codec, params: Params | None = None, *, removed: bool = False) -> BiasError | None:
-        """Errors of one layer; None for a layer with small biases or dense keys.
-
-        ``removed``: the codec sees keys without their mean (``mean=pre``).
-        """
+    def at(self, layer: int, codec: Codec, params: Params | None = None, *, mean: Mean = "none") -> BiasError | None:
+        """Errors of one layer, whose keys are encoded without this mean; None: small biases or dense keys."""
         if layer not in self.layers or isinstance(codec, Dense):
             return None
         own = self.layers[layer]
-        error = own.error(codec, params, biased=not removed)
+        error = own.error(codec, params, mean=mean)
         # the error without biases is measured only where it decides
-        return BiasError(layer, error, own.error(codec, params, biased=False) if not error < LIMIT else 0.0)
+        return BiasError(layer, error, own.error(codec, params, mean="pre") if not error < LIMIT else 0.0)
 
-    def holds(self, layer: int, codec: Codec) -> bool:
+    def holds(self, layer: int, codec: Codec, mean: Mean = "none") -> bool:
         """Whether the scores of one layer are known to be nearly right; False: they are not, or it is unknown."""
-        found = self.at(layer, codec)
+        found = self.at(layer, codec, mean=mean)
         return found is not None and found.error < LIMIT
 
     def worst(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> BiasError | None:
-        """Return the largest error of a scheme, a broken layer before others; None: no layer has one."""
-        groups: dict[tuple[Codec, bool], list[int]] = {}
+        """Return the largest error of a scheme, a broken layer before others; None: no layer has one.
+
+        ``mean=auto`` is decided as ``means`` does.
+        """
+        found = [
+            max(errors, key=_badness)
+            for (codec, mean), members in self._groups(scheme).items()
+            if (errors := self._errors(codec, self._decided(codec, mean, members, params), members, params))
+        ]
+        return max(found, key=_badness, default=None)
+
+    def means(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> list[Mean]:
+        """``mean`` of every layer's scheme, in order; ``auto`` is decided.
+
+        By codec: where it breaks on one of its layers, those whose biases are large encode keys without their mean,
+        before RoPE if the model's frequencies are fixed. Everywhere else keys keep it.
+        """
+        own = [scheme.for_layer(place, len(self.order)) for place in range(len(self.order))]
+        decided = {
+            index: self._decided(codec, mean, members, params)
+            for (codec, mean), members in self._groups(scheme).items()
+            for index in members
+        }
+        kept: list[Mean] = ["none" if of.mean == "auto" else of.mean for of in own]
+        return [decided.get(index, mean) for index, mean in zip(self.order, kept, strict=True)]
+
+    def _groups(self, scheme: KVScheme) -> dict[tuple[Codec, Mean], list[int]]:
+        """Layers with large biases whose keys are encoded alike."""
+        groups: dict[tuple[Codec, Mean], list[int]] = {}
         for place, index in enumerate(self.order):
             own = scheme.for_layer(place, len(self.order))
             if index in self.layers and not isinstance(own.key, Dense):
-                groups.setdefault((own.key, own.mean == "pre"), []).append(index)
-        found = []
-        for (codec, removed), members in groups.items():
-            for index in sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]:
-                given = ((params or {}).get(index) or {}).get("key")
-                found.append(self.at(index, codec, given, removed=removed))
-        return max(filter(None, found), key=lambda e: (e.broken, e.error), default=None)
+                groups.setdefault((own.key, own.mean), []).append(index)
+        return groups
+
+    def _decided(
+        self, codec: Codec, mean: Mean, members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
+    ) -> Mean:
+        if mean != "auto":
+            return mean
+        if not codec.without_mean and not any(e.broken for e in self._errors(codec, "none", members, params)):
+            return "none"
+        return "pre" if self.turned else "post"
+
+    def _errors(
+        self, codec: Codec, mean: Mean, members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
+    ) -> list[BiasError]:
+        """Errors of those of the layers where bias times query is largest."""
+        measured = sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]
+        given = [((params or {}).get(index) or {}).get("key") for index in measured]
+        found = [self.at(index, codec, own, mean=mean) for index, own in zip(measured, given, strict=True)]
+        return [error for error in found if error is not None]
 
     def refusal(
         self,
@@ -275,7 +318,7 @@ class KeyBiases:
         params : mapping, optional
             Fitted constants by layer and role.
         alternatives : sequence of str, optional
-            Specs to try; default: the scheme's own with ``mean=pre``, then ``ALTERNATIVES``.
+            Specs to try; default: the scheme's own with another mean, then ``ALTERNATIVES``.
         further : str
             How to use the scheme anyway.
         """
@@ -288,7 +331,8 @@ class KeyBiases:
             f"moves attention scores by {worst.error:.1f} nats (without biases by {worst.plain:.1f}; up to {LIMIT:g} "
             f"does little harm)."
         )
-        tried = (*_without_mean(scheme), *ALTERNATIVES) if alternatives is None else alternatives
+        own = _without_mean(scheme, "pre" if self.turned else "post")
+        tried = (*own, *ALTERNATIVES) if alternatives is None else alternatives
         holding = [f"{spec!r} ({e})" for spec in tried if (e := self._holds(spec)) is not None]
         if not holding:
             return f"{text} Every preset tried does; use 'dense', or {further}."
@@ -306,11 +350,15 @@ class KeyBiases:
         return f"{dense}{worst.error:.1f} nats"
 
 
-def _without_mean(scheme: KVScheme) -> tuple[str, ...]:
+def _badness(error: BiasError) -> tuple[bool, float]:
+    return error.broken, error.error
+
+
+def _without_mean(scheme: KVScheme, mean: Mean) -> tuple[str, ...]:
     """Spec of the same scheme that encodes keys without their mean; empty for a recipe and where it does so already."""
     if not scheme.spec or isinstance(scheme, Mix) or scheme.mean != "none":
         return ()
-    return (f"{scheme.spec}{',' if ':' in scheme.spec else ':'}mean=pre",)
+    return (with_option(scheme.spec, "mean", mean),)
 
 
 # -- finding the biases of a model -------------------------------------------------------------------------------------
@@ -427,6 +475,22 @@ def frequencies_of(config: Any, head_dim: int) -> Tensor | None:
     return float(theta) ** (-torch.arange(0, rotary, 2).float() / rotary)
 
 
+CHANGING = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies depend on the length: an earlier key was turned by others than a later one."""
+
+
+def changing_rope(config: Any) -> str:
+    """Why a model's keys are not turned by fixed frequencies and one position per token; ``""``: they are."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    for own in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
+        if (kind := own.get("rope_type", "default")) in CHANGING:
+            return f"those of rope_type {kind!r} change with the length"
+        if "mrope_section" in own:
+            return "a token has positions on several axes here (M-RoPE)"
+    return ""
+
+
 _known: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], KeyBiases]]" = weakref.WeakKeyDictionary()
 
 
@@ -445,7 +509,7 @@ def biases_of(model: Any, plan: Any) -> KeyBiases | None:
     if model in _known and _known[model][0] == _known[model][1].versions():
         return _known[model][1]
     try:
-        found = KeyBiases(plan.name, _layers_of(model, set(order)), order)
+        found = KeyBiases(plan.name, _layers_of(model, set(order)), order, not changing_rope(model.config))
     except Exception:  # a projection that cannot be called by itself: offloaded, distributed or adapted
         return None
     _known[model] = found.versions(), found

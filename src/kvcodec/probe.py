@@ -141,12 +141,12 @@ class OutlierProbe:
         """
         state = cache.roles["key"]
         known = layer in self.found or any(noted.layer == layer for noted in self.noted)
-        if known or isinstance(state.codec, Dense) or keys.shape[-1] % 4:
+        if known or isinstance(state.codec, Dense) or keys.shape[-1] % 4 or not cache.is_fitted:
             return
         unit = cache.unit if isinstance(cache, DeviceCache) else state.codec.block_tokens
         known_at = keys.shape[2] if cache.site.mean is None else len(cache)  # a sliding layer forgets positions
         tokens = min(keys.shape[2], known_at, max(SAMPLE_TOKENS, unit)) // unit * unit
-        if tokens < FEWEST_TOKENS or state.params is None:
+        if tokens < FEWEST_TOKENS:
             return
         sample = keys[:1, :, -tokens:].to(storage_dtype(keys.dtype))
         if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
@@ -186,8 +186,8 @@ class OutlierProbe:
             for one, (ratio, error) in zip(here, figures, strict=True):
                 self.found[one.layer] = KeyProbe(one.layer, ratio, error)
         for one in noted:
-            found, codec = self.found[one.layer], one.cache.roles["key"].codec
-            if found.broken and not (self.biases and self.biases.holds(one.layer, codec)):
+            found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
+            if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
                 self._tell(found, one.sample.float())
 
     def _tell(self, found: KeyProbe, sample: Tensor) -> None:

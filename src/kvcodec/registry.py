@@ -76,7 +76,11 @@ class Option:
 COMMON = {
     "sink": Option("sink", int, 0, "First tokens that stay in 16 bit for ever."),
     "mean": Option(
-        "mean", Mean, "none", "pre: encode keys without their mean before RoPE, such as a bias of the model's weights."
+        "mean",
+        Mean,
+        "auto",
+        "Encode keys without their mean before RoPE (pre) or after it (post); auto: pre where the model's key biases "
+        "would break the codec.",
     ),
 }
 """Options of every method: fields of the scheme. A recipe with a default of its own has it among its parameters."""
@@ -199,6 +203,7 @@ def scheme_of(choice: LayerChoice) -> KVScheme:
         value.value,
         sink if choice.sink is None else choice.sink,
         window if choice.window is None else choice.window,
+        mean="none" if isinstance(key.key, Dense) else key.mean,
         spec=f"{key}/{value}",
     )
 
@@ -266,6 +271,17 @@ def options_of(spec: str) -> dict[str, Any]:
     method, base, given = _parse(spec)
     defaults = {o.name: o.default for o in method.options.values()}
     return defaults | dict(method.presets.get(base, _suffix(method.name, base))) | given
+
+
+def with_option(spec: str, name: str, value: Any) -> str:
+    """Return a spec with one option changed, in its canonical form.
+
+    >>> with_option("saw-int4:mean=none,sink=4", "mean", "pre")
+    'saw-int4:sink=4,mean=pre'
+    """
+    base, _, tail = spec.partition(":")
+    kept = [item for item in filter(None, tail.split(",")) if item.partition("=")[0].strip() != name]
+    return str(get(f"{base}:{','.join([*kept, f'{name}={_text(value)}'])}"))
 
 
 def names() -> list[str]:

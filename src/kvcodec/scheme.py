@@ -19,7 +19,7 @@ from kvcodec.codec import ROLES, Codec, Dense, Role
 from kvcodec.errors import SpecError
 from kvcodec.layout import PageLayout, page_tokens_for
 
-Mean = Literal["none", "pre"]
+Mean = Literal["auto", "pre", "post", "none"]
 """What is subtracted from keys before they are encoded; see ``KVScheme``."""
 
 
@@ -36,9 +36,12 @@ class KVScheme:
         Newest tokens that stay dense; the unfinished block stays dense as well.
     dense_key_layers, dense_value_layers : int
         How many of the first AND of the last layers hold keys (values) dense.
-    mean : {"none", "pre"}
+    mean : {"none", "pre", "post", "auto"}
         ``pre``: the mean of a head's keys before RoPE is subtracted from them before they are encoded and added again
-        when they are decoded, turned as RoPE turns it at the token's position. It costs no bytes of a token.
+        when they are decoded, turned as RoPE turns it at the token's position. ``post``: the same with the mean after
+        RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: where a model's key biases
+        would break the codec, or the codec asks for it (``Codec.without_mean``), ``pre``, elsewhere ``none``; decided
+        when a cache is made for a model, ``none`` without one. Keys held dense keep their mean.
     spec : str
         The canonical spec this scheme came from; empty for one built by hand. Not part of equality.
     """
@@ -76,8 +79,9 @@ class KVScheme:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether a codec has constants that are fitted on data."""
-        return any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
+        """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
+        sampled = any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
+        return sampled or self.mean in ("pre", "post")
 
     def layout_versions(self, head_dim: int) -> dict[str, Any]:
         """``Layout.version`` of each role: saved constants are valid only for these."""
@@ -90,7 +94,20 @@ class KVScheme:
         edge = min(layer, num_layers - 1 - layer)
         key = Dense() if edge < self.dense_key_layers else self.key
         value = Dense() if edge < self.dense_value_layers else self.value
-        return replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0)
+        mean = "none" if isinstance(key, Dense) else self.mean
+        return replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean)
+
+    def with_means(self, means: "Sequence[Mean]") -> "KVScheme":
+        """Return the scheme with ``mean`` decided; ``means`` are those of a model's layers, in order.
+
+        A scheme of one kind has one: ``none`` where all layers have none, else what the others have.
+        """
+        kinds = sorted(set(means) - {"none"})
+        return replace(self, mean=kinds[0] if kinds else "none")
+
+    def allows(self, other: "KVScheme") -> bool:
+        """Whether ``other`` is this scheme, with ``mean=auto`` decided in any way."""
+        return (replace(other, mean="auto") if self.mean == "auto" else other) == self
 
     @property
     def layer_schemes(self) -> "tuple[KVScheme, ...]":
@@ -208,6 +225,17 @@ class Mix(KVScheme):
     def layer_schemes(self) -> tuple[KVScheme, ...]:
         """As ``KVScheme.layer_schemes``: one per KV layer."""
         return self.layers
+
+    def with_means(self, means: Sequence[Mean]) -> "Mix":
+        """As ``KVScheme.with_means``, layer by layer."""
+        layers = [replace(layer, mean=mean) for layer, mean in zip(self.layers, means, strict=True)]
+        return mix_of(layers, self.spec)
+
+    def allows(self, other: KVScheme) -> bool:
+        """As ``KVScheme.allows``, layer by layer."""
+        if not isinstance(other, Mix) or len(other.layers) != len(self.layers):
+            return False
+        return all(own.allows(theirs) for own, theirs in zip(self.layers, other.layers, strict=True))
 
     def without_windows(self) -> "Mix":
         """Return the same codecs with sink = window = 0."""

@@ -3,8 +3,10 @@
 1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without history.
 2. Queries, keys and values of every layer that needs them are recorded after RoPE, rounded to 16 bit as a cache holds
    them; at most ``max_tokens`` per layer are kept, evenly spaced.
-3. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes.
-4. ``codec.settle`` decides across the layers of a role.
+3. With ``mean=pre`` or ``post`` the mean of each head's keys is taken, over all tokens but the first ``SKIPPED`` of a
+   window, whose keys are unlike all others; ``mean=auto`` is decided as ``cache_for`` does. Codecs see keys without it.
+4. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes.
+5. ``codec.settle`` decides across the layers of a role.
 """
 
 import hashlib
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.cache.site import MEAN, KeyMean
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import FitError, ModelError
 from kvcodec.files.params import FittedParams, sites_to_fit
@@ -27,6 +30,7 @@ from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, check_window, split_windo
 from kvcodec_lab.models import LoadedModel
 
 WINDOWS = 4
+SKIPPED = 4
 MAX_TOKENS = 8192
 """Most tokens kept per layer: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
 
@@ -40,12 +44,15 @@ class LayerSample:
     queries : list of Tensor ``[1, HQ, n, D]``
     key, value : list of Tensor ``[1, H, n, D]``
         Empty where that role has nothing to fit.
+    places : list of Tensor int64 ``[n]``
+        Positions of the tokens in their window.
     """
 
     dtype: torch.dtype
     queries: list[Tensor] = field(default_factory=list)
     key: list[Tensor] = field(default_factory=list)
     value: list[Tensor] = field(default_factory=list)
+    places: list[Tensor] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -73,10 +80,11 @@ def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKEN
     SpecError, FitError, ModelError
     """
     scheme = get(spec)
-    if any(layer.mean != "none" for layer in scheme.layer_schemes):
-        raise FitError(f"{scheme}: constants are fitted on keys with their mean so far; use mean=none.")
     if not scheme.is_fitted:
-        raise FitError(f"{scheme} has no constants to fit: it takes nothing from data; use it without a params file.")
+        raise FitError(
+            f"{scheme} has no constants to fit: it takes nothing from data; use it without a params file, or fit the "
+            f"mean of the keys with mean=pre."
+        )
     if (size := len(text.encode())) < window_tokens:  # a token is at least a byte
         raise ModelError(
             f"the text has {size} bytes and a window takes {window_tokens} tokens; pass a longer text, or "
@@ -136,7 +144,7 @@ def fit_model(
     >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
     >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
     """
-    from kvcodec.integrations.transformers.cache import check_layouts  # needs transformers
+    from kvcodec.integrations.transformers.cache import check_layouts, decided, rotary_of  # needs transformers
     from kvcodec.integrations.transformers.identity import identify
     from kvcodec.integrations.transformers.plan import plan_for
 
@@ -144,7 +152,13 @@ def fit_model(
     check_fit(scheme, text, window_tokens)
     plan = plan_for(model.model, "decoded")
     layers = [layer.index for layer in plan.kv_layers]
-    check_layouts(plan, [scheme.for_layer(i, len(layers)) for i in range(len(layers))])
+    schemes = decided(model.model, plan, scheme)
+    check_layouts(plan, schemes)
+    scheme = scheme.with_means([own.mean for own in schemes])
+    means: dict[int, KeyMean] = {}
+    for layer, own in zip(plan.kv_layers, schemes, strict=True):
+        if own.mean in ("pre", "post"):
+            means[layer.index] = KeyMean(own.mean, rotary_of(model.model, layer) if own.mean == "pre" else None)
     sites = sites_to_fit(scheme, layers)
     if not sites:
         raise FitError(f"{scheme}: all {len(layers)} KV layers of {model.name} are dense; there is nothing to fit.")
@@ -153,7 +167,7 @@ def fit_model(
     parts = split_windows(ids, windows, window_tokens)
     samples = capture(model.model, parts, sites, max_tokens=max_tokens, progress=shown)
     tokens = min(sample.tokens for sample in samples.values())
-    fitted, seeded = _fit_sites(sites, samples, seed, model.model.device, shown)
+    fitted, seeded = _fit_sites(sites, samples, means, seed, model.model.device, shown)
     return FittedParams(
         scheme=scheme,
         model=identify(model.model, model.name),
@@ -215,6 +229,7 @@ def capture(
         note = f"window {len(sample.queries) + 1} of {len(windows)}, layer {layer}"
         shown.bar("reading the text", done, len(windows) * len(wanted), note)
         sample.queries.append(_kept(query, share, storage_dtype(query.dtype)))
+        sample.places.append(_places(query.shape[2], share))
         for role, x in zip(ROLES, (key, value), strict=True):
             if role in wanted[layer]:
                 try:
@@ -238,37 +253,58 @@ def capture(
 
 def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """At most ``tokens`` tokens of ``x [B, H, N, D]``, evenly spaced, copied to the CPU."""
-    n = x.shape[2]
-    if n > tokens:
-        x = x[:, :, torch.linspace(0, n - 1, tokens, dtype=torch.float64).round().long().to(x.device)]
+    if x.shape[2] > tokens:
+        x = x[:, :, _places(x.shape[2], tokens).to(x.device)]
     return x.detach().to("cpu", dtype, copy=True)
+
+
+def _places(n: int, tokens: int) -> Tensor:
+    """Which ones."""
+    return torch.linspace(0, n - 1, min(n, tokens), dtype=torch.float64).round().long()
+
+
+def _mean_of(parts: Sequence[Tensor], places: Sequence[Tensor], mean: KeyMean) -> Tensor:
+    """Mean of the keys ``[1, H, n, D]`` of several windows, float32 ``[1, H, D]``."""
+    late = [at >= SKIPPED for at in places]
+    if not any(bool(kept.any()) for kept in late):
+        raise FitError(f"windows of at most {SKIPPED} tokens have no mean; pass a larger --window-tokens.")
+    keys = torch.cat([x[:, :, kept] for x, kept in zip(parts, late, strict=True)], 2)
+    return mean.of(keys, torch.cat([at[kept] for at, kept in zip(places, late, strict=True)])[None])
 
 
 def _fit_sites(
     sites: Sequence[tuple[int, Role, Codec]],
     samples: dict[int, LayerSample],
+    means: Mapping[int, KeyMean],
     seed: int,
     device: torch.device,
     progress: Progress,
 ) -> tuple[dict[int, dict[Role, Params]], bool]:
     """Calibrate site by site (emptying ``samples``), then settle; also whether any codec used the seed."""
     fitted: dict[Role, dict[int, Params]] = {role: {} for role in ROLES}
+    removed: dict[int, Tensor] = {}
     codecs: dict[Role, Codec] = {}
     drawn: list[int] = []
     last = {layer: at for at, (layer, _, _) in enumerate(sites)}
     for done, (layer, role, codec) in enumerate(sites):
         progress.bar("fitting", done, len(sites), f"layer {layer}, {role}s")
         sample = samples[layer]
-        codecs[role] = codec.for_dtype(sample.dtype)
         x, queries = (torch.cat(parts, 2).to(device) for parts in (getattr(sample, role), sample.queries))
-        site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
-        fitted[role][layer] = codecs[role].calibrate(site, x, queries)
+        if role == "key" and layer in means:
+            removed[layer] = _mean_of(sample.key, sample.places, means[layer])
+            x = x.float() - means[layer].at(removed[layer].to(device), torch.cat(sample.places)[None].to(device))
+        if codec.needs_sample or codec.needs_queries:
+            codecs[role] = codec.for_dtype(sample.dtype)
+            site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
+            fitted[role][layer] = codecs[role].calibrate(site, x, queries)
         if last[layer] == done:
             del samples[layer]
     layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}
     for role, codec in codecs.items():
         for layer, params in zip(fitted[role], codec.settle(list(fitted[role].values())), strict=True):
             layers[layer][role] = {name: value.detach().cpu() for name, value in params.items()}
+    for layer, mean in removed.items():
+        layers[layer]["key"] = {**layers[layer].get("key", {}), MEAN: mean}
     return layers, bool(drawn)
 
 

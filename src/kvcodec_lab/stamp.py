@@ -13,7 +13,7 @@ import torch
 import kvcodec
 
 
-def versions(packages: Iterable[str] = ()) -> dict[str, str]:
+def versions(packages: Iterable[str] = ("transformers",)) -> dict[str, str]:
     """Versions that a result depends on: kvcodec, torch, Python, CUDA, and those of ``packages`` that are installed."""
     found = {"kvcodec": kvcodec.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:

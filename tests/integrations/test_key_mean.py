@@ -1,4 +1,4 @@
-"""``mean=pre``: keys are encoded without their bias, turned as RoPE turns it, and decoded with it."""
+"""Keys encoded without their mean: ``mean=pre``, ``post``, and what ``auto`` makes of a model."""
 
 from typing import Any
 
@@ -10,13 +10,21 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.positions import Positions
 from kvcodec.codec import drawn, roundtrip
-from kvcodec.errors import BrokenPresetError, FitError, UnsupportedError
+from kvcodec.codecs.rope_pairs import RopePairs
+from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from kvcodec.integrations.transformers.plan import plan_for
+from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
+from kvcodec.scheme import mix_of
+from kvcodec_lab.fit import fit_model
+from kvcodec_lab.models import LoadedModel
+from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
+from tests.lab.eval.tiny import TEXT, tiny_tokenizer
 from tests.test_key_bias import biased
 
-SPEC = "saw-int4:mean=pre"
+SPEC, RAW = "saw-int4:mean=pre", "saw-int4:mean=none"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
 @pytest.fixture(scope="module")
@@ -208,12 +216,12 @@ def test_partial_and_interleaved_rope(family: str) -> None:
 
 def test_the_refusal_names_it_and_it_holds(model: Any) -> None:
     with pytest.raises(BrokenPresetError, match=r"Use 'saw-int4:mean=pre' \(0\.\d nats\) or 'kivi-tq-4'"):
-        kvcodec.cache_for(model, "saw-int4")
+        kvcodec.cache_for(model, RAW)
     ids = prompt(1, 60)
     wanted = run(model, None, ids)
     errors = [
         float((run(model, kvcodec.cache_for(model, spec, prefill="decoded", probe="off"), ids) - wanted).norm())
-        for spec in (SPEC, "saw-int4")
+        for spec in (SPEC, RAW)
     ]
     assert errors[0] < 0.4 * errors[1]
 
@@ -226,10 +234,11 @@ def test_layers_without_a_bias_are_as_ever() -> None:
 
 def test_what_has_no_mean_or_cannot_add_it_is_refused(model: Any) -> None:
     x = torch.randn(1, 2, 8, 64)
-    for made in (lambda: kvcodec.compress(SPEC, x, x), lambda: kvcodec.fake_quant(SPEC, x, x),
+    for made in (lambda: kvcodec.compress(SPEC, x, x), lambda: kvcodec.fake_quant("saw-int4:mean=post", x, x),
                  lambda: kvcodec.LayerCache(kvcodec.get(SPEC))):  # fmt: skip
-        with pytest.raises(FitError, match=r"mean=pre .* only a model knows; .* cache_for\(model, \.\.\.\)"):
+        with pytest.raises(FitError, match=r"mean=p.* cache_for\(model, \.\.\.\)"):
             made()
+    assert kvcodec.compress("saw-int4", x, x).nbytes == kvcodec.compress(RAW, x, x).nbytes
     with pytest.raises(FitError, match="pass the model itself"):
         kvcodec.cache_for(model.config, SPEC)
     assert "a server's attention does not add" in refusal(kvcodec.get(SPEC))
@@ -242,7 +251,7 @@ def test_what_has_no_mean_or_cannot_add_it_is_refused(model: Any) -> None:
 
 
 def test_rope_that_changes_with_the_length_is_refused() -> None:
-    made = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    made = biased(rope_parameters=DYNAMIC)
     with pytest.raises(UnsupportedError, match="rope_type 'dynamic' change with the length"):
         kvcodec.cache_for(made, SPEC)
 
@@ -266,7 +275,247 @@ def test_a_model_that_turns_keys_otherwise_is_refused(model: Any, monkeypatch: p
     keys = torch.stack([x[0] for x in own_keys(model, prompt(1, 9))])[:1]
     cache.layers[0].rope.positions = torch.arange(9)[None]
     with pytest.raises(UnsupportedError, match="turns its keys in another way"):
-        cache.layers[0].update(-keys, keys)
+        cache.layers[0].update(keys, keys)
+
+
+@pytest.mark.parametrize("change", ["other pairs", "none"])
+def test_a_function_that_turns_other_pairs_is_refused(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    from transformers.models.qwen2 import modeling_qwen2
+
+    turn = modeling_qwen2.apply_rotary_pos_emb
+    if change == "none":
+        monkeypatch.delattr(modeling_qwen2, "apply_rotary_pos_emb")
+    else:
+        monkeypatch.setattr(
+            modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, k.roll(1, -1), cos, sin)
+        )
+    made = biased()
+    with pytest.raises(UnsupportedError, match="this model turns its keys in another way"):
+        kvcodec.cache_for(made, SPEC)
+    assert kvcodec.cache_for(made, "saw-int4").layer_caches[0].scheme.mean == "post"
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_pre_where_biases_break_the_preset(model: Any) -> None:
+    ids = prompt(1, 40)
+    auto, pre = (kvcodec.cache_for(model, spec, attention="decoded") for spec in ("saw-int4", SPEC))
+    for cache in (auto, pre):
+        run(model, cache, ids)
+    for a, b in zip(auto.layer_caches, pre.layer_caches, strict=True):
+        assert torch.equal(a.decode()[0], b.decode()[0])
+    report = auto.report()
+    assert (report["spec"], report["mean"]) == ("saw-int4", "pre")
+    assert [(layer["mean"], layer["mean_from"]) for layer in report["layers"]] == [("pre", "weights")] * 2
+    assert kvcodec.cache_for(model.config, "saw-int4").report()["mean"] == "none"
+
+
+@pytest.mark.parametrize("spec", ["kivi-4", "int-8", "dense", "octopus-4"])
+def test_auto_is_none_for_what_holds(spec: str) -> None:
+    made = biased(num_hidden_layers=4, layers=(0,))
+    assert kvcodec.cache_for(made, spec).report()["mean"] == "none"
+
+
+def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
+    made, ids = tiny_model("llama-gqa"), prompt(2, 150)
+    caches = [kvcodec.cache_for(made, spec, probe="off") for spec in ("saw-int4", RAW)]
+    for cache in caches:
+        run(made, cache, ids)
+    for a, b in zip(*(cache.layer_caches for cache in caches), strict=True):
+        assert a.store is not None
+        assert b.store is not None
+        assert torch.equal(a.store.pages, b.store.pages)
+        assert a.scheme == b.scheme
+    reports = [cache.report() for cache in caches]
+    assert [report.pop("spec") for report in reports] == ["saw-int4", RAW]
+    assert reports[0] == reports[1]
+    assert "mean" not in caches[0].scheme.to_json()  # older versions read its file
+
+
+def test_auto_says_so_where_no_kernel_adds_it(model: Any) -> None:
+    model.set_attn_implementation("kvcodec")
+    try:
+        with pytest.raises(UnsupportedError, match="no kernel adds it to the scores"):
+            kvcodec.cache_for(model, "saw-int4", attention="fused")
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def test_a_recipe_decides_layer_by_layer(model: Any) -> None:
+    mix = mix_of([kvcodec.get("kivi-4"), kvcodec.get("saw-int4")])
+    cache = kvcodec.cache_for(model, mix)
+    run(model, cache, prompt(1, 40))
+    assert [layer["mean"] for layer in cache.report()["layers"]] == ["none", "pre"]
+
+
+def test_a_server_takes_auto_as_none_and_refuses_the_others() -> None:
+    for spec, mean in (("saw-int4", "none"), (RAW, "none"), (SPEC, "pre"), ("saw-int4:mean=post", "post")):
+        options = read_options({"kvcodec": {"preset": spec}})
+        assert options is not None
+        assert options.scheme.mean == mean
+        assert bool(refusal(options.scheme)) == (mean != "none")
+    for spec in kvcodec.presets():
+        assert "mean" not in refusal(kvcodec.get(spec).for_layer(5, 20))
+
+
+# -- post, and means of the first tokens -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}])
+def test_where_frequencies_are_not_fixed_auto_is_post(rope: Any) -> None:
+    made = biased(rope_parameters=rope)
+    cache = kvcodec.cache_for(made, "saw-int4", prefill="decoded")
+    ids = prompt(1, 200)
+    got = run(made, cache, ids)
+    report = cache.report()
+    assert {(layer["mean"], layer["mean_from"]) for layer in report["layers"]} == {("post", "first tokens")}
+    wanted = run(made, None, ids)
+    raw = run(made, kvcodec.cache_for(made, RAW, prefill="decoded", probe="off"), ids)
+    assert (got - wanted).norm() < 0.5 * (raw - wanted).norm()
+    own = own_keys(made, ids)[0]
+    mean = own.half().double()[:, :, :128].mean(2)
+    assert cache.layer_caches[0].mean is not None
+    torch.testing.assert_close(cache.layer_caches[0].mean.double(), mean, atol=1e-3, rtol=1e-5)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("rope", [YARN, LINEAR, LLAMA3], ids=["yarn", "linear", "llama3"])
+@pytest.mark.parametrize("spec", [SPEC, "saw-int4:mean=post", "rope-pairs-4:mean=pre"])
+def test_scaled_rope(rope: Any, spec: str) -> None:
+    """Keys less R_t mu from the scaled frequencies in float64, mu from what the projections give."""
+    made = biased(rope_parameters=rope)
+    embedding = made.model.rotary_emb
+    ids, n = prompt(1, 150), 150
+    cache = kvcodec.cache_for(made, spec)
+    run(made, cache, ids)
+    own = own_keys(made, ids)[0].half().double()
+    angle = torch.arange(n).double()[:, None] * embedding.inv_freq.double()
+    cos, sin = (x * embedding.attention_scaling for x in (angle.cos(), angle.sin()))
+    layer = cache.layer_caches[0]
+    assert layer.mean is not None
+    a, b = layer.mean.double()[:, :, None].chunk(2, -1)
+    removed = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    if "post" in spec:
+        removed = own[:, :, :128].mean(2, keepdim=True)
+    state = layer.roles["key"]
+    assert state.params is not None
+    wanted = roundtrip(state.codec, (own - removed).float(), state.params).double() + removed
+    off = (layer.decode()[0].double() - wanted).abs() > 1e-2
+    assert off.double().mean() < 2e-3
+    assert embedding.attention_scaling != 1 or rope is not YARN
+    if "pre" in spec:
+        bias = made.model.layers[0].self_attn.k_proj.bias.detach().view(1, -1, 64)
+        torch.testing.assert_close(layer.mean, bias, atol=1e-3, rtol=1e-4)
+
+
+def test_the_mean_of_the_first_tokens_is_that_of_the_projection() -> None:
+    """On a model without biases: the mean of what k_proj gives, in each sequence; left padding is left out."""
+    made, ids, pad = tiny_model("llama-gqa"), prompt(2, 160), 9
+    mask = torch.ones(2, 160, dtype=torch.long)
+    mask[0, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    seen: list[Tensor] = []
+    hook = made.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *given: seen.append(given[2]))
+    cache = kvcodec.cache_for(made, SPEC)
+    run(made, cache, ids[:, :100], attention_mask=mask[:, :100], position_ids=positions[:, :100])
+    assert "dense until 128 tokens have come" in cache.report()["layers"][0]["note"]
+    run(made, cache, ids[:, 100:], attention_mask=mask, position_ids=positions[:, 100:])
+    hook.remove()
+    layer = cache.layer_caches[0]
+    before = torch.cat(seen, 1).unflatten(-1, (-1, made.config.head_dim))
+    wanted = torch.stack([before[0, pad : pad + 128].mean(0), before[1, :128].mean(0)])
+    assert layer.mean is not None
+    torch.testing.assert_close(layer.mean, wanted, atol=1e-3, rtol=1e-3)
+    assert cache.report()["layers"][0]["mean_from"] == "first tokens"
+
+
+def test_a_sliding_layer_takes_what_it_holds() -> None:
+    kinds = ["sliding_attention"] * 2
+    made = biased(0.0, use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=kinds)
+    cache, ids = kvcodec.cache_for(made, SPEC), prompt(1, 40)
+    run(made, cache, ids[:, :10])
+    for at in range(10, 40):
+        run(made, cache, ids[:, at : at + 1])
+        assert cache.layer_caches[0].is_fitted == (at >= 14)
+    layer = cache.layer_caches[0]
+    assert layer.positions.of(0, len(layer))[0].tolist() == list(range(40 - len(layer), 40))
+
+
+def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ids = tiny_model("llama-gqa", vocab_size=256), prompt(1, 150)
+    monkeypatch.setattr(RopePairs, "without_mean", True)
+    cache = kvcodec.cache_for(made, "rope-pairs-4")
+    run(made, cache, ids)
+    first = {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]}
+    assert first == {("pre", "first tokens")}
+    loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
+    fitted = fit_model(loaded, "rope-pairs-4", TEXT, windows=1, window_tokens=96)
+    assert fitted.scheme.mean == "pre"
+    assert "mean" in fitted[0]["key"]
+    assert kvcodec.cache_for(made.config, "rope-pairs-4").layer_caches[0].scheme.mean == "none"
+    assert kvcodec.cache_for(biased(rope_parameters=DYNAMIC), "rope-pairs-4").layer_caches[0].scheme.mean == "post"
+
+
+# -- fitted ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [SPEC, "rope-pairs-3:mean=pre", "saw-int4:mean=post", "rope-pairs-3"])
+def test_a_mean_is_fitted_and_used(model: Any, spec: str, tmp_path: Any) -> None:
+    loaded = LoadedModel(model, tiny_tokenizer(), "biased", "made in the test")
+    fitted = fit_model(loaded, spec, TEXT, windows=2, window_tokens=96).save(tmp_path / "params")
+    bias = model.model.layers[0].self_attn.k_proj.bias.detach().view(1, -1, 64)
+    mean = fitted[0]["key"]["mean"]
+    assert mean.dtype == torch.float32
+    assert fitted.spec == spec
+    kind = "post" if "post" in spec else "pre"
+    if kind == "pre":
+        assert (mean - bias).abs().amax() < 3
+        assert fitted[0]["key"].get("scale", torch.ones(1)).amax() < 30  # constants of keys without it
+    cache = kvcodec.cache_for(model, spec, params=tmp_path / "params")
+    ids = prompt(1, 20)
+    run(model, cache, ids)
+    assert {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]} == {(kind, "params")}
+    assert cache.layer_caches[0].roles["key"].encoded == 20  # nothing waits
+    asked = spec.partition(":")[0]
+    again = kvcodec.cache_for(model, asked if kind == "pre" else spec, params=fitted)
+    run(model, again, ids)
+    assert torch.equal(cache.layer_caches[0].decode()[0], again.layer_caches[0].decode()[0])
+    cache.save(tmp_path / "cache")
+    read = kvcodec.load_cache(tmp_path / "cache", model)
+    more = prompt(1, 3)
+    assert torch.equal(run(model, cache, more), run(model, read, more))
+
+
+def test_what_has_nothing_but_auto_is_not_fitted(model: Any) -> None:
+    loaded = LoadedModel(model, tiny_tokenizer(), "biased", "made in the test")
+    with pytest.raises(FitError, match="fit the mean of the keys with mean=pre"):
+        fit_model(loaded, "saw-int4", TEXT, windows=1, window_tokens=96)
+
+
+def test_files_of_older_versions_have_no_mean(model: Any, tmp_path: Any) -> None:
+    """Params without the field serve the preset as it is asked for today; a cache saved with the weights' mean too."""
+    made = tiny_model("llama-gqa", vocab_size=256)
+    loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
+    old = fit_model(loaded, "rope-pairs-3:mean=none", TEXT, windows=1, window_tokens=96).save(tmp_path / "old")
+    assert '"mean"' not in old.scheme.to_json()
+    cache = kvcodec.cache_for(made, "rope-pairs-3", params=tmp_path / "old", probe="off")
+    run(made, cache, prompt(1, 20))
+    assert cache.report()["mean"] == "none"
+    with pytest.raises(FormatError, match="fitted for rope-pairs-3:mean=none, not for rope-pairs-3:mean=pre"):
+        kvcodec.cache_for(made, "rope-pairs-3:mean=pre", params=tmp_path / "old")
+    cache = kvcodec.cache_for(model, SPEC)
+    run(model, cache, prompt(1, 33))
+    wanted = cache.layer_caches[0].decode()[0]
+    for layer in cache.layer_caches:
+        layer.mean = None  # was not written
+    cache.save(tmp_path / "cache")
+    assert torch.equal(kvcodec.load_cache(tmp_path / "cache", model).layer_caches[0].decode()[0], wanted)
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
@@ -290,6 +539,6 @@ def test_runs_of_positions() -> None:
 
 def test_the_plan_of_a_model_needs_no_rope() -> None:
     """Nothing is asked of the rotary embedding where a scheme keeps the mean."""
-    made = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    made = biased(rope_parameters=DYNAMIC)
     assert plan_for(made, "decoded").kv_layers
     kvcodec.cache_for(made, "kivi-4")

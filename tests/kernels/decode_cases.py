@@ -19,6 +19,7 @@ from torch import Tensor
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Codec, Params, Role, Site
 from kvcodec.kernels.arguments import DecodeArgs
+from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
 from kvcodec.layout import PageLayout
 from tests.kernels import harness
 
@@ -57,6 +58,47 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Means:
+    """The mean before RoPE that keys are held without.
+
+    ``size`` of its channels; ``few``: that many of a head's pairs have one, 0 for all. ``first``: position of slot 0 of
+    each sequence, as many as ``lens``. ``rotary``: channels that turn, 0 for all.
+    """
+
+    first: tuple[int, ...]
+    size: float = 1.0
+    few: int = 0
+    base: float = 1e4
+    rotary: int = 0
+    interleaved: bool = False
+    scaling: float = 1.0
+    each: bool = False  # a mean of its own for each sequence
+
+    def made(self, case: "Case", dim: int, rng: torch.Generator) -> tuple[KeyMean, Tensor, Tensor]:
+        """Its constants; the mean float64 ``[B, H, D]`` and the frequencies."""
+        mean = torch.randn(len(case.lens) if self.each else 1, case.heads, dim, generator=rng) * self.size
+        turning = self.rotary or dim
+        theta = self.base ** (-torch.arange(0, turning, 2).float() / turning)
+        if self.few:
+            channels = torch.tensor(pairs_of(dim, turning, self.interleaved))
+            for head in range(case.heads):
+                gone = torch.randperm(dim // 2, generator=rng)[self.few :]
+                mean[:, head, channels[gone].flatten()] = 0.0
+        made = key_mean(mean, theta, scaling=self.scaling, interleaved=self.interleaved)
+        return made, mean.double().expand(len(case.lens), -1, -1), theta.double()
+
+    def turned(self, mean: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+        """``R_t mu`` in float64 at each position, ``[H, n, D]``, for a mean ``[H, D]``."""
+        x, half = mean[:, None].repeat(1, len(positions), 1), len(theta)
+        c, s = ((f(positions[:, None].double() * theta)) * self.scaling for f in (torch.cos, torch.sin))
+        first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if self.interleaved else (
+            slice(0, half), slice(half, 2 * half))  # fmt: skip
+        a, b = x[..., first].clone(), x[..., second].clone()
+        x[..., first], x[..., second] = a * c - b * s, b * c + a * s
+        return x
+
+
+@dataclass(frozen=True)
 class Case:
     """Shapes and options of one call.
 
@@ -87,6 +129,7 @@ class Case:
     seed: int = 0
     order: int = 0
     slack: float = 1.0
+    means: Means | None = None
 
 
 # what every reader is tried with: where sequences begin and end, heads, merging, options, numbers. Two kernels do: more
@@ -127,7 +170,7 @@ extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 _VARIANT = """
 constexpr int HEADS_{name} = OUTLIERS || {group} > 4 ? 8 : 4;
 using Kernel_{name} =
-    kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}, HEADS_{name}, TEAMS>;
+    kv::Decoder<{key}, {value}, {dim}, {page}, {tile}, WARPS, {stages}, {cap}, {dense}, HEADS_{name}, TEAMS, {pairs}>;
 KV_KERNEL void decode_{name}(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel_{name}::run(a); }}
 extern "C" int heads_{name}() {{ return HEADS_{name}; }}
 extern "C" void run_{name}(const kv::DecodeArgs* a, int batch) {{
@@ -147,17 +190,19 @@ class Variant(NamedTuple):
     cap: bool
     dense: int
     group: int
+    pairs: int
 
     @property
     def name(self) -> str:
         """Its suffix in C++."""
-        return f"{int(self.cap)}_{self.dense + 1}_{self.group}"
+        return f"{int(self.cap)}_{self.dense + 1}_{self.group}_{self.pairs}"
 
 
 def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
     joins = value.order(dim) == 1 and value.factor is None  # dense tokens among the codes
     dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins
-    return Variant(case.softcap > 0, dense, 4 if case.group <= 4 else 8)
+    few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16
+    return Variant(case.softcap > 0, dense, 4 if case.group <= 4 else 8, few)
 
 
 @functools.cache
@@ -327,15 +372,22 @@ def _check(
     live = _live(case)
     ks = [decoded["key"][i, :, first:last] for i, (first, last) in enumerate(live)]
     vs = [decoded["value"][i, :, first:last] for i, (first, last) in enumerate(live)]
+    held: KeyMean | None = None
+    if case.means is not None:
+        held, mean, theta = case.means.made(case, dim, rng)
+        assert held.pairs == variant.pairs
+        for i, (first, last) in enumerate(live):
+            positions = case.means.first[i] + torch.arange(first, last)
+            ks[i] = ks[i].double() + case.means.turned(mean[i], theta, positions)
     dense: list[Tensor] = []
     if case.dense is not None:
         width = max(case.dense) + 2
         dense = [torch.full((b, h, width, dim), torch.nan, dtype=case.dense_dtype) for _ in range(2)]
         for i, n in enumerate(case.dense):
             first = case.dense_start[i] if case.dense_start else 0
-            for x, held in zip(dense, (ks, vs), strict=True):
+            for x, live_rows in zip(dense, (ks, vs), strict=True):
                 x[i, :, first:n] = torch.randn(h, n - first, dim, generator=rng).to(x.dtype)
-                held[i] = torch.cat([held[i], x[i, :, first:n].float()], 1)
+                live_rows[i] = torch.cat([live_rows[i], x[i, :, first:n].float()], 1)
 
     out, lse = torch.full((b, hq, dim), torch.nan, dtype=case.out_dtype), torch.full((b, hq), torch.nan)
     slots = case.splits + (case.dense is not None and variant.dense < 2)  # dense tokens apart have a slot
@@ -371,12 +423,17 @@ def _check(
             if side.factor is not None:
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
+        if held is not None and case.means is not None:
+            args.mean.mean, args.mean.table = put(held.mean), put(held.table)
+            args.mean.placed = put(_ints(case.means.first))
+            args.mean.batch = h * dim if case.means.each else 0
+            args.mean.table_head = held.table.shape[1] if held.table.shape[0] > 1 else 0
         args.q_kind, args.out_kind = KINDS[case.q_dtype], KINDS[case.out_dtype]
         heads = lib.enter(f"heads_{variant.name}", result=ctypes.c_int)
         args.heads, args.group, args.tiles = h, case.group, -(-case.group // heads)
         args.splits, args.slots, args.capacity = case.splits, slots, columns * geometry.page
         args.runs = case.splits - case.alone
-        args.alike = 1 if max(args.key.table_head or 0, args.value.table_head or 0) else h
+        args.alike = 1 if max(args.key.table_head, args.value.table_head, args.mean.table_head) else h
         args.pieces = b * args.alike * args.tiles * case.splits
         args.scale2 = (dim**-0.5 if case.scale is None else case.scale) * math.log2(math.e)
         args.softcap = case.softcap

@@ -189,6 +189,7 @@ inline uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   using namespace emulated;
   return fused(low(a), low(b), low(c)) | (uint32_t)fused(high(a), high(b), high(c)) << 16;
 }
+inline uint32_t hfms2(uint32_t a, uint32_t b, uint32_t c) { return hfma2(a, b, c ^ 0x80008000u); }
 inline uint32_t low2(uint32_t x) { return (x & 0xffffu) * 0x10001u; }
 inline uint32_t high2(uint32_t x) { return (x >> 16) * 0x10001u; }
 inline uint32_t hadd2(uint32_t a, uint32_t b) {  // the sum of two halves is exact in double

@@ -64,7 +64,8 @@ extern "C" void to_float(const uint16_t* x, float* y, float* z, int64_t n) {
 }
 extern "C" void pairs(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32_t* y, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    y[3 * i] = hadd2(a[i], b[i]), y[3 * i + 1] = hmul2(a[i], b[i]), y[3 * i + 2] = hfma2(a[i], b[i], c[i]);
+    y[4 * i] = hadd2(a[i], b[i]), y[4 * i + 1] = hmul2(a[i], b[i]), y[4 * i + 2] = hfma2(a[i], b[i], c[i]);
+    y[4 * i + 3] = hfms2(a[i], b[i], c[i] ^ 0x80008000u);
   }
 }
 extern "C" void bits(const uint32_t* a, const uint32_t* b, const uint32_t* s, uint32_t* y, int64_t n) {

@@ -258,6 +258,16 @@ def test_nan_stays_in_its_row(variant: str) -> None:
     assert not found.isnan().any()
 
 
+@pytest.mark.parametrize("held", [0, 10])
+def test_a_single_token_is_checked(held: int) -> None:
+    cache = FusedLayerCache(kvcodec.get("int-4"))
+    k, v = draw(2, 1, 1, held, 64)
+    cache.append(k, v)
+    with pytest.raises(ValueError, match="is not finite"):
+        cache.append(torch.full((1, 1, 1, 64), torch.nan), torch.zeros(1, 1, 1, 64))
+    assert len(cache) == held
+
+
 @pytest.mark.parametrize("threads", [2, 5])
 def test_splits_over_threads(threads: int) -> None:
     """One KV head and more threads than heads: the history is split, and its parts are merged."""

@@ -119,13 +119,14 @@ def test_arithmetic_of_pairs():
     codes[2, 1::7] = rng.integers(0, 4, len(codes[2, 1::7]))  # subnormal sums
     codes[2, 2::7] = codes[0, 2::7] ^ 0x8000  # sums that cancel
     a, b, c = codes.view(np.float16).astype(np.float64)
-    y = torch.empty(n, 3, dtype=torch.int32)
+    y = torch.empty(n, 4, dtype=torch.int32)
     build(NUMBERS).call("pairs", *(torch.from_numpy(x).view(torch.int32) for x in codes.view(np.int16)), Out(y), n)
-    found = y.numpy().view(np.uint16).reshape(n, 3, 2)
+    found = y.numpy().view(np.uint16).reshape(n, 4, 2)
     with np.errstate(invalid="ignore"):
         check_halves(torch.from_numpy(found[:, 0].reshape(-1).view(np.int16)), a + b)
         check_halves(torch.from_numpy(found[:, 1].reshape(-1).view(np.int16)), a * b)
         fma = found[:, 2].reshape(-1)
+        np.testing.assert_array_equal(found[:, 3].reshape(-1), fma)
         finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
         special = (a * b + c)[~finite]
     check_halves(torch.from_numpy(fma[~finite].view(np.int16)), special)

@@ -34,6 +34,21 @@ class _Ready(NamedTuple):
     engine: Engine
 
 
+def mean_refusal(site: LayerSite) -> str:
+    """Return why the fused kernels cannot serve a layer's mean or the fit of its constants, or ``""`` if they can."""
+    if site.mean is not None:
+        return (
+            "holds keys without their mean, and no kernel adds it to the scores. Use attention='decoded' or "
+            "'streamed', or mean=none."
+        )
+    if site.fit_tokens > 1:
+        return (
+            f"fits its constants on the first {site.fit_tokens} tokens, which the fused kernels do not wait for. Pass "
+            f"params= from `kvcodec fit`, or use attention='decoded' or 'streamed'."
+        )
+    return ""
+
+
 class DeviceCache(LayerCache):
     """What ``GrowingCache`` and ``StaticCache`` share.
 
@@ -79,6 +94,8 @@ class DeviceCache(LayerCache):
             first_head=first_head, remember=remember,
         )  # fmt: skip
         scheme = self.scheme
+        if why := mean_refusal(self.site):
+            raise UnsupportedError(f"fused attention: {scheme} {why}")
         self.unit = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
         """Tokens that leave the window together."""
         self.holds_dense = bool(scheme.sink or scheme.window or self.unit > 1)

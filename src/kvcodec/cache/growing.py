@@ -63,6 +63,8 @@ class GrowingCache(DeviceCache):
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
             self._start(keys, values, leaving)
         assert self.store is not None
+        if n == 1 and self.engine is not None and self.engine.checks:
+            check_tensors(keys, values)
         new = self._held(keys, values)
         if self.holds_dense or any(state.params is None for state in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}

@@ -141,7 +141,9 @@ class LayerCache:
         self._held_attention: HeldAttention | str | None = None  # or why there is none
         self.start = 0  # absolute position of the oldest live token
         self.length = 0  # live tokens
-        self.positions = Positions()  # only where keys are held without their mean
+        self.positions = Positions()  # only with a mean, or constants that are fitted on a number of tokens
+        mean = self.site.mean
+        self.mean: Tensor | None = None if mean is None else mean.given  # float32 [1 or B, H, D]; None: not known yet
 
     @property
     def scheme(self) -> KVScheme:
@@ -188,6 +190,7 @@ class LayerCache:
     def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
         """Start an empty cache for tokens like ``keys``, with these constants and pages."""
         self._dtype, self.store = keys.dtype, store
+        self.mean = None if self.mean is None else self.mean.to(keys.device)
         batch, heads = keys.shape[:2]
         for role, of in sites.items():
             empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
@@ -201,7 +204,8 @@ class LayerCache:
         keys, values : Tensor ``[B, H, n, D]``
             New tokens in the model basis (after RoPE); n may be 0.
         positions : Tensor of int ``[B, n]`` or ``[1, n]``, optional
-            By which RoPE turned the keys; used with ``mean=pre`` only. Default: those that follow the tokens held.
+            By which RoPE turned the keys, below 0 or clipped there for left padding; used with a mean, and where
+            constants are fitted on a number of tokens. Default: those that follow the tokens held.
 
         Raises
         ------
@@ -216,24 +220,69 @@ class LayerCache:
             self._allocate(keys, values)
         n = keys.shape[2]
         before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
-        placed = list(self.positions.runs)
+        placed, mean = list(self.positions.runs), self.mean
         try:
-            if self.site.mean is not None:
+            if self.places_tokens:
                 if positions is None:
                     positions = torch.arange(self.length, self.length + n, device=keys.device)[None]
                 self.positions.append(positions)
+            waits = self._waits()
             for role, x in zip(ROLES, (keys, values), strict=True):
-                self._append_role(self.roles[role], x.to(self.roles[role].sink.dtype))
+                self._append_role(self.roles[role], x.to(self.roles[role].sink.dtype), waits)
         except BaseException:  # out of memory, an interrupt: keep keys and values consistent
             for state, sink, window, runs, params in before:
                 state.sink, state.window, state.runs, state.params = sink, window, runs, params
-            self.positions.runs = placed
+            self.positions.runs, self.mean = placed, mean
             raise
         self.length += n
 
-    def _append_role(self, state: RoleState, x: Tensor) -> None:
+    @property
+    def places_tokens(self) -> bool:
+        """Whether the tokens' positions are needed: for a mean, or to tell tokens from padding in a fit."""
+        return self.site.mean is not None or self.site.fit_tokens > 1
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether all constants are known; before the first append, whether all are given."""
+        known = self.site.mean is None or self.mean is not None
+        return known and all(state.params is not None for state in self.roles.values())
+
+    def _waits(self) -> bool:
+        """Whether constants are missing, and the tokens placed are too few to fit them on."""
+        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not len(self.positions):
+            return False
+        fresh = len(self.positions) - self.length
+        sink = self.roles["key"].sink.shape[2] + min(max(self.scheme.sink - self.start - self.length, 0), fresh)
+        return len(self.positions) < sink + wanted + int(self._padding(sink).max())
+
+    def _padding(self, sink: int) -> Tensor:
+        """Tokens behind the ``sink`` first ones that are left padding: int64 ``[B]``, or ``[1]`` for all."""
+        return (-self.positions.of(0, 1)[:, 0] - sink).clamp_min(0)
+
+    def _fit(self, state: RoleState, pending: Tensor) -> None:
+        """Fit the missing constants of a role; ``pending`` are all its tokens behind the sink, none encoded yet."""
+        mean = self.site.mean if state.role == "key" else None
+        if (wanted := self.site.fit_tokens) > 1:
+            batch, heads, _, head_dim = pending.shape
+            sink = state.sink.shape[2]
+            padding = self._padding(sink).to(pending.device).expand(batch)
+            at = padding[:, None] + torch.arange(wanted, device=pending.device)
+            sample = pending.gather(2, at[:, None, :, None].expand(-1, heads, -1, head_dim))
+            if mean is not None:
+                placed = self.positions.of(0, len(self.positions)).expand(batch, -1).gather(1, at + sink)
+                if self.mean is None:
+                    self.mean = mean.of(sample, placed)
+                sample = sample.float() - mean.at(self.mean, placed)
+        else:  # everything seen so far is the sample
+            sample = torch.cat([state.sink, pending], 2) if state.sink.shape[2] else pending
+            if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
+                sample = sample.float() - removed
+        if state.params is None:
+            state.params = state.codec.fit(state.site, sample)
+
+    def _append_role(self, state: RoleState, x: Tensor, waits: bool = False) -> None:
         assert self.store is not None
-        leaving = self._pass_window(state, x)
+        leaving = self._pass_window(state, x, waits)
         count = leaving.shape[2]
         if count:
             at = state.sink.shape[2] + state.encoded
@@ -244,22 +293,23 @@ class LayerCache:
             self.store.write(state.role, first, payload)
             state.extend(count)
 
-    def _pass_window(self, state: RoleState, x: Tensor) -> Tensor:
-        """Put new tokens into sink and window; return those that leave the window, in whole blocks."""
+    def _pass_window(self, state: RoleState, x: Tensor, waits: bool = False) -> Tensor:
+        """Put new tokens into sink and window; return those that leave the window, in whole blocks.
+
+        ``waits``: all tokens stay dense, because there are too few to fit the constants on.
+        """
         sink = self.scheme.sink
         if sink and (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
             state.sink = torch.cat([state.sink, x[:, :, :to_sink]], 2)
             x = x[:, :, to_sink:]
         pending = torch.cat([state.window, x], 2) if state.window.shape[2] else x
         unit = self._unit(state)
-        if state.params is None:  # fitted on the prefill: everything seen so far is the sample
+        unknown = state.params is None or (state.role == "key" and self.site.mean is not None and self.mean is None)
+        if unknown and not waits:
             if pending.shape[2] + state.sink.shape[2] == 0:
                 return pending
-            sample = torch.cat([state.sink, pending], 2) if state.sink.shape[2] else pending
-            if (mean := self._mean(state.role, 0, sample.shape[2])) is not None:
-                sample = sample.float() - mean
-            state.params = state.codec.fit(state.site, sample)
-        count = unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
+            self._fit(state, pending)
+        count = 0 if waits else unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
         if count == pending.shape[2]:
             if state.window.shape[2]:
                 state.window = _no_tokens(*pending.shape[:2], pending.shape[3], pending.dtype, pending.device)
@@ -269,14 +319,18 @@ class LayerCache:
         return pending[:, :, :count]
 
     def mean_of_newest(self, n: int) -> Tensor | None:
-        """Return what is subtracted from the newest n keys, float32 ``[B, H, n, D]``; None: they keep their mean."""
-        return None if self.site.mean is None else self._mean("key", self.length - n, self.length)
+        """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet.
+
+        float32 ``[B, H, n, D]``, where sizes of 1 stand for all.
+        """
+        return None if self.mean is None else self._mean("key", self.length - n, self.length)
 
     def _mean(self, role: Role, first: int, last: int) -> Tensor | None:
-        """Return what is subtracted from the live tokens ``[first, last)`` of a role, float32 ``[B, H, n, D]``."""
+        """Return what is subtracted from the live tokens ``[first, last)`` of a role, as ``mean_of_newest``."""
         if self.site.mean is None or role == "value":
             return None
-        return self.site.mean(self.positions.of(first, last), self._dtype)
+        mean = torch.zeros(1, 1, 1) if self.mean is None else self.mean  # None only in a file without its model
+        return self.site.mean.at(mean, self.positions.of(first, last))
 
     def _unit(self, state: RoleState) -> int:
         """Tokens that leave the window together."""
@@ -413,7 +467,7 @@ class LayerCache:
         if first == last or self.store is None:
             return
         self._forget_decoded()
-        if self.site.mean is not None:
+        if self.places_tokens:
             self.positions.remove(first, last)
         for state in self.roles.values():
             sink, window = state.sink, state.window
@@ -463,6 +517,8 @@ class LayerCache:
                 state.params = {
                     k: p.index_select(0, index) if p.shape[0] == batch else p for k, p in state.params.items()
                 }
+        if self.mean is not None and 1 < self.mean.shape[0] == batch:
+            self.mean = self.mean.index_select(0, index)
         self.positions.select(index)
         self.store.select(index)
 

@@ -8,6 +8,15 @@ from torch import Tensor
 from kvcodec.errors import UnsupportedError
 
 
+def consecutive(positions: Tensor) -> bool:
+    """Whether each row of ``positions [B, n]`` counts up by one, left padding aside."""
+    n = positions.shape[1]
+    if n == 0:
+        return True
+    expected = positions[:, -1:].long() - (n - 1) + torch.arange(n, device=positions.device)
+    return not bool(((positions != expected) & (expected >= 0)).any())  # before position 0 there is only padding
+
+
 class Positions:
     """Positions of the live tokens of one layer, as runs of consecutive positions: a few integers, not one per token.
 
@@ -35,13 +44,12 @@ class Positions:
         n = positions.shape[1]
         if n == 0:
             return
-        first = positions[:, -1].long() - (n - 1)
-        expected = first[:, None] + torch.arange(n, device=positions.device)
-        if bool(((positions != expected) & (expected >= 0)).any()):  # before position 0 there is only padding
+        if not consecutive(positions):
             raise UnsupportedError(
                 "the positions of the new tokens are not consecutive (images or packed sequences?), which keys held "
-                "without their mean need; use mean=none."
+                "without their mean before RoPE need; use mean=post or mean=none."
             )
+        first = positions[:, -1].long() - (n - 1)
         if self.runs and torch.equal(self.runs[-1][1] + self.runs[-1][0], first):
             self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
         else:

@@ -3,18 +3,62 @@
 A site holds no tokens. Caches have one beside their pages; engines that own the pages (vLLM) have only the site.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Payload, Role, Site, drawn
-from kvcodec.errors import FitError
+from kvcodec.errors import FitError, UnsupportedError
+from kvcodec.ops.rope import Rotary
+from kvcodec.ops.sums import sum_by_halves
 from kvcodec.scheme import KVScheme
 
-KeyMean = Callable[[Tensor, torch.dtype], Tensor]
-"""Mean of a layer's keys after RoPE: positions int64 ``[B, n]`` and the keys' dtype to float32 ``[B, H, n, D]``."""
+MEAN = "mean"
+"""Name of the keys' mean among fitted constants: float32 ``[1, H, D]``, beside those of the codec."""
+MEAN_TOKENS = 128
+"""Tokens of which a mean is taken that neither a file nor the weights give."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyMean:
+    """What a layer subtracts from its keys before they are encoded, and adds when they are decoded.
+
+    Parameters
+    ----------
+    kind : {"pre", "post"}
+        The mean before RoPE, or after it.
+    rotary : Rotary or None
+        How keys are turned; only with ``pre``. None there: the keys are from a file, without their model.
+    given : Tensor float32 ``[1, H, D]`` or None
+        None: the mean of the first ``MEAN_TOKENS`` tokens of each sequence.
+    source : {"params", "weights", "first tokens"}
+    """
+
+    kind: Literal["pre", "post"]
+    rotary: Rotary | None = None
+    given: Tensor | None = None
+    source: Literal["params", "weights", "first tokens"] = "first tokens"
+
+    def of(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Mean of ``keys [B, H, n, D]`` (after RoPE) at ``positions [B, n]``: float32 ``[B, H, D]``."""
+        if self.kind == "pre":
+            keys = self._known().turn_back(keys, positions)
+        return (sum_by_halves(keys.double(), 2).squeeze(2) / keys.shape[2]).float()
+
+    def at(self, mean: Tensor, positions: Tensor) -> Tensor:
+        """What is subtracted at ``positions [B, n]``: float32 ``[B, H, n, D]``, sizes of 1 stand for all."""
+        return mean[:, :, None] if self.kind == "post" else self._known().turn(mean[:, :, None], positions)
+
+    def _known(self) -> Rotary:
+        if self.rotary is None:
+            raise UnsupportedError(
+                "these keys were saved without their mean; read the file with load_cache(path, model)."
+            )
+        return self.rotary
 
 
 class RoleSite:
@@ -55,7 +99,7 @@ class RoleSite:
     def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype, mean: Tensor | None = None) -> Tensor:
         """Decode the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
 
-        ``mean`` of that shape is what was subtracted before they were encoded.
+        ``mean``, which broadcasts to that shape, is what was subtracted before they were encoded.
         """
         skip = first % self.codec.block_tokens
         x = self._decoded(store.read(self.role, first, last))[:, :, skip : skip + last - first]
@@ -73,16 +117,19 @@ class LayerSite:
         Layer index; with ``seed`` it determines the random constants.
     seed : int
     fitted : mapping of role to Params, optional
-        Fitted constants by role (``{"key": ..., "value": ...}``).
+        Fitted constants by role (``{"key": ..., "value": ...}``); the keys' mean is among them as ``mean``.
     first_head : int
         The model's number of KV head 0 here, ``Site.first_head``.
     mean : KeyMean, optional
-        Mean of the layer's keys, for a scheme with ``mean=pre``.
+        Of the layer's keys, for a scheme with ``mean=pre`` or ``post``. ``post`` needs no model: by default the mean is
+        the fitted one or that of the first tokens. A scheme with ``mean=auto`` has none here.
+    most : int, optional
+        Tokens that the layer ever holds at once (a sliding window); constants are fitted on no more.
 
     Raises
     ------
     FitError
-        The scheme needs the mean, and there is none.
+        The scheme needs the mean before RoPE, and there is none.
     """
 
     def __init__(
@@ -93,14 +140,21 @@ class LayerSite:
         fitted: Mapping[Role, Params] | None = None,
         first_head: int = 0,
         mean: KeyMean | None = None,
+        most: int | None = None,
     ) -> None:
-        if scheme.mean != "none" and mean is None:
-            raise FitError(
-                f"{scheme}: mean={scheme.mean} encodes keys without their mean before RoPE, which only a model knows; "
-                f"make the cache with cache_for(model, ...), or use mean=none."
-            )
-        self.scheme, self.layer, self.seed, self.first_head, self.mean = scheme, layer, seed, first_head, mean
         self.fitted = fitted or {}
+        if scheme.mean == "auto":
+            scheme = replace(scheme, mean="none")
+        if scheme.mean == "pre" and mean is None:
+            raise FitError(
+                f"{scheme}: mean=pre encodes keys without their mean before RoPE, which only a model knows; "
+                f"make the cache with cache_for(model, ...), or use mean=post or mean=none."
+            )
+        if scheme.mean == "post" and mean is None:
+            given = self.fitted.get("key", {}).get(MEAN)
+            mean = KeyMean("post", given=given, source="first tokens" if given is None else "params")
+        self.scheme, self.layer, self.seed, self.first_head, self.mean = scheme, layer, seed, first_head, mean
+        self.most = most
 
     def roles(
         self, heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -110,7 +164,7 @@ class LayerSite:
         for role, head_dim in zip(ROLES, head_dims, strict=True):
             codec = self.scheme.codec(role).for_dtype(dtype)
             site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
-            own = self.fitted.get(role)
+            own = codec_params(self.fitted, role)
             params: Params | None = None
             if own is not None:
                 params = {k: v.to(device) for k, v in own.items()}
@@ -120,6 +174,30 @@ class LayerSite:
         return made
 
     @property
+    def fit_tokens(self) -> int:
+        """Tokens on which missing constants are fitted; 1: on those of the first call, 0: none is missing.
+
+        Above 1 a cache holds tokens dense until it has so many of each sequence.
+        """
+        missing = [
+            codec.fit_tokens
+            for role in ROLES
+            if (codec := self.scheme.codec(role)).needs_sample and codec_params(self.fitted, role) is None
+        ]
+        if self.mean is not None and self.mean.given is None:
+            missing.append(MEAN_TOKENS)
+        tokens = max(missing, default=0)
+        return tokens if self.most is None else min(tokens, max(self.most, 2))
+
+    @property
     def is_drawn(self) -> bool:
         """Whether every constant follows from the scheme, layer and seed alone: equal sites share them."""
         return not self.fitted and not (self.scheme.key.needs_sample or self.scheme.value.needs_sample)
+
+
+def codec_params(fitted: Mapping[Role, Params], role: Role) -> Params | None:
+    """Constants of a role's codec, without the keys' mean; None where only that is given, or nothing."""
+    if (given := fitted.get(role)) is None:
+        return None
+    own = {name: x for name, x in given.items() if role == "value" or name != MEAN}
+    return own if own or MEAN not in given else None

@@ -54,6 +54,16 @@ class Wrapper(Codec):
         return self.inner.needs_sample
 
     @property
+    def fit_tokens(self) -> int:
+        """The inner codec's."""
+        return self.inner.fit_tokens
+
+    @property
+    def without_mean(self) -> bool:
+        """The inner codec's."""
+        return self.inner.without_mean
+
+    @property
     def needs_queries(self) -> bool:
         """The inner codec's."""
         return self.inner.needs_queries

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import LayerSite, RoleSite
+from kvcodec.cache.site import MEAN, KeyMean, LayerSite, RoleSite, codec_params
 from kvcodec.codec import ROLES, Params, Role, Site
-from kvcodec.errors import FormatError, KVError, UnsupportedError
+from kvcodec.errors import FormatError, KVError
 from kvcodec.files.container import Kind, check_target, load_params, read, store_params, write
 from kvcodec.layout import PageLayout
 from kvcodec.registry import from_json
@@ -106,6 +106,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "seed": layer.seed,
         "page_tokens": layer.page_tokens,
         "capacity": layer.reserve,
+        **({"most": layer.site.most} if layer.places_tokens else {}),
         "fitted": {role: store_params(params, tensors) for role, params in layer.fitted.items()},
     }
     if layer.store is None:
@@ -119,7 +120,8 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "heads": layer.store.heads,
         "start": layer.start,
         "length": layer.length,
-        **({"positions": [[n, at.tolist()] for n, at in layer.positions.runs]} if layer.site.mean else {}),
+        **({"positions": [[n, at.tolist()] for n, at in layer.positions.runs]} if layer.places_tokens else {}),
+        **({} if layer.mean is None else {"mean": store_params({MEAN: layer.mean}, tensors)}),
         "page_tokens": page.page_tokens,
         "page_bytes": page.page_bytes,
         "roles": {},
@@ -132,7 +134,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
             "layout_version": (page.key if role == "key" else page.value).version,
             "runs": [list(run) for run in held.runs],
         }
-        if held.params is not None and (held.codec.needs_sample or role in layer.fitted):
+        if held.params is not None and (held.codec.needs_sample or codec_params(layer.fitted, role) is not None):
             entry["params"] = store_params(held.params, tensors)
         elif held.params is not None:
             entry["fingerprint"] = _fingerprint(held.params)
@@ -182,8 +184,8 @@ def _rebuild(
 ) -> LayerCache:
     scheme = from_json(schemes[state["scheme"]])
     fitted = {_role(role): load_params(p, tensors, device) for role, p in state["fitted"].items()}
-    mean = _unknown_mean if scheme.mean != "none" else None
-    site = LayerSite(scheme, state["layer"], state["seed"], fitted, mean=mean)
+    mean = KeyMean("pre") if scheme.mean == "pre" else None  # how keys are turned is in the model, not in the file
+    site = LayerSite(scheme, state["layer"], state["seed"], fitted, mean=mean, most=state.get("most"))
     layer = LayerCache(site, page_tokens=state["page_tokens"], capacity=state["capacity"])
     held = state.get("held")
     if held is None:
@@ -211,6 +213,8 @@ def _rebuild(
     layer.store, layer.start, layer.length = store, held["start"], held["length"]
     layer._dtype = getattr(torch, held["dtype"])
     layer.positions.runs = [(int(n), torch.tensor(at, device=device)) for n, at in held.get("positions", [])]
+    if "mean" in held:
+        layer.mean = load_params(held["mean"], tensors, device)[MEAN]
     for held_role in layer.roles.values():
         live = held_role.encoded + held_role.dense_tokens
         if live != layer.length or held_role.next_slot > store.capacity:
@@ -241,11 +245,6 @@ def _rebuild_role(
                 f"was written with; load it with the kvcodec and torch that wrote it."
             )
     return state
-
-
-def _unknown_mean(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean of keys that were saved without it: it is in the model, not in the file."""
-    raise UnsupportedError("these keys were saved without their mean; read the file with load_cache(path, model).")
 
 
 def _role(text: str) -> Role:

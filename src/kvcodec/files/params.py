@@ -161,7 +161,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
             The text says what differs.
         """
         scheme, name = get(spec), self.file or "these params"
-        if scheme != self.scheme:
+        if not scheme.allows(self.scheme):
             raise FormatError(
                 f"{name}: fitted for {self.spec}, not for {scheme}; run kvcodec fit with {scheme}, or use {self.spec}."
             )
@@ -271,10 +271,18 @@ def read_params(path: str | Path) -> FittedParams:
 
 
 def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Role, Codec]]:
-    """Layer, role and codec wherever constants come from data; ``layers`` are the model's KV layers, in order."""
+    """Layer, role and codec wherever constants come from data; ``layers`` are the model's KV layers, in order.
+
+    The keys' mean is such a constant; ``mean=auto`` must be decided.
+    """
     schemes = [scheme.for_layer(i, len(layers)) for i in range(len(layers))]
-    every = [(layer, role, s.codec(role)) for layer, s in zip(layers, schemes, strict=True) for role in ROLES]
-    return [site for site in every if site[2].needs_sample or site[2].needs_queries]
+    every = [(layer, role, s) for layer, s in zip(layers, schemes, strict=True) for role in ROLES]
+    return [(layer, role, s.codec(role)) for layer, role, s in every if _from_data(s, role)]
+
+
+def _from_data(scheme: KVScheme, role: Role) -> bool:
+    codec = scheme.codec(role)
+    return codec.needs_sample or codec.needs_queries or (role == "key" and scheme.mean in ("pre", "post"))
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
@@ -323,16 +331,17 @@ def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[K
     for file in files:
         fitted = file if isinstance(file, FittedParams) else read_params(file)
         name = fitted.file or "params"
-        if fitted.scheme not in schemes:
+        allowed = [scheme.allows(fitted.scheme) for scheme in schemes]
+        if not any(allowed):
             given = ", ".join(map(str, schemes))
             raise SpecError(
                 f"{name}: fitted for {fitted.spec}, which is not among the specs given ({given}); add that spec, "
                 f"or leave the file out."
             )
-        if (other := found[schemes.index(fitted.scheme)]) is not None:
+        if (other := found[allowed.index(True)]) is not None:
             raise SpecError(
                 f"{name} and {other.file or 'params'}: both fitted for {fitted.spec}; pass one file for each spec."
             )
         # two specs may name one scheme: int-4 and int:bits=4
-        found = [fitted if scheme == fitted.scheme else had for scheme, had in zip(schemes, found, strict=True)]
+        found = [fitted if fits else had for fits, had in zip(allowed, found, strict=True)]
     return found

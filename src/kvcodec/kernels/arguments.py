@@ -28,6 +28,22 @@ class RoleArgs(ctypes.Structure):
             self.factor, self.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
 
 
+class MeanArgs(ctypes.Structure):
+    """``kv::KeyMean``: the mean before RoPE that keys are held without."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mean", "table", "placed")),
+        *((name, ctypes.c_int64) for name in ("batch", "table_head")),
+    )
+
+    def fill(self, mean: Tensor | None, table: Tensor | None, placed: Tensor | None) -> None:
+        """Set the fields from the parts of a ``mean.KeyMean`` and the positions of slot 0."""
+        if mean is not None and table is not None and placed is not None:
+            self.mean, self.table, self.placed = mean.data_ptr(), table.data_ptr(), placed.data_ptr()
+            self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
+            self.table_head = 0 if table.shape[0] == 1 else table.stride(0)
+
+
 class DecodeArgs(ctypes.Structure):
     """``kv::DecodeArgs``."""
 
@@ -45,6 +61,7 @@ class DecodeArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("splits", "slots", "capacity", "dense_width")),
         ("scale2", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("mean", MeanArgs),
     )
 
 
@@ -67,6 +84,23 @@ class EncodeRoleArgs(ctypes.Structure):
             self.factor, self.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
 
 
+class EncodeMeanArgs(ctypes.Structure):
+    """``kv::EncodeMean``: what is subtracted from keys before they are encoded."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mean", "cosines", "sines")),
+        *((name, ctypes.c_int64) for name in ("batch", "turn_batch", "turn_token")),
+        *((name, ctypes.c_int32) for name in ("turning", "interleaved")),
+    )
+
+    def fill(self, mean: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> None:
+        """Set the fields from the parts of an ``encode.Turned``."""
+        self.mean, self.cosines, self.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+        self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
+        self.turn_batch, self.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
+        self.turning, self.interleaved = 2 * cosines.shape[2], interleaved
+
+
 class EncodeArgs(ctypes.Structure):
     """``kv::EncodeArgs``."""
 
@@ -76,6 +110,7 @@ class EncodeArgs(ctypes.Structure):
         ("value", EncodeRoleArgs),
         *((name, ctypes.c_int64) for name in ("page_bytes", "table_row")),
         *((name, ctypes.c_int32) for name in ("kind", "page_tokens", "capacity", "heads")),
+        ("mean", EncodeMeanArgs),
     )
 
 
@@ -87,4 +122,7 @@ class UnpackArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("k_table_head", "v_table_head", "table_row")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
         *((name, ctypes.c_int32) for name in ("heads", "first", "count", "kind")),
+        ("mean", MeanArgs),
+        ("factor", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
     )

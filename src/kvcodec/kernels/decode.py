@@ -23,6 +23,7 @@ from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.build import Kernel, Program, load, refusal
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes
+from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, align, includes
 
 LOG2E = 1.4426950408889634
@@ -48,6 +49,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     heads : int
         Query heads of a CTA, ``DecodeSpec.heads``.
     """
+    pairs = f", {spec.pairs}" if spec.pairs else ""
     dense_mode = dense + 2 if dense >= 0 and spec.joins else dense
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
     source = "\n".join(
@@ -56,7 +58,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
             *includes(spec.key, spec.value),
             f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
-            f"{config.teams}>;",
+            f"{config.teams}{pairs}>;",
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out (plane_bytes?)");',
             f"static_assert(Decode::SHARED == {shared_bytes(spec, config, dense >= 0, heads)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
@@ -149,6 +151,7 @@ def _attend(
     value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
     dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
     sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None, config: Sequence[int],
+    mean: Tensor | None, mean_table: Tensor | None, placed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     spec = _SPECS[text]
     batch, num_q_heads, _, dim = q.shape
@@ -190,7 +193,7 @@ def _attend(
         part, size = workspace.data_ptr(), rows * slots * 4
         args.part_o, args.part_m, args.part_l = part, part + size * dim, part + size * (dim + 1)
     # teams of warps share tables: one for all heads, or one per head, each on multiprocessors of its own
-    own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables))
+    own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables, mean_table))
     alike = 1 if own else num_kv_heads
     pieces = batch * alike * tiles * splits
     if plan.config.teams > 1:
@@ -206,6 +209,7 @@ def _attend(
         args.sinks = sinks.data_ptr()
     args.key.fill(key_tables, key_factor, key_order)
     args.value.fill(value_tables, value_factor, value_order)
+    args.mean.fill(mean, mean_table, placed)
     args.q_batch, args.q_head, _, _ = q.stride()
     args.table_row = table.stride(0)
     args.out_batch, args.out_head = num_q_heads * dim, dim
@@ -251,6 +255,8 @@ def decode_attention(
     softcap: float = 0.0,
     workspace: Tensor | None = None,
     config: Config | None = None,
+    mean: KeyMean | None = None,
+    placed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query token per sequence to packed pages, dense tokens and learned sinks.
 
@@ -284,6 +290,11 @@ def decode_attention(
         At least ``workspace_numel`` numbers; allocated per call if absent.
     config : Config, optional
         Launch constants instead of the table's.
+    mean : KeyMean, optional
+        The mean before RoPE that the encoded keys are held without (not the dense ones); the spec is of its ``pairs``.
+    placed : Tensor int32 ``[B]``, optional
+        With ``mean``: position of slot 0 of each sequence, on the device. Slot t has position ``placed + t``, below
+        ``MOST_POSITIONS``; slots before ``start`` may have negative ones.
 
     Returns
     -------
@@ -295,11 +306,13 @@ def decode_attention(
     ShapeError, UnsupportedError
     """
     _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value)
+    checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, q.shape[0], num_kv_heads)
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,
         value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
-        float(softcap), workspace, list(config or ()),
+        float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
+        None if mean is None else mean.table, placed,
     )  # fmt: skip
     return out
 

@@ -30,6 +30,28 @@ MOST_BLOCKS = 1 << 16
 """Along the rows of a sequence; more rows than that share blocks."""
 
 
+class Turned(NamedTuple):
+    """What is subtracted from keys before they are encoded: their mean before RoPE, turned as the model turns it.
+
+    The reference's operations are repeated one by one in float32, so bytes are the reference's if cosines and sines
+    are.
+
+    Parameters
+    ----------
+    mean : Tensor float32 ``[1 or B, H, D]``
+    cosines, sines : Tensor float32 ``[1 or B, N, R / 2]``
+        Of the angle of each new token and pair of channels, as the model's rotary embedding gives them, its scaling
+        included; the first R channels turn.
+    interleaved : bool
+        Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
+    """
+
+    mean: Tensor
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False
+
+
 def _factor(encoder: Encoder) -> str:
     return "kv::FACTOR_NONE" if not encoder.factor else "kv::FACTOR_INVERSE" if encoder.divide else "kv::FACTOR_TIMES"
 
@@ -44,7 +66,11 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
     """Return the source of ``kv_encode`` for one role, or for both at once."""
     encoders = [encoder for role in roles if (encoder := spec.encoder(role)) is not None]
     first = encoders[0]
-    types = [f"kv::Role<{encoder.type}, {encoder.order}, {_factor(encoder)}>" for encoder in encoders]
+    types = [
+        f"kv::Role<{x.type}, {x.order}, {_factor(x)}{', true' if spec.mean and role == 'key' else ''}>"
+        for role in roles
+        if (x := spec.encoder(role)) is not None
+    ]
     each = f"a.{roles[0]}" if len(encoders) == 1 else "kv::block_z() ? a.value : a.key"
     threads, tell = "kv::ENCODE_THREADS", ""
     if first.form == "rows":
@@ -79,7 +105,7 @@ def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Ro
     if len(encoders) == 2:
         key, value = encoders
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
-        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
+        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike and not spec.mean):
             return {there: _program(spec, there)}
     return {group: _program(spec, group) for group in groups}
 
@@ -129,7 +155,7 @@ def _rows(x: Tensor) -> Tensor:
 def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
-    value_factor: Tensor | None,
+    value_factor: Tensor | None, mean: Tensor | None, cosines: Tensor | None, sines: Tensor | None, interleaved: bool,
 ) -> None:  # fmt: skip
     spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
@@ -143,6 +169,8 @@ def _encode(
         args.bad = bad.data_ptr()
     if "key" in x:
         args.key.fill(x["key"], key_tables, key_factor, first, spec.key_plane)
+        if mean is not None and cosines is not None and sines is not None:
+            args.mean.fill(mean, cosines, sines, interleaved)
     if "value" in x:
         args.value.fill(x["value"], value_tables, value_factor, first, spec.value_plane)
     args.page_bytes, args.table_row, args.kind = spec.page_bytes, table.stride(0), KINDS[some.dtype]
@@ -187,6 +215,7 @@ def encode_to_pages(
     key: Constants,
     value: Constants,
     bad: Tensor | None = None,
+    less: Turned | None = None,
 ) -> None:
     """Encode new tokens into their slots.
 
@@ -204,6 +233,8 @@ def encode_to_pages(
         The layer's constants, ``constants.constants_for`` the encoders.
     bad : Tensor int32 ``[1]``, optional
         Raised to 1 or 2; see the module's text.
+    less : Turned, optional
+        What is subtracted from the keys first, in float32; the spec says whether there is one.
 
     Raises
     ------
@@ -243,12 +274,47 @@ def encode_to_pages(
                 f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {encoder.block} tokens and at "
                 f"most {MOST_SEQUENCES} sequences are needed."
             )
+    if keys is not None and keys.numel():
+        _check_turned(name, known, less, keys)
     if keys is not None and values is not None and keys.dtype != values.dtype:
         raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
     if (reason := _refused(pages.device)) != "":
         raise UnsupportedError(f"{name}: {reason}.")
     run = _op if torch.compiler.is_compiling() else _encode
-    run(keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor)
+    turned = (None, None, None, False) if less is None else less
+    run(keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, *turned)
+
+
+def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor) -> None:
+    if (less is None) == spec.mean:
+        raise UnsupportedError(
+            f"{name}: the spec is made {'with' if spec.mean else 'without'} a mean of the keys, and "
+            f"{'none' if less is None else 'one'} is given; pass mean={not spec.mean} to encode_spec."
+        )
+    if less is None:
+        return
+    batch, heads, tokens, dim = keys.shape
+    mean, cosines, sines, _ = less
+    if mean.dtype != torch.float32 or mean.shape[0] not in (1, batch) or list(mean.shape[1:]) != [heads, dim]:
+        raise ShapeError(
+            f"{name}: mean is {mean.dtype} {list(mean.shape)}; float32 [1 or {batch}, {heads}, {dim}] is needed."
+        )
+    for what, x in (("cosines", cosines), ("sines", sines)):
+        if (
+            x.dtype != torch.float32
+            or x.shape != cosines.shape
+            or x.stride() != cosines.stride()
+            or x.dim() != 3
+            or x.shape[0] not in (1, batch)
+            or x.shape[1] != tokens
+            or 2 * x.shape[2] > dim
+        ):
+            raise ShapeError(
+                f"{name}: {what} are {x.dtype} {list(x.shape)}; float32 [1 or {batch}, {tokens}, R / 2] is needed, R "
+                f"at most {dim}, cosines and sines alike."
+            )
+    if not mean.is_contiguous() or cosines.stride(2) != 1:
+        raise ShapeError(f"{name}: the mean, and the cosines of a token, must be contiguous.")
 
 
 @lru_cache

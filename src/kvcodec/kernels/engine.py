@@ -29,9 +29,10 @@ from kvcodec.kernels.cpu.library import EncodeArgsStruct
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader, cpu_spec
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
-from kvcodec.kernels.encode import encode_to_pages
+from kvcodec.kernels.encode import Turned, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.history import History, Packed, attend_history, workspace_bytes
+from kvcodec.kernels.mean import KeyMean
 from kvcodec.kernels.spec import Encoder, Reader, decode_spec, encode_spec, encoder, reader
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme, page_layout
@@ -161,8 +162,12 @@ class Engine:
     """
 
     name = "cuda"
+    checks = False
+    """Whether a cache checks single tokens before it stores them; else they are flagged on the device."""
     ready = False
     """Whether the constants of both roles are on the device."""
+    mean: KeyMean | None = None
+    """The mean that keys are held without; see ``hold_without``."""
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         self.codecs: dict[Role, Codec] = {"key": key, "value": value}
@@ -174,8 +179,9 @@ class Engine:
     def _find(self) -> None:
         """Look up the specs of the codecs and register them with the kernels."""
         key, value = self.codecs["key"], self.codecs["value"]
-        written = encode_spec(key, value, self.head_dim, self.page_tokens)
-        self.decode_spec = decode_text(decode_spec(key, value, self.head_dim, self.page_tokens))
+        sizes, pairs = (self.head_dim, self.page_tokens), 0 if self.mean is None else self.mean.pairs
+        written = encode_spec(key, value, *sizes, mean=pairs > 0)
+        self.decode_spec = decode_text(decode_spec(key, value, *sizes, pairs))
         self.encode_spec = encode_text(written)
         self.readers: Mapping[Role, Reader | CpuReader] = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
         self.encoders: Mapping[Role, Encoder | CpuEncoder | None] = {r: written.encoder(r) for r in ROLES}
@@ -195,6 +201,19 @@ class Engine:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, reading={}, writing={}, ready=False)
         return other
+
+    def hold_without(self, mean: KeyMean) -> None:
+        """Hold keys without this mean: before any key is written, or the same for other sequences of the batch.
+
+        Existing tensors keep their addresses if shapes allow.
+        """
+        old = self.mean
+        if old is not None and (old.mean.shape, old.table.shape) == (mean.mean.shape, mean.table.shape):
+            old.mean.copy_(mean.mean)
+            old.table.copy_(mean.table)
+            return
+        self.mean = mean
+        self._find()
 
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
@@ -217,12 +236,16 @@ class Engine:
     def tensors(self) -> list[Tensor]:
         """Constants on the device."""
         held = [*self.reading.values(), *self.writing.values()]
-        return [x for side in held for x in (side.tables, side.factor) if x is not None]
+        own = [x for side in held for x in (side.tables, side.factor) if x is not None]
+        return own if self.mean is None else [*own, self.mean.mean, self.mean.table]
 
-    def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
+    def encode(
+        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+    ) -> None:
         """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
 
-        Only roles that a kernel encodes (``written_by``).
+        Only roles that a kernel encodes (``written_by``). ``less``: what is subtracted from the keys, if they are held
+        without a mean.
         """
         encode_to_pages(
             new.get("key"),
@@ -234,6 +257,7 @@ class Engine:
             key=self.writing["key"],
             value=self.writing["value"],
             bad=bad,
+            less=less,
         )
 
     def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Payload | None:
@@ -241,7 +265,8 @@ class Engine:
 
         Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
         """
-        if self.encoders["key"] is None or not all(engine.ready for engine in engines):
+        unlike = not all(engine.ready and engine.mean is None for engine in engines)
+        if self.encoders["key"] is None or unlike:
             return None
         heads, count = store.heads, keys.shape[2]
         side = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
@@ -260,7 +285,7 @@ class Engine:
         return page.read("key", 0, count)
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
-        """Attention of one query token; options as the kernels' ``decode_attention``."""
+        """Attention of one query token; options as the kernels' ``decode_attention``, ``first`` with a mean."""
         out, _ = decode_attention(
             q,
             store.pages,
@@ -271,6 +296,7 @@ class Engine:
             value=self.reading["value"],
             num_kv_heads=store.heads,
             softcap=softcap,
+            mean=self.mean,
             **options,
         )
         return out
@@ -289,17 +315,25 @@ class Engine:
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
+        placed: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
+        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window.
+
+        ``placed``: as ``packed``.
+        """
         key, value = roles["key"], roles["value"]
         first, last = key.runs[0] if key.runs else (0, 0)
-        packed = self.packed(store.pages, store.table)
+        packed = self.packed(store.pages, store.table, placed)
         history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window))
         return attend_history(q, history, scale, seen=seen, sinks=sinks)
 
-    def packed(self, pages: Tensor, table: Tensor) -> Packed:
-        """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them."""
-        return Packed(pages, table, self.decode_spec, self.reading["key"], self.reading["value"])
+    def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
+        """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them.
+
+        ``placed``: with a mean, the position of slot 0 of each sequence, int32 ``[B]``.
+        """
+        key, value = self.reading["key"], self.reading["value"]
+        return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
 
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
         """Upper bound of what ``attend_many`` needs beside a cache of ``packed`` packed and ``dense`` dense tokens.
@@ -313,6 +347,7 @@ class CpuEngine(Engine):
     """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
     decode_spec = encode_spec = ""
+    checks = True
     common: EncodeArgsStruct | None = None
     """What the calls of the encode kernels have in common; made at the first."""
 
@@ -331,7 +366,13 @@ class CpuEngine(Engine):
         """Leave out the spec, which holds functions, and what holds numbers of this process."""
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
-    def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
+    def hold_without(self, mean: KeyMean) -> None:
+        """Raise: no CPU kernel adds a mean to the scores."""
+        raise UnsupportedError("the CPU kernels read keys with their mean; use mean=none")
+
+    def encode(
+        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+    ) -> None:
         """As ``Engine.encode``."""
         if not new:
             return
@@ -381,6 +422,7 @@ class CpuEngine(Engine):
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
         key, value = self.reading["key"], self.reading["value"]
@@ -396,7 +438,7 @@ class CpuEngine(Engine):
         """Upper bound of what ``attend_many`` needs beside the cache and a mask."""
         return workspace_bytes_cpu(q) + 4 * dense * q.numel() // q.shape[2]
 
-    def packed(self, pages: Tensor, table: Tensor) -> Packed:
+    def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
         """Raise: nothing unpacks pages for other attention kernels."""
         raise UnsupportedError("the CPU kernels attend to packed pages; they do not unpack them for other kernels.")
 

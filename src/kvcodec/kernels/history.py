@@ -28,6 +28,7 @@ from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, score
+from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, includes
 from kvcodec.ops.hadamard import hadamard_signs
 
@@ -61,7 +62,7 @@ def program(spec: DecodeSpec) -> Program:
             '#include "unpack.cuh"',
             *includes(spec.key, spec.value),
             f"using Unpack = kv::Unpacker<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
-            f"{tile_tokens(spec)}, {WARPS}>;",
+            f"{tile_tokens(spec)}, {WARPS}{f', {spec.pairs}' if spec.pairs else ''}>;",
             f"static_assert(Unpack::SHARED == {shared_bytes(spec)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
             f"KV_KERNEL void KV_BOUNDS({WARPS * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
@@ -103,6 +104,8 @@ class Packed(NamedTuple):
     spec : str
         ``decode.text_of`` a spec.
     key, value : Constants
+    mean, placed
+        As ``decode.decode_attention``.
     """
 
     pages: Tensor
@@ -110,6 +113,8 @@ class Packed(NamedTuple):
     spec: str
     key: Constants
     value: Constants
+    mean: KeyMean | None = None
+    placed: Tensor | None = None
 
 
 def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
@@ -160,6 +165,12 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
         args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
     if (tables := packed.value.tables) is not None:
         args.v_table, args.v_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+    checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
+    if packed.mean is not None:
+        args.mean.fill(packed.mean.mean, packed.mean.table, packed.placed)
+        args.block = packed.key.order
+        if (factor := packed.key.factor) is not None:
+            args.factor, args.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
     args.out_batch, args.out_head, args.out_token, _ = k.stride()
     skip = 2 * row * k.stride(2)
     args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip

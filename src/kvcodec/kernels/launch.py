@@ -8,6 +8,7 @@ import torch
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.build import shared_memory
+from kvcodec.kernels.mean import team_bytes, tile_bytes
 from kvcodec.kernels.spec import DecodeSpec, align
 
 
@@ -62,9 +63,10 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
 
     ``heads`` of a CTA count where there are teams.
     """
-    tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
+    tables = align(align(spec.key.shared) + align(spec.value.shared), 128) + tile_bytes(spec.pairs, config.tile)
     rows = 4 * (heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
+    query += team_bytes(spec.pairs, heads, config.warps)
     scratch = max(spec.key.scratch, spec.value.scratch)
     ring = config.warps * (config.stages * align(spec.tile_bytes(config.tile), 128) + scratch)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)

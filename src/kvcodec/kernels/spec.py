@@ -259,6 +259,9 @@ class DecodeSpec(NamedTuple):
     head_dim, page_tokens : int
     key_planes, value_planes : tuple of (bytes, tokens)
         In the order of the page: what one token has in a plane of rows of tokens, and a whole block in another one.
+    pairs : int
+        Of channels that have a mean before RoPE which keys are held without, ``mean.KeyMean.pairs``; 0: keys are held
+        with their mean.
     """
 
     key: Reader
@@ -267,6 +270,7 @@ class DecodeSpec(NamedTuple):
     page_tokens: int
     key_planes: tuple[tuple[int, int], ...]
     value_planes: tuple[tuple[int, int], ...]
+    pairs: int = 0
 
     @property
     def name(self) -> str:
@@ -299,8 +303,8 @@ class DecodeSpec(NamedTuple):
         return sum(align(size * -(-tokens // per)) for size, per in (*self.key_planes, *self.value_planes))
 
 
-def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
-    """Return how the pages of two codecs are read.
+def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:
+    """Return how the pages of two codecs are read; ``pairs`` as in ``DecodeSpec``.
 
     Raises
     ------
@@ -308,11 +312,13 @@ def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> De
         The kernels do not read them; the text says why.
     """
     readers = reader(key, head_dim, "key"), reader(value, head_dim, "value")
-    return _decode_spec(*readers, key, value, head_dim, page_tokens)
+    return _decode_spec(*readers, key, value, head_dim, page_tokens, pairs)
 
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
-def _decode_spec(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> DecodeSpec:
+def _decode_spec(
+    k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
+) -> DecodeSpec:
     if key == value:
         k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
     else:
@@ -327,7 +333,7 @@ def _decode_spec(k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, 
     for plane in page.planes:
         rows = page.side(plane.role).rows(plane.field)
         planes[plane.role].append((plane.field.nbytes // rows, page_tokens // plane.blocks // rows))
-    return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]))
+    return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]), pairs)
 
 
 class EncodeSpec(NamedTuple):
@@ -339,6 +345,8 @@ class EncodeSpec(NamedTuple):
     head_dim, page_tokens, page_bytes : int
     key_plane, value_plane : int
         Byte of a page at which the role's first plane begins.
+    mean : bool
+        Whether a mean is subtracted from keys before they are encoded.
     """
 
     key: Encoder | None
@@ -348,6 +356,7 @@ class EncodeSpec(NamedTuple):
     page_bytes: int
     key_plane: int
     value_plane: int
+    mean: bool = False
 
     def encoder(self, role: Role) -> Encoder | None:
         """Return what writes a role."""
@@ -359,10 +368,15 @@ class EncodeSpec(NamedTuple):
         return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
 
 
-def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> EncodeSpec:
-    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it)."""
-    found = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
-    return _encode_spec(*found, key, value, head_dim, page_tokens)
+def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool = False) -> EncodeSpec:
+    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it).
+
+    ``mean`` as in ``EncodeSpec``; blocks of tokens have no kernel that subtracts one.
+    """
+    k, v = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
+    if mean and k is not None and k.form == "blocks":
+        k = None
+    return _encode_spec(k, v, key, value, head_dim, page_tokens, mean and k is not None)
 
 
 def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
@@ -374,11 +388,11 @@ def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
 def _encode_spec(
-    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int
+    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool
 ) -> EncodeSpec:
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
     at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
-    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"])
+    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"], mean)
 
 
 def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:

@@ -28,9 +28,10 @@ from kvcodec_lab.advise.speed import speed
 from kvcodec_lab.advise.steps import MIXTURE, Finalist, Request, Search
 from kvcodec_lab.eval import perplexity
 from kvcodec_lab.eval.outliers import key_outliers
-from kvcodec_lab.eval.rows import plain, versions
+from kvcodec_lab.eval.rows import plain
 from kvcodec_lab.eval.sensitivity import sensitivity
 from kvcodec_lab.models import LoadedModel
+from kvcodec_lab.stamp import versions
 
 
 def advise(

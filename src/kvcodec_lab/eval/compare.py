@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, SpecError
-from kvcodec.files.params import FittedParams, match_params, sites_to_fit
+from kvcodec.files.params import FittedParams, match_params
 from kvcodec.integrations.transformers.recording import Prefill, packed_cache
 from kvcodec.key_bias import Probe
 from kvcodec.progress import Progress
@@ -25,8 +25,9 @@ from kvcodec_lab.eval import fidelity, generation, perplexity
 from kvcodec_lab.eval.fidelity import Fidelity
 from kvcodec_lab.eval.generation import Generation
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, Quality, WindowScore
-from kvcodec_lab.eval.rows import Row, versions
+from kvcodec_lab.eval.rows import Row
 from kvcodec_lab.models import LoadedModel
+from kvcodec_lab.stamp import versions
 
 
 @dataclass
@@ -142,7 +143,7 @@ def compare(
             except BrokenPresetError as error:
                 broken[str(scheme)] = error
                 continue
-        if sites_to_fit(scheme, [layer.index for layer in cache.plan.kv_layers]):
+        if run.params or any(layer.site.fit_tokens for layer in cache.layer_caches):
             run.fitted = "file" if run.params else "prefill"
             run.notes.append(_source_of_constants(run.params))
     runs = [run for run in runs if str(run.scheme) not in broken]
@@ -249,7 +250,7 @@ class _Comparison:
             if first:
                 run.notes += dict.fromkeys(str(w.message) for w in caught)
                 run.report = cache.report()
-                if records:
+                if records and run.report["mean"] == "none":  # bare tensors have no mean to add
                     run.errors = fidelity.attention_error(records, exact, run.scheme, seed=s.seed, params=run.params)
             run.scores.append(score)
             del logits, cache

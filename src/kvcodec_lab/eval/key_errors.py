@@ -10,7 +10,8 @@ decoded ones, the error of a head is, as in ``kvcodec.key_bias`` but on a text::
 Softmax does not see the shift as long as all tokens are encoded. Tokens held exactly (sinks, a window) do not have it.
 
 ``MENDS`` change the keys before the codec and undo it behind, each measured apart. Their constants come from the same
-window, so they are at their best. A scheme with ``mean=pre`` has ``mean before RoPE`` to begin with, and no mends:
+window, so they are at their best. A scheme with ``mean=pre`` has ``mean before RoPE`` to begin with, and no mends;
+``mean=auto`` is none here:
 
 - ``mean``: the mean key of each head, after RoPE, is subtracted;
 - ``mean before RoPE``: the same of the keys before RoPE, as a bias is added, rotated to each position;
@@ -130,6 +131,7 @@ def key_errors(
         cannot take it), ``check`` and ``probe``: whether each warns, and of what.
     """
     scheme = get(spec)
+    scheme = scheme.with_means(["none" if of.mean == "auto" else of.mean for of in scheme.layer_schemes])
     own = [scheme.for_layer(i, len(records)) for i in range(len(records))]
     codecs, changes = [of.key for of in own], [less_unrotated_mean if of.mean == "pre" else None for of in own]
     found = [

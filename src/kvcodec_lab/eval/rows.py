@@ -1,9 +1,8 @@
-"""Result rows: versions, the plain-text table, and JSON files that are written atomically."""
+"""Result rows: the plain-text table, and JSON files that are written atomically."""
 
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,6 @@ from kvcodec.errors import KVError
 from kvcodec_lab.report.tables import cell, columns_of, with_reference
 
 Row = dict[str, Any]
-
-
-def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
-    import torch
-
-    import kvcodec
-
-    found = {"kvcodec": kvcodec.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    if "transformers" in sys.modules:
-        found["transformers"] = sys.modules["transformers"].__version__
-    return found
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -25,13 +25,14 @@ from kvcodec.scheme import KVScheme, Mix
 from kvcodec_lab.eval.batches import Done, read_answers, read_choices, read_window
 from kvcodec_lab.eval.perplexity import Reference, positions_of, uncompressed
 from kvcodec_lab.eval.quantized_cache import PACKAGES, QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
-from kvcodec_lab.eval.rows import Row, versions, write_lines
+from kvcodec_lab.eval.rows import Row, write_lines
 from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec_lab.eval.stats import summarize
 from kvcodec_lab.eval.store import RESULTS, Store
 from kvcodec_lab.eval.tasks import get_task
 from kvcodec_lab.eval.tasks.base import Item, Task, TaskSettings
 from kvcodec_lab.models import LoadedModel
+from kvcodec_lab.stamp import versions
 
 BLOCK_CALLS = 16
 """Items of a block, in full calls: enough to batch sequences of equal length."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import KVError
-from kvcodec_lab.eval.rows import Row, check_writable, plain, versions, write_json
+from kvcodec_lab.eval.rows import Row, check_writable, plain, write_json
 from kvcodec_lab.report import pictures
 from kvcodec_lab.report.figures import rate_distortion, recomputed
 from kvcodec_lab.reproduce.claims import NOT_PRINTED, PAPERS, axes_of
 from kvcodec_lab.reproduce.rate_distortion import STUDY
+from kvcodec_lab.stamp import versions
 
 MARKDOWN, JSON, FIGURE = "reproduce.md", "reproduce.json", "rate-distortion"
 CLOSE = 0.01

@@ -118,7 +118,7 @@ def test_the_check_of_the_weights_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         def worst(self, scheme: object) -> BiasError:
             return BiasError(7, 5.0, 1.0)
 
-        def holds(self, layer: int, codec: object) -> bool:
+        def holds(self, layer: int, codec: object, mean: str) -> bool:
             return True
 
     row = key_errors([record(0, 300.0)], "int-4", biases=Known(), mends=False)  # type: ignore[arg-type]

@@ -24,10 +24,10 @@ from typing import Any, get_args
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.device import DeviceCache, mean_refusal
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import KeyMean, LayerSite
+from kvcodec.cache.site import MEAN, KeyMean, LayerSite, codec_params
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import (
     BrokenPresetError,
@@ -47,7 +47,8 @@ from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPl
 from kvcodec.integrations.transformers.rope import Rope, rope_of
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.engine import Kernels
-from kvcodec.key_bias import ALTERNATIVES, KeyLayer, Probe, biases_of, probe_option
+from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of, probe_option
+from kvcodec.ops.rope import Rotary
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
@@ -123,7 +124,9 @@ class KVCache(Cache):  # type: ignore[misc]
             ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
             a layer or made its pages grow (the copies made while encoding a prefill are not included);
             ``prefill, attention``: as chosen; ``unfused``: why not ``fused``, where that was left to ``cache_for``;
-            ``paths``: number of calls by path; ``keys``: the outlier probe.
+            ``paths``: number of calls by path; ``keys``: the outlier probe;
+            ``mean``: ``pre`` or ``post`` if some layers' keys are held without their mean, else ``none``. Each layer
+            says its own (``mean``) and where it comes from (``mean_from``: params, weights or first tokens).
         """
         self.settle()
         layers = [_layer_report(layer) for layer in self.packed_layers]
@@ -151,6 +154,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "value_bits": self.scheme.value_bits(dim) if dim else None,
             "ratio_to_16bit": elements * 2 / total if elements else 0.0,
             "workspace_bytes": max((_workspace_bytes(layer) for layer in self.packed_layers), default=0),
+            "mean": "+".join(sorted({layer["mean"] for layer in layers} - {"none"})) or "none",
             "prefill": self.options["prefill"],
             "attention": self.options["attention"],
             "unfused": self.unfused,
@@ -239,7 +243,8 @@ def cache_for(
         The random constants derive from it and from layer, role and head.
     params : path or mapping, optional
         Fitted constants: a file that ``kvcodec fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
-        them codecs that need a sample are fitted on each prefill.
+        them codecs that need a sample are fitted on each prefill. With ``mean=auto`` the keys of a layer are encoded
+        without the mean that is given here, and with their mean where constants are given without one.
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional
@@ -281,15 +286,11 @@ attention='decoded')
         raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
     action = probe_option(probe)
     scheme = get(spec)
-    unfused = ""
+    left_open, unfused = attention is None, ""
     if attention is None:
-        unfused = _unfused(model_or_config, scheme, max_len, page_tokens)
+        unfused = _unfused(model_or_config)
         attention = "decoded" if unfused else "fused"
-    if scheme.query_error and attention == "decoded":
-        raise UnsupportedError(
-            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
-            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
-        )
+    _check_rounding(scheme, attention)
     plan = plan_for(model_or_config, attention)
     kv_layers = plan.kv_layers
     schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
@@ -297,24 +298,42 @@ attention='decoded')
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
     check_queries(scheme, [layer.index for layer in kv_layers], given)
+    schemes = decided(model_or_config, plan, scheme, given)
+    scheme = scheme.with_means([own.mean for own in schemes])
     watch = _watch(model_or_config, plan, scheme, given, action, attention)
-    means, rope = _means(model_or_config, plan, schemes)
+    means = _means(model_or_config, plan, schemes, given)
     schemes = [
         own if layer.index in means else replace(own, mean="none")
         for layer, own in zip(kv_layers, schemes, strict=True)
     ]
     arrivals = Arrivals(len(kv_layers), watch)
-    kernels = _kernels(plan, schemes, model_or_config, max_len, page_tokens) if attention == "fused" else None
-    packed = iter(zip(kv_layers, schemes, strict=True))
+    sites = [
+        LayerSite(
+            own if layer.window is None else replace(own, sink=0),
+            layer.index,
+            seed,
+            given.get(layer.index),
+            mean=means.get(layer.index),
+            most=None if layer.window is None else layer.window - 1,
+        )
+        for layer, own in zip(kv_layers, schemes, strict=True)
+    ]
+    kernels = None
+    if attention == "fused":
+        try:
+            kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
+        except UnsupportedError as error:
+            if not left_open:
+                raise
+            attention, unfused = "decoded", str(error)
+            _check_rounding(scheme, attention)
+    packed = iter(sites)
     layers: list[Any] = []
     for planned in plan.layers:
         if not planned.holds_kv:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
             continue
-        _, layer_scheme = next(packed)
-        if planned.window is not None:
-            layer_scheme = replace(layer_scheme, sink=0)
-        site = LayerSite(layer_scheme, planned.index, seed, given.get(planned.index), mean=means.get(planned.index))
+        site = next(packed)
         cache: LayerCache
         if kernels is None:
             cache = LayerCache(site, page_tokens=page_tokens, capacity=max_len or 0)
@@ -327,7 +346,8 @@ attention='decoded')
         else:
             common = cache, planned.index, attention, prefill, arrivals
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
-        layers[-1].rope = rope
+        if cache.places_tokens:
+            layers[-1].rope = _listening(model_or_config)
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
     made = KVCache(layers, scheme, plan, options, watch)
     made.unfused = unfused
@@ -336,18 +356,25 @@ attention='decoded')
     return made
 
 
-def _unfused(model_or_config: Any, scheme: KVScheme, max_len: int | None, page_tokens: int | None) -> str:
-    """Return why the CPU kernels are not what a cache uses by default, or ``""`` if they are."""
+def _unfused(model_or_config: Any) -> str:
+    """Return why a model does not use the CPU kernels by default, whatever the scheme, or ``""`` if it may."""
     device = getattr(model_or_config, "device", None)
     if device is None or device.type != "cpu":
         return "kernels are the default on a CPU only; attention='fused' asks for them"
     try:
-        plan = plan_for(model_or_config, "fused")
-        schemes = [scheme.for_layer(i, len(plan.kv_layers)) for i in range(len(plan.kv_layers))]
-        _kernels(plan, schemes, model_or_config, max_len, page_tokens)
+        plan_for(model_or_config, "fused")
     except UnsupportedError as error:
         return str(error)
     return ""
+
+
+def _check_rounding(scheme: KVScheme, attention: Attention) -> None:
+    """Raise if the scheme rounds queries where the model multiplies them itself."""
+    if scheme.query_error and attention == "decoded":
+        raise UnsupportedError(
+            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
+            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
+        )
 
 
 def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:
@@ -391,8 +418,9 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     if reason:
         raise FormatError(f"{path} does not fit this model: {reason}. Load it with the model it was saved from.")
     for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
-        layer_cache.site.mean = layer.cache.site.mean
+        _give_mean(path, layer_cache, layer.cache)
         layer.cache = layer_cache
+        layer.rope = _listening(model_or_config) if layer_cache.places_tokens else None
         layer.filled = layer.is_initialized = True
         if isinstance(layer, WindowedLayer):
             layer.cumulative_length = count
@@ -424,36 +452,115 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
     return params or {}
 
 
+def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
+    """Let the layer of a file use what an empty cache of the model knows of the mean."""
+    if (loaded.site.mean is None) != (fresh.site.mean is None):
+        raise FormatError(
+            f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model "
+            f"does not give; load it with the model it was saved from."
+        )
+    loaded.site.mean = fresh.site.mean
+    if loaded.mean is None and loaded.site.mean is not None:  # also a file that older versions wrote
+        loaded.mean = loaded.site.mean.given
+    if loaded.mean is not None and loaded.store is not None:
+        loaded.mean = loaded.mean.to(loaded.store.pages.device)
+
+
+def decided(
+    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
+) -> list[KVScheme]:
+    """Schemes of the model's KV layers; constants given, the codec or the key biases decide ``mean=auto``."""
+    schemes = [scheme.for_layer(i, len(plan.kv_layers)) for i in range(len(plan.kv_layers))]
+    if all(own.mean != "auto" for own in schemes):
+        return schemes
+    biases = biases_of(model_or_config, plan)
+    means = biases.means(scheme) if biases else [own.mean for own in schemes]
+    found = []
+    for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
+        if own.mean == "auto":
+            keys = (given or {}).get(layer.index, {}).get("key")
+            if keys:
+                mean = "pre" if MEAN in keys else "none"
+            elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
+                mean = "pre"
+            if not keys and mean == "pre" and not _is_followed(model_or_config, layer):
+                mean = "post"
+            own = replace(own, mean="none" if mean == "auto" else mean)
+        found.append(own)
+    return found
+
+
 def _means(
-    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme]
-) -> tuple[dict[int, KeyMean], Rope | None]:
-    """Means of the keys by layer, where a scheme has ``mean=pre`` and the layer a key bias larger than its keys differ.
+    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
+) -> dict[int, KeyMean]:
+    """Means of the keys by layer; a layer with a small bias has none, where the weights give those of others.
 
     Raises
     ------
     FitError
-        The model's biases are unknown.
+        The mean before RoPE is asked for, and only a config is at hand.
     UnsupportedError
         It is unknown how the model turns its keys.
     """
-    wanted = [layer.index for layer, own in zip(plan.kv_layers, schemes, strict=True) if own.mean == "pre"]
-    if not wanted:
-        return {}, None
-    if (biases := biases_of(model_or_config, plan)) is None:
-        raise FitError(
-            f"{plan.name}: mean=pre takes the mean of the keys from the biases in the weights, which a config does not "
-            f"have; pass the model itself. If this is one, its projections cannot be called alone: use mean=none."
+    means: dict[int, KeyMean] = {}
+    for layer, own in zip(plan.kv_layers, schemes, strict=True):
+        if own.mean not in ("pre", "post"):
+            continue
+        fitted = given.get(layer.index, {})
+        mean = fitted.get("key", {}).get(MEAN)
+        if own.mean == "post":
+            means[layer.index] = KeyMean("post", None, mean, "first tokens" if mean is None else "params")
+            continue
+        if not isinstance(model_or_config, torch.nn.Module):
+            raise FitError(
+                f"{plan.name}: mean=pre needs the rotary embedding and the biases of the model, which a config does "
+                f"not have; pass the model itself, or use mean=post or mean=none."
+            )
+        rotary = rotary_of(model_or_config, layer)
+        waits = own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(fitted, "key") is None
+        biases = None if waits else biases_of(model_or_config, plan)
+        if mean is not None:
+            means[layer.index] = KeyMean("pre", rotary, mean, "params")
+        elif not biases:
+            means[layer.index] = KeyMean("pre", rotary)
+        elif layer.index in biases.layers:
+            means[layer.index] = KeyMean("pre", rotary, biases.layers[layer.index].mean[None], "weights")
+    return means
+
+
+def rotary_of(model: Any, layer: LayerPlan) -> Rotary:
+    """How the model turns the keys of a layer.
+
+    Raises
+    ------
+    UnsupportedError
+        In a way that ``mean=pre`` cannot follow.
+    """
+    rope = rope_of(model)
+    # a layer's attention knows the layer's number
+    named = (m for m in model.get_decoder().modules() if getattr(m, "layer_idx", None) == layer.index)
+    if (found := next(named, None)) is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: no module of layer {layer.index} was found; use mean=post or mean=none."
         )
-    biased = {index: biases.layers[index] for index in wanted if index in biases.layers}
-    if not biased:
-        return {}, None
-    rope = rope_of(model_or_config)
+    return rope.rotary(found)
 
-    def mean_of(layer: KeyLayer) -> KeyMean:
-        mean = layer.mean[None, :, None].to(layer.device)
-        return lambda positions, dtype: rope.turned(layer.attention, mean, positions.to(mean.device), dtype)
 
-    return {index: mean_of(layer) for index, layer in biased.items()}, rope
+def _is_followed(model: Any, layer: LayerPlan) -> bool:
+    """Whether ``mean=pre`` can follow how the model turns the keys of a layer."""
+    try:
+        rotary_of(model, layer)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _listening(model_or_config: Any) -> Rope | None:
+    """Return what hears the positions of new tokens; None: the model has nothing that is called with them."""
+    try:
+        return rope_of(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
+    except UnsupportedError:
+        return None
 
 
 def _watch(
@@ -490,7 +597,7 @@ def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int
 
 
 def _kernels(
-    plan: ModelPlan, schemes: Sequence[KVScheme], model_or_config: Any, max_len: int | None, page_tokens: int | None
+    plan: ModelPlan, sites: Sequence[LayerSite], model_or_config: Any, max_len: int | None, page_tokens: int | None
 ) -> Kernels:
     """Choose the kernels of a model's layers.
 
@@ -502,16 +609,13 @@ def _kernels(
     """
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
-    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-        if scheme.mean != "none":
-            raise UnsupportedError(
-                f"{plan.name}, layer {layer.index}: {scheme} holds keys without their mean, and no kernel adds it to "
-                f"the scores. Use attention='decoded' or 'streamed', or mean=none."
-            )
+    for layer, site in zip(plan.kv_layers, sites, strict=True):
+        if why := mean_refusal(site):
+            raise UnsupportedError(f"{plan.name}, layer {layer.index}: {site.scheme} {why}")
         if device is None or layer.head_dim is None:
             continue
         try:
-            kernels.serve(scheme, layer.head_dim, dtype or torch.float16, device)
+            kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device)
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
@@ -530,15 +634,20 @@ def _workspace_bytes(layer: PackedCacheLayer) -> int:
 
 
 def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
-    parts = layer.cache.nbytes()
+    parts, mean = layer.cache.nbytes(), layer.cache.site.mean
     note = layer.note()
     if layer.cache.roles:
-        note += ", keys without their mean" if layer.cache.site.mean else ""
+        if mean is not None:
+            note += f", keys without their mean {'before' if mean.kind == 'pre' else 'after'} RoPE ({mean.source})"
+        if not layer.cache.is_fitted:
+            note += f", dense until {layer.cache.site.fit_tokens} tokens have come"
         note += "".join(f", {role} dense" for role, s in layer.cache.roles.items() if type(s.codec).__name__ == "Dense")
     return {
         "layer": layer.index,
         "note": note,
         "tokens": len(layer.cache),
+        "mean": "none" if mean is None else mean.kind,
+        "mean_from": None if mean is None else mean.source,
         "bytes": parts,
         "total_bytes": sum(parts.values()),
         "calls": {path: count for path, count in layer.calls.items() if count},

@@ -13,8 +13,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.positions import consecutive
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import ROLES, check_tensor
+from kvcodec.codec import check_tensor
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV
@@ -64,8 +65,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
         self.arrivals = arrivals or Arrivals(1)
         self.is_compileable = isinstance(cache, StaticCache)
-        scheme, given = cache.scheme, cache.fitted  # with given constants no sample of the whole prefill is needed
-        self.sampled = any(scheme.codec(role).needs_sample and role not in given for role in ROLES)
+        self.sampled = cache.site.fit_tokens == 1  # constants are fitted on the whole prefill
         self.handle = PackedKV(self)
         self.workspace_bytes = 0
         self.calls = dict.fromkeys(("exact", "decoded", "streamed", "fused", "staged", "scored"), 0)
@@ -73,7 +73,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.counted = 0
         self.filled = False
         self.mask_checked = False
-        self.rope: Rope | None = None
+        self.rope: Rope | None = None  # tells the positions of new tokens
 
     def __repr__(self) -> str:
         """Return layer, scheme and tokens held."""
@@ -170,29 +170,32 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             raise
 
     def _positions(self, keys: Tensor) -> Tensor | None:
-        """Positions of the newest tokens, ``[B, n]`` or ``[1, n]``, for keys that are held without their mean.
+        """Positions of the newest tokens, ``[B, n]`` or ``[1, n]``, where the cache needs them; None: in order.
 
         Raises
         ------
         UnsupportedError
-            They are unknown, or the mean is not what the model adds to its keys.
+            They are unknown though the mean before RoPE needs them, or the mean is not what the model adds to its keys.
         """
-        if (mean := self.cache.site.mean) is None:
+        if not self.cache.places_tokens:
             return None
-        assert self.rope is not None
-        n = keys.shape[2]
-        positions = self.rope.positions[..., -n:] if n else self.rope.positions[..., :0]
-        if positions.ndim != 2 or positions.shape[1] != n:
+        mean, n = self.cache.site.mean, keys.shape[2]
+        positions = torch.empty(0) if self.rope is None else self.rope.positions
+        positions = positions[..., -n:] if n else positions[..., :0]
+        known = positions.ndim == 2 and positions.shape[1] == n
+        if mean is None or mean.kind == "post":  # they only tell padding from tokens
+            return positions if known and consecutive(positions) else None
+        if not known:
             raise UnsupportedError(
                 f"layer {self.index}: the positions of {n} new tokens are not known (the model gave "
-                f"{tuple(positions.shape)}); use mean=none."
+                f"{tuple(positions.shape)}); use mean=post or mean=none."
             )
-        if not self.filled and n:
-            rest = keys.float() - mean(positions, keys.dtype)
+        if not self.filled and n and mean.given is not None:
+            rest = keys.float() - mean.at(mean.given.to(keys.device), positions)
             if float(rest.square().sum()) > float(keys.float().square().sum()):
                 raise UnsupportedError(
                     f"layer {self.index}: keys without their mean are larger than with it, so this model turns its "
-                    f"keys in another way than its rotary embedding says; use mean=none."
+                    f"keys in another way than its rotary embedding says; use mean=post or mean=none."
                 )
         return positions
 

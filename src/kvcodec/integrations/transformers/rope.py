@@ -1,8 +1,8 @@
-"""How a transformers model turns keys by their positions, for caches that hold keys without their mean (``mean=pre``).
+"""How a transformers model turns keys by their positions, for caches that hold keys without their mean.
 
-The model's own functions are called: its rotary embedding makes cosines and sines, and the ``apply_rotary_pos_emb`` of
-its module turns. So pairs of channels, frequencies, scaling and rounding are the model's, whatever they are. The
-positions of a forward pass are those that the rotary embedding was called with.
+Frequencies and scaling are those of the model's rotary embedding, pairs of channels those of the function
+``apply_rotary_pos_emb`` of its attention; what ``Rotary`` makes of them is compared with the model's own result before
+it is used. The positions of a forward pass are those that the rotary embedding was called with.
 """
 
 import inspect
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from kvcodec.errors import UnsupportedError
+from kvcodec.key_bias import changing_rope
+from kvcodec.ops.rope import Rotary
 
-CHANGING = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies depend on the length: an earlier key was turned by others than a later one."""
+PLACES = (0, 1, 7, 100, 1000)
+"""Positions at which a ``Rotary`` is compared with the model."""
+ALIKE = 1e-2
+"""Largest difference there, where numbers are of size 1: float32 angles of the model are good to 1e-4."""
 
 
 class Rope:
@@ -29,24 +33,20 @@ class Rope:
     Raises
     ------
     UnsupportedError
-        The model has no rotary embedding that can be called with positions, or its frequencies change.
+        The model has no rotary embedding that all layers share and that is called with positions.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        name = type(model).__name__
+        self.name = type(model).__name__
         found = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
         if len(found) != 1 or list(inspect.signature(found[0].forward).parameters)[:2] != ["x", "position_ids"]:
             raise UnsupportedError(
-                f"{name}: mean=pre needs one rotary embedding that all layers share and that is called with "
-                f"position_ids; this model has {len(found) or 'none'}. Use mean=none."
+                f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
+                f"position_ids; this model has {len(found) or 'none'}. Use mean=post or mean=none."
             )
-        self.embedding = found[0]
-        if (kind := getattr(self.embedding, "rope_type", "default")) in CHANGING:
-            raise UnsupportedError(
-                f"{name}: mean=pre needs keys that are turned by fixed frequencies; those of rope_type {kind!r} change "
-                f"with the length. Use mean=none."
-            )
-        self.name, self.positions = name, torch.empty(1, 0, dtype=torch.long)
+        self.embedding, self.config = found[0], getattr(model, "config", None)
+        self.positions = torch.empty(1, 0, dtype=torch.long)
+        self._rotaries: dict[str, Rotary] = {}
         this = weakref.ref(self)
 
         def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -56,36 +56,55 @@ class Rope:
 
         self._hook = self.embedding.register_forward_pre_hook(note, with_kwargs=True)
 
-    def turned(self, attention: nn.Module, keys: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn ``keys [1, H, 1, D]`` to each position, as a layer's attention does in ``dtype``.
+    def rotary(self, attention: nn.Module) -> Rotary:
+        """How the keys of a layer are turned.
 
         Parameters
         ----------
         attention : Module
             Of the layer; its module has ``apply_rotary_pos_emb``.
-        keys : Tensor float32 ``[1, H, 1, D]``
-        positions : Tensor of int ``[B, n]``
-        dtype : torch.dtype
-            Cosines and sines are rounded to it.
 
-        Returns
-        -------
-        Tensor float32 ``[B, H, n, D]``
+        Raises
+        ------
+        UnsupportedError
+            The frequencies change with the length, positions are not one number per token, or the model turns its keys
+            in a way that is not known here.
         """
-        if positions.ndim != 2:
+        if why := changing_rope(self.config):
             raise UnsupportedError(
-                f"{self.name}: positions {tuple(positions.shape)}; mean=pre takes one position for each token "
-                f"[batch, tokens]. Use mean=none."
+                f"{self.name}: mean=pre needs keys that are turned by fixed frequencies; {why}. Use mean=post or "
+                f"mean=none."
             )
+        module = type(attention).__module__
+        if module not in self._rotaries:
+            self._rotaries[module] = self._compared(getattr(sys.modules[module], "apply_rotary_pos_emb", None))
+        return self._rotaries[module]
+
+    def _compared(self, turn: Any) -> Rotary:
+        frequencies: Tensor = self.embedding.inv_freq.detach().float()  # type: ignore[operator]
+        scaling = float(getattr(self.embedding, "attention_scaling", 1.0))
         noted = self.positions  # this call is none of the model's
-        cos, sin = self.embedding(torch.empty(0, dtype=dtype, device=keys.device), positions)
+        places = torch.tensor([PLACES], device=frequencies.device)
+        x = torch.linspace(-1, 1, 2 * len(PLACES) * len(frequencies), device=frequencies.device)
+        x = x.view(1, 1, len(PLACES), -1).sin()
+        try:
+            cos, sin = self.embedding(x, places)
+            wanted = turn(x, x, cos, sin)[1]
+        except Exception:  # a function of another kind, or none
+            wanted = None
         self.positions = noted
-        x = keys.expand(positions.shape[0], -1, positions.shape[1], -1)
-        turn = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-        if (width := cos.shape[-1]) == x.shape[-1]:
-            return turn(x, x, cos.float(), sin.float())[1]
-        part = turn(x[..., :width], x[..., :width], cos.float(), sin.float())[1]
-        return torch.cat([part, x[..., width:]], -1)
+        for interleaved in (False, True):
+            rotary = Rotary(frequencies, scaling, interleaved)
+            if wanted is not None and wanted.shape == x.shape and _alike(rotary.turn(x, places), wanted):
+                return rotary
+        raise UnsupportedError(
+            f"{self.name}: mean=pre takes pairs of channels turned by the frequencies of the rotary embedding, and "
+            f"this model turns its keys in another way. Use mean=post or mean=none."
+        )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b.float()).abs().amax() < ALIKE)
 
 
 _ropes: "weakref.WeakKeyDictionary[nn.Module, Rope]" = weakref.WeakKeyDictionary()

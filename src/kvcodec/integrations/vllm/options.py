@@ -22,7 +22,7 @@ from kvcodec.errors import SpecError, UnsupportedError, nearest
 from kvcodec.files.params import FittedParams, read_params
 from kvcodec.key_bias import Probe, probe_option
 from kvcodec.registry import get
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.scheme import KVScheme, Mean, Mix
 
 KEY = "kvcodec"
 DTYPE = "kvcodec"
@@ -82,8 +82,9 @@ def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto"
     params = None
     if (path := given.get("params")) is not None:
         params = read_params(path)
-        if params.scheme != scheme:
+        if not scheme.allows(params.scheme):
             raise SpecError(f"kvcodec: {path} was fitted for {params.spec}, not for {preset}; serve that preset.")
+        scheme = params.scheme
     return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")))
 
 
@@ -100,7 +101,9 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
             raise SpecError(f"kvcodec: {name}={given[name]!r}; only 0 can be served: no dense tokens beside the pages.")
 
     def bare(own: KVScheme) -> KVScheme:
-        return replace(own, window=0 if "window" in given else own.window, sink=0 if "sink" in given else own.sink)
+        mean: Mean = "none" if own.mean == "auto" else own.mean  # no kernel adds a mean to the scores
+        window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))
+        return replace(own, window=window, sink=sink, mean=mean)
 
     if isinstance(scheme, Mix):
         scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))

@@ -70,7 +70,7 @@ RULES = (
     ),
     Rule(
         "mean",
-        lambda s, fitted: s.mean != "none",
+        lambda s, fitted: s.mean in ("pre", "post"),
         "it holds keys without their mean, which a server's attention does not add to the scores",
         "use mean=none",
     ),

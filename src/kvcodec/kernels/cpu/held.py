@@ -59,12 +59,13 @@ class HeldAttention:
         spec = cpu_spec(*self.read)
         for role in ROLES:
             state, old = roles[role], self.made.get(role)
-            assert state.params is not None or not state.encoded
-            if old is None or old[0] is not state.params:
-                params = state.params or {}
+            if state.params is None:  # not fitted yet: every token is dense
+                assert not state.encoded
+                self.made[role] = {}, Constants(None, None, 1)
+            elif old is None or old[0] is not state.params:
                 side = spec.key if role == "key" else spec.value
-                made = constants(side, state.codec, state.site, params, None, drawn=state.drawn)
-                self.made[role] = params, made
+                made = constants(side, state.codec, state.site, state.params, None, drawn=state.drawn)
+                self.made[role] = state.params, made
         key, value = (self.made[role][1] for role in ROLES)
         return attend_held(
             q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks

@@ -16,6 +16,15 @@ struct Side {
   int64_t block;            // order of the Hadamard rotation, 1 for none
 };
 
+// Keys that are held without their mean before RoPE, of the sequences of a call. See mean.cuh
+struct KeyMean {
+  const float* mean;        // [B or 1, H, D], its turning channels times the scaling of RoPE
+  const uint8_t* table;     // of KV head h at table + h * table_head
+  const int32_t* placed;    // [B] position of slot 0; those of later slots follow
+  int64_t batch;            // elements of `mean`; 0: one for all sequences
+  int64_t table_head;       // bytes; 0: one table for all heads
+};
+
 struct DecodeArgs {
   const void* q;            // [B, HQ, D] model basis
   const uint8_t* pages;     // [num_pages, H, page_bytes]
@@ -51,6 +60,7 @@ struct DecodeArgs {
   int32_t dense_width;      // W
   float scale2;             // softmax scale * log2(e)
   float softcap;            // scores become softcap * tanh(score / softcap); 0: off
+  KeyMean mean;
 };
 
 }  // namespace kv

@@ -40,6 +40,8 @@
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
 // it exactly).
 //
+// Keys may be held without their mean before RoPE; what every score then gets back is a product of its own: mean.cuh.
+//
 // Numbers. Scores in fp32 and powers of two; q is scaled by a power of two per head and rounded to fp16 once. P is
 // fp16: an online softmax whose reference may lag behind the maximum by 2^8. Scales of values join P, relative to a
 // reference of their own, so that fp16 holds them.
@@ -52,6 +54,7 @@
 // Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
 #include "finish.cuh"
+#include "mean.cuh"
 #include "sums.cuh"
 
 namespace kv {
@@ -61,20 +64,23 @@ template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEA
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3). HEADS: 8, or 4 where no more
-// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA
+// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are held without their mean, which
+// this many pairs of channels have (mean.cuh); 0: with it
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
-          int HEADS = 8, int TEAMS = 1>
+          int HEADS = 8, int TEAMS = 1, int PAIRS = 0>
 struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;  // heads of a lane
   // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
-  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
+  using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;
+  KV_CONST int CODEBOOKS = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
+  KV_CONST int TABLES = CODEBOOKS + Mean::TILE;
   KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  KV_CONST int TEAM = QUERY + WARPS * (STAGES * TILE + SCRATCH);
+  KV_CONST int TEAM = QUERY + Mean::SHARED + WARPS * (STAGES * TILE + SCRATCH);
   // the warps' results, which overwrite everything else; those of a team, in its own memory
   KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
   KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
@@ -102,7 +108,7 @@ struct Decoder {
   template <bool MASKED>
   KV_DEV static void tile(State& st, const Query<K, D, HEADS>& q, const DecodeArgs& a, const uint8_t* at,
                           const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
-                          int live_to, uint8_t* scratch = nullptr) {
+                          int live_to, const Mean& mean, uint8_t* scratch = nullptr) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
     const int g = lane / 4;
@@ -110,6 +116,8 @@ struct Decoder {
     uint32_t block_q[K::K_REGS];
     float block_zero[2] = {0.0f, 0.0f};
     bool more_keys = false, more_values = false;  // outliers to be added
+    float term[SUBS][2 * N];
+    if constexpr (PAIRS > 0) mean.terms(term);
     if constexpr (scratch_bytes<K>(0) > 0) more_keys = K::template has_outliers<T>(keys, lane);
     if constexpr (scratch_bytes<V>(0) > 0) more_values = V::template has_outliers<T>(values, lane);
     KV_UNROLL
@@ -121,6 +129,10 @@ struct Decoder {
       scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
+      }
+      if constexpr (PAIRS > 0) {
+        KV_UNROLL
+        for (int i = 0; i < 2 * N; ++i) s[sub][i] += term[sub][i];
       }
       if (CAP) soft_cap(s[sub], a.softcap);
       KV_UNROLL
@@ -234,6 +246,8 @@ struct Decoder {
     if (K::TABLE) K::fill(shared, a.key.table + h * a.key.table_head, thread(), TEAMS * WARPS * 32);
     if (V::TABLE) V::fill(shared + align16(K::TABLE), a.value.table + h * a.value.table_head, thread(),
                           TEAMS * WARPS * 32);
+    if constexpr (PAIRS > 0)
+      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, thread(), TEAMS * WARPS * 32);
   }
 
   // tiles [from, to) of a piece, of those that hold tokens [begin, end)
@@ -272,7 +286,8 @@ struct Decoder {
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)own;
-    uint8_t* ring = own + QUERY + warp * (STAGES * TILE + SCRATCH);
+    uint8_t* means = own + QUERY;
+    uint8_t* ring = means + Mean::SHARED + warp * (STAGES * TILE + SCRATCH);
     uint8_t* scratch = ring + STAGES * TILE;
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
@@ -302,9 +317,17 @@ struct Decoder {
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
     if (TEAMS == 1 && codes) fill_tables(a, shared, h);
+    Mean mean(shared + CODEBOOKS, means, warp);
+    if constexpr (PAIRS > 0) {
+      if (codes) {
+        Mean::stage(means, a, b, h, first_head, live_heads, warp);
+        mean.start_turning(a, b, h, (from + warp) * T, warp);
+      }
+    }
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
     if (codes) take_query<K, D>(q, query, a);
+    if constexpr (PAIRS > 0) mean.take(means);
 
     State st;
     Total::start(st);
@@ -317,9 +340,10 @@ struct Decoder {
       copy_wait<STAGES - 1>();
       sync_warp();
       const uint8_t* at = ring + stage * TILE;
-      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, scratch);
-      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, scratch);
+      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
       sync_warp();  // all lanes have read this stage before it is filled again
+      if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

@@ -48,7 +48,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     for (int first = begin + 16 * warp; first < end; first += 16 * WARPS) {
       copy_wait<0>();
       sync_warp();
-      Loop::template tile<true>(st, q, a, tile, nullptr, nullptr, lane, 0, end - first);
+      Loop::template tile<true>(st, q, a, tile, nullptr, nullptr, lane, 0, end - first, {});
       sync_warp();
       start(first + 16 * WARPS);
     }

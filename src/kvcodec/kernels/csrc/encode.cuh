@@ -13,7 +13,8 @@
 //   Any x >= 1 is valid, since the blocks stride over the H * N rows of a sequence; max over roles of
 //   ceil(H * N / ROLE::BLOCK_ROWS) gives every warp one step. ENCODE_THREADS threads, no dynamic shared memory.
 //
-// Role<Codec, ORDER, FACTOR> transforms into the code basis, bit for bit as the reference: x, by FACTOR
+// Role<Codec, ORDER, FACTOR, MEAN> transforms into the code basis, bit for bit as the reference. MEAN: x less R_t mu,
+// mu_c cos -+ mu_d sin of channels c, d that turn together, every product and sum rounded. Then x, by FACTOR
 //   FACTOR_NONE, FACTOR_TIMES  times factor[b, h, c], float32
 //   FACTOR_OVER                over factor[b, h, c], float32
 //   FACTOR_INVERSE             over a float32 norm[b, h, c] of which factor holds the reciprocals, 1.0 / norm in
@@ -61,10 +62,11 @@ template <class T> struct IsVoid { static constexpr bool YES = false; };
 template <> struct IsVoid<void> { static constexpr bool YES = true; };
 
 // how rows of a role are transformed into the code basis
-template <class C, int ROTATION = 1, int HOW = FACTOR_NONE> struct Role {
+template <class C, int ROTATION = 1, int HOW = FACTOR_NONE, bool LESS = false> struct Role {
   using Codec = C;
   KV_CONST int ORDER = ROTATION;
   KV_CONST int FACTOR = HOW;
+  KV_CONST bool MEAN = LESS;
   KV_CONST int WARP_ROWS = 32 / C::TEAM;
   KV_CONST int BLOCK_ROWS = ENCODE_WARPS * WARP_ROWS;
 };
@@ -141,6 +143,26 @@ template <int TEAM, int N> KV_DEV void load_row(float (&y)[N], const void* x, in
 template <int HOW> KV_DEV float factored(float x, const float* factor, int64_t i) {
   if (HOW == FACTOR_INVERSE) return (float)mul((double)x, ((const double*)factor)[i]);
   return HOW == FACTOR_TIMES ? mul(x, factor[i]) : div(x, factor[i]);
+}
+
+// a row of D channels of token n less the mean of its head
+template <int TEAM, int D, int N>
+KV_DEV void subtract_mean(float (&y)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
+  const float* mean = m.mean + b * m.batch + (int64_t)head * D;
+  const int64_t at = b * m.turn_batch + n * m.turn_token;
+  const int half = m.turning / 2;
+  KV_UNROLL for (int k = 0; k < N; k++) {
+    const int c = channel_of<TEAM>(part, k);
+    float x = mean[c];
+    if (c < m.turning) {
+      const bool second = m.interleaved ? c % 2 : c >= half;
+      const int pair = m.interleaved ? c / 2 : second ? c - half : c;
+      const float other = mul(mean[m.interleaved ? c ^ 1 : second ? c - half : c + half], m.sines[at + pair]);
+      x = mul(x, m.cosines[at + pair]);
+      x = second ? add(x, other) : sub(x, other);
+    }
+    y[k] = sub(y[k], x);
+  }
 }
 
 // y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
@@ -231,6 +253,7 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
+    if constexpr (R::MEAN) subtract_mean<TEAM, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
       int64_t at = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_of<TEAM>(part, k));

@@ -18,6 +18,17 @@ struct EncodeSide {
   int64_t tokens;           // N
 };
 
+// what is subtracted from keys before they are encoded: their mean before RoPE, turned to each token's position
+struct EncodeMean {
+  const float* mean;        // [B or 1, H, D]
+  const float* cosines;     // [B or 1, N, R / 2] of the tokens' positions, times the scaling of RoPE
+  const float* sines;       // strided alike
+  int64_t batch;            // elements of `mean`; 0: one for all sequences
+  int64_t turn_batch, turn_token;  // elements of `cosines`
+  int32_t turning;          // R: channels that turn, the first ones
+  int32_t interleaved;       // 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
+};
+
 struct EncodeArgs {
   uint8_t* pages;           // [num_pages, H, page_bytes]
   const int32_t* page_table;  // [B, columns]
@@ -29,6 +40,7 @@ struct EncodeArgs {
   int32_t page_tokens;      // P
   int32_t capacity;         // slots that a row of the page table can hold
   int32_t heads;            // H
+  EncodeMean mean;          // of the keys
 };
 
 }  // namespace kv

@@ -67,6 +67,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
+    if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
       int64_t i = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, i + channel_of<8>(part, k));

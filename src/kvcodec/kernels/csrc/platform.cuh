@@ -126,6 +126,12 @@ KV_DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
+// a b - c
+KV_DEV uint32_t hfms2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("{.reg .b32 n; neg.f16x2 n, %3; fma.rn.f16x2 %0, %1, %2, n;}" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
 
 // -- one word for all threads -----------------------------------------------------------------------------------------
 KV_DEV void atomic_max(int32_t* at, int32_t x) { atomicMax(at, x); }

@@ -1,10 +1,10 @@
 // Unpack pages to dense keys and values in the basis of the codes, for a prefill over packed history.
 //
 // One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded
-// once, to fp16 or bf16; keys with a sketch twice, because its signs are brought into the basis of the codes.
+// once, to fp16 or bf16; keys with a sketch twice, because its signs are brought into the basis of the codes, and keys
+// that are held without their mean (mean.cuh) once more, because it is brought there and added.
 #pragma once
-#include "args.cuh"
-#include "tile.cuh"
+#include "mean.cuh"
 
 namespace kv {
 
@@ -22,6 +22,9 @@ struct UnpackArgs {
   int32_t first;              // token of the first row, a multiple of T
   int32_t count;              // tokens to unpack; the last tile may be cut
   int32_t kind;               // 0 fp16, 1 bf16
+  KeyMean mean;
+  const float* factor;        // of the keys, as in Side, where they have no mean
+  int64_t factor_batch, block;
 };
 
 // fp16 saturates: a rotated key may be larger than what the cache was given
@@ -79,7 +82,7 @@ KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes,
 
 // P tokens to a page, fetched T at a time (T = 16, or 32 where a codec has blocks of tokens);
 // grid (ceil(count / (T WARPS)), H, B)
-template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
+template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struct Unpacker {
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
@@ -138,6 +141,41 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
     sync_warp();
   }
 
+  // adds the mean, turned to the positions of 16 tokens from `first` on, in the basis of the codes; a lane has channels
+  // lane + 32 i
+  KV_DEV static void add_mean(const UnpackArgs& a, uint16_t* rows, int b, int h, int first, int lane) {
+    constexpr int N = D / 32;
+    const MeanTable table(a.mean, h, PAIRS);
+    const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
+    float m[N], other[N], c[N], s[N], by_c[N], by_s[N], over[N];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      const uint32_t of = table.of_channel(lane + 32 * i);
+      const int pair = (int)(of >> 16 & 0x3fff);
+      m[i] = mean[lane + 32 * i];
+      other[i] = of >> 30 ? mean[of & 0xffff] : -mean[of & 0xffff];
+      table.turn(a.mean.placed[b] + first, pair, c[i], s[i]);
+      table.turn(1, pair, by_c[i], by_s[i]);
+      over[i] = a.factor ? 1.0f / a.factor[b * a.factor_batch + (int64_t)h * D + lane + 32 * i] : 1.0f;
+    }
+    KV_NO_UNROLL
+    for (int token = 0; token < 16; ++token) {
+      float x[N];
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) {
+        x[i] = (m[i] * c[i] + other[i] * s[i]) * over[i];
+        MeanTable::turn_by(c[i], s[i], by_c[i], by_s[i]);
+      }
+      hadamard_row<D>(x, (int)a.block, lane);
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) {
+        uint16_t& to = rows[token * ROW + lane + 32 * i];
+        to = round16((a.kind == 0 ? half_float(to) : bf16_float(to)) + x[i], a.kind);
+      }
+    }
+    sync_warp();
+  }
+
   KV_DEV static void run(const UnpackArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4, h = block_y(), b = block_z();
@@ -177,6 +215,7 @@ template <class K, class V, int D, int P, int T, int WARPS> struct Unpacker {
       }
       sync_warp();
       if constexpr (scratch_bytes<K>(0) > 0) put_back<K, T>(rows, key_planes, sub, a.kind, lane);
+      if constexpr (PAIRS > 0) add_mean(a, rows, b, h, first + sub, lane);
       store(a, a.keys, rows, b, h, first + sub, lane);
       sync_warp();
       KV_UNROLL

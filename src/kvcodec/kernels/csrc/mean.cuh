@@ -1,0 +1,254 @@
+// Keys that are held without their mean before RoPE: every score gets back the term q . R_t mu, and unpacked keys get
+// back R_t mu. R_t turns a pair of channels (x, y) by t theta: (x cos - y sin, y cos + x sin).
+//
+// For a pair of channels with the query (u, v) and the mean (m, n),
+//   q . R_t mu = sum over pairs of A cos(t theta) + B sin(t theta),  A = u m + v n,  B = v m - u n.
+// From token s on, for token s + i,
+//   A' cos(i theta) + B' sin(i theta),  A' = A cos(s theta) + B sin(s theta),  B' = B cos(s theta) - A sin(s theta).
+// So a tile of tokens turns 2 PAIRS numbers per head once, in fp16, and takes one more product of the size of its
+// scores, with a tile of cos(i theta), sin(i theta) that is the same for all layers, heads and sequences. Each of these
+// is rounded to 11 bits; keys in bf16 have 8. Where means are 350 and scores 1000, scores are off by 0.13 in the root
+// mean square, and with keys in bf16 by 0.57.
+//
+// Angles. cos and sin of a position are products of those of its digits to base 128, exact to fp32 whatever the
+// position: no argument of sine or cosine is ever large. From tile to tile they are turned on in fp32, which adds 2^-24
+// a tile.
+//
+// table of a KV head (kvcodec/kernels/mean.py):
+//   fp16 [64][PAIRS / 2][4]  of token i: cos of two pairs, and sin of both
+//   float2 [3][128][PAIRS]   cos and sin of digit d at place p, (d << 7 p) theta
+//   uint32 [PAIRS]           the pair's channels, the first in the low half
+//   uint32 [D]               of a channel: the other one of its pair, the pair from bit 16 on, and in bit 30 whether it
+//                            is the second one
+#pragma once
+#include "products.cuh"
+
+namespace kv {
+
+constexpr int TURN_BITS = 7, TURN_DIGITS = 3;  // positions below 2^21
+constexpr int MEAN_ROWS = 64;                  // of the tile in the table
+
+KV_CONSTEXPR int mean_tile(int pairs, int tokens) { return 4 * pairs * tokens; }
+
+struct MeanTable {
+  const uint8_t* base;
+  int pairs;
+  KV_DEV MeanTable(const KeyMean& mean, int head, int count) : pairs(count) {
+    base = mean.table + head * mean.table_head;
+  }
+  KV_DEV const float* turns() const { return (const float*)(base + mean_tile(pairs, MEAN_ROWS)); }
+  KV_DEV uint32_t channels(int pair) const {
+    return ((const uint32_t*)(turns() + 2 * (TURN_DIGITS << TURN_BITS) * pairs))[pair];
+  }
+  KV_DEV uint32_t of_channel(int c) const {
+    return ((const uint32_t*)(turns() + 2 * (TURN_DIGITS << TURN_BITS) * pairs))[pairs + c];
+  }
+  // cos and sin of position * theta
+  KV_DEV void turn(int position, int pair, float& c, float& s) const {
+    const int n = position < 0 ? -position : position;  // before a sequence's first token there may be padding
+    const Words2* at = (const Words2*)turns() + pair;
+    c = 1.0f, s = 0.0f;
+    KV_UNROLL
+    for (int digit = 0; digit < TURN_DIGITS; ++digit) {
+      const int row = (digit << TURN_BITS) + (n >> TURN_BITS * digit & (1 << TURN_BITS) - 1);
+      const Words2 w = at[row * pairs];
+      turn_by(c, s, bits_float(w.a), bits_float(w.b));
+    }
+    s = position < 0 ? -s : s;
+  }
+  KV_DEV static void turn_by(float& c, float& s, float x, float y) {
+    const float old = c;
+    c = c * x - s * y;
+    s = s * x + old * y;
+  }
+};
+
+// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps.
+template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
+  KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
+  KV_CONST int UNITS = (PAIRS + 63) / 64;  // couples of pairs whose angles a lane turns on
+  KV_CONST int TURN = 4 * PAIRS;           // bytes of a warp's cos and sin, and of a head's A and B
+  KV_CONST int ROW = TURN % 128 == 64 ? TURN : TURN + 64;  // heads g and g + 1 in different banks
+  KV_CONST int TILE = (mean_tile(PAIRS, T) + 127) / 128 * 128;
+  KV_CONST int ANGLE = 8 * PAIRS;          // of a warp's cos and sin in fp32, and of those that turn them on
+  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + ANGLE + WARPS * (TURN + ANGLE) + 127) / 128 * 128;  // of a team
+  static_assert(PAIRS % 16 == 0 && T <= MEAN_ROWS, "whole products, a tile of the table");
+
+  // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
+  // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
+  //
+  // The table's tile as A operands of the tensor core, 16 bytes for a lane: two tokens or two couples, cos, then sin.
+  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    const Words2* words = (const Words2*)from;
+    _Pragma("unroll 4")
+    for (int i = thread; i < TILE / 16; i += threads) {
+      const int g = i % 32 / 4, j = i % 4, rest = i / 32;
+      int token, couple;
+      if (HEADS == 8) token = rest / (2 * BLOCKS) * 16 + g, couple = rest % (2 * BLOCKS) * 4 + j;
+      else token = rest / BLOCKS * 8 + g, couple = rest % BLOCKS * 8 + j;
+      const Words2 x = words[token * (PAIRS / 2) + couple];
+      const Words2 y = words[HEADS == 8 ? (token + 8) * (PAIRS / 2) + couple : token * (PAIRS / 2) + couple + 4];
+      ((Words4*)to)[i] = Words4{x.a, y.a, x.b, y.b};
+    }
+  }
+
+  const uint8_t *tile, *query, *start;  // where a lane finds its operands: of tokens, of a head, of the tile's start
+  uint8_t *turned, *step;               // the warp's cos and sin; those of its steps
+  float scale[N];                       // of the lane's heads
+
+  // A and B of the team's heads, scaled by a power of two
+  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
+    const int lane = thread() % 32;
+    const MeanTable table(a.mean, h, PAIRS);
+    const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
+    int channel[UNITS][2][2];
+    float m[UNITS][2][2];
+    KV_UNROLL
+    for (int i = 0; i < 2 * UNITS; ++i) {
+      const int pair = 2 * lane + 64 * (i / 2) + i % 2;
+      const uint32_t both = table.channels(pair < PAIRS ? pair : 0);
+      KV_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        channel[i / 2][i % 2][k] = (int)(both >> 16 * k & 0xffffu);
+        m[i / 2][i % 2][k] = pair < PAIRS ? mean[channel[i / 2][i % 2][k]] : 0.0f;
+      }
+    }
+    KV_UNROLL
+    for (int row = 0; row < (HEADS + WARPS - 1) / WARPS; ++row) {
+      const int n = warp + row * WARPS;
+      if (n >= HEADS) break;
+      const int64_t q = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head;
+      float x[UNITS][2], y[UNITS][2], top = 0.0f;
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const float u = load_real(a.q, q + channel[i][k][0], a.q_kind);
+          const float v = load_real(a.q, q + channel[i][k][1], a.q_kind);
+          x[i][k] = n < live ? u * m[i][k][0] + v * m[i][k][1] : 0.0f;
+          y[i][k] = n < live ? v * m[i][k][0] - u * m[i][k][1] : 0.0f;
+          top = maximum(top, magnitude(x[i][k]) + magnitude(y[i][k]));  // no turn makes it larger
+        }
+      }
+      top = warp_max(top);
+      // 2^k with top 2^k in [1, 2), then up to 2^14
+      int exponent = (int)(float_bits(top) >> 23) - 127;
+      exponent = (exponent < -100 ? -100 : exponent > 100 ? 100 : exponent) - 14;
+      const float down = bits_float((uint32_t)(127 - exponent) << 23);
+      const float up = bits_float((uint32_t)(127 + exponent) << 23);
+      KV_UNROLL
+      for (int i = 0; i < UNITS; ++i) {
+        const int couple = lane + 32 * i;
+        if (2 * couple < PAIRS)
+          *(Words2*)(shared + n * ROW + place(couple)) =
+              Words2{pack_half2(x[i][0] * down, x[i][1] * down), pack_half2(y[i][0] * down, y[i][1] * down)};
+      }
+      if (lane == 0) ((float*)(shared + HEADS * ROW))[n] = up * a.scale2;
+    }
+  }
+  // byte of a couple: A and B of a head, or cos and sin of a tile's start, 16 bytes for each block and part
+  KV_DEV static int place(int couple) { return (couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4) * 8; }
+
+  MeanTerm() = default;
+  KV_DEV MeanTerm(const uint8_t* tile_table, uint8_t* shared, int warp) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+    const int own = j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
+    step = shared + HEADS * ROW + 4 * HEADS, turned = step + ANGLE + warp * (TURN + ANGLE);
+    tile = tile_table + lane * 16, query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
+  }
+  // after a synchronisation
+  KV_DEV void take(const uint8_t* shared) {
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) scale[n] = ((const float*)(shared + HEADS * ROW))[N * (thread() % 4) + n];
+  }
+
+  // cos and sin of the start of the warp's first tile
+  KV_DEV void start_turning(const DecodeArgs& a, int b, int h, int token, int warp) const {
+    const MeanTable table(a.mean, h, PAIRS);
+    const int lane = thread() % 32, first = a.mean.placed[b] + token;
+    KV_UNROLL
+    for (int i = 0; i < UNITS; ++i) {
+      const int couple = lane + 32 * i;
+      if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
+      float c[2], s[2], by_c[2], by_s[2];
+      KV_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        table.turn(first, 2 * couple + k, c[k], s[k]);
+        table.turn(T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
+      }
+      put(couple, c, s);
+      if (warp == 0) *(Words4*)(step + 16 * couple) = words(by_c, by_s);
+    }
+  }
+  // of the next one; a lane has couples of its own, and its numbers wait in shared memory
+  KV_DEV void turn_on() const {
+    KV_UNROLL
+    for (int i = 0; i < UNITS; ++i) {
+      const int couple = thread() % 32 + 32 * i;
+      if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
+      const Words4 x = *(const Words4*)(turned + TURN + 16 * couple);
+      const Words4 y = *(const Words4*)(step + 16 * couple);
+      float c[2] = {bits_float(x.a), bits_float(x.b)}, s[2] = {bits_float(x.c), bits_float(x.d)};
+      MeanTable::turn_by(c[0], s[0], bits_float(y.a), bits_float(y.c));
+      MeanTable::turn_by(c[1], s[1], bits_float(y.b), bits_float(y.d));
+      put(couple, c, s);
+    }
+  }
+  KV_DEV void put(int couple, const float (&c)[2], const float (&s)[2]) const {
+    *(Words2*)(turned + place(couple)) = Words2{pack_half2(c[0], c[1]), pack_half2(s[0], s[1])};
+    *(Words4*)(turned + TURN + 16 * couple) = words(c, s);
+  }
+  KV_DEV static Words4 words(const float (&c)[2], const float (&s)[2]) {
+    return Words4{float_bits(c[0]), float_bits(c[1]), float_bits(s[0]), float_bits(s[1])};
+  }
+
+  // the terms of a tile, as `scores` orders them, times `scale`
+  KV_DEV void terms(float (&term)[SUBS][2 * N]) const {
+    float d[SUBS][2][4];
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) d[sub][i / 4][i % 4] = 0.0f;
+    }
+    KV_UNROLL
+    for (int m = 0; m < BLOCKS; ++m) {
+      uint32_t b[2][2];
+      if constexpr (HEADS == 8) {
+        const Words4 x = *(const Words4*)(query + 64 * m), t = *(const Words4*)(start + 64 * m);
+        turn_pair(b[0], x.a, x.b, t.a, t.b);
+        turn_pair(b[1], x.c, x.d, t.c, t.d);
+      } else {
+        const Words2 x = *(const Words2*)(query + 64 * m), t = *(const Words2*)(start + 64 * m);
+        turn_pair(b[0], x.a, x.b, t.a, t.b);
+      }
+      KV_UNROLL
+      for (int sub = 0; sub < SUBS; ++sub) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const Words4 x = *(const Words4*)(tile + 512 * (HEADS == 8 ? 2 * (sub * BLOCKS + m) + k
+                                                                     : (2 * sub + k) * BLOCKS + m));
+          mma(d[sub][HEADS == 8 ? 0 : k], x.a, x.b, x.c, x.d, b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
+        }
+      }
+    }
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      KV_UNROLL
+      for (int i = 0; i < 2 * N; ++i)
+        term[sub][i] = (HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) * scale[i % N];
+    }
+  }
+  // A' and B' of two pairs
+  KV_DEV static void turn_pair(uint32_t (&b)[2], uint32_t x, uint32_t y, uint32_t c, uint32_t s) {
+    b[0] = hfma2(x, c, hmul2(y, s));
+    b[1] = hfms2(y, c, hmul2(x, s));
+  }
+};
+
+template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
+  KV_CONST int TILE = 0, SHARED = 0;
+  MeanTerm() = default;
+  KV_DEV MeanTerm(const uint8_t*, uint8_t*, int) {}
+};
+
+}  // namespace kv

@@ -1,0 +1,149 @@
+"""Keys that are held without their mean before RoPE: what ``csrc/mean.cuh`` reads to give the mean back.
+
+A score lacks ``q . R_t mu``, the product with the mean turned to the token's position. Decode attention adds it to the
+scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run, ``placed``,
+``placed + 1`` and so on, below ``MOST_POSITIONS``.
+
+Pairs of channels whose mean is zero in all heads and sequences cost nothing, so a mean that is large in few pairs may
+be cut to those before it is subtracted.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import ShapeError, UnsupportedError
+
+ROWS, BITS, DIGITS = 64, 7, 3
+"""Tokens of the tile, and the digits of a position: ``kv::MEAN_ROWS``, ``TURN_BITS``, ``TURN_DIGITS``."""
+MOST_POSITIONS = 1 << BITS * DIGITS
+BLOCK = 16
+"""Pairs of channels of a product; ``pairs`` is a multiple of it."""
+
+
+class KeyMean(NamedTuple):
+    """The mean of a layer's keys as kernels read it, on their device.
+
+    Parameters
+    ----------
+    mean : Tensor float32 ``[1 or B, H, D]``
+        Before RoPE; the channels that turn times the scaling of cosines and sines.
+    table : Tensor uint8 ``[1 or H, bytes]``
+        Of the pairs that have a mean.
+    pairs : int
+        How many, rounded up to ``BLOCK``; programs are compiled for it (``decode_spec``).
+    """
+
+    mean: Tensor
+    table: Tensor
+    pairs: int
+
+
+def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, interleaved: bool = False) -> KeyMean:
+    """Make the constants of a layer; looks at the values of ``mean``, so it synchronises.
+
+    Parameters
+    ----------
+    mean : Tensor ``[1 or B, H, D]``
+        What was subtracted from the keys, before RoPE.
+    frequencies : Tensor ``[R / 2]``
+        Of RoPE, radians a token; the first R channels turn. The same for all positions.
+    scaling : float
+        What the model multiplies cosines and sines by (YaRN).
+    interleaved : bool
+        Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
+
+    Raises
+    ------
+    ShapeError
+    """
+    if mean.ndim != 3 or mean.shape[2] % 32 or frequencies.ndim != 1 or 2 * len(frequencies) > mean.shape[2]:
+        raise ShapeError(
+            f"key_mean: mean {list(mean.shape)} and frequencies {list(frequencies.shape)}; expected [1 or B, H, D], D "
+            f"a multiple of 32, and [R / 2] with R at most D."
+        )
+    dim, turning = mean.shape[2], 2 * len(frequencies)
+    channels = pairs_of(dim, turning, interleaved)
+    theta = (*frequencies.double().tolist(), *[0.0] * ((dim - turning) // 2))
+    scaled = mean.float().clone()
+    scaled[..., :turning] *= scaling
+    there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, D / 2]
+    count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
+    if count >= dim // 2:
+        rows: list[tuple[int, ...]] = [tuple(range(dim // 2))]
+    else:  # pairs that have a mean, and as many others as make whole products
+        rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
+        rows = rows[:1] if len(set(rows)) == 1 else rows
+    table = torch.stack([_table(theta, channels, row, str(mean.device)) for row in rows])
+    return KeyMean(scaled.contiguous(), table, len(rows[0]))
+
+
+@lru_cache(maxsize=64)
+def pairs_of(head_dim: int, turning: int, interleaved: bool) -> tuple[tuple[int, int], ...]:
+    """Channels of each pair that turns together, and of couples of those that do not turn."""
+    half = turning // 2
+    turned = [(2 * p, 2 * p + 1) if interleaved else (p, p + half) for p in range(half)]
+    return (*turned, *((c, c + 1) for c in range(turning, head_dim, 2)))
+
+
+@lru_cache(maxsize=64)
+def _table(
+    theta: tuple[float, ...], channels: tuple[tuple[int, int], ...], chosen: tuple[int, ...], device: str
+) -> Tensor:
+    """The table of a KV head for the chosen pairs, uint8 ``[bytes]``; angles in float64."""
+    angle = torch.tensor([theta[p] for p in chosen], dtype=torch.float64)
+    tile = (torch.arange(ROWS)[:, None] * angle).unflatten(1, (-1, 2))
+    digits = (torch.arange(1 << BITS) << BITS * torch.arange(DIGITS)[:, None])[..., None] * angle
+    names, inverse = torch.zeros(len(chosen), dtype=torch.int32), torch.arange(2 * len(theta), dtype=torch.int32)
+    for place, (a, b) in enumerate(channels[p] for p in chosen):
+        names[place] = a | b << 16
+        inverse[a], inverse[b] = b | place << 16, a | place << 16 | 1 << 30
+    parts = (
+        torch.stack([tile.cos(), tile.sin()], 2).half(),
+        torch.stack([digits.cos(), digits.sin()], -1).float(),
+        names,
+        inverse,
+    )
+    return torch.cat([x.flatten().view(torch.uint8) for x in parts]).to(device)
+
+
+def tile_bytes(pairs: int, tokens: int) -> int:
+    """Bytes of shared memory of the tile of cosines and sines, ``kv::MeanTerm::TILE``."""
+    return -(-4 * pairs * tokens // 128) * 128
+
+
+def team_bytes(pairs: int, heads: int, warps: int) -> int:
+    """Bytes of shared memory of a team of warps for the term, ``kv::MeanTerm::SHARED``."""
+    if not pairs:
+        return 0
+    row = 4 * pairs if 4 * pairs % 128 == 64 else 4 * pairs + 64
+    return -(-(heads * row + 4 * heads + 8 * pairs + 12 * warps * pairs) // 128) * 128
+
+
+def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:
+    """Check what a kernel that was made for ``pairs`` is given.
+
+    Raises
+    ------
+    UnsupportedError, ShapeError
+    """
+    if (mean is None) != (pairs == 0) or (mean is not None and mean.pairs != pairs):
+        raise UnsupportedError(
+            f"{name}: the spec is of {pairs} pairs of channels with a mean, and the mean given has "
+            f"{0 if mean is None else mean.pairs}; make it by decode_spec(..., pairs=mean.pairs)."
+        )
+    if mean is None:
+        return
+    if mean.mean.shape[0] not in (1, batch) or mean.mean.shape[1] != heads or mean.table.shape[0] not in (1, heads):
+        raise ShapeError(
+            f"{name}: mean {list(mean.mean.shape)} and its table {list(mean.table.shape)} do not fit {batch} sequences "
+            f"and {heads} KV heads."
+        )
+    if placed is None or placed.dtype != torch.int32 or placed.shape != (batch,) or not placed.is_contiguous():
+        raise ShapeError(
+            f"{name}: keys without their mean need the position of slot 0 of each sequence, contiguous int32 "
+            f"[{batch}]; got {None if placed is None else (placed.dtype, list(placed.shape))}."
+        )

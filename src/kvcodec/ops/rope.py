@@ -1,0 +1,55 @@
+"""Rotary position embedding with fixed frequencies: ``R_t x`` and its inverse, from positions alone.
+
+A pair of channels (a, b) of frequency w becomes at position t, with s the scaling that some models put on cosines and
+sines (YaRN)::
+
+    a' = s (a cos(t w) - b sin(t w)),     b' = s (b cos(t w) + a sin(t w))
+
+Angles, cosines and sines are computed in float64 and rounded once, so they are right at any position and the same on
+every machine; products are float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """How a model turns its keys.
+
+    Parameters
+    ----------
+    frequencies : Tensor float32 ``[R / 2]``
+        Radians per position of each pair of the first R channels; the others are not turned, nor scaled.
+    scaling : float
+        Factor of the turned channels.
+    interleaved : bool
+        Pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
+    """
+
+    frequencies: Tensor
+    scaling: float = 1.0
+    interleaved: bool = False
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Turn ``x [B, H, n, D]`` (each size may be 1) to ``positions [B, n]``: float32 ``[B, H, n, D]``."""
+        return self._turned(x.float(), positions, self.scaling, 1.0)
+
+    def turn_back(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse of ``turn``."""
+        return self._turned(x.float(), positions, 1.0 / self.scaling, -1.0)
+
+    def _turned(self, x: Tensor, positions: Tensor, factor: float, sign: float) -> Tensor:
+        frequencies = self.frequencies.to(x.device).double()
+        width = 2 * frequencies.shape[0]
+        angle = positions.to(x.device).double()[:, None, :, None] * frequencies
+        cos, sin = (angle.cos() * factor).float(), (angle.sin() * (factor * sign)).float()
+        turned, rest = x[..., :width], x[..., width:]
+        a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
+        first, second = a * cos - b * sin, b * cos + a * sin
+        out = torch.stack([first, second], -1).flatten(-2) if self.interleaved else torch.cat([first, second], -1)
+        if not rest.shape[-1]:
+            return out
+        return torch.cat([out, rest.expand(*out.shape[:-1], -1)], -1)

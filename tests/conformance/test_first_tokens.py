@@ -1,0 +1,284 @@
+"""Constants and means of the first tokens: dense until there are enough, then encoded once, however split."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import MEAN_TOKENS, KeyMean, LayerSite
+from kvcodec.codec import Codec, Site, drawn, roundtrip
+from kvcodec.codecs.rope_pairs import RopePairs
+from kvcodec.errors import FitError, UnsupportedError
+from kvcodec.files.caches import load_layers, save_layers
+from kvcodec.ops.rope import Rotary
+from kvcodec.scheme import KVScheme
+
+DIM = 32
+ROTARY = Rotary(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
+
+
+@dataclass(frozen=True)
+class Patient(RopePairs):
+    """A codec that wants 40 tokens."""
+
+    @property
+    def fit_tokens(self) -> int:
+        """As it says."""
+        return 40
+
+
+def scheme(mean: str = "pre", sink: int = 0, window: int = 0, key: Codec | None = None) -> KVScheme:
+    found = kvcodec.get("int-4")
+    return KVScheme(key or found.key, found.value, sink=sink, window=window, mean=mean)  # type: ignore[arg-type]
+
+
+def cache_of(own: KVScheme, most: int | None = None) -> LayerCache:
+    mean = KeyMean("pre", ROTARY) if own.mean == "pre" else None
+    return LayerCache(LayerSite(own, mean=mean, most=most), page_tokens=32)
+
+
+def tokens(n: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Keys with a large mean before RoPE, and values."""
+    draw = torch.Generator().manual_seed(n)
+    k, v = torch.randn(2, batch, 2, n, DIM, generator=draw)
+    mean = torch.zeros(1, 2, 1, DIM)
+    mean[..., DIM - 2], mean[:, 1, :, 3] = 60.0, -20.0
+    return ROTARY.turn(k + mean, torch.arange(n)[None]).half().float(), v.half().float()
+
+
+def fill(cache: LayerCache, kv: tuple[Tensor, Tensor], parts: tuple[int, ...]) -> None:
+    at = 0
+    for n in parts:
+        cache.append(*(x[:, :, at : at + n] for x in kv))
+        at += n
+
+
+def turned64(x: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
+    """RoPE in float64 from its definition."""
+    angle = sign * positions.double()[:, None, :, None] * ROTARY.frequencies.double()
+    a, b = x.double().chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def defined(
+    cache: LayerCache, keys: Tensor, positions: Tensor, first: int, sample: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Keys of the definition in float64: their mean from ``sample``, subtracted, coded, added."""
+    mean = sample(turned64(keys, positions, -1)).mean(2, keepdim=True)
+    removed = turned64(mean, positions)
+    codec = cache.roles["key"].codec
+    params = drawn(codec, cache.roles["key"].site)
+    coded = roundtrip(codec, (keys.double() - removed).float(), params).double() + removed
+    return torch.cat([keys.double()[:, :, :first], coded[:, :, first:]], 2)
+
+
+# -- the definition ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [0, 4])
+@pytest.mark.parametrize("parts", [(200,), (1,) * 200, (60, 80, 60), (131, 1, 68)], ids=["one", "ones", "three", "odd"])
+def test_a_mean_of_the_first_tokens_is_the_explicit_one(parts: tuple[int, ...], sink: int) -> None:
+    kv, at = tokens(200), torch.arange(200)[None]
+    cache = cache_of(scheme(sink=sink))
+    fill(cache, kv, parts)
+    wanted = defined(cache, kv[0], at, sink, lambda x: x[:, :, sink : sink + MEAN_TOKENS])
+    got = cache.decode()[0].double()
+    off = (got - wanted).abs() > 1e-4  # a code may differ where float32 and float64 round apart
+    assert off.double().mean() < 2e-3
+    assert (got - wanted).abs().amax() < 2
+    assert (kv[0] - got).abs().amax() < 1  # the mean of 60 takes no levels
+    assert (kvcodec.fake_quant("int-4", *kv)[0] - kv[0]).abs().amax() > 2
+
+
+@pytest.mark.parametrize("key", [None, Patient(3)], ids=["mean", "mean and constants"])
+@pytest.mark.parametrize("mean", ["pre", "post", "none"])
+@pytest.mark.parametrize("parts", [(1,) * 150, (100, 50), (127, 1, 22), (39, 1, 110), (150, 0)])
+def test_the_split_of_the_calls_does_not_show(mean: str, key: Codec | None, parts: tuple[int, ...]) -> None:
+    if mean == "none" and key is None:
+        pytest.skip("nothing waits")
+    kv, own = tokens(150), scheme(mean, sink=2, window=5, key=key)
+    whole, split = cache_of(own), cache_of(own)
+    fill(whole, kv, (150,))
+    fill(split, kv, parts)
+    assert whole.is_fitted
+    for role in ("key", "value"):
+        a, b = whole.roles[role], split.roles[role]  # type: ignore[index]
+        assert a.runs == b.runs == [(0, 143)]
+        assert torch.equal(a.window, b.window)
+        assert whole.store is not None
+        assert split.store is not None
+        for name, x in whole.store.read(role, 0, 143).items():
+            assert torch.equal(x, split.store.read(role, 0, 143)[name])
+    assert torch.equal(whole.decode()[0], split.decode()[0])
+
+
+def test_until_then_tokens_are_held_as_they_are() -> None:
+    kv, cache = tokens(200), cache_of(scheme())
+    fill(cache, kv, (MEAN_TOKENS - 1,))
+    assert not cache.is_fitted
+    assert cache.roles["key"].encoded == cache.roles["value"].encoded == 0
+    for got, own in zip(cache.decode(), kv, strict=True):
+        assert torch.equal(got, own[:, :, : MEAN_TOKENS - 1])
+    q = torch.randn(1, 4, 1, DIM)
+    assert cache.attend(q).isfinite().all()
+    cache.append(*(x[:, :, MEAN_TOKENS - 1 : MEAN_TOKENS] for x in kv))
+    assert cache.is_fitted
+    assert cache.roles["key"].encoded == MEAN_TOKENS
+    assert cache.roles["key"].dense_tokens == 0
+
+
+def test_constants_are_fitted_on_exactly_so_many_tokens_without_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    real = RopePairs.fit
+
+    def fit(self: RopePairs, site: Site, sample: Tensor | None = None) -> Any:
+        assert sample is not None
+        seen.append(sample)
+        return real(self, site, sample)
+
+    monkeypatch.setattr(RopePairs, "fit", fit)
+    kv = tokens(200)
+    cache = cache_of(scheme("none", key=Patient(3)))
+    fill(cache, kv, (200,))
+    assert torch.equal(seen[-1].float(), kv[0][:, :, :40])
+    cache = cache_of(scheme("pre", sink=3, key=Patient(3)))
+    fill(cache, kv, (200,))
+    assert cache.mean is not None
+    at = torch.arange(3, 3 + MEAN_TOKENS)[None]
+    removed = turned64(cache.mean[:, :, None], at)
+    torch.testing.assert_close(seen[-1].double(), kv[0][:, :, 3 : 3 + MEAN_TOKENS] - removed, atol=1e-4, rtol=0)
+    assert seen[-1].abs().amax() < 8
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_left_out_and_a_row_is_what_it_is_alone() -> None:
+    pad, n = 20, 200
+    kv = tokens(n)
+    own = [x.repeat(2, 1, 1, 1) for x in kv]
+    for x in own:
+        x[0] = torch.cat([torch.full((2, pad, DIM), 9.0), x[0, :, : n - pad]], 1)
+    positions = torch.stack([(torch.arange(n) - pad).clamp_min(0), torch.arange(n)])
+    cache, alone = cache_of(scheme()), cache_of(scheme())
+    for at in (0, 130, 140):  # the padded row has its tokens only in the third call
+        part = slice(at, {0: 130, 130: 140, 140: n}[at])
+        cache.append(*(x[:, :, part] for x in own), positions[:, part])
+        assert cache.is_fitted == (at == 140)
+    fill(alone, kv, (n,))
+    assert cache.mean is not None
+    assert alone.mean is not None
+    assert torch.equal(cache.mean, alone.mean.expand(2, -1, -1))
+    assert torch.equal(cache.decode()[0][0, :, pad:], alone.decode()[0][0, :, : n - pad])
+    assert torch.equal(cache.decode()[0][1], alone.decode()[0][0])
+
+
+@pytest.mark.parametrize("mean", ["pre", "post"])
+def test_crop_evict_select_repeat_and_reset(mean: str) -> None:
+    kv = tokens(200, batch=2)
+    cache = cache_of(scheme(mean))
+    fill(cache, kv, (100,))
+    cache.crop(50)  # while it waits
+    cache.append(*(x[:, :, 50:200] for x in kv))
+    whole = cache_of(scheme(mean))
+    fill(whole, kv, (200,))
+    keys = whole.decode()[0]
+    assert torch.equal(cache.decode()[0], keys)
+    cache.crop(90)  # below what the mean was taken of: it stays
+    cache.append(*(x[:, :, 90:200] for x in kv))
+    assert torch.equal(cache.decode()[0], keys)
+    cache.evict(10, keep=3)
+    kept = torch.cat([keys[:, :, :3], keys[:, :, 13:]], 2)
+    assert torch.equal(cache.decode()[0], kept)
+    cache.select(torch.tensor([1, 0, 1]))
+    assert torch.equal(cache.decode()[0], kept[[1, 0, 1]])
+    cache.repeat(2)
+    assert torch.equal(cache.decode()[0], kept[[1, 1, 0, 0, 1, 1]])
+    cache.append(*(x[[1, 1, 0, 0, 1, 1], :, :1] for x in kv), torch.tensor([[200]]))
+    cache.reset()
+    assert not cache.is_fitted
+    fill(cache, kv, (200,))
+    assert torch.equal(cache.decode()[0], keys)
+
+
+@pytest.mark.parametrize("filled", [90, 170], ids=["waiting", "fitted"])
+@pytest.mark.parametrize("mean", ["pre", "post", "none"])
+def test_saved_and_loaded(tmp_path: Any, mean: str, filled: int) -> None:
+    kv, cache = tokens(200), cache_of(scheme(mean, key=Patient(3)))
+    fill(cache, kv, (30,) if mean == "none" and filled == 90 else (filled,))
+    held = len(cache)
+    save_layers(tmp_path / "file", [cache], {})
+    (again,), _ = load_layers(tmp_path / "file")
+    if mean == "pre":
+        if filled == 170:
+            with pytest.raises(UnsupportedError, match=r"saved without their mean; read the file with load_cache"):
+                again.decode()
+        again.site.mean = cache.site.mean
+    assert again.is_fitted == cache.is_fitted
+    for one in (cache, again):
+        one.append(*(x[:, :, held:200] for x in kv))
+    assert torch.equal(cache.decode()[0], again.decode()[0])
+
+
+def test_a_sliding_layer_fits_on_what_it_ever_holds() -> None:
+    cache, kv = cache_of(scheme(), most=15), tokens(60)
+    for at in range(60):
+        cache.append(*(x[:, :, at : at + 1] for x in kv))
+        assert cache.is_fitted == (at >= 14)
+        if len(cache) > 15:
+            cache.evict(len(cache) - 15)
+    assert cache.roles["key"].dense_tokens == 0
+    assert (cache.decode()[0] - kv[0][:, :, 45:]).abs().amax() < 2
+
+
+def test_a_failed_append_leaves_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, kv = cache_of(scheme()), tokens(200)
+    fill(cache, kv, (100,))
+    value = type(cache.roles["value"].codec)
+    with monkeypatch.context() as patched:
+        patched.setattr(value, "encode", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.append(*(x[:, :, 100:200] for x in kv))
+    assert not cache.is_fitted
+    assert len(cache.positions) == len(cache) == 100
+    whole = cache_of(scheme())
+    fill(whole, kv, (200,))
+    cache.append(*(x[:, :, 100:200] for x in kv))
+    assert torch.equal(cache.decode()[0], whole.decode()[0])
+
+
+# -- what is decided and refused without a model -----------------------------------------------------------------------
+
+
+def test_without_a_model_auto_is_none_and_post_is_the_first_tokens() -> None:
+    kv = tokens(200)
+    auto, none = (LayerCache(kvcodec.get(spec)) for spec in ("int-4", "int-4:mean=none"))
+    for cache in (auto, none):
+        cache.append(*kv)
+    assert auto.scheme.mean == "none"
+    assert torch.equal(auto.decode()[0], none.decode()[0])
+    post = LayerCache(kvcodec.get("int-4:mean=post"))
+    post.append(*kv)
+    assert post.mean is not None
+    torch.testing.assert_close(post.mean, kv[0][:, :, :MEAN_TOKENS].mean(2), atol=1e-4, rtol=1e-5)
+    assert (post.decode()[0] - kv[0]).square().mean() < 0.5 * (none.decode()[0] - kv[0]).square().mean()
+    given = {"mean": kv[0].mean(2)}
+    fitted = LayerCache(kvcodec.get("int-4:mean=post"), params={"key": given})
+    fitted.append(*(x[:, :, :3] for x in kv))
+    assert fitted.roles["key"].encoded == 3
+
+
+def test_kernels_that_do_not_wait_or_know_no_mean_refuse() -> None:
+    from kvcodec.cache.fused import FusedLayerCache
+
+    with pytest.raises(UnsupportedError, match="no kernel adds it to the scores"):
+        FusedLayerCache(kvcodec.get("int-4:mean=post"))
+    with pytest.raises(UnsupportedError, match="fits its constants on the first 40 tokens"):
+        FusedLayerCache(scheme("none", key=Patient(3)))
+    with pytest.raises(FitError, match="only a model knows"):
+        LayerCache(kvcodec.get("int-4:mean=pre"))

@@ -1,0 +1,310 @@
+"""Keys held without their mean before RoPE: the term of the scores, unpacked keys, encoded bytes."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.cache.pages import PageStore
+from kvcodec.cache.site import LayerSite
+from kvcodec.codec import ROLES, Role
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import encode, launch
+from kvcodec.kernels import history as prefill
+from kvcodec.kernels import spec as specs
+from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.mean import KeyMean, key_mean
+from kvcodec.ops.hadamard import power_of_two_divisor
+from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
+from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
+from tests.kernels.test_operators import fill, reference, target_of
+from tests.kernels.test_prefill import attended, far
+
+SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+
+
+# -- the term of the scores --------------------------------------------------------------------------------------------
+
+
+def cases(dim: int) -> tuple[Case, ...]:
+    """Query heads, positions, pairs and options together, as ``decode_cases.CASES`` without a mean."""
+    half = Means((1, 2, 3), rotary=dim // 2, interleaved=True)
+    return (
+        Case((130, 7, 64), heads=2, group=1, means=Means((0, 5, 100_000))),
+        Case((33, 96, 31), start=(3, 95, 0), group=12, splits=2, softcap=20.0, dense=(0, 2, 0),
+             means=Means((-3, 50, 131_000), few=16, each=True)),
+        Case((200, 190, 10), start=(130, 150, 10), heads=2, splits=3, group=3, order=3,
+             means=Means((0, 8, 99_990), size=10.0, base=1e6)),
+        Case((250, 17, 0), splits=13, group=6, softcap=20.0, dense=(3, 0, 1), means=half),
+        Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=8, softcap=20.0,
+             means=Means((9, 9, 9), scaling=1.3, each=True)),
+        Case((128, 40), heads=2, sinks=True, scale=0.3, group=4, means=Means((0, 262_000), few=5)),
+        Case((70, 64), group=6, spread=6, seed=1, means=Means((2**21 - 70, 4096), size=30.0)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.wide), 256])
+def test_scores_get_the_mean_back(dim: int) -> None:
+    check_all(SAW, SAW, dim, cases(dim))
+
+
+@pytest.mark.parametrize("few", [0, 7])
+def test_teams_share_the_tile(few: int) -> None:
+    """Where each head has pairs of its own, heads have tables of their own."""
+    case = Case((100, 7, 64, 33), heads=2, group=3, means=Means((0, 5, 100_000, 17), few=few))
+    check(SAW, SAW, 64, case, Geometry(teams=2, warps=1))
+    check(SAW, SAW, 64, replace(case, group=6, order=2), Geometry(teams=2))
+
+
+@pytest.mark.parametrize("geometry", [Geometry(tile=16, warps=1), Geometry(tile=64, warps=3, stages=3)])
+def test_angles_are_turned_on_over_many_tiles(geometry: Geometry) -> None:
+    check(SAW, SAW, 64, Case((2050,), group=5, means=Means((98_765,), size=4.0)), geometry)
+
+
+READERS = (
+    *("saw-int4", "int-3:symmetric=true", "int-8:outliers=3", "turboquant-3", "turboquant-qjl-3", "fp8", "octopus-3"),
+    *("octopus-qjl-2", "hqmq-s24_r3", "hqmq-s24_r3:outliers=3", "ultraquant", "ultra-tq", "dense", "innerq-base"),
+)
+
+
+def turned_back(means: Means, mean: Tensor, theta: Tensor, tokens: int) -> Tensor:
+    """``R_t mu`` of the first tokens of each sequence, float64 ``[B, H, tokens, D]``."""
+    return torch.stack(
+        [means.turned(own, theta, at + torch.arange(tokens)) for own, at in zip(mean, means.first, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128)))
+def test_every_reader_gets_the_mean_back(spec: str, dim: int, machine: dict[str, Any]) -> None:
+    scheme, heads, lens, means = kvcodec.get(spec), 2, [75, 33], Means((100_000, 3), size=3.0)
+    page = scheme.page_layout(dim).page_tokens
+    held, mean, theta = means.made(Case(tuple(lens), heads=heads), dim, torch.Generator().manual_seed(4))
+    pair = specs.decode_spec(scheme.key, scheme.value, dim, page, held.pairs)
+    store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, lens, page)
+    q = torch.randn(2, 6, 1, dim, generator=torch.Generator().manual_seed(8))
+    given = [constants_for(s, params[role], heads, dim) for s, role in zip((pair.key, pair.value), ROLES, strict=True)]
+    got, lse = attention.decode_attention(
+        q, store.pages, store.table, torch.tensor(lens, dtype=torch.int32), spec=attention.text_of(pair),
+        key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads, mean=held,
+        placed=torch.tensor(means.first, dtype=torch.int32), config=launch.Config(32, 2, 2, 1, 1),
+    )  # fmt: skip
+    whole = k + turned_back(means, mean, theta, k.shape[2]).float()
+    want, want_lse = reference(q, whole, v, None, lens, [0, 0], None, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=8e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=8e-3)
+
+
+@pytest.mark.parametrize("group", [4, 7])
+def test_large_means_lose_less_than_keys_in_bf16(group: int, machine: dict[str, Any]) -> None:
+    """Means as Qwen2.5's, at 100,000 tokens: the error of a score is a third of that of a cache in bf16."""
+    dim, heads, batch, tokens = 128, 2, 24, 64
+    scheme, ends = kvcodec.get("dense"), torch.arange(batch, dtype=torch.int32) * 2 + 17
+    means = Means(tuple(100_000 + 997 * i for i in range(batch)), size=350.0, base=1e6)
+    held, mean, theta = means.made(Case((tokens,) * batch, heads=heads), dim, torch.Generator().manual_seed(4))
+    pair = specs.decode_spec(scheme.key, scheme.value, dim, 64, held.pairs)
+    store, params, (k, _) = fill(scheme.key, scheme.value, dim, heads, [tokens] * batch, 64)
+    q = torch.randn(batch, heads * group, 1, dim, generator=torch.Generator().manual_seed(8)).half()
+    given = [constants_for(s, params[role], heads, dim) for s, role in zip((pair.key, pair.value), ROLES, strict=True)]
+    _, scores = attention.decode_attention(  # of one live token each
+        q, store.pages, store.table, ends, start=ends - 1, spec=attention.text_of(pair), key=given[0], value=given[1],
+        scale=dim**-0.5, num_kv_heads=heads, mean=held, placed=torch.tensor(means.first, dtype=torch.int32),
+        config=launch.Config(64, 2, 2, 1, 1),
+    )  # fmt: skip
+    keys = k.double() + turned_back(means, mean, theta, tokens)
+    keys = torch.stack([x[:, end - 1] for x, end in zip(keys, ends.tolist(), strict=True)]).repeat_interleave(group, 1)
+    want, rounded = ((q[:, :, 0].double() * x).sum(-1) * dim**-0.5 for x in (keys, keys.bfloat16().double()))
+    assert float(want.abs().max()) > 500
+    assert float((scores - want).square().mean()) < float((rounded - want).square().mean()) / 9
+
+
+# -- unpacked keys -----------------------------------------------------------------------------------------------------
+
+UNPACKED = (
+    *("saw-int4", "int-4:group=32", "fp8", "turboquant-4", "octopus-3", "octopus-qjl-2", "ultraquant", "ultra-tq"),
+    *("hqmq-s24_r3:outliers=3", "innerq-base"),
+)
+
+
+@pytest.mark.parametrize("means", [Means((3, 100000)), Means((7, 900), 350.0, few=16, rotary=32, interleaved=True)])
+@pytest.mark.parametrize("spec", UNPACKED)
+def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[str, Any]) -> None:
+    made, heads, tokens, dim = kvcodec.get(spec), 2, 128, 128 if means.few else 64
+    page = made.page_layout(dim).page_tokens
+    case = Case((tokens, tokens), heads=heads)
+    held, mean, theta = means.made(case, dim, torch.Generator().manual_seed(4))
+    pair = specs.decode_spec(made.key, made.value, dim, page, held.pairs)
+    store, params, (k, v) = fill(made.key, made.value, dim, heads, [tokens, tokens], page)
+    key, value = (
+        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+    )
+    first = torch.tensor(means.first, dtype=torch.int32)
+    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value, held, first)
+    want = k.double() + turned_back(means, mean, theta, tokens)
+    for begin, count in ((0, tokens), (32, 77)):
+        found = prefill.unpack(packed, begin, count)
+        part = slice(begin, begin + count)
+        units = prefill.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
+        assert far((units @ found[0].float().mT).mT, want[:, :, part]) < 1e-3
+        assert far(prefill.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
+        short, _ = prefill.unpack(packed, begin, count, torch.bfloat16)
+        assert far(short.float(), found[0].float()) < 8e-3
+
+
+# -- encoded keys ------------------------------------------------------------------------------------------------------
+
+ENCODED = (
+    *("saw-int4", "saw-int4:rotate=kv,zero=float", "int-3", "int-4:group=32", "fp8", "fp8:scale=none", "dense"),
+    *("turboquant-3", "turboquant-qjl-3", "octopus-3", "octopus-qjl-2", "ultraquant", "ultra-tq"),
+    *("hqmq-s24_r3", "hqmq-s24_r3:outliers=3", "innerq-base"),
+)
+
+
+def turned_by(model: str, mean: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """The mean ``[1, H, D]`` turned by a model's own function, float32 ``[B, H, n, D]``."""
+    turn = importlib.import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
+    width = 2 * cosines.shape[2]
+    x = mean[:, :, None].expand(cosines.shape[0], -1, cosines.shape[1], -1)
+    both = [torch.cat([y, y], -1) for y in (cosines, sines)]
+    return torch.cat([turn(x[..., :width], x[..., :width], *both)[1], x[..., width:]], -1)
+
+
+@pytest.mark.parametrize("spec", ENCODED)
+def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: dict[str, Any]) -> None:
+    dim, heads, tokens, first, interleaved = 64, 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
+    scheme, width = kvcodec.get(spec), 32 if spec in ("int-3", "fp8", "ultra-tq") else dim
+    page = scheme.page_layout(dim).page_tokens
+    store, (_, given, params) = target_of(scheme, dim, heads, 2, first + 64, page)
+    target = specs.encode_spec(scheme.key, scheme.value, dim, page, mean=True)
+    rng = torch.Generator().manual_seed(5)
+    mean = torch.randn(1, heads, dim, generator=rng) * 350 ** torch.rand(1, heads, dim, generator=rng)
+    angle = torch.tensor([[7], [100000]])[..., None] + torch.arange(tokens)[:, None]
+    angle = angle.float() * 1e4 ** (-torch.arange(0, width, 2) / width)
+    less = encode.Turned(mean, angle.cos() * 1.2, angle.sin() * 1.2, interleaved)
+    turned = turned_by("glm" if interleaved else "llama", mean, less.cosines, less.sines)
+    x = torch.randn(2, 2, tokens, heads, dim, generator=rng)
+    rows = [(x[0].transpose(1, 2) + turned).bfloat16(), x[1].transpose(1, 2).bfloat16()]
+    before, bad = store.pages.clone(), torch.zeros(1, dtype=torch.int32)
+    values = rows[1] if scheme.value.block_tokens == 1 else None
+    encode.encode_to_pages(
+        rows[0], values, store.pages, store.table, torch.full((2,), first, dtype=torch.int32),
+        spec=encode.text_of(target), key=given["key"], value=given["value"], bad=bad, less=less,
+    )  # fmt: skip
+    expected = PageStore(store.layout, 2, heads, torch.device("cpu"))
+    expected.pages, expected.table = before, store.table
+    for role, part in zip(ROLES, (rows[0].float() - turned, values), strict=True):
+        if part is not None:
+            codec = scheme.codec(role)
+            expected.write(role, first, codec.encode(codec.to_code(part.float(), params[role]), params[role]))
+    assert torch.equal(store.pages, expected.pages)
+    assert not bad.item()
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_holds_keys_without_their_mean(machine: dict[str, Any]) -> None:
+    """Written without the mean, read with it, by one query token and by several; other means come in place."""
+    dim, heads, tokens, means = 64, 2, 70, Means((100_000, 3), size=40.0, each=True)
+    site = LayerSite(kvcodec.get("int-8"))
+    roles = site.roles(heads, (dim, dim), torch.float32, torch.device("cpu"))
+    engine = Engine(site.scheme.key, site.scheme.value, dim, 64)
+    for seed in (4, 5):
+        rng = torch.Generator().manual_seed(seed)
+        held, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
+        engine.hold_without(held)
+        engine.prepare(roles)
+        turned = turned_back(means, mean, theta, tokens)
+        keys, values = torch.randn(2, 2, heads, tokens, dim, generator=rng) + torch.stack([turned, turned * 0]).float()
+        store = PageStore(site.scheme.page_layout(dim), 2, heads, torch.device("cpu"), tokens)
+        angle = (torch.tensor(means.first)[:, None, None] + torch.arange(tokens)[:, None]) * theta
+        less = encode.Turned(mean.float().contiguous(), angle.cos().float(), angle.sin().float())
+        new: dict[Role, Tensor] = {"key": keys, "value": values}
+        zeros, bad = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        engine.encode(new, store, zeros, bad, less)
+        assert not bad.item()
+        q, placed = torch.randn(2, 4, 5, dim, generator=rng), torch.tensor(means.first, dtype=torch.int32)
+        scale = 0.02  # of scores that differ by a few
+        seen = torch.arange(tokens) <= torch.arange(tokens - 5, tokens)[:, None]
+        want, _ = attended(q, keys, values, scale, seen)
+        one = engine.attend(q[:, :, 4:], store, zeros + tokens, softcap=0.0, scale=scale, placed=placed)
+        torch.testing.assert_close(one.double(), want[:, :, 4:], rtol=0, atol=2e-2)
+        packed = engine.packed(store.pages, store.table, placed)
+        many = prefill.attend_pages(q, packed, 0, tokens, scale, causal=True)
+        torch.testing.assert_close(many.out.double(), want, rtol=0, atol=2e-2)
+        if seed == 4:
+            first = engine.tensors()
+    assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
+
+
+def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
+    scheme, mean, theta = kvcodec.get("int-8"), torch.randn(1, 2, 64), 1e4 ** (-torch.arange(0, 64, 2) / 64)
+    store, params, _ = fill(scheme.key, scheme.value, 64, 2, [64], 64)
+    held, placed = key_mean(mean, theta), torch.zeros(1, dtype=torch.int32)
+
+    def attend(pairs: int, mean: KeyMean | None, placed: Tensor | None) -> None:
+        pair = specs.decode_spec(scheme.key, scheme.value, 64, 64, pairs)
+        side = constants_for(pair.key, params["key"], 2, 64)
+        attention.decode_attention(
+            torch.zeros(1, 4, 1, 64), store.pages, store.table, torch.tensor([9], dtype=torch.int32), key=side,
+            spec=attention.text_of(pair), value=side, scale=1.0, num_kv_heads=2, mean=mean, placed=placed,
+        )  # fmt: skip
+
+    for pairs, given in ((0, held), (16, held), (32, None)):
+        with pytest.raises(UnsupportedError, match=f"the spec is of {pairs} pairs of channels"):
+            attend(pairs, given, placed)
+    with pytest.raises(ShapeError, match="do not fit 1 sequences and 2 KV heads"):
+        attend(32, key_mean(mean.expand(3, -1, -1), theta), placed)
+    for wrong in (None, placed.long(), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ShapeError, match=r"position of slot 0 of each sequence, contiguous int32 \[1\]"):
+            attend(32, held, wrong)
+    with pytest.raises(ShapeError, match=r"expected \[1 or B, H, D\]"):
+        key_mean(mean, torch.ones(33))
+
+    def write(subtracts: bool, less: encode.Turned | None) -> None:
+        target = specs.encode_spec(scheme.key, scheme.value, 64, 64, mean=subtracts)
+        side = Constants(None, None, 1)
+        encode.encode_to_pages(
+            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=encode.text_of(target), key=side,
+            value=side, less=less,
+        )  # fmt: skip
+
+    less = encode.Turned(mean, torch.ones(1, 9, 32), torch.ones(1, 9, 32))
+    for subtracts, given_less in ((True, None), (False, less)):
+        with pytest.raises(UnsupportedError, match=f"pass mean={not subtracts} to encode_spec"):
+            write(subtracts, given_less)
+    for wrong_less in (less._replace(sines=torch.ones(1, 8, 32)), less._replace(cosines=torch.ones(1, 9, 33))):
+        with pytest.raises(ShapeError, match=r"float32 \[1 or 1, 9, R / 2\] is needed"):
+            write(True, wrong_less)
+    with pytest.raises(ShapeError, match=r"mean is torch.float32 \[2, 2, 64\]"):
+        write(True, less._replace(mean=mean.expand(2, -1, -1)))
+
+
+# -- machine code ------------------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+#include "decode.cuh"
+#include "read_saw.cuh"
+using Kernel = kv::Decoder<kv::ReadSaw<128>, kv::ReadSaw<128>, 128, 64, 32, 4, 2, false, -1, {heads}, 1, {pairs}>;
+KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
+"""
+# instructions that the term adds to a tile of 32 tokens, by query heads and pairs with a mean
+BUDGETS = {(8, 64): 110, (8, 16): 60, (4, 64): 90, (4, 16): 50}
+
+
+@pytest.mark.parametrize(("heads", "pairs", "arch"), architectures_in_turn(BUDGETS))
+def test_machine_code(heads: int, pairs: int, arch: int) -> None:
+    found = []
+    for count in (0, pairs):
+        kernel = compile_kernels(_PROGRAM.format(heads=heads, pairs=count), arch)["decode"]
+        assert kernel.spills() == []
+        assert kernel.stack == 0
+        loop = kernel.loop_with("HMMA", "LDGSTS")
+        found.append(len(loop.shortest("HMMA", mix(loop.code)["HMMA"] // 2)))  # a tile is either whole or masked
+    assert found[1] - found[0] <= BUDGETS[heads, pairs] * (1 if arch == 90 else 4 / 3)
