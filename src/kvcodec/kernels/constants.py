@@ -14,7 +14,7 @@ from kvcodec.codec import SHARED, Codec, Params, Site
 from kvcodec.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from kvcodec.kernels.cpu.spec import CpuReader
+    from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
     from kvcodec.kernels.spec import Encoder, Reader
 
 
@@ -34,7 +34,9 @@ class Constants(NamedTuple):
     order: int
 
 
-def constants_for(kernel: "Reader | CpuReader | Encoder", params: Params, heads: int, head_dim: int) -> Constants:
+def constants_for(
+    kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int
+) -> Constants:
     """Build the tensors of one role from the site's constants.
 
     Raises
@@ -48,7 +50,7 @@ def constants_for(kernel: "Reader | CpuReader | Encoder", params: Params, heads:
 
 
 def constants(
-    kernel: "Reader | CpuReader | Encoder",
+    kernel: "Reader | CpuReader | Encoder | CpuEncoder",
     codec: Codec,
     site: Site,
     params: Params,
@@ -99,7 +101,7 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
     return Constants(torch.cat(tables) if tables else None, torch.cat(factors, 1) if factors else None, layers[0].order)
 
 
-def _tables(kernel: "Reader | CpuReader | Encoder", params: Params, heads: int) -> Tensor:
+def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:
     assert kernel.tables is not None
     tables = kernel.tables(params).contiguous()
     if tables.dtype != torch.uint8 or tables.dim() != 2 or tables.shape[0] not in (1, heads):
@@ -109,7 +111,7 @@ def _tables(kernel: "Reader | CpuReader | Encoder", params: Params, heads: int) 
     return tables
 
 
-def _factor(kernel: "Reader | CpuReader | Encoder", params: Params, heads: int, head_dim: int) -> Tensor:
+def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:
     name = kernel.factor or kernel.own
     if name not in params:
         found = ", ".join(map(repr, params)) or "none"

@@ -22,8 +22,11 @@ from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.attend import Piece
 from kvcodec.kernels.cpu.attend import attend as attend_cpu
 from kvcodec.kernels.cpu.attend import workspace_bytes as workspace_bytes_cpu
+from kvcodec.kernels.cpu.encode import encode as encode_cpu
+from kvcodec.kernels.cpu.encode import prepared
 from kvcodec.kernels.cpu.held import attend_held
-from kvcodec.kernels.cpu.spec import CpuReader, cpu_spec
+from kvcodec.kernels.cpu.library import EncodeArgsStruct
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader, cpu_spec
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import Turned, encode_to_pages
@@ -181,7 +184,7 @@ class Engine:
         self.decode_spec = decode_text(decode_spec(key, value, *sizes, pairs))
         self.encode_spec = encode_text(written)
         self.readers: Mapping[Role, Reader | CpuReader] = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
-        self.encoders: dict[Role, Encoder | None] = {r: written.encoder(r) for r in ROLES}
+        self.encoders: Mapping[Role, Encoder | CpuEncoder | None] = {r: written.encoder(r) for r in ROLES}
         self.flags_all = None not in self.encoders.values()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,10 +344,12 @@ class Engine:
 
 
 class CpuEngine(Engine):
-    """Reads the pages of one layer with the CPU kernels; PyTorch writes them."""
+    """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
     decode_spec = encode_spec = ""
     checks = True
+    common: EncodeArgsStruct | None = None
+    """What the calls of the encode kernels have in common; made at the first."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -354,12 +359,12 @@ class CpuEngine(Engine):
     def _find(self) -> None:
         self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
         self.readers = {"key": self.spec.key, "value": self.spec.value}
-        self.encoders: dict[Role, Encoder | None] = dict.fromkeys(ROLES)
-        self.flags_all = False
+        self.encoders = {role: self.spec.encoder(role) for role in ROLES}
+        self.flags_all = None not in self.encoders.values()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the spec, which holds functions."""
-        return {name: x for name, x in super().__getstate__().items() if name != "spec"}
+        """Leave out the spec, which holds functions, and what holds numbers of this process."""
+        return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
     def hold_without(self, mean: KeyMean) -> None:
         """Raise: no CPU kernel adds a mean to the scores."""
@@ -368,7 +373,15 @@ class CpuEngine(Engine):
     def encode(
         self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
     ) -> None:
-        """Do nothing: PyTorch encodes both roles."""
+        """As ``Engine.encode``."""
+        if not new:
+            return
+        if self.common is None:
+            self.common = prepared(self.spec)
+        encode_cpu(new, store.pages, store.table, first, bad, common=self.common, constants=self.writing)
+
+    def encode_side_by_side(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> None:
+        """PyTorch has to."""
 
     def attend(  # type: ignore[override]
         self,

@@ -2,7 +2,7 @@
 
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.fp8 import Fp8
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -22,3 +22,9 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     """As ``spec.encoder``."""
     assert isinstance(codec, Fp8)
     return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh")
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Fp8)
+    return CpuEncoder("fp8", (int(codec.scaled),))

@@ -3,13 +3,15 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import level_bytes
 
 GROUPS = (32, 64, 128)
 """Numbers that share a scale, where not all channels of a token do."""
 SIZES = "32, 64 or 128"
+MOST_TOKENS = 256
+"""Of a block that CPU kernels write; ``kv::MOST_TOKENS``."""
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -53,3 +55,16 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if codec.along == "channels":
         return Encoder(f"kv::EncodeGroupInt{numbers}", "encode_int.cuh")
     return Encoder(f"kv::EncodeTokensInt{numbers}", "encode_blocks.cuh", block=codec.group, form="blocks")
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, GroupInt)
+    kind = " symmetric" if codec.symmetric else ""
+    if codec.along == "tokens":
+        if codec.group > MOST_TOKENS:
+            raise UnsupportedError(f"the CPU kernels write groups of at most {MOST_TOKENS} tokens, not {codec}")
+        return CpuEncoder(f"tokens{codec.bits}{kind}")
+    if codec.group % 16:
+        raise UnsupportedError(f"the CPU kernels write groups of 16, 32, ... channels, not {codec}")
+    return CpuEncoder(f"int{codec.bits}{kind}", (codec.group, int(codec.interleaves(head_dim))))

@@ -3,7 +3,7 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -30,3 +30,11 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
     name = f"kv::EncodeSaw<{head_dim}, {flag(codec.zero == 'float')}>"
     return Encoder(name, "encode_saw.cuh", order=codec.block_for(head_dim))
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, SawInt4)
+    if codec.pack != "neighbours":
+        raise UnsupportedError(f"the CPU kernels write pack=neighbours, not {codec}")
+    return CpuEncoder("saw", (int(codec.zero == "float"),), order=codec.block_for(head_dim))

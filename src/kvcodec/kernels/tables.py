@@ -81,6 +81,17 @@ def group_levels(unit: float, levels: Tensor) -> Tensor:
 # -- of encoders -------------------------------------------------------------------------------------------------------
 
 
+def walls_of(levels: Tensor) -> Tensor:
+    """Table of ``Nearest`` in cpu/encode_linear.h: the walls between ascending ``levels [2**bits]``, then infinity.
+
+    Returns
+    -------
+    Tensor uint8 ``[1, 8 * 2**bits]``, float64 numbers
+    """
+    walls = midpoints(levels.double())
+    return torch.cat([walls, walls.new_full((1,), torch.inf)]).view(torch.uint8)[None]
+
+
 def nearest_level(bits: int) -> Callable[[Params], Tensor]:
     """Return the function that builds the table of boundaries between a codec's levels."""
 

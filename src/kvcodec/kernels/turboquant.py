@@ -6,9 +6,9 @@ from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import sketch
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level
+from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level, walls_of
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 
@@ -70,6 +70,21 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         order=power_of_two_divisor(head_dim),
         form="table",
         alike=not sketched,
+    )
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, TurboQuant)
+    if isinstance(codec, TurboQuantQJL):
+        raise UnsupportedError(f"the CPU kernels do not write a sketch ({codec})")
+    return CpuEncoder(
+        f"levels{codec.bits}",
+        (int(codec.norm == "fp32"),),
+        lambda params: walls_of(params["levels"][0]),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
     )
 
 

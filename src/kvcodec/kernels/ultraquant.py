@@ -8,7 +8,7 @@ import torch
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.ultraquant import GROUP, UltraQuant
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import group_levels, level_bytes
 from kvcodec.ops.fp4 import decode_e2m1
@@ -56,3 +56,11 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     unit = math.ceil(math.log2(order) / 2)
     name = f"kv::EncodeUltraquant<{head_dim}, 0x{bits:x}ull, {flag(codec.scale == 'real')}, {unit}>"
     return Encoder(name, "encode_ultraquant.cuh", order=order)
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, UltraQuant)
+    order = power_of_two_divisor(head_dim) if codec.rotate else 1
+    numbers = torch.tensor([[codec.c, 2.0 ** math.ceil(math.log2(order) / 2)]], dtype=torch.float64)
+    return CpuEncoder("e2m1", (GROUP, 0, int(codec.scale == "pow2")), lambda _: numbers.view(torch.uint8), order=order)

@@ -75,7 +75,7 @@ def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Pat
         path = folder / file_name(variant)
         part = path.with_suffix(f".{os.getpid()}")  # replaced at once: another process may have the old one loaded
         flags = (*FLAGS, *variants()[variant], *QUIET, *more, f'-DKV_DIGEST="{digest()}"')
-        subprocess.run([cxx, *flags, str(HERE / "attend.cpp"), "-o", str(part)], check=True)
+        subprocess.run([cxx, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(part)], check=True)
         part.replace(path)
         made.append(path)
     return made

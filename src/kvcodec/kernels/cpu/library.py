@@ -55,6 +55,34 @@ class ArgsStruct(ctypes.Structure):
     )
 
 
+class EncodeRoleStruct(ctypes.Structure):
+    """``kv::EncodeRole`` of encode.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        *((name, c_int64) for name in ("batch", "head", "token", "kind", "tokens", "encoder", "block")),
+        ("tables", c_void_p),
+        ("tables_head", c_int64),
+        ("factor", c_void_p),
+        *((name, c_int64) for name in ("factor_batch", "divides", "order")),
+        ("planes", c_int64 * PLANES),
+        ("sizes", c_int64 * PLANES),
+        ("options", c_int32 * OPTIONS),
+    )
+
+
+class EncodeArgsStruct(ctypes.Structure):
+    """``kv::EncodeArgs`` of encode.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pages", "table", "first", "bad")),
+        *((name, c_int64) for name in ("page_bytes", "page_tokens", "table_row", "columns")),
+        *((name, c_int64) for name in ("batch", "heads", "dim", "threads")),
+        ("key", EncodeRoleStruct),
+        ("value", EncodeRoleStruct),
+    )
+
+
 def refusal(device: torch.device) -> str:
     """Return why the CPU kernels cannot run on ``device``, or ``""`` if they can."""
     if device.type != "cpu":
@@ -68,7 +96,12 @@ def refusal(device: torch.device) -> str:
 
 def variant() -> str:
     """Instruction set of the kernels on this machine: ``avx512``, ``avx2`` or ``portable``."""
-    found = KNOWN.get(torch.backends.cpu.get_cpu_capability().split("_")[0], "portable")
+    return _variant(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def _variant(capability: str) -> str:
+    found = KNOWN.get(capability.split("_")[0], "portable")
     return found if found in variants() else "portable"
 
 
@@ -93,7 +126,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.kv_digest.restype = c_char_p
     if found.kv_digest().decode() != digest():
         raise UnsupportedError(f"the CPU kernels are compiled from other sources ({path.name}); {remedy}")
-    found.kv_reader.restype = c_int64
+    found.kv_reader.restype = found.kv_encoder.restype = c_int64
+    found.kv_encode.argtypes, found.kv_encode.restype = (POINTER(EncodeArgsStruct),), None
     found.kv_attend.argtypes, found.kv_attend.restype = (POINTER(ArgsStruct),), None
     found.kv_unpack.argtypes = (POINTER(RoleStruct), c_void_p, *(c_int64,) * 4, c_void_p)
     found.kv_unpack.restype = None
@@ -116,9 +150,22 @@ def reader_number(path: Path, name: str) -> int:
     return number
 
 
+@cache
+def encoder_number(path: Path, name: str) -> int:
+    """Number by which compiled kernels know an encoder; as ``reader_number``."""
+    if (number := int(load(path).kv_encoder(name.encode()))) < 0:
+        raise UnsupportedError(f"the CPU kernels have no encoder {name!r}")
+    return number
+
+
 def chosen() -> Path:
     """Where the kernels of this machine's instruction set are, compiled or not."""
-    return HERE / file_name(variant())
+    return _path(variant())
+
+
+@cache
+def _path(name: str) -> Path:
+    return HERE / file_name(name)
 
 
 @cache

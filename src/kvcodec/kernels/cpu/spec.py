@@ -1,8 +1,9 @@
-"""How the CPU kernels read a codec: a ``CpuReader`` for each role, found by the codec's module.
+"""How the CPU kernels read and write a codec: a ``CpuReader`` and a ``CpuEncoder`` for each role, found by its module.
 
 ``kvcodec/kernels/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``: beside the CUDA kernels' ``reader`` it
 defines ``cpu_reader``, a function of (codec, head_dim, role) that returns a ``CpuReader`` or raises
-``UnsupportedError`` with the reason. Bases are as in ``kernels/spec.py``.
+``UnsupportedError`` with the reason; and likewise ``cpu_encoder``, if the kernels write it. Bases are as in
+``kernels/spec.py``.
 """
 
 from collections.abc import Callable
@@ -66,6 +67,57 @@ class CpuReader:
         return bool(self.factor)
 
 
+@dataclass(frozen=True)
+class CpuEncoder:
+    """How the CPU kernels write one role.
+
+    Parameters
+    ----------
+    name : str
+        Of a function listed in ``encoders.h``.
+    options, tables, order, alike, tables_of
+        As ``CpuReader``; ``tables`` is what the function gets.
+    factor : str
+        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by; empty: none.
+    divide : bool
+    """
+
+    name: str
+    options: tuple[int, ...] = ()
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    factor: str = ""
+    divide: bool = False
+    order: int = 1
+    alike: bool = False
+    tables_of: Codec | None = None
+    own: ClassVar[str] = ""
+
+    @property
+    def type(self) -> str:
+        """Name of what reads the tables, apart from those of readers and CUDA kernels."""
+        return f"cpu encoder {self.name}"
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has a factor."""
+        return bool(self.factor)
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """Return how keys or values of this codec are written.
+
+    Raises
+    ------
+    UnsupportedError
+        PyTorch must do it; the text says why.
+    """
+    found = of_module(type(codec).__module__, "cpu_encoder")
+    if found is None:
+        raise UnsupportedError(f"no CPU kernel encodes {codec}")
+    encoder: CpuEncoder = found(codec, head_dim, role)
+    return encoder
+
+
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """Return how keys or values of this codec are read.
 
@@ -84,22 +136,30 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 class CpuSpec(NamedTuple):
-    """How the pages of two codecs are read.
+    """How the pages of two codecs are read and written.
 
     Parameters
     ----------
     key, value : CpuReader
     page : PageLayout
+    write_key, write_value : CpuEncoder or None
+        None: PyTorch encodes the role.
     """
 
     key: CpuReader
     value: CpuReader
     page: PageLayout
+    write_key: CpuEncoder | None = None
+    write_value: CpuEncoder | None = None
 
     @property
     def head_dim(self) -> int:
         """Channels of a token."""
         return self.page.key.head_dim
+
+    def encoder(self, role: Role) -> CpuEncoder | None:
+        """Return what writes a role."""
+        return self.write_key if role == "key" else self.write_value
 
     def offsets(self, role: Role) -> list[int]:
         """Byte of a page at which each plane of a role begins."""
@@ -108,7 +168,7 @@ class CpuSpec(NamedTuple):
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
 def cpu_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> CpuSpec:
-    """Return how the pages of two codecs are read.
+    """Return how the pages of two codecs are read and written.
 
     Raises
     ------
@@ -116,4 +176,12 @@ def cpu_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> CpuSp
         The kernels do not read them; the text says why.
     """
     k, v = (cpu_reader(codec, head_dim, role) for codec, role in zip((key, value), ROLES, strict=True))
-    return CpuSpec(k, v, PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens))
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    return CpuSpec(k, v, page, _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value"))
+
+
+def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> CpuEncoder | None:
+    try:
+        return cpu_encoder(codec, head_dim, role)
+    except UnsupportedError:
+        return None

@@ -1,0 +1,9 @@
+// Entry points of encoding: plain C, for ctypes, in the same library as attend.cpp.
+#include "encode.h"
+
+extern "C" {
+
+int64_t kv_encoder(const char* name) { return kv::encoder_number(name); }
+
+void kv_encode(const kv::EncodeArgs* a) { kv::encode(*a); }
+}

@@ -1,0 +1,136 @@
+// Encoding new tokens into packed pages, to the bytes of the reference codec.
+//
+// A task takes tokens of one role, sequence and head: they are widened to float32, brought to the basis of the codes
+// (times a factor per channel, then a block-diagonal Hadamard, as kernels/spec.py defines it), and an encoder writes
+// them. Sums of the Hadamard are taken in double and rounded once, as in ops/hadamard.py.
+//
+// Tokens with NaN, Inf or a magnitude above 65504 are stored as zero bytes (with all of their block) and raise *bad to
+// 1; tokens behind the pages are dropped and raise it to 2.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "encoders.h"
+#include "threads.h"
+
+namespace kv {
+
+// One role, as encode.py's struct of the same name.
+struct EncodeRole {
+  const uint8_t* x;            // new tokens [B, H, tokens, D], channels side by side
+  int64_t batch, head, token;  // strides of x, in bytes
+  int64_t kind;                // 0 fp16, 1 bf16, 2 float32
+  int64_t tokens;              // a multiple of block; 0: the role is not written
+  int64_t encoder;             // encoder_number
+  int64_t block;               // tokens of a block
+  const uint8_t* tables;       // as attend.h's Role
+  int64_t tables_head;
+  const void* factor;          // [B or 1, H, D], float32, or double reciprocals; null: none
+  int64_t factor_batch;
+  int64_t divides;             // whether factor holds reciprocals
+  int64_t order;               // of the Hadamard; 1: none
+  int64_t planes[PLANES];      // byte of the page at which each plane begins; -1 behind the last
+  int64_t sizes[PLANES];       // bytes of a block in each plane
+  int32_t options[OPTIONS];
+};
+
+struct EncodeArgs {
+  uint8_t* pages;              // [num_pages, H, page_bytes]
+  const int32_t* table;        // [B, ...]
+  const int32_t* first;        // [B]: slot of token 0
+  int32_t* bad;
+  int64_t page_bytes, page_tokens, table_row, columns, batch, heads, dim, threads;
+  EncodeRole roles[2];
+};
+
+constexpr float HALF_MAX = 65504.0f;
+constexpr int SOME = 32;                 // tokens of a task, where blocks are no longer
+constexpr int64_t WORTH = 1 << 15;       // numbers below which other threads cost more than they save
+
+// n numbers of a kind as float32; whether all of them can be held
+inline bool widen_row(const uint8_t* from, int64_t kind, int n, float* to) {
+  I wrong{};
+  for (int c = 0; c < n; c += LANES) {
+    F x;
+    if (kind == 0) x = load_halves(from + 2 * c);
+    else if (kind == 1) x = (F)(widen<uint16_t>(from + 2 * c) << 16);
+    else memcpy(&x, from + 4 * c, sizeof x);
+    const F size = (F)((I)x & 0x7fffffff);
+    wrong |= ~(I)(size <= splat(HALF_MAX));
+    store(to + c, x);
+  }
+  int any = 0;
+  for (int i = 0; i < LANES; ++i) any |= wrong[i];
+  return !any;
+}
+
+// in place, block by block
+inline void hadamard_row(float* row, int dim, int order) {
+  double x[WIDEST];
+  for (int c = 0; c < dim; ++c) x[c] = row[c] + 0.0;  // sums of -0 are 0, as where they begin with 0
+  for (int half = 1; half < order; half *= 2)
+    for (int i = 0; i < dim; i += 2 * half)
+      for (int j = i; j < i + half; ++j) {
+        const double a = x[j], b = x[j + half];
+        x[j] = a + b, x[j + half] = a - b;
+      }
+  const double scale = std::sqrt(1.0 / (double)order);
+  for (int c = 0; c < dim; ++c) row[c] = (float)(x[c] * scale);
+}
+
+// `count` tokens of a sequence and head from token `from` on, in one page
+inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, int64_t h, int64_t from, int64_t count,
+                          float* rows) {
+  const int64_t slot = a.first[b] + from, column = slot / a.page_tokens, place = slot % a.page_tokens;
+  const int dim = (int)a.dim;
+  if (column >= a.columns) {
+    __atomic_store_n(a.bad, 2, __ATOMIC_RELAXED);
+    return;
+  }
+  uint8_t* page = a.pages + (a.table[b * a.table_row + column] * a.heads + h) * a.page_bytes;
+  bool good[MOST_TOKENS], all = true;
+  for (int64_t t = 0; t < count; ++t) {
+    float* row = rows + t * dim;
+    good[t] = widen_row(r.x + b * r.batch + h * r.head + (from + t) * r.token, r.kind, dim, row);
+    if (!good[t]) memset(row, 0, sizeof(float) * dim), all = false;
+    const int64_t at = b * r.factor_batch + h * dim;
+    if (r.factor && r.divides)
+      for (int c = 0; c < dim; ++c) row[c] = (float)(row[c] * ((const double*)r.factor)[at + c]);
+    else if (r.factor)
+      for (int c = 0; c < dim; ++c) row[c] *= ((const float*)r.factor)[at + c];
+    if (r.order > 1) hadamard_row(row, dim, (int)r.order);
+  }
+  const New made{rows, page, r.tables ? r.tables + h * r.tables_head : nullptr, r.planes, r.sizes, r.options,
+                 dim, (int)r.block, (int)place, (int)count};
+  ENCODERS[r.encoder].encode(made);
+  if (all) return;
+  __atomic_store_n(a.bad, 1, __ATOMIC_RELAXED);
+  for (int64_t t = 0; t < count; ++t)
+    for (int p = 0; !good[t] && p < PLANES && r.planes[p] >= 0; ++p) memset(made.at(p, (int)t), 0, r.sizes[p]);
+}
+
+inline void encode(const EncodeArgs& a) {
+  int64_t steps[2], tasks[2], numbers = 0;
+  for (int i = 0; i < 2; ++i) {
+    const EncodeRole& r = a.roles[i];
+    steps[i] = std::max<int64_t>(r.block, SOME / r.block * r.block);
+    tasks[i] = a.batch * a.heads * ((r.tokens + steps[i] - 1) / steps[i]);
+    numbers += a.batch * a.heads * r.tokens * a.dim;
+  }
+  share((int)(tasks[0] + tasks[1]), numbers < WORTH ? 1 : (int)a.threads, [&](int number) {
+    const int i = number >= tasks[0];
+    const EncodeRole& r = a.roles[i];
+    const int64_t task = number - (i ? tasks[0] : 0), runs = (r.tokens + steps[i] - 1) / steps[i];
+    const int64_t b = task / runs / a.heads, h = task / runs % a.heads;
+    const int64_t end = std::min(r.tokens, (task % runs + 1) * steps[i]);
+    std::unique_ptr<float[]> rows(new float[steps[i] * a.dim]);
+    for (int64_t from = task % runs * steps[i]; from < end;) {
+      const int64_t left = a.page_tokens - (a.first[b] + from) % a.page_tokens, count = std::min(left, end - from);
+      encode_tokens(a, r, b, h, from, count, rows.get());
+      from += count;
+    }
+  });
+}
+
+}  // namespace kv

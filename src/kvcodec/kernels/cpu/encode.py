@@ -1,0 +1,82 @@
+"""Encoding into packed pages by the CPU kernels: the host side of ``encode.h``."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import ROLES, Role
+from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.cpu import library
+from kvcodec.kernels.cpu.attend import KINDS
+from kvcodec.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct
+from kvcodec.kernels.cpu.spec import CpuSpec
+
+
+def prepared(spec: CpuSpec) -> EncodeArgsStruct:
+    """What every call of ``encode`` for these codecs has in common."""
+    args = EncodeArgsStruct()
+    args.page_bytes, args.page_tokens, args.dim = spec.page.page_bytes, spec.page.page_tokens, spec.head_dim
+    for role in ROLES:
+        struct: EncodeRoleStruct = getattr(args, role)
+        struct.block = spec.page.side(role).block_tokens
+        if (encoder := spec.encoder(role)) is None:
+            continue
+        struct.encoder = library.encoder_number(library.chosen(), encoder.name)
+        struct.order, struct.divides = encoder.order, encoder.divide
+        planes = [plane for plane in spec.page.planes if plane.role == role]
+        struct.planes[:] = [plane.offset for plane in planes] + [-1] * (len(struct.planes) - len(planes))
+        struct.sizes[: len(planes)] = [plane.field.nbytes for plane in planes]
+        struct.options[: len(encoder.options)] = encoder.options
+    return args
+
+
+def encode(
+    new: Mapping[Role, Tensor],
+    pages: Tensor,
+    table: Tensor,
+    first: Tensor,
+    bad: Tensor,
+    *,
+    common: EncodeArgsStruct,
+    constants: Mapping[Role, Constants],
+) -> None:
+    """Encode new tokens into their slots.
+
+    Parameters
+    ----------
+    new : mapping of role to Tensor ``[B, H, n, D]``
+        Model basis, fp16, bf16 or float32; n a multiple of the codec's block. Only roles with an encoder.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    table : Tensor int32 ``[B, max_pages]``
+    first : Tensor int32 ``[B]``
+        Slot of token 0; a multiple of the block.
+    bad : Tensor int32 ``[1]``
+        Raised to 1 by NaN, Inf or a magnitude above 65504, whose block is stored as zero bytes; to 2 by tokens
+        behind the pages, which are dropped.
+    common : EncodeArgsStruct
+        ``prepared``.
+    constants : mapping of role to Constants
+        Of the encoders.
+    """
+    args = EncodeArgsStruct.from_buffer_copy(common)
+    args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
+    args.table_row, args.columns = table.stride(0), table.shape[1]
+    args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
+    held = [_fill(getattr(args, role), constants[role], x) for role, x in new.items()]
+    library.library().kv_encode(args)
+    del held  # alive until here
+
+
+def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor) -> Tensor:
+    """Set the tokens and constants of one role; returns a tensor that must outlive the call."""
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    size = x.element_size()
+    struct.x, struct.kind, struct.tokens = x.data_ptr(), KINDS[x.dtype], x.shape[2]
+    struct.batch, struct.head, struct.token = (size * stride for stride in x.stride()[:3])
+    if (tables := constants.tables) is not None:
+        struct.tables, struct.tables_head = tables.data_ptr(), tables.shape[1] if tables.shape[0] > 1 else 0
+    if (factor := constants.factor) is not None:
+        struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
+    return x

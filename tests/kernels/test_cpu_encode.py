@@ -1,0 +1,186 @@
+"""Encoders of the CPU kernels: every byte of the pages as the reference codec writes it, in every instruction set."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Role, Site
+from kvcodec.codecs.fp8 import Fp8
+from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.ultraquant import UltraQuant
+from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.cpu import library
+from kvcodec.kernels.cpu.compile import variants
+from kvcodec.kernels.cpu.encode import encode, prepared
+from kvcodec.kernels.cpu.spec import cpu_spec
+from kvcodec.kernels.engine import CpuEngine
+from kvcodec.ops.lloyd_max import midpoints
+from kvcodec.scheme import page_layout
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CODECS: tuple[Codec, ...] = (
+    SawInt4(),
+    SawInt4(1),
+    SawInt4(zero="float"),
+    *(TurboQuant(bits) for bits in (1, 2, 3, 4, 5, 6)),
+    TurboQuant(4, "fp32"),
+    *(GroupInt(bits, group) for bits in (2, 3, 4, 8) for group in (0, 32, 64)),
+    *(GroupInt(bits, 0, symmetric=True) for bits in (2, 3, 4, 8)),
+    *(GroupInt(bits, 32, along="tokens") for bits in (2, 3, 4, 8)),
+    GroupInt(2, 64, along="tokens"),
+    *(Fp8(scaled) for scaled in (False, True)),
+    *(UltraQuant(scale=scale, rotate=rotate) for scale in ("real", "pow2") for rotate in (False, True)),
+    GroupInt(4, 16, along="tokens", symmetric=True),
+)
+HEADS = 2
+
+
+def _runs_here(variant: str) -> bool:
+    """Whether this machine has the instruction set: those of PyTorch's choice, and the lesser ones."""
+    order = ["portable", "avx2", "avx512"]
+    return order.index(variant) <= order.index(library.variant())
+
+
+@pytest.fixture(params=[name for name in variants() if _runs_here(name)])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels of one instruction set serve."""
+    name: str = request.param
+    monkeypatch.setattr(library, "variant", lambda: name)
+    if reason := library.refusal(torch.device("cpu")):
+        pytest.skip(reason)
+    return name
+
+
+@cache
+def _tokens(batch: int, count: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Usual tokens, and extreme ones: zeros, the smallest and largest numbers, constant and one-sided rows."""
+    x = torch.randn(batch, HEADS, count, dim, generator=torch.Generator().manual_seed(dim + count))
+    x[..., ::7] *= 30
+    special = torch.zeros(8, dim)
+    special[1] = -0.0
+    special[2] = 2.0**-24
+    special[3, ::2], special[3, 1::2] = FP16_MAX, -FP16_MAX
+    special[4] = FP16_MAX
+    special[5] = torch.linspace(5, 6, dim)
+    special[6] = torch.linspace(-3e-5, 2e-5, dim)  # denormal in fp16
+    special[7, dim // 3] = -FP16_MAX
+    x[:, :, : min(8, count)] = special[: min(8, count)]
+    most = 65280.0 if dtype == torch.bfloat16 else FP16_MAX  # the largest that bf16 has below 65504
+    return x.clamp(-most, most).to(dtype)
+
+
+def _written(codec: Codec, x: Tensor, role: Role, first: int) -> tuple[Tensor, Tensor, int]:
+    """Pages as the reference and as the kernels leave them, and the flag."""
+    dim = x.shape[3]
+    layout = page_layout(codec, codec, dim, dim)
+    spec = cpu_spec(codec, codec, dim, layout.page_tokens)
+    params = codec.fit(Site(0, role, HEADS, dim), x.float())
+    slots = first + x.shape[2]
+    stores = [PageStore(layout, x.shape[0], HEADS, x.device, slots) for _ in range(2)]
+    for store in stores:
+        store.pages.copy_(torch.arange(store.pages.numel()).view(store.pages.shape) % 251)  # whatever was there
+    clean = x.float().nan_to_num(0.0, 0.0, 0.0)
+    stores[0].write(role, first, codec.encode(codec.to_code(clean, params), params))
+    bad, at = torch.zeros(1, dtype=torch.int32), torch.full((x.shape[0],), first, dtype=torch.int32)
+    encoder = spec.encoder(role)
+    assert encoder is not None
+    own = {role: constants_for(encoder, params, HEADS, dim)}
+    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=prepared(spec), constants=own)
+    return stores[0].pages, stores[1].pages, int(bad)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
+    unit = codec.block_tokens
+    for i, dim in enumerate((64, 80, 96, 128, 256)):
+        for batch, count in ((1, 1), (2, 37), (1, 131)):
+            x = _tokens(batch, -(-count // unit) * unit, dim, DTYPES[(i + count) % 3])
+            want, got, bad = _written(codec, x, ROLES[i % 2], 3 * unit)
+            assert bad == 0
+            assert torch.equal(got, want), (dim, batch, count, x.dtype)
+
+
+@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(3), GroupInt(4, 32, along="tokens")], ids=str)
+def test_strides_of_the_models_tensors(codec: Codec, variant: str) -> None:
+    x = _tokens(2, 64, 64, torch.float16).transpose(1, 2).contiguous().transpose(1, 2)
+    want, got, _ = _written(codec, x, "key", 0)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(2, 32), GroupInt(2, 32, along="tokens")], ids=str)
+def test_threads_do_not_show(codec: Codec) -> None:
+    x, before, pages = _tokens(2, 192, 128, torch.float32), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            pages.append(_written(codec, x, "key", 0)[1])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(pages[0], pages[1])
+    assert torch.equal(pages[0], pages[2])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 65520.0, -1e30])
+@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(3, 32, along="tokens")], ids=str)
+def test_what_cannot_be_held_is_zero_bytes_and_flagged(codec: Codec, number: float, variant: str) -> None:
+    x = _tokens(1, 64, 96, torch.float32).clone()
+    x[0, 1, 40, 17] = number
+    _, got, bad = _written(codec, x, "key", 0)
+    assert bad == 1
+    layout = page_layout(codec, codec, 96, 96)
+    store = PageStore.over(layout, got, torch.zeros(1, 1, dtype=torch.int32))
+    unit = codec.block_tokens
+    for name, field in store.read("key", 0, 64).items():
+        assert not field[0, 1, 40 // unit].view(torch.uint8).any(), name
+        assert field[0, 0, 40 // unit].view(torch.uint8).any(), name
+
+
+def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
+    codec, x = SawInt4(), _tokens(1, 37, 64, torch.float16)
+    layout = page_layout(codec, codec, 64, 64)
+    spec, bad = cpu_spec(codec, codec, 64, layout.page_tokens), torch.zeros(1, dtype=torch.int32)
+    store = PageStore(layout, 1, HEADS, x.device, layout.page_tokens)
+    first = torch.tensor([layout.page_tokens - 10], dtype=torch.int32)
+    own: dict[Role, Constants] = {"key": Constants(None, None, 1)}
+    encode({"key": x}, store.pages, store.table, first, bad, common=prepared(spec), constants=own)
+    assert int(bad) == 2
+    want = codec.encode(codec.to_code(x[:, :, :10].float(), {}), {})
+    got = store.read("key", layout.page_tokens - 10, layout.page_tokens)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant"])
+def test_the_engine_writes(name: str) -> None:
+    scheme = kvcodec.get(name).for_layer(4, 8)
+    if reason := library.refusal(torch.device("cpu")):
+        pytest.skip(reason)
+    engine = CpuEngine(scheme.key, scheme.value, 64, 128)
+    assert engine.flags_all
+    assert {engine.written_by(role) for role in ROLES} == {engine.name}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_numbers_at_the_walls_between_levels(bits: int, variant: str) -> None:
+    codec, dim, rows = TurboQuant(bits), 64, 200
+    layout = page_layout(codec, codec, dim, dim)
+    spec, params = cpu_spec(codec, codec, dim, layout.page_tokens), codec.fit(Site(0, "key", HEADS, dim))
+    walls = midpoints(params["levels"][0].double())
+    u = walls[torch.arange(dim) % len(walls)] * (torch.arange(dim) < 8)
+    u[-1] = (1 - (u[:-1] ** 2).sum()).sqrt()  # of unit length
+    lengths = torch.linspace(0.5, 20, HEADS * rows, dtype=torch.float64).view(1, HEADS, rows, 1)
+    x = (u * lengths).float()
+    common, encoder = prepared(spec), spec.encoder("key")
+    common.key.order = 1  # rows are in the basis of the codes already
+    assert encoder is not None
+    own: dict[Role, Constants] = {"key": constants_for(encoder, params, HEADS, dim)._replace(factor=None)}
+    store, bad = PageStore(layout, 1, HEADS, x.device, rows), torch.zeros(1, dtype=torch.int32)
+    first = torch.zeros(1, dtype=torch.int32)
+    encode({"key": x}, store.pages, store.table, first, bad, common=common, constants=own)
+    want, got = codec.encode(x, params), store.read("key", 0, rows)
+    assert all(torch.equal(got[name], want[name]) for name in want)
