@@ -87,7 +87,6 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
-from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
 from kvcodec.ops.sums import sum_by_halves, token_chunks
 from kvcodec.registry import register
@@ -250,25 +249,27 @@ def _stream_bytes(head_dim: int, bits: float) -> int:
     return int(head_dim * bits) // (8 * LANES)
 
 
-@lru_cache(maxsize=64)
-def _row(stream_bytes: int, device: str) -> tuple[Tensor, Tensor]:
-    """Stream of each bit of a row, and its place there: int64 ``[32 stream_bytes]`` each."""
-    unit = next(size for size in (4, 2, 1) if stream_bytes % size == 0)
-    byte = torch.arange(LANES * stream_bytes, device=device)
-    lane, first = byte // unit % LANES, (byte // unit // LANES * unit + byte % unit) * 8
-    return lane.repeat_interleave(8), (first[:, None] + torch.arange(8, device=device)).flatten()
+def _unit(stream_bytes: int) -> int:
+    """Bytes of a stream that stand side by side in a row."""
+    return next(size for size in (4, 2, 1) if stream_bytes % size == 0)
 
 
-def _bit_places(params: Params, stream_bytes: int) -> tuple[Tensor, Tensor]:
-    """Channel of each of a row's bits, and the bit's place in its code; int64 ``[1 or B, H, bits]``.
+def _streams(row: Tensor) -> Tensor:
+    """The four streams of rows ``[..., 4 n]``: ``[..., 4, n]``."""
+    size = row.shape[-1] // LANES
+    return row.unflatten(-1, (-1, LANES, _unit(size))).transpose(-3, -2).flatten(-2)
 
-    The channels D to D + 3 are the bits of the scale's number.
-    """
-    widths = torch.nn.functional.pad(params["widths"].long(), (0, 1), value=1)
-    ends = widths.cumsum(-1)
-    lane, at = _row(stream_bytes, str(widths.device))
-    quad = torch.searchsorted(ends, at.expand(*ends.shape[:-1], -1).contiguous(), right=True)
-    return quad * LANES + lane, at - (ends - widths).gather(-1, quad)
+
+def _joined(streams: Tensor) -> Tensor:
+    """Rows ``[..., 4 n]`` of streams ``[..., 4, n]``."""
+    return streams.unflatten(-1, (-1, _unit(streams.shape[-1]))).transpose(-3, -2).flatten(-3)
+
+
+def _places(params: Params) -> tuple[Tensor, Tensor]:
+    """Where the codes of each quad begin in their streams: byte, and bit of it; int64 ``[1 or B, H, 1, 1, D/4]``."""
+    widths = params["widths"].long()
+    first = (widths.cumsum(-1) - widths)[:, :, None, None]
+    return first >> 3, first & 7
 
 
 def _widths(params: Params) -> Tensor:
@@ -472,15 +473,18 @@ class Ghost(Codec):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
-        channel, place = _bit_places(params, _stream_bytes(x.shape[-1], self.bits))
-        lanes = torch.arange(LANES, device=x.device)
+        byte, bit = _places(params)
+        size, lanes = _stream_bytes(x.shape[-1], self.bits), torch.arange(LANES, device=x.device)
         parts = []
         for piece in token_chunks(x):
             y = piece - params["centre"].unsqueeze(2) if "centre" in params else piece
             codes, number = self._quantize(y, params)
-            whole = torch.cat([codes, number >> lanes & 1], -1)
-            stream = whole.gather(-1, _spread(channel, whole)) >> place.unsqueeze(2) & 1
-            parts.append(pack(stream.to(torch.uint8), 1))
+            codes = codes.unflatten(-1, (-1, LANES)).transpose(-2, -1) << bit  # a code lies in two bytes at most
+            at = byte.expand(codes.shape)
+            streams = codes.new_zeros(*codes.shape[:-1], size + 1)
+            streams.scatter_add_(-1, at, codes & 255).scatter_add_(-1, at + 1, codes >> 8)
+            streams[..., size - 1] += (number >> lanes & 1) << 7
+            parts.append(_joined(streams[..., :size]).to(torch.uint8))
         return {"codes": torch.cat(parts, 2)}
 
     def _quantize(self, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
@@ -510,13 +514,12 @@ class Ghost(Codec):
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look levels up and scale them; of values add the mean."""
         widths = _widths(params)
-        dim = widths.shape[-1]
-        channel, place = _bit_places(params, _stream_bytes(dim, self.bits))
-        bits = unpack(payload["codes"], 1, channel.shape[-1]).long() << place.unsqueeze(2)
-        whole = bits.new_zeros(*bits.shape[:3], dim + LANES)
-        whole.scatter_add_(-1, _spread(channel, bits), bits)
-        codes, parts = whole.split([dim, LANES], -1)
-        number = (parts << torch.arange(LANES, device=parts.device)).sum(-1, keepdim=True)
+        byte, bit = _places(params)
+        streams = torch.nn.functional.pad(_streams(payload["codes"]), (0, 1)).int()
+        at = byte.expand(*streams.shape[:-1], byte.shape[-1])
+        codes = (streams.gather(-1, at) | streams.gather(-1, at + 1) << 8) >> bit.int()
+        codes = (codes & (2 ** params["widths"].int() - 1)[:, :, None, None]).transpose(-2, -1).flatten(-2)
+        number = (streams[..., -2] >> 7 << torch.arange(LANES, device=streams.device)).sum(-1, keepdim=True)
         table, held = levels().to(codes.device), scales().to(codes.device)
         y = table[(2**widths - 1).unsqueeze(2) + codes] * held[number]
         return y + params["centre"].unsqueeze(2) if "centre" in params else y
