@@ -106,7 +106,7 @@ def test_what_the_docs_say_of_codec_speed_is_what_was_measured() -> None:
     def slowest(metric: str) -> float:
         return max(r["values"]["p50"] for r in rows if r["metric"] == metric)
 
-    assert slowest("encode_vs_int4") <= 65
+    assert slowest("encode_vs_int4") <= 95
     assert slowest("decode_vs_int4") <= 30
     every = {r["spec"]: r["values"]["p50"] for r in rows if r["metric"] == "exhaustive_vs_encode"}
     assert all(18 <= every[f"hqmq-s{s}_r{r}"] <= 36 for s in (96, 192) for r in (3, 4, 6))
