@@ -18,7 +18,8 @@ from pathlib import Path
 
 from kvcodec.errors import KVError
 from kvcodec_lab.eval.merge import PACKED, missing, pack, unpack, write_results
-from kvcodec_lab.eval.store import read_run
+from kvcodec_lab.eval.scoring import UNCOMPRESSED
+from kvcodec_lab.eval.store import Run, read_run
 from kvcodec_lab.report import pictures
 from kvcodec_lab.report.figures import Plot
 from kvcodec_lab.report.pages.leaderboard import Runs, pair_plots, plots, prediction, read_runs, tables
@@ -42,7 +43,9 @@ No results are published yet: `benchmarks/evaluate.py` makes them.
 READING = """\
 Bits are true ones: every byte held when the scored text was read x 8 / elements, in the first run's prompts. Brackets
 are 95 % intervals over items; `difference` is from the uncompressed model on the same items, paired. Presets stand in
-the order of the first value column; where intervals overlap, that order says little.
+the order of the first value column; where intervals overlap, that order says little. All runs were made with
+`mean=none`, the default at that time, unless a row says `mean=pre`; on keys with biases
+[`mean=auto` does that now](key-biases.md).
 """
 PREDICTS = f"""\
 ## What one model says about another
@@ -65,7 +68,8 @@ scripts/update_leaderboard.py --add NAME=FOLDER        # publishes it, writes th
 ```
 
 `benchmarks/evaluate.py` runs all presets at once, in processes that share a GPU and in calls of limited length. A run
-with items left is refused. In a pull request: the folder below `benchmarks/results/eval/`, this page and its figure.
+with items left of a task is refused; a spec may lack whole tasks, and its cells there stay empty. In a pull request:
+the folder below `benchmarks/results/eval/`, this page and its figure.
 
 `kvcodec report FOLDER -o report.html` makes [the page of a run](report.md), with heat maps of grids, from an unpacked
 folder; of `benchmarks/results/eval/NAME` itself, all but the heat maps.
@@ -93,18 +97,28 @@ def write_figures(runs: Runs, root: Path) -> list[Path]:
     return [path for path, panels in drawn.items() if panels]
 
 
+def unfinished(run: Run) -> dict[str, dict[str, int]]:
+    """Items that are left of tasks which a spec has begun, by spec; the uncompressed model needs all of every task."""
+    planned, left = run.about["tasks"], {}
+    for spec, lacks in missing(run).items():
+        begun = {task: n for task, n in lacks.items() if n < planned[task]["items"]}
+        if found := dict(lacks) if spec == UNCOMPRESSED or len(lacks) == len(planned) else begun:
+            left[spec] = found
+    return left
+
+
 def add(name: str, folder: Path, root: Path) -> None:
     """Publish a run.
 
     Raises
     ------
     KVError
-        If items are left, or the folder is no run.
+        If items of a task are left, or the folder is no run.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if (folder / PACKED).is_file():
             folder = unpack(folder, temporary).folder
-        left = {spec: dict(lacks) for spec, lacks in missing(read_run(folder)).items() if lacks}
+        left = unfinished(read_run(folder))
         if left:
             spec, lacks = next(iter(left.items()))
             raise KVError(

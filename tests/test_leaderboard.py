@@ -214,6 +214,19 @@ def test_a_run_with_items_left_is_not_published(tmp_path: Path) -> None:
     assert not (tmp_path / script.RUNS).exists()
 
 
+def test_a_spec_may_lack_a_whole_task_and_the_uncompressed_model_may_not(tmp_path: Path) -> None:
+    for lacking, folder in (("fp8", tmp_path / "one"), (UNCOMPRESSED, tmp_path / "base")):
+        lines = (written(folder) / ITEMS).read_text().splitlines(keepends=True)
+        kept = [x for x in lines if (json.loads(x)["spec"], json.loads(x)["task"]) != (lacking, "needle")]
+        (folder / ITEMS).write_text("".join(kept))
+    script.add("one", tmp_path / "one", tmp_path)
+    rows = json.loads((tmp_path / script.RUNS / "one" / RESULTS).read_text())["rows"]
+    assert {r["task"] for r in rows if r["spec"] == "fp8"} == {"perplexity", "kl"}
+    assert {r["task"] for r in rows if r["spec"] == UNCOMPRESSED} == {"perplexity", "kl", "needle"}
+    with pytest.raises(KVError, match=r"1 specs have items left, e.g. \(uncompressed\)"):
+        script.add("base", tmp_path / "base", tmp_path)
+
+
 def test_a_published_run_is_made_again_and_published_the_same(root: Path, tmp_path: Path) -> None:
     name = readme.BOARD_RUNS[0]
     run = unpack(root / script.RUNS / name, tmp_path / "again")
