@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 
 from kvcodec.errors import KVError
-from kvcodec_lab.eval.merge import PACKED, missing, pack, unpack, write_results
-from kvcodec_lab.eval.scoring import UNCOMPRESSED
-from kvcodec_lab.eval.store import Run, read_run
+from kvcodec_lab.eval.merge import PACKED, pack, unfinished, unpack, write_results
+from kvcodec_lab.eval.store import read_run
 from kvcodec_lab.report import pictures
 from kvcodec_lab.report.figures import Plot
 from kvcodec_lab.report.pages.leaderboard import Runs, pair_plots, plots, prediction, read_runs, tables
@@ -95,16 +94,6 @@ def write_figures(runs: Runs, root: Path) -> list[Path]:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             pictures.write(panels, root / path)
     return [path for path, panels in drawn.items() if panels]
-
-
-def unfinished(run: Run) -> dict[str, dict[str, int]]:
-    """Items that are left of tasks which a spec has begun, by spec; the uncompressed model needs all of every task."""
-    planned, left = run.about["tasks"], {}
-    for spec, lacks in missing(run).items():
-        begun = {task: n for task, n in lacks.items() if n < planned[task]["items"]}
-        if found := dict(lacks) if spec == UNCOMPRESSED or len(lacks) == len(planned) else begun:
-            left[spec] = found
-    return left
 
 
 def add(name: str, folder: Path, root: Path) -> None:

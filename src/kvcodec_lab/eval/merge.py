@@ -70,6 +70,20 @@ def missing(run: Run) -> dict[str, Counter[str]]:
     }
 
 
+def unfinished(run: Run) -> dict[str, dict[str, int]]:
+    """As ``missing`` without the tasks that a spec has not begun, which a published run may lack.
+
+    The uncompressed model must have all items, every other spec those of one task at least.
+    """
+    planned: Mapping[str, Any] = run.about["tasks"]
+    left: dict[str, dict[str, int]] = {}
+    for spec, lacks in missing(run).items():
+        begun = {task: n for task, n in lacks.items() if n < planned[task]["items"]}
+        if found := dict(lacks) if spec == UNCOMPRESSED or len(lacks) == len(planned) else begun:
+            left[spec] = found
+    return left
+
+
 def pack(folder: str | Path, output: str | Path) -> None:
     """Write a run as it is published: ``run.json``, the rows of whole tasks, and the items compressed.
 
@@ -78,7 +92,7 @@ def pack(folder: str | Path, output: str | Path) -> None:
     run, target = read_run(folder), Path(output)
     target.mkdir(parents=True, exist_ok=True)
     (target / RUN).write_bytes((run.folder / RUN).read_bytes())
-    rows = summarize(run, "budget" if any(missing(run).values()) else "complete")
+    rows = summarize(run, "budget" if unfinished(run) else "complete")
     write_lines(target / RESULTS, [row for row in rows if row["group"] is None])
     (target / PACKED).write_bytes(gzip.compress((run.folder / ITEMS).read_bytes(), mtime=0))
 
