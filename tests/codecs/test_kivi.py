@@ -121,7 +121,7 @@ def test_a_cache_saved_before_values_were_interleaved_is_refused_where_they_are_
     cache = LayerCache(kvcodec.get("kivi-2"))
     cache.append(*gauss(2, 1, 2, 200, head_dim).half())
     with pytest.MonkeyPatch.context() as before:
-        before.setattr(GroupInt, "_interleaves", lambda codec, dim: False)
+        before.setattr(GroupInt, "interleaves", lambda codec, dim: False)
         page_layout.cache_clear()
         old = LayerCache(kvcodec.get("kivi-2"))
         old.append(*gauss(2, 1, 2, 200, head_dim).half())

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache.fused import fused_refusal
 from kvcodec.codec import roundtrip
 from kvcodec.codecs.hessian import HessianRotated
 from kvcodec.codecs.kmeans_residual import KMeansResidual
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
+from tests.codecs.cuda_refusal import cuda_refusal
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -206,7 +206,7 @@ def test_describe_prints_every_option():
 )
 def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reason):
     scheme = kvcodec.get(f"saw-int4:{options}")
-    assert reason in fused_refusal(scheme, 128, torch.device("cpu"))
+    assert reason in cuda_refusal(scheme, 128)
     assert kvcodec.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
     assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "cuda", "decode": "cuda"}
 

@@ -183,7 +183,8 @@ def test_golden_input_is_what_golden_input_draws(golden):
 def test_golden_describes_the_layout_and_the_preset(golden, spec):
     config = json.loads((golden / "config.json").read_text())
     assert config["spec"] == spec
-    assert kvcodec.from_json(json.dumps(config["scheme"])) == kvcodec.get(spec), "the preset means something else now"
+    stored = kvcodec.from_json(json.dumps(config["scheme"]))
+    assert kvcodec.get(spec).allows(stored), "the preset means something else now"
     for role, codec, *_ in roles(golden):
         fields = [
             {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in codec.layout(config["head_dim"]).fields

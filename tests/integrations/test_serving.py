@@ -139,7 +139,7 @@ def test_written_pages_are_the_librarys(spec: str) -> None:
     sinks = torch.tensor([0.3, -0.5, 1.0, 0.0])
     found = layer.attend(q, cache, ROW, TOKENS, Rules(0.2, sinks=sinks))
     wanted = library.attend(q.transpose(0, 1)[None], scale=0.2, sinks=sinks)
-    assert torch.equal(found, wanted[0].transpose(0, 1))
+    torch.testing.assert_close(found, wanted[0].transpose(0, 1), atol=2e-3, rtol=2e-3)  # of fp16
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -222,7 +222,7 @@ def test_blocks_in_another_order_are_refused() -> None:
 
 
 def test_kernels_are_refused_where_there_are_none() -> None:
-    with pytest.raises(UnsupportedError, match="saw-int4: device cpu is not"):
+    with pytest.raises(UnsupportedError, match=r"saw-int4: .* on a CPU"):
         made("saw-int4").engine(64)
 
 

@@ -280,7 +280,7 @@ def _widths(params: Params) -> Tensor:
 def _cuts(device: torch.device) -> Tensor:
     """Where the code of each width grows by one: float32 ``[8, 127]``, infinite behind the last."""
     table = levels().double()
-    cuts = torch.full((WIDEST + 1, 2**WIDEST - 1), torch.inf)
+    cuts = torch.full((WIDEST + 1, 2**WIDEST - 1), torch.inf, dtype=torch.float32)
     for w in range(1, WIDEST + 1):
         own = table[2**w - 1 : 2 ** (w + 1) - 1]
         cuts[w, : 2**w - 1] = ((own[1:] + own[:-1]) / 2).float()
@@ -496,7 +496,8 @@ class Ghost(Codec):
         weight, coded = params["weight"].unsqueeze(2), (widths > 0).unsqueeze(2)
         energy = sum_by_halves(torch.where(coded, y, 0.0).square())
         # r^2 between numbers i and i + 1: 2^((2 i + 1 - 2 UNIT) / 4)
-        walls = torch.tensor([_power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], device=y.device)
+        walls = torch.tensor([_power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
+        walls = walls.to(y.device)
         nearest = 1 + (energy > coded.sum(-1, keepdim=True) * walls).sum(-1, keepdim=True)
         codes, number = _search(torch.zeros_like(y), cuts), torch.zeros_like(nearest)
         least = sum_by_halves(weight * y.square())
