@@ -253,7 +253,8 @@ def work(jobs: Sequence[Job], args: argparse.Namespace, end: float) -> list[str]
         common["XDG_CACHE_HOME"] = str(args.work / "cache")
     models = args.work / "models"
     gpus = gpu_count() if args.device == "cuda" else 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore interrupts; so would these
+    # a shell's background jobs ignore interrupts, and so would the workers
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     running: list[tuple[Job, subprocess.Popen[bytes], Path]] = []
     for number, job in enumerate(jobs):
         log = job.folder.with_suffix(".log")
