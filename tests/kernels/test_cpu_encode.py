@@ -18,8 +18,8 @@ from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.compile import variants
 from kvcodec.kernels.cpu.encode import encode, prepared
+from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.engine import CpuEngine
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.scheme import page_layout
 

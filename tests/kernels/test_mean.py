@@ -19,7 +19,7 @@ from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.mean import KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
@@ -214,7 +214,7 @@ def test_an_engine_holds_keys_without_their_mean(machine: dict[str, Any]) -> Non
     dim, heads, tokens, means = 64, 2, 70, Means((100_000, 3), size=40.0, each=True)
     site = LayerSite(kvcodec.get("int-8"))
     roles = site.roles(heads, (dim, dim), torch.float32, torch.device("cpu"))
-    engine = Engine(site.scheme.key, site.scheme.value, dim, 64)
+    engine = CudaEngine(site.scheme.key, site.scheme.value, dim, 64)
     for seed in (4, 5):
         rng = torch.Generator().manual_seed(seed)
         held, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)

@@ -46,7 +46,7 @@ from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
 from kvcodec.integrations.transformers.rope import Rope, rope_of
 from kvcodec.integrations.transformers.windowed import WindowedLayer
-from kvcodec.kernels.engine import Kernels
+from kvcodec.kernels.choose import Kernels
 from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of, probe_option
 from kvcodec.ops.rope import Rotary
 from kvcodec.probe import OutlierProbe
