@@ -31,7 +31,7 @@ class CudaEngine(Engine):
     """
 
     name = "cuda"
-    checks = False
+    refuses_at_once = False
     mean: KeyMean | None = None
     """The mean that keys are held without; see ``hold_without``."""
 

@@ -32,8 +32,8 @@ class Engine(ABC):
 
     name: str
     """What reports call the kernels."""
-    checks: bool
-    """Whether a cache checks single tokens before it stores them; else they are flagged on the device."""
+    refuses_at_once: bool
+    """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
     ready = False
     """Whether the constants of both roles are on the device."""
     readers: "Mapping[Role, Reader | CpuReader]"

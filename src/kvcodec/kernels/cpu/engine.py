@@ -21,7 +21,7 @@ from kvcodec.kernels.engine import Engine
 class CpuEngine(Engine):
     """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
-    checks = True
+    refuses_at_once = True
     common: EncodeArgsStruct | None = None
     """What the calls of the encode kernels have in common; made at the first."""
 
@@ -36,12 +36,12 @@ class CpuEngine(Engine):
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
     def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
-        """As ``Engine.encode``."""
+        """As ``Engine.encode``; float32 tokens are rounded to fp16 first, as caches hold them."""
         if not new:
             return
         if self.common is None:
             self.common = prepared(self.spec)
-        encode(new, store.pages, store.table, first, bad, common=self.common, constants=self.writing)
+        encode(new, store.pages, store.table, first, bad, common=self.common, constants=self.writing, rounded=True)
 
     def attend(
         self,
