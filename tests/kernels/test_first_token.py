@@ -28,8 +28,9 @@ from kvcodec.integrations.transformers import arrivals, cache_for, layers, windo
 from kvcodec.kernels import build, encode
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels.choose import refusal
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.engine import Engine, refusal
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.hqmq import cell_tables
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
@@ -171,9 +172,9 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
         for cache in caches:
             cache.append(k, v)
         one, two, other = (cache.engine for cache in caches)
-        assert isinstance(one, Engine)
-        assert isinstance(two, Engine)
-        assert isinstance(other, Engine)
+        assert isinstance(one, CudaEngine)
+        assert isinstance(two, CudaEngine)
+        assert isinstance(other, CudaEngine)
         assert one.writing["key"].tables is two.writing["key"].tables
         assert one.reading["key"].tables is two.reading["key"].tables
         alike = isinstance(made.key, Octopus)  # its tables know no layer, its signs do

@@ -22,7 +22,7 @@ from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
@@ -301,7 +301,7 @@ def check_engine(dim: int, last: int, device: torch.device) -> None:
     heads, tokens, means = 2, 70, Means((last - 70, 3), size=40.0, each=True)
     site = LayerSite(kvcodec.get("int-8"))
     roles = site.roles(heads, (dim, dim), torch.float32, device)
-    engine = Engine(site.scheme.key, site.scheme.value, dim, 64)
+    engine = CudaEngine(site.scheme.key, site.scheme.value, dim, 64)
     for seed in (4, 5):
         rng = torch.Generator().manual_seed(seed)
         held, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
