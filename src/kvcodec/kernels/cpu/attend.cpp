@@ -59,6 +59,7 @@ void attend(const Args& a) {
 }  // namespace
 }  // namespace kv
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // address of the OpenMP runtime's GOMP_parallel; null: one thread
@@ -78,6 +79,8 @@ void kv_unpack(const kv::Role* role, const uint8_t* page, int64_t head, int64_t 
     const int some = (int)std::min<int64_t>(kv::TILE, count - i);
     kv::READERS[role->reader].unpack(
         {page, tables, role->planes, role->options, (int)dim, (int)(first + i), some, out + i * dim});
+    for (int t = 0; t < some; ++t) kv::reorder(*role, out + (i + t) * dim, (int)dim, true);
   }
 }
 }
+#pragma GCC visibility pop

@@ -5,9 +5,9 @@
 // as it goes (online softmax), and values are unpacked and summed likewise. Splits are merged by the last of them to
 // finish, in order.
 //
-// Packed keys and values are in the basis of the codes: queries are mapped to it once, and sums mapped back once (times
-// a factor per channel, then a block-diagonal Hadamard; backwards for sums). Dense tokens are in the model's basis and
-// have sums of their own.
+// Packed keys and values are in the basis of the codes, their channels in the reader's order: queries are mapped to it
+// once, and sums mapped back once (times a factor per channel, then a block-diagonal Hadamard; backwards for sums).
+// Dense tokens are in the model's basis and have sums of their own.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -80,6 +80,17 @@ inline void hadamard(float* x, int dim, int order) {
 
 inline const float* factors(const Role& role, const Args& a, int b, int h) {
   return role.factor ? role.factor + b * role.factor_batch + h * a.dim : nullptr;
+}
+
+// row[p] = x[channel at place p], or back, in a reader's order
+inline void reorder(const Role& role, float* row, int dim, bool back) {
+  const Order order = READERS[role.reader].order;
+  if (!order) return;
+  int16_t channel[WIDEST];
+  float x[WIDEST];
+  order(role.options, dim, channel);
+  memcpy(x, row, sizeof(float) * dim);
+  for (int p = 0; p < dim; ++p) (back ? row[channel[p]] : row[p]) = x[back ? p : channel[p]];
 }
 
 // -- products ---------------------------------------------------------------------------------------------------------
@@ -192,14 +203,15 @@ struct Task {
     const int dim = (int)a.dim;
     const size_t block = (size_t)rows * dim;
     static thread_local Scratch memory;
-    float* at = memory.take(3 * block + (TILE + SLACK) * dim + rows * TILE);
+    float* at = memory.take(3 * block + (TILE + SLACK) * dim + rows * (TILE + LANES));
     const auto next = [&at](size_t n) { float* p = at; at += n; return p; };
     float *q = next(block), *q_code = next(block), *acc_code = next(block), *tile = next((TILE + SLACK) * dim);
-    float* s = next(rows * TILE);
+    float *s = next(rows * TILE), *total = next(rows * LANES);
     float* acc = part.acc;
     std::fill(acc, acc + block, 0.0f);
     std::fill(acc_code, acc_code + block, 0.0f);
     std::fill(tile, tile + (TILE + SLACK) * dim, 0.0f);
+    std::fill(total, total + rows * LANES, 0.0f);
     std::fill(part.most, part.most + rows, -INFINITY);
     std::fill(part.total, part.total + rows, 0.0f);
     narrow();
@@ -213,6 +225,7 @@ struct Task {
         q_code[r * dim + c] = factor ? q[r * dim + c] * factor[c] : q[r * dim + c];
       }
       hadamard(q_code + r * dim, dim, (int)a.key.order);
+      reorder(a.key, q_code + r * dim, dim, false);
     }
 
     int64_t first = 0;  // token at which the piece begins
@@ -228,7 +241,7 @@ struct Task {
         if (key >= 0) ahead(key, count, key + last - t);
         const float* against = coded ? q_code : q;
         by_four(rows, [&](auto n, int r) { score<n>(against + r * dim, tile, count, dim, s + r * TILE); });
-        soften(s, t, count, part, acc, acc_code);
+        soften(s, t, count, part, total, acc, acc_code);
         float* into = fill(a.value, value, count, tile) ? acc_code : acc;
         by_four(rows, [&](auto n, int r) { gather_all<n>(s + r * TILE, tile, count, dim, into + r * dim); });
         t += count;
@@ -236,6 +249,8 @@ struct Task {
     }
     factor = factors(a.value, a, b, h);
     for (int r = 0; r < rows; ++r) {
+      part.total[r] = sum(load(total + r * LANES));
+      reorder(a.value, acc_code + r * dim, dim, true);
       hadamard(acc_code + r * dim, dim, (int)a.value.order);
       for (int c = 0; c < dim; ++c) {
         const float x = acc_code[r * dim + c];
@@ -256,8 +271,13 @@ struct Task {
     for (int64_t i = from; i < to; i += 64) __builtin_prefetch(p + i);
   }
 
-  // scores s [rows, TILE] of the tokens [t, t + count) to weights; what was summed before is scaled
-  void soften(float* s, int64_t t, int count, const Part& part, float* acc, float* acc_code) const {
+  static void scaled(float* x, int n, float by) {
+    for (int i = 0; i < n; i += LANES) store(x + i, load(x + i) * splat(by));
+  }
+
+  // scores s [rows, TILE] of the tokens [t, t + count) to weights, which are added to total [rows, LANES]; what was summed
+  // before is scaled
+  void soften(float* s, int64_t t, int count, const Part& part, float* total, float* acc, float* acc_code) const {
     const int dim = (int)a.dim;
     const int padded = (count + LANES - 1) / LANES * LANES;
     for (int r = 0; r < rows; ++r) {
@@ -275,22 +295,25 @@ struct Task {
         for (int i = 0; i < count && i < low; ++i) x[i] = -INFINITY;
         for (int i = (int)std::max<int64_t>(high, 0); i < count; ++i) x[i] = -INFINITY;
       }
-      F most = splat(-INFINITY);
-      for (int i = 0; i < padded; i += LANES) most = max(load(x + i), most);
-      const float before = part.most[r], now = std::max(before, largest(most));
-      const float base = now == -INFINITY ? 0.0f : now;
-      F total{};
-      for (int i = 0; i < padded; i += LANES) {
-        const F p = exp(load(x + i) - splat(base));
-        store(x + i, p);
-        total += p;
+      const float before = part.most[r];
+      I above{};
+      for (int i = 0; i < padded; i += LANES) above |= load(x + i) > splat(before);
+      if (any(above)) {
+        F most = splat(before);
+        for (int i = 0; i < padded; i += LANES) most = max(load(x + i), most);
+        const float now = largest(most), rescale = before == -INFINITY ? 0.0f : std::exp(before - now);
+        part.most[r] = now;
+        scaled(total + r * LANES, LANES, rescale), scaled(acc + r * dim, dim, rescale);
+        scaled(acc_code + r * dim, dim, rescale);
       }
-      const float rescale = before == now ? 1.0f : std::exp(before - base);
-      part.most[r] = now;
-      part.total[r] = part.total[r] * rescale + sum(total);
-      if (before != now && before != -INFINITY)
-        for (float* sums : {acc, acc_code})
-          for (int c = 0; c < dim; c += LANES) store(sums + r * dim + c, load(sums + r * dim + c) * splat(rescale));
+      const F base = splat(part.most[r] == -INFINITY ? 0.0f : part.most[r]);
+      F weights = load(total + r * LANES);
+      for (int i = 0; i < padded; i += LANES) {
+        const F p = exp(load(x + i) - base);
+        store(x + i, p);
+        weights += p;
+      }
+      store(total + r * LANES, weights);
     }
   }
 };

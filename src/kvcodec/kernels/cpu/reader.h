@@ -3,6 +3,10 @@
 // A reader is a function `void unpack(const Rows&)` in read_<name>.h; readers.h lists them by name. Its numbers are
 // those of the codec's `decode`, bit by bit where that only looks up, multiplies and adds. It reads the tokens that it
 // is asked for and nothing behind them: other slots hold arbitrary bytes.
+//
+// Codes lie side by side in bytes, numbers in lanes of vectors. So a reader may write a row's channels in another order,
+// which spares it shuffles; a function `void order(const int32_t* options, int dim, int16_t* channel)` beside it says
+// which channel lies at each place.
 #pragma once
 #include <cstdint>
 
@@ -19,12 +23,13 @@ struct Rows {
   const int32_t* options; // numbers that kernels/<stem>.py chose
   int dim;                // D, a multiple of 16
   int first, count;       // places in the page
-  float* out;             // [count, D]
+  float* out;             // [count, D], channels in the reader's order
 
   const uint8_t* plane(int p) const { return page + planes[p]; }
   const uint8_t* row(int p, int place, int64_t bytes) const { return page + planes[p] + place * bytes; }
 };
 
 using Unpack = void (*)(const Rows&);
+using Order = void (*)(const int32_t* options, int dim, int16_t* channel);
 
 }  // namespace kv
