@@ -56,9 +56,9 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
 
 inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
+  all_triplets(stage, [](int) { return 1.0f; });
   for (int t = 0; t < r.count; ++t) {
     float* row = r.out + t * r.dim;
-    one_token(stage, t, 1.0f, row);
     add_residual(r, t, row);
     const float norm = triplets_norm(stage, t);
     for (int c = 0; c < r.dim; ++c) row[c] *= norm;

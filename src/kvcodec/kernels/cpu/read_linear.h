@@ -112,8 +112,8 @@ inline void unpack_fp8(const Rows& r) {
     const F scale = splat(r.options[0] ? scales[t] : 1.0f);
     for (int c = 0; c < r.dim; c += LANES) {
       const U x = widen<uint8_t>(row + c), rest = x & 0x7fu;
-      const U size = (U)((F)(rest << 20) * splat(0x1p120f)) | ((U)(rest == 0x7fu) & 0x7fc00000u);
-      store(r.out + t * r.dim + c, (F)(size | (x & 0x80u) << 24) * scale);
+      const F number = from_halves(rest << 7 | (x & 0x80u) << 8) * splat(256.0f);
+      store(r.out + t * r.dim + c, (F)((U)number | ((U)(rest == 0x7fu) & 0x7fc00000u)) * scale);
     }
   }
 }

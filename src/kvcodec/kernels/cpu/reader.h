@@ -15,6 +15,7 @@ namespace kv {
 constexpr int PLANES = 8, OPTIONS = 8;
 constexpr int TILE = 32;  // most tokens unpacked at a time
 constexpr int WIDEST = 512;  // most channels
+constexpr int OVER = 16;
 
 struct Rows {
   const uint8_t* page;    // planes of this head's page
@@ -23,7 +24,7 @@ struct Rows {
   const int32_t* options; // numbers that kernels/<stem>.py chose
   int dim;                // D, a multiple of 16
   int first, count;       // places in the page
-  float* out;             // [count, D], channels in the reader's order
+  float* out;             // [count, D], channels in the reader's order; up to OVER numbers behind may be overwritten
 
   const uint8_t* plane(int p) const { return page + planes[p]; }
   const uint8_t* row(int p, int place, int64_t bytes) const { return page + planes[p] + place * bytes; }

@@ -54,8 +54,6 @@ inline I iota() {
   return x;
 }
 
-// -- sums over lanes --------------------------------------------------------------------------------------------------
-
 #if defined(__clang__)
 #define KV_SHUFFLE(a, b, mask) kv::picked(a, b, mask)
 inline F picked(F a, F b, I mask) {
@@ -66,6 +64,8 @@ inline F picked(F a, F b, I mask) {
 #else
 #define KV_SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
 #endif
+
+// -- sums over lanes --------------------------------------------------------------------------------------------------
 
 // Lanes whose number has the bit HALF are b's, the others a's; to each is added the lane HALF away.
 template <int HALF> inline F fold(F a, F b) {
@@ -123,6 +123,40 @@ inline F picked_from(const float* from, const int16_t* at) {
 #endif
 }
 
+// LANES / 4 rows of four numbers, each `at` bytes behind a table's begin
+inline F four_by_four(const void* table, const uint32_t* at) {
+  const char* from = (const char*)table;
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float*)(from + at[0])));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[1])), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[2])), 2);
+  return (F)_mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[3])), 3);
+#else
+  F x;
+  for (int i = 0; i < LANES / 4; ++i) memcpy((char*)&x + 16 * i, from + at[i], 16);
+  return x;
+#endif
+}
+
+// LANES / 4 numbers, each four times
+inline F each_four_times(const float* p) {
+#if defined(__AVX512F__)
+  const __m512i at = _mm512_srli_epi32((__m512i)iota(), 2);
+  return (F)_mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_loadu_ps(p)));
+#else
+  F x;
+  for (int i = 0; i < LANES; ++i) x[i] = p[i / 4];
+  return x;
+#endif
+}
+
+// the first three of every four lanes; what lies behind them is overwritten, LANES numbers in all
+inline void store_threes(float* p, F x) {
+  I at;
+  for (int i = 0; i < LANES; ++i) at[i] = i < LANES / 4 * 3 ? i / 3 * 4 + i % 3 : i;
+  store(p, KV_SHUFFLE(x, x, at));
+}
+
 // -- functions --------------------------------------------------------------------------------------------------------
 
 // e^x within 2 ulp for x <= 88; 0 below -87
@@ -174,6 +208,17 @@ template <class T> inline U widen(const void* p) {
 #endif
 }
 
+// fp16 numbers in the low halves of lanes
+inline F from_halves(U h) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
+#else
+  const U sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
+  const U up = (U)((F)(rest << 13) * splat(0x1p112f));
+  return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
+#endif
+}
+
 // LANES fp16 numbers
 inline F load_halves(const void* p) {
 #if defined(__AVX512F__)
@@ -181,9 +226,7 @@ inline F load_halves(const void* p) {
 #elif defined(__AVX2__)
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-  const U h = widen<uint16_t>(p), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
-  const U up = (U)((F)(rest << 13) * splat(0x1p112f));
-  return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
+  return from_halves(widen<uint16_t>(p));
 #endif
 }
 inline float half(const void* p) {
