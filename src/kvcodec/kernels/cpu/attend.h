@@ -95,10 +95,19 @@ inline void reorder(const Role& role, float* row, int dim, bool back) {
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
+// Memory that will be read soon. Few cache lines can be on their way at a time, so it is asked for bit by bit.
+struct Ahead {
+  const uint8_t *next, *end;
+  void fetch(int lines) {
+    for (; lines > 0 && next < end; --lines, next += 64) __builtin_prefetch(next);
+  }
+};
+
 // s[r, t] = <q_r, k_t>; q [R, dim], k [tokens + SLACK, dim], s [R, TILE]
-template <int R> inline void score(const float* q, const float* k, int tokens, int dim, float* s) {
+template <int R> inline void score(const float* q, const float* k, int tokens, int dim, float* s, Ahead& ahead) {
   constexpr int WIDE = R > 2 ? 4 : R, STEP = LANES / WIDE;  // tokens at a time: LANES sums in all
   for (int t = 0; t < tokens; t += STEP) {
+    ahead.fetch(STEP);
     F x[LANES];
     for (F& one : x) one = F{};
     for (int c = 0; c < dim; c += LANES) {
@@ -117,12 +126,14 @@ template <int R> inline void score(const float* q, const float* k, int tokens, i
 }
 
 // acc_r += sum over t of p[r, t] v_t; p [R, TILE]
-template <int R, int WIDE> inline void gather(const float* p, const float* v, int tokens, int dim, float* acc) {
+template <int R, int WIDE>
+inline void gather(const float* p, const float* v, int tokens, int dim, float* acc, Ahead& ahead) {
   F x[R][WIDE];
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < WIDE; ++i) x[r][i] = load(acc + r * dim + i * LANES);
   for (int t = 0; t < tokens; ++t) {
     F y[WIDE];
+    if (t % 4 == 0) ahead.fetch(2);
     for (int i = 0; i < WIDE; ++i) y[i] = load(v + t * dim + i * LANES);
     for (int r = 0; r < R; ++r) {
       const F w = splat(p[r * TILE + t]);
@@ -133,11 +144,12 @@ template <int R, int WIDE> inline void gather(const float* p, const float* v, in
     for (int i = 0; i < WIDE; ++i) store(acc + r * dim + i * LANES, x[r][i]);
 }
 
-template <int R> inline void gather_all(const float* p, const float* v, int tokens, int dim, float* acc) {
+template <int R>
+inline void gather_all(const float* p, const float* v, int tokens, int dim, float* acc, Ahead& ahead) {
   constexpr int WIDE = LANES == 16 ? 4 : 2;
   int c = 0;
-  for (; c + WIDE * LANES <= dim; c += WIDE * LANES) gather<R, WIDE>(p, v + c, tokens, dim, acc + c);
-  for (; c < dim; c += LANES) gather<R, 1>(p, v + c, tokens, dim, acc + c);
+  for (; c + WIDE * LANES <= dim; c += WIDE * LANES) gather<R, WIDE>(p, v + c, tokens, dim, acc + c, ahead);
+  for (; c < dim; c += LANES) gather<R, 1>(p, v + c, tokens, dim, acc + c, ahead);
 }
 
 // `with` gets blocks of up to four rows
@@ -238,12 +250,13 @@ struct Task {
         const int64_t key = moved(piece.key, t - first), value = moved(piece.value, t - first);
         const int count = (int)std::min({(int64_t)TILE, last - t, left(key), left(value)});
         const bool coded = fill(a.key, key, count, tile);
-        if (key >= 0) ahead(key, count, key + last - t);
+        Ahead soon = key >= 0 ? ahead(key, count, key + last - t) : Ahead{};
         const float* against = coded ? q_code : q;
-        by_four(rows, [&](auto n, int r) { score<n>(against + r * dim, tile, count, dim, s + r * TILE); });
+        by_four(rows, [&](auto n, int r) { score<n>(against + r * dim, tile, count, dim, s + r * TILE, soon); });
         soften(s, t, count, part, total, acc, acc_code);
         float* into = fill(a.value, value, count, tile) ? acc_code : acc;
-        by_four(rows, [&](auto n, int r) { gather_all<n>(s + r * TILE, tile, count, dim, into + r * dim); });
+        by_four(rows, [&](auto n, int r) { gather_all<n>(s + r * TILE, tile, count, dim, into + r * dim, soon); });
+        soon.fetch(1 << 20);
         t += count;
       }
     }
@@ -262,13 +275,12 @@ struct Task {
   static int64_t moved(int64_t at, int64_t by) { return at < 0 ? at - by : at + by; }
   int64_t left(int64_t at) const { return at < 0 ? TILE : a.page_tokens - at % a.page_tokens; }
 
-  // fetch the part of the next page that matches these tokens' part of this one; the run ends before slot `end_slot`
-  void ahead(int64_t slot, int count, int64_t end_slot) const {
+  // the part of the next page that matches these tokens' part of this one; the run ends before slot `end_slot`
+  Ahead ahead(int64_t slot, int count, int64_t end_slot) const {
     const int64_t next = slot + a.page_tokens, place = slot % a.page_tokens;
-    if (next - place >= end_slot) return;
+    if (next - place >= end_slot) return {};
     const uint8_t* p = page(next);
-    const int64_t from = place * a.page_bytes / a.page_tokens, to = (place + count) * a.page_bytes / a.page_tokens;
-    for (int64_t i = from; i < to; i += 64) __builtin_prefetch(p + i);
+    return {p + place * a.page_bytes / a.page_tokens, p + (place + count) * a.page_bytes / a.page_tokens};
   }
 
   static void scaled(float* x, int n, float by) {

@@ -56,8 +56,15 @@ template <int BITS, class LookOf> inline void look_up(const Codes& rows, int fir
       for (int j = 0; j < 8 * BYTES / BITS; ++j) put(j, (I)(x >> j * BITS));
     });
   });
-  for (int c = first; c < end; c += LANES)
-    each(c, [=](const uint8_t* row, const auto& put) { put(0, codes<BITS>(row - c * BITS / 8, c)); });
+  const auto straight = [&](auto vectors) {
+    constexpr int COUNT = decltype(vectors)::value;
+    for (; first + COUNT * LANES <= end; first += COUNT * LANES)
+      each(first, [c = first](const uint8_t* row, const auto& put) {
+        for (int j = 0; j < COUNT; ++j) put(j, codes<BITS>(row - c * BITS / 8, c + j * LANES));
+      });
+  };
+  straight(std::integral_constant<int, 4>());
+  straight(std::integral_constant<int, 1>());
 }
 
 template <int BITS> inline void order_run(int first, int end, int16_t* channel) {
@@ -111,9 +118,7 @@ inline void unpack_fp8(const Rows& r) {
     const uint8_t* row = r.row(0, r.first + t, r.dim);
     const F scale = splat(r.options[0] ? scales[t] : 1.0f);
     for (int c = 0; c < r.dim; c += LANES) {
-      const U x = widen<uint8_t>(row + c), rest = x & 0x7fu;
-      const F number = from_halves(rest << 7 | (x & 0x80u) << 8) * splat(256.0f);
-      store(r.out + t * r.dim + c, (F)((U)number | ((U)(rest == 0x7fu) & 0x7fc00000u)) * scale);
+      store(r.out + t * r.dim + c, load_e4m3(row + c) * scale);
     }
   }
 }

@@ -208,17 +208,6 @@ template <class T> inline U widen(const void* p) {
 #endif
 }
 
-// fp16 numbers in the low halves of lanes
-inline F from_halves(U h) {
-#if defined(__AVX512F__)
-  return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
-#else
-  const U sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
-  const U up = (U)((F)(rest << 13) * splat(0x1p112f));
-  return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
-#endif
-}
-
 // LANES fp16 numbers
 inline F load_halves(const void* p) {
 #if defined(__AVX512F__)
@@ -226,8 +215,24 @@ inline F load_halves(const void* p) {
 #elif defined(__AVX2__)
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-  return from_halves(widen<uint16_t>(p));
+  const U h = widen<uint16_t>(p), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
+  const U up = (U)((F)(rest << 13) * splat(0x1p112f));
+  return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
 #endif
+}
+
+// LANES numbers of E4M3, whose bits are those of fp16 numbers 2^8 times as small
+inline F load_e4m3(const void* p) {
+  const U x = widen<uint8_t>(p), rest = x & 0x7fu;
+#if defined(__AVX512F__)
+  const __m256i h = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(h, 8), _mm256_set1_epi16(-0x8000));
+  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(h, _mm256_set1_epi16(0x7f)), 7);
+  const F number = (F)_mm512_cvtph_ps(_mm256_or_si256(sign, size)) * splat(256.0f);
+#else
+  const F number = (F)((U)((F)(rest << 20) * splat(0x1p120f)) | (x & 0x80u) << 24);
+#endif
+  return (F)((U)number | ((U)(rest == 0x7fu) & 0x7fc00000u));
 }
 inline float half(const void* p) {
   uint16_t h;
