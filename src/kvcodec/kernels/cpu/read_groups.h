@@ -17,7 +17,11 @@ inline void deinterleave(const uint8_t* row, int dim, uint8_t* out) {
   for (int i = 0; i < dim / 4; i += 16) {
     Bytes x;
     memcpy(&x, row + i, 16);
+#if defined(__clang__)
+    x = __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
     x = __builtin_shuffle(x, Bytes{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
+#endif
     memcpy(out + i, &x, 16);
   }
 }

@@ -33,15 +33,15 @@ struct Numbers {
   const int32_t* places;
   int n;
 
-  // the numbers times `by`; may read three bytes behind the row, in the page
-  void put(uint32_t by, uint32_t* out) const {
+  // the numbers << by; may read three bytes behind the row, in the page
+  void put(int by, uint32_t* out) const {
 #if defined(__AVX512BW__)
     if (held <= 64 && rest <= 64) return in_registers(by, out);
 #endif
     one_by_one(by, out);
   }
 
-  __attribute__((noinline)) void one_by_one(uint32_t by, uint32_t* out) const {
+  __attribute__((noinline)) void one_by_one(int by, uint32_t* out) const {
     const int size = padded16(n);
     const auto bits = [=](const uint8_t* from, const int32_t* p) {
       uint32_t pair;
@@ -50,12 +50,12 @@ struct Numbers {
     };
     for (int i = 0; i < n; ++i) {
       const int32_t* p = places + i;
-      out[i] = (bits(codes, p) | bits(tail, p + 3 * size) << p[6 * size]) * by;
+      out[i] = (bits(codes, p) | bits(tail, p + 3 * size) << p[6 * size]) << by;
     }
   }
 
 #if defined(__AVX512BW__)
-  void in_registers(uint32_t by, uint32_t* out) const {
+  void in_registers(int by, uint32_t* out) const {
     const int size = padded16(n);
     const auto row = [](const uint8_t* p, int bytes) {
       return _mm512_maskz_loadu_epi8(bytes ? ~0ull >> (64 - bytes) : 0, p);
@@ -69,7 +69,7 @@ struct Numbers {
     for (int i = 0; i < size; i += 16) {
       const int32_t* p = places + i;
       const U high = (U)_mm512_sllv_epi32(bits(back, p + 3 * size), _mm512_loadu_si512(p + 6 * size));
-      const U all = ((U)bits(front, p) | high) * by;
+      const U all = ((U)bits(front, p) | high) << by;
       memcpy(out + i, &all, sizeof all);
     }
   }
@@ -95,10 +95,10 @@ template <bool APART, class Scale> inline void triplets(const Rows& r, const Sca
     const int count = r.count - first < SOME ? r.count - first : SOME;
     for (int k = 0; k < count; ++k) {
       Numbers row{r.row(0, r.first + first + k, held), held, r.row(held > 0, r.first + first + k, rest), rest, places, n};
-      row.put(16, code[k]);  // bytes
+      row.put(4, code[k]);  // rows have 16 bytes
       if constexpr (APART) {
         row.places += 7 * size;
-        row.put(1, which);
+        row.put(0, which);
         if (most < 16)
           for (int i = 0; i < size; i += LANES) {
             I at;

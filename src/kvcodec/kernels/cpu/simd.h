@@ -223,16 +223,17 @@ inline F load_halves(const void* p) {
 
 // LANES numbers of E4M3, whose bits are those of fp16 numbers 2^8 times as small
 inline F load_e4m3(const void* p) {
-  const U x = widen<uint8_t>(p), rest = x & 0x7fu;
 #if defined(__AVX512F__)
-  const __m256i h = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
-  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(h, 8), _mm256_set1_epi16(-0x8000));
-  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(h, _mm256_set1_epi16(0x7f)), 7);
-  const F number = (F)_mm512_cvtph_ps(_mm256_or_si256(sign, size)) * splat(256.0f);
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(x, 7), 15);
+  const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7f << 7)), _mm256_set1_epi16(0x4000));
+  return (F)_mm512_cvtph_ps(_mm256_or_si256(_mm256_or_si256(rest, sign), nan)) * splat(256.0f);
 #else
-  const F number = (F)((U)((F)(rest << 20) * splat(0x1p120f)) | (x & 0x80u) << 24);
+  const U x = widen<uint8_t>(p), rest = x & 0x7fu;
+  const U size = (U)((F)(rest << 20) * splat(0x1p120f)) | ((U)(rest == 0x7fu) & 0x7fc00000u);
+  return (F)(size | (x & 0x80u) << 24);
 #endif
-  return (F)((U)number | ((U)(rest == 0x7fu) & 0x7fc00000u));
 }
 inline float half(const void* p) {
   uint16_t h;
