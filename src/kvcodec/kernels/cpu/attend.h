@@ -130,7 +130,7 @@ template <int R, int WIDE>
 inline void gather(const float* p, const float* v, int tokens, int dim, float* acc, Ahead& ahead) {
   F x[R][WIDE];
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < WIDE; ++i) x[r][i] = load(acc + r * dim + i * LANES);
+    for (int i = 0; i < WIDE; ++i) x[r][i] = F{};
   for (int t = 0; t < tokens; ++t) {
     F y[WIDE];
     if (t % 4 == 0) ahead.fetch(2);
@@ -141,7 +141,10 @@ inline void gather(const float* p, const float* v, int tokens, int dim, float* a
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < WIDE; ++i) store(acc + r * dim + i * LANES, x[r][i]);
+    for (int i = 0; i < WIDE; ++i) {  // a tile's sum is added whole: fewer roundings of a large number
+      float* to = acc + r * dim + i * LANES;
+      store(to, load(to) + x[r][i]);
+    }
 }
 
 template <int R>
