@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvcodec.errors import ShapeError
+from kvcodec.errors import FitError, ShapeError
 from kvcodec.layout import Field, Layout
 
 Role = Literal["key", "value"]
@@ -393,6 +393,21 @@ def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
     check_tensor("keys", keys)
     check_tensor("values", values)
     return [x.item() for x in more]
+
+
+def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
+    """Validate what a ``calibrate`` fits on, by name: tensors ``[B, H or HQ, N, D]`` of at least one token.
+
+    Raises
+    ------
+    FitError
+    """
+    for name, x in given.items():
+        if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
+            raise FitError(
+                f"{method}: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
+                f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
+            )
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:

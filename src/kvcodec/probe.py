@@ -33,6 +33,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
@@ -167,7 +168,7 @@ class OutlierProbe:
         fresh = [one for one in self.noted if one.layer not in self.measured]
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
-            engine = one.cache.engine if isinstance(one.cache, DeviceCache) else None
+            engine = _cuda_engine(one.cache)
             written = "" if engine is None else engine.encode_spec
             alike = one.cache.roles["key"].codec, written, one.sample.shape, one.sample.device
             groups.setdefault(alike, []).append(one)
@@ -233,7 +234,7 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
     states = [cache.roles["key"] for cache in caches]
     codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
     params = _side_by_side(codec, constants, keys.shape[3])
-    engines = [c.engine for c in caches if isinstance(c, DeviceCache) and c.engine is not None]
+    engines = [engine for c in caches if (engine := _cuda_engine(c)) is not None]
     payload, store = None, caches[0].store
     if len(engines) == len(caches) and store is not None:
         payload = engines[0].encode_side_by_side(keys, engines, store)
@@ -242,6 +243,12 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
         payload = codec.encode(codec.to_code(x, params), params)
     decoded = codec.from_code(codec.decode(payload, params), params)
     return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
+
+
+def _cuda_engine(cache: LayerCache) -> CudaEngine | None:
+    """The engine that may encode keys of several layers at once."""
+    engine = cache.engine if isinstance(cache, DeviceCache) else None
+    return engine if isinstance(engine, CudaEngine) else None
 
 
 def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:

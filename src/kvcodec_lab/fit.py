@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.cache.site import MEAN, KeyMean
+from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import FitError, ModelError
 from kvcodec.files.params import FittedParams, sites_to_fit
@@ -155,10 +155,10 @@ def fit_model(
     schemes = decided(model.model, plan, scheme)
     check_layouts(plan, schemes)
     scheme = scheme.with_means([own.mean for own in schemes])
-    means: dict[int, KeyMean] = {}
+    means: dict[int, MeanRemoval] = {}
     for layer, own in zip(plan.kv_layers, schemes, strict=True):
         if own.mean in ("pre", "post"):
-            means[layer.index] = KeyMean(own.mean, rotary_of(model.model, layer) if own.mean == "pre" else None)
+            means[layer.index] = MeanRemoval(own.mean, rotary_of(model.model, layer) if own.mean == "pre" else None)
     sites = sites_to_fit(scheme, layers)
     if not sites:
         raise FitError(f"{scheme}: all {len(layers)} KV layers of {model.name} are dense; there is nothing to fit.")
@@ -263,7 +263,7 @@ def _places(n: int, tokens: int) -> Tensor:
     return torch.linspace(0, n - 1, min(n, tokens), dtype=torch.float64).round().long()
 
 
-def _mean_of(parts: Sequence[Tensor], places: Sequence[Tensor], mean: KeyMean) -> Tensor:
+def _mean_of(parts: Sequence[Tensor], places: Sequence[Tensor], mean: MeanRemoval) -> Tensor:
     """Mean of the keys ``[1, H, n, D]`` of several windows, float32 ``[1, H, D]``."""
     late = [at >= SKIPPED for at in places]
     if not any(bool(kept.any()) for kept in late):
@@ -275,7 +275,7 @@ def _mean_of(parts: Sequence[Tensor], places: Sequence[Tensor], mean: KeyMean) -
 def _fit_sites(
     sites: Sequence[tuple[int, Role, Codec]],
     samples: dict[int, LayerSample],
-    means: Mapping[int, KeyMean],
+    means: Mapping[int, MeanRemoval],
     seed: int,
     device: torch.device,
     progress: Progress,

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, allot, normal_levels
+from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.integrations.transformers.cache import cache_for
 from kvcodec.ops.lloyd_max import distortion
+from kvcodec.ops.widths import allot
 from kvcodec_lab.eval.perplexity import split_windows, tokenize
 from kvcodec_lab.fit import capture, fit_model
 from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
@@ -68,12 +69,12 @@ def test_no_other_widths_cost_the_scores_less(bits, seed):
         return sum(w * ERRORS[b] for w, b in zip(weights, widths, strict=True))
 
     every = (list(w) for w in itertools.product(range(9), repeat=4) if sum(w) == 4 * bits)
-    assert cost(allot(weights, bits)) == pytest.approx(min(map(cost, every)), rel=1e-12)
+    assert cost(allot(weights, ERRORS, 4 * bits)) == pytest.approx(min(map(cost, every)), rel=1e-12)
 
 
 def test_equal_weights_get_equal_bits_and_no_step_more_than_eight():
-    assert allot([1.0] * 8, 3) == [3] * 8
-    assert allot([1e30] + [1.0] * 7, 4) == [8, 4, 4, 4, 3, 3, 3, 3]
+    assert allot([1.0] * 8, ERRORS, 24) == [3] * 8
+    assert allot([1e30] + [1.0] * 7, ERRORS, 32) == [8, 4, 4, 4, 3, 3, 3, 3]
 
 
 def by_hand(keys, queries, bits):
@@ -94,7 +95,7 @@ def by_hand(keys, queries, bits):
         weight = [a * b for a, b in zip(e, f, strict=True)]
         ranked = sorted(range(half), key=lambda p: -weight[p])
         steps = [ranked[i : i + 4] for i in range(0, half, 4)]
-        widths = allot([sum(weight[p] for p in step) for step in steps], bits)
+        widths = allot([sum(weight[p] for p in step) for step in steps], ERRORS, bits * len(steps))
         order = [c for step in steps for c in [*step, *(p + half for p in step)]]
         found.append((order, widths, [e[c % half] ** 0.5 for c in order]))
     return found

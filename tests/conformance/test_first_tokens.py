@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import MEAN_TOKENS, KeyMean, LayerSite
+from kvcodec.cache.site import MEAN_TOKENS, LayerSite, MeanRemoval
 from kvcodec.codec import Codec, Site, drawn, roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import FitError, UnsupportedError
@@ -38,7 +38,7 @@ def scheme(mean: str = "pre", sink: int = 0, window: int = 0, key: Codec | None 
 
 
 def cache_of(own: KVScheme, most: int | None = None) -> LayerCache:
-    mean = KeyMean("pre", ROTARY) if own.mean == "pre" else None
+    mean = MeanRemoval("pre", ROTARY) if own.mean == "pre" else None
     return LayerCache(LayerSite(own, mean=mean, most=most), page_tokens=32)
 
 

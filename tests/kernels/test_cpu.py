@@ -258,14 +258,47 @@ def test_nan_stays_in_its_row(variant: str) -> None:
     assert not found.isnan().any()
 
 
-@pytest.mark.parametrize("held", [0, 10])
-def test_a_single_token_is_checked(held: int) -> None:
-    cache = FusedLayerCache(kvcodec.get("int-4"))
-    k, v = draw(2, 1, 1, held, 64)
-    cache.append(k, v)
-    with pytest.raises(ValueError, match="is not finite"):
-        cache.append(torch.full((1, 1, 1, 64), torch.nan), torch.zeros(1, 1, 1, 64))
-    assert len(cache) == held
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("spec", ["int-4", "saw-int4", "kivi-4", "octopus-3", "innerq"])
+def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) -> None:
+    """With the sentence of the reference cache; the cache goes on as if the token had not come."""
+    bad = [torch.nan, torch.inf, -torch.inf, *([65505.0, -65519.0, 1e30] if dtype == torch.float32 else [])]
+    most = {torch.bfloat16: 65280.0}.get(dtype, 65504.0)
+    for before in (0, 10):
+        tokens = draw(2, 2, 2, before + 3, 64).to(dtype)
+        tokens[0, 1, 0, -1, 7] = most  # held, not refused
+        clean, other, reference = (make(kvcodec.get(spec)) for make in (FusedLayerCache, FusedLayerCache, LayerCache))
+        for cache in (clean, other):
+            cache.append(*tokens[..., :before, :])
+        for i in range(before, before + 3):
+            good = tokens[..., i : i + 1, :]
+            for number in bad:
+                wrong = good.clone()
+                wrong[i % 2, 1, 1, 0, 33] = number
+                said = []
+                for cache in (other, reference):
+                    with pytest.raises(ValueError, match=r"is not finite|is above 65504") as error:
+                        cache.append(*wrong)
+                    said.append(str(error.value))
+                assert said[0] == said[1]
+                assert len(other) == i
+            for cache in (clean, other):
+                cache.append(*good)
+        other.check()
+        assert all(torch.equal(a, b) for a, b in zip(other.decode(), clean.decode(), strict=True))
+        q = draw(2, 4, 1, 64).to(dtype)
+        assert torch.equal(other.attend(q), clean.attend(q))
+
+
+@pytest.mark.parametrize("spec", ["int-4", "saw-int4", "turboquant-4", "ultraquant"])
+def test_single_tokens_of_float32_are_held_as_fp16(spec: str) -> None:
+    """Kernels round them; in one call with others they are rounded before."""
+    tokens = draw(2, 2, 2, 9, 64) * torch.logspace(-8, 4, 64)
+    one, many = FusedLayerCache(kvcodec.get(spec)), FusedLayerCache(kvcodec.get(spec))
+    for i in range(9):
+        one.append(*tokens[..., i : i + 1, :])
+    many.append(*tokens)
+    assert all(torch.equal(a, b) for a, b in zip(one.decode(), many.decode(), strict=True))
 
 
 @pytest.mark.parametrize("threads", [2, 5])

@@ -18,8 +18,8 @@ from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.compile import variants
 from kvcodec.kernels.cpu.encode import encode, prepared
+from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.engine import CpuEngine
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.scheme import page_layout
 
@@ -75,7 +75,7 @@ def _tokens(batch: int, count: int, dim: int, dtype: torch.dtype) -> Tensor:
     return x.clamp(-most, most).to(dtype)
 
 
-def _written(codec: Codec, x: Tensor, role: Role, first: int) -> tuple[Tensor, Tensor, int]:
+def _written(codec: Codec, x: Tensor, role: Role, first: int, rounded: bool = False) -> tuple[Tensor, Tensor, int]:
     """Pages as the reference and as the kernels leave them, and the flag."""
     dim = x.shape[3]
     layout = page_layout(codec, codec, dim, dim)
@@ -85,13 +85,13 @@ def _written(codec: Codec, x: Tensor, role: Role, first: int) -> tuple[Tensor, T
     stores = [PageStore(layout, x.shape[0], HEADS, x.device, slots) for _ in range(2)]
     for store in stores:
         store.pages.copy_(torch.arange(store.pages.numel()).view(store.pages.shape) % 251)  # whatever was there
-    clean = x.float().nan_to_num(0.0, 0.0, 0.0)
+    clean = (x.half() if rounded else x).float().nan_to_num(0.0, 0.0, 0.0)
     stores[0].write(role, first, codec.encode(codec.to_code(clean, params), params))
     bad, at = torch.zeros(1, dtype=torch.int32), torch.full((x.shape[0],), first, dtype=torch.int32)
     encoder = spec.encoder(role)
     assert encoder is not None
     own = {role: constants_for(encoder, params, HEADS, dim)}
-    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=prepared(spec), constants=own)
+    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=prepared(spec), constants=own, rounded=rounded)
     return stores[0].pages, stores[1].pages, int(bad)
 
 
@@ -104,6 +104,19 @@ def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
             want, got, bad = _written(codec, x, ROLES[i % 2], 3 * unit)
             assert bad == 0
             assert torch.equal(got, want), (dim, batch, count, x.dtype)
+
+
+@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(3, 32), UltraQuant()], ids=str)
+def test_float32_is_rounded_to_fp16(codec: Codec, variant: str) -> None:
+    x = _tokens(2, 64, 96, torch.float32).clone()
+    x[:, :, 20:40] *= 1e-7  # denormal in fp16
+    x[:, :, 40] = torch.linspace(1, 1 + 2.0**-6, 96)  # half-way between two fp16 numbers, among others
+    assert (x.half() != x).any()
+    want, got, bad = _written(codec, x, "key", 0, rounded=True)
+    assert bad == 0
+    assert torch.equal(got, want)
+    x[0, 1, 5, 3] = 65505.0  # rounds to the largest number that can be held
+    assert _written(codec, x, "key", 0, rounded=True)[2] == 1
 
 
 @pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(3), GroupInt(4, 32, along="tokens")], ids=str)

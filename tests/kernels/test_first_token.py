@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +28,15 @@ from kvcodec.integrations.transformers import arrivals, cache_for, layers, windo
 from kvcodec.kernels import build, encode
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
+from kvcodec.kernels.choose import refusal
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.engine import Engine, refusal
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.hqmq import cell_tables
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config
+from tests.kernels.conftest import unsynchronised
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
@@ -66,8 +69,6 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that do nothing, on a machine where every look at a number waits."""
     for module in (attention, encode, prefill):
         monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
-    for module in (attention, encode):
-        monkeypatch.setattr(module, "_refused", lambda device: "")
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()
     yield
@@ -171,9 +172,9 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
         for cache in caches:
             cache.append(k, v)
         one, two, other = (cache.engine for cache in caches)
-        assert isinstance(one, Engine)
-        assert isinstance(two, Engine)
-        assert isinstance(other, Engine)
+        assert isinstance(one, CudaEngine)
+        assert isinstance(two, CudaEngine)
+        assert isinstance(other, CudaEngine)
         assert one.writing["key"].tables is two.writing["key"].tables
         assert one.reading["key"].tables is two.reading["key"].tables
         alike = isinstance(made.key, Octopus)  # its tables know no layer, its signs do
@@ -438,12 +439,9 @@ def test_nothing_waits_for_the_gpu_in_a_prefills_middle(spec: str) -> None:
     config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
     for turn in range(2):
         cache = cache_for(config, spec, attention="fused")
-        torch.cuda.set_sync_debug_mode("error" if turn else "default")
-        try:
+        with unsynchronised() if turn else nullcontext():
             for layer in range(LAYERS - 1):
                 cache.update(k, v, layer)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         cache.update(k, v, LAYERS - 1)
     packed = [c for c in cache.layer_caches if not isinstance(c.roles["key"].codec, Dense)]
     assert len(cache.report()["keys"]) == len(packed)

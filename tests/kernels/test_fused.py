@@ -18,7 +18,8 @@ from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import fp8
-from kvcodec.kernels.engine import Engine, choose, refusal
+from kvcodec.kernels.choose import choose, refusal
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.scheme import KVScheme
 
 DIM, HEADS, BATCH = 64, 1, 2
@@ -149,7 +150,7 @@ def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any])
             cache.append(k[:, :, :50], v[:, :, :50])
             cache.append(k[:, :, 50:51], v[:, :, 50:51])
         same(fused, reference)
-        assert isinstance(fused.engine, Engine)
+        assert isinstance(fused.engine, CudaEngine)
         where = [x.data_ptr() for x in fused.engine.tensors()]
         if seed == 0:
             before = where
@@ -324,7 +325,7 @@ def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any
         engine = choose(made, 128, CPU)
         assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}
         for layer in range(4):
-            assert isinstance(choose(made.for_layer(layer, 4), 128, CPU), Engine)
+            assert isinstance(choose(made.for_layer(layer, 4), 128, CPU), CudaEngine)
     else:
         assert listed == {"encode": "none", "decode": "none"}
         assert refusal(made, 128, CPU)

@@ -9,7 +9,7 @@ from kvcodec.attention import Partial, partial
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.kernels import history as prefill
-from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.cuda_engine import CudaEngine
 from tests.integrations.test_serving import BLOCK, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
@@ -18,7 +18,9 @@ SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq
 @pytest.fixture
 def emulated(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """CUDA engines are chosen although tensors lie on the CPU."""
-    monkeypatch.setattr(served, "choose", lambda s, dim, device, tokens, *, static: Engine(s.key, s.value, dim, tokens))
+    monkeypatch.setattr(
+        served, "choose_cuda", lambda s, dim, device, tokens, *, static: CudaEngine(s.key, s.value, dim, tokens)
+    )
     return machine
 
 

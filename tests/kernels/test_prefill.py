@@ -22,7 +22,7 @@ from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.flash import score
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_model
@@ -276,7 +276,7 @@ def test_what_queries_see(name: str, spec: str, machine: dict[str, Any], monkeyp
     fused, reference = FusedLayerCache(made), Reference(made)
     for cache in (fused, reference):
         cache.append(k, v)
-    assert isinstance(fused.engine, Engine)
+    assert isinstance(fused.engine, CudaEngine)
     q = torch.randn(2, 4, n, 64, generator=torch.Generator().manual_seed(3))
     mask = mask_of(seen, n, held) if seen.mask is None else seen.mask
     for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):

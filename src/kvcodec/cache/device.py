@@ -21,7 +21,8 @@ from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, SHARED, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.engine import Engine, Kernels
+from kvcodec.kernels.choose import Kernels
+from kvcodec.kernels.engine import Engine
 from kvcodec.scheme import KVScheme
 
 ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."

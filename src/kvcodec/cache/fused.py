@@ -8,7 +8,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
-from kvcodec.kernels.engine import refusal
+from kvcodec.kernels.choose import refusal
 from kvcodec.scheme import KVScheme
 
 

@@ -53,9 +53,7 @@ class GrowingCache(DeviceCache):
     ) -> None:
         """As ``DeviceCache.append``; pages grow where they are full."""
         n = keys.shape[2]
-        if n == 1:
-            self.unchecked = True
-        elif flag is None:
+        if n != 1 and flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
             self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
         self._check_shapes(keys, values)
@@ -63,13 +61,17 @@ class GrowingCache(DeviceCache):
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
             self._start(keys, values, leaving)
         assert self.store is not None
-        if n == 1 and self.engine is not None and self.engine.checks:
+        assert self.engine is not None
+        refused = n == 1 and self.engine.refuses_at_once
+        flagged = refused and self._flags_now(keys)
+        if refused and not flagged:
             check_tensors(keys, values)
-        new = self._held(keys, values)
+        self.unchecked |= n == 1 and not refused
+        new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or any(state.params is None for state in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
-        self.length += n
         if (count := new["key"].shape[2]) == 0:
+            self.length += n
             return
         runs = self.roles["key"].runs
         last = runs[-1][1] if runs else 0
@@ -77,8 +79,21 @@ class GrowingCache(DeviceCache):
         if flag is None and (flag := self.bad) is None:
             flag = self.bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         self._write(new, _number(last, self.batch, keys.device), flag)
+        if flagged and (number := flag.item()):
+            flag.zero_()
+            check_tensors(keys, values)  # says where; the slot was not in use, and the next token is written there
+            self.refuse(number)
         for state in self.roles.values():
             state.extend(count)
+        self.length += n
+
+    def _flags_now(self, keys: Tensor) -> bool:
+        """Whether the CPU kernels flag what ``check_tensors`` refuses: they see every token before it is rounded."""
+        assert self.engine is not None
+        held = self.roles["key"].sink.dtype
+        seen = held == keys.dtype or (held, keys.dtype) == (torch.float16, torch.float32)
+        known = all(state.params is not None for state in self.roles.values())
+        return known and not self.holds_dense and seen and self.engine.flags_all
 
     def refuse(self, flag: float = 0) -> None:
         """Raise the error that a non-zero flag stands for."""

@@ -332,8 +332,7 @@ class LayerCache:
         """Return what is subtracted from the live tokens ``[first, last)`` of a role, as ``mean_of_newest``."""
         if self.site.mean is None or role == "value":
             return None
-        mean = torch.zeros(1, 1, 1) if self.mean is None else self.mean  # None only in a file without its model
-        return self.site.mean.at(mean, self.positions.of(first, last))
+        return self.site.mean.at(self.mean, self.positions.of(first, last))
 
     def _unit(self, state: RoleState) -> int:
         """Tokens that leave the window together."""

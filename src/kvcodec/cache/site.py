@@ -21,10 +21,11 @@ MEAN = "mean"
 """Name of the keys' mean among fitted constants: float32 ``[1, H, D]``, beside those of the codec."""
 MEAN_TOKENS = 128
 """Tokens of which a mean is taken that neither a file nor the weights give."""
+WITHOUT_MODEL = "these keys were saved without their mean; read the file with load_cache(path, model)."
 
 
 @dataclass(frozen=True, eq=False)
-class KeyMean:
+class MeanRemoval:
     """What a layer subtracts from its keys before they are encoded, and adds when they are decoded.
 
     Parameters
@@ -49,15 +50,21 @@ class KeyMean:
             keys = self._known().turn_back(keys, positions)
         return (sum_by_halves(keys.double(), 2).squeeze(2) / keys.shape[2]).float()
 
-    def at(self, mean: Tensor, positions: Tensor) -> Tensor:
-        """What is subtracted at ``positions [B, n]``: float32 ``[B, H, n, D]``, sizes of 1 stand for all."""
+    def at(self, mean: Tensor | None, positions: Tensor) -> Tensor:
+        """What is subtracted at ``positions [B, n]``: float32 ``[B, H, n, D]``, sizes of 1 stand for all.
+
+        Raises
+        ------
+        UnsupportedError
+            It is not known: the keys are from a file that was read without its model.
+        """
+        if mean is None:
+            raise UnsupportedError(WITHOUT_MODEL)
         return mean[:, :, None] if self.kind == "post" else self._known().turn(mean[:, :, None], positions)
 
     def _known(self) -> Rotary:
         if self.rotary is None:
-            raise UnsupportedError(
-                "these keys were saved without their mean; read the file with load_cache(path, model)."
-            )
+            raise UnsupportedError(WITHOUT_MODEL)
         return self.rotary
 
 
@@ -120,7 +127,7 @@ class LayerSite:
         Fitted constants by role (``{"key": ..., "value": ...}``); the keys' mean is among them as ``mean``.
     first_head : int
         The model's number of KV head 0 here, ``Site.first_head``.
-    mean : KeyMean, optional
+    mean : MeanRemoval, optional
         Of the layer's keys, for a scheme with ``mean=pre`` or ``post``. ``post`` needs no model: by default the mean is
         the fitted one or that of the first tokens. A scheme with ``mean=auto`` has none here.
     most : int, optional
@@ -141,7 +148,7 @@ class LayerSite:
         seed: int = 0,
         fitted: Mapping[Role, Params] | None = None,
         first_head: int = 0,
-        mean: KeyMean | None = None,
+        mean: MeanRemoval | None = None,
         most: int | None = None,
         energy: Tensor | None = None,
     ) -> None:
@@ -155,7 +162,7 @@ class LayerSite:
             )
         if scheme.mean == "post" and mean is None:
             given = self.fitted.get("key", {}).get(MEAN)
-            mean = KeyMean("post", given=given, source="first tokens" if given is None else "params")
+            mean = MeanRemoval("post", given=given, source="first tokens" if given is None else "params")
         self.scheme, self.layer, self.seed, self.first_head, self.mean = scheme, layer, seed, first_head, mean
         self.most, self.energy = most, energy
 

@@ -75,20 +75,19 @@ Use: the least loss at 2 to 4.5 bits, token by token (pages, prefix reuse, specu
 Not for: fewer than 256 tokens without a file.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Params, Payload, Site, check_fitted
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
 from kvcodec.ops.sums import sum_by_halves, token_chunks
+from kvcodec.ops.widths import allot, channel_squares, nearest_in, ordered, put_back, width_cuts
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -149,20 +148,6 @@ def scales() -> Tensor:
 def _power(quarters: int) -> float:
     """2^(quarters/4), the same on every machine."""
     return QUARTERS[quarters % 4] * 2.0 ** (quarters // 4)
-
-
-def allot(weights: Sequence[float], total: int) -> list[int]:
-    """Widths of quads of these weights, ``total`` together: one bit at a time, to the first of equals.
-
-    >>> allot([100.0, 10.0, 1.0, 1.0], 11)
-    [5, 4, 1, 1]
-    """
-    widths = [0] * len(weights)
-    gains = [a - b for a, b in pairwise(ERRORS)]
-    for _ in range(total):
-        free = (j for j, width in enumerate(widths) if width < WIDEST)
-        widths[max(free, key=lambda j: weights[j] * gains[widths[j]])] += 1
-    return widths
 
 
 def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,17 +217,10 @@ def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     return (root @ basis.flip(1)) / cost.sqrt(), cost
 
 
-def pair_energy(queries: Tensor, heads: int) -> Tensor:
+def query_energy(queries: Tensor, heads: int) -> Tensor:
     """f of a KV head's channels: mean square of the queries of its group over each RoPE pair; float64 ``[1, H, D]``."""
     own = queries.transpose(0, 1).unflatten(0, (heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, all queries, D]
-    parts = [sum_by_halves(part.double().square(), 2) for part in token_chunks(own)]
-    squares = sum_by_halves(torch.cat(parts, 2), 2).squeeze(2)
-    return _over_pairs(squares / own.shape[2])
-
-
-def _spread(index: Tensor, like: Tensor) -> Tensor:
-    """An index ``[1 or B, H, n]`` for every token of ``like [B, H, N, *]``."""
-    return index.unsqueeze(2).expand(*like.shape[:3], index.shape[-1])
+    return _over_pairs(channel_squares(own) / own.shape[2])
 
 
 def _stream_bytes(head_dim: int, bits: float) -> int:
@@ -275,25 +253,6 @@ def _places(params: Params) -> tuple[Tensor, Tensor]:
 def _widths(params: Params) -> Tensor:
     """w of each channel as sorted: int64 ``[1 or B, H, D]``."""
     return params["widths"].long().repeat_interleave(LANES, -1)
-
-
-def _cuts(device: torch.device) -> Tensor:
-    """Where the code of each width grows by one: float32 ``[8, 127]``, infinite behind the last."""
-    table = levels().double()
-    cuts = torch.full((WIDEST + 1, 2**WIDEST - 1), torch.inf, dtype=torch.float32)
-    for w in range(1, WIDEST + 1):
-        own = table[2**w - 1 : 2 ** (w + 1) - 1]
-        cuts[w, : 2**w - 1] = ((own[1:] + own[:-1]) / 2).float()
-    return cuts.to(device)
-
-
-def _search(z: Tensor, cuts: Tensor) -> Tensor:
-    """Number of the level nearest to each of ``z [B, H, N, D]``, the lower on a tie; ``cuts [1 or B, H, D, 127]``."""
-    batch, _, tokens, _ = z.shape
-    if len(cuts) == batch:
-        return torch.searchsorted(cuts, z.transpose(2, 3).contiguous()).transpose(2, 3)
-    rows = z.permute(1, 3, 0, 2).flatten(2)[None].contiguous()  # the sequences share one table: [1, H, D, B N]
-    return torch.searchsorted(cuts, rows)[0].unflatten(2, (batch, tokens)).permute(2, 0, 3, 1)
 
 
 @dataclass(frozen=True)
@@ -397,17 +356,12 @@ class Ghost(Codec):
         FitError
             If there is no sample or query, or their head_dim is not the site's.
         """
-        for name, x in (("keys or values", sample), ("queries", queries)):
-            if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
-                raise FitError(
-                    f"ghost: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
-                    f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
-                )
+        check_fitted("ghost", site, {"keys or values": sample, "queries": queries})
         rows = sample.transpose(0, 1).flatten(1, 2)[None]
         mean, variance, kept = usual(rows, paired=site.role == "key")
         if self.transform == "klt":
             return self._bases(site, mean, (rows.double() - mean.unsqueeze(2)) * kept, kept.sum(2), queries)
-        asked = pair_energy(queries, site.num_heads) if site.role == "key" else torch.ones_like(variance)
+        asked = query_energy(queries, site.num_heads) if site.role == "key" else torch.ones_like(variance)
         return self._constants(site, mean, variance, asked)
 
     def _constants(self, site: Site, mean: Tensor, variance: Tensor, asked: Tensor) -> Params:
@@ -444,7 +398,7 @@ class Ghost(Codec):
         """Add what follows from the costs v f, falling ``[B, H, D]``."""
         quads = sum_by_halves(cost.unflatten(-1, (-1, LANES))).squeeze(-1)
         total = 8 * _stream_bytes(site.head_dim, self.bits) - 1
-        widths = torch.tensor([[allot(head, total) for head in heads] for heads in quads.tolist()])
+        widths = torch.tensor([[allot(head, ERRORS, total) for head in heads] for heads in quads.tolist()])
         params["weight"] = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float()
         params["widths"] = widths.to(torch.uint8)
         return {name: value.to(site.device) for name, value in params.items()}
@@ -453,23 +407,20 @@ class Ghost(Codec):
         """Channels as sorted, or uncorrelated ones; each over its size."""
         if self.transform == "klt":
             return rotate_exactly(x, params["matrix"][0]) * params["factor"].unsqueeze(2)
-        return self._ordered(x, params).float() * params["factor"].unsqueeze(2)
+        return ordered(x, params["order"]).float() * params["factor"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
         """The dual: each channel times its size."""
         if self.transform == "klt":
             return (q.double() @ params["inverse"].double().mT).float() / params["factor"].unsqueeze(2)
-        return self._ordered(q, params).float() / params["factor"].unsqueeze(2)
+        return ordered(q, params["order"]).float() / params["factor"].unsqueeze(2)
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
         """Each channel times its size, in the model's basis."""
         channels = x / params["factor"].unsqueeze(2)
         if self.transform == "klt":
             return (channels.double() @ params["inverse"].double()).float()
-        return torch.empty_like(channels).scatter_(-1, _spread(params["order"].long(), x), channels)
-
-    def _ordered(self, x: Tensor, params: Params) -> Tensor:
-        return x.gather(-1, _spread(params["order"].long(), x))
+        return put_back(channels, params["order"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
@@ -490,7 +441,7 @@ class Ghost(Codec):
     def _quantize(self, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Codes ``[B, H, N, D]`` and the scale's number ``[B, H, N, 1]`` of least cost, int64."""
         widths = _widths(params)
-        cuts = _cuts(y.device)[widths]
+        cuts = width_cuts(levels()).float().to(y.device)[widths]
         tables = (2**widths - 1).unsqueeze(2)
         table, held = levels().to(y.device), scales().to(y.device)
         weight, coded = params["weight"].unsqueeze(2), (widths > 0).unsqueeze(2)
@@ -499,12 +450,12 @@ class Ghost(Codec):
         walls = torch.tensor([_power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
         walls = walls.to(y.device)
         nearest = 1 + (energy > coded.sum(-1, keepdim=True) * walls).sum(-1, keepdim=True)
-        codes, number = _search(torch.zeros_like(y), cuts), torch.zeros_like(nearest)
+        codes, number = nearest_in(cuts, torch.zeros_like(y)), torch.zeros_like(nearest)
         least = sum_by_halves(weight * y.square())
         for step in TRIED:
             i = (nearest + step).clamp(1, SCALES)
             scale = held[i]
-            found = _search(y / scale, cuts)
+            found = nearest_in(cuts, y / scale)
             error = y - scale * table[tables + found]
             cost = sum_by_halves(weight * error.square())
             better = cost < least

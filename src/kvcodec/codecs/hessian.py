@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params, Site
+from kvcodec.codec import Params, Site, check_fitted
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
@@ -53,11 +53,7 @@ def check_queries(method: str, site: Site, queries: Tensor) -> None:
     FitError
         If there are none, they are not finite, or their head_dim is not the site's.
     """
-    if queries.ndim != 4 or not queries.numel() or queries.shape[-1] != site.head_dim:
-        raise FitError(
-            f"{method}: got queries {tuple(queries.shape)} for head_dim={site.head_dim}; the rotation needs at "
-            f"least one query [batch, query_heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
-        )
+    check_fitted(method, site, {"queries": queries})
     if not bool(queries.isfinite().all()):
         raise FitError(
             f"{method}: the queries of layer {site.layer} are not finite; check the model's dtype (fp16 overflow?)."

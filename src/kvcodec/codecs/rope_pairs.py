@@ -47,22 +47,21 @@ Use: 2 to 3 bits token by token (pages, prefix reuse, speculation), with a file 
 Not for: models without RoPE; serving without a file, since constants of a prefill are those of one sequence.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site, check_fitted
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
-from kvcodec.ops.lloyd_max import lloyd_max, midpoints
+from kvcodec.ops.lloyd_max import lloyd_max
 from kvcodec.ops.sums import sum_by_halves, token_chunks
+from kvcodec.ops.widths import allot, channel_squares, for_tokens, nearest_in, ordered, put_back, width_cuts
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -81,26 +80,6 @@ def normal_levels() -> Tensor:
         lloyd_max(lambda x: (-x * x / 2).exp(), 2**b, -REACH, REACH, symmetric=True) for b in range(1, WIDEST + 1)
     ]
     return torch.cat([torch.zeros(1, dtype=torch.float64), *tables]).float()
-
-
-def allot(weights: Sequence[float], bits: int) -> list[int]:
-    """Widths of steps of these weights, ``bits`` on average: one bit at a time, to the first of equals.
-
-    >>> allot([100.0, 10.0, 1.0, 1.0], 3)
-    [5, 4, 2, 1]
-    """
-    widths = [0] * len(weights)
-    gains = [a - b for a, b in pairwise(ERRORS)]
-    for _ in range(bits * len(weights)):
-        free = (s for s, width in enumerate(widths) if width < WIDEST)
-        widths[max(free, key=lambda s: weights[s] * gains[widths[s]])] += 1
-    return widths
-
-
-def channel_squares(x: Tensor) -> Tensor:
-    """Sum of the squares of each channel over tokens, in one order on every machine: float64 ``[B, H, D]``."""
-    parts = [sum_by_halves(part.double().square(), 2) for part in token_chunks(x)]
-    return sum_by_halves(torch.cat(parts, 2), 2).squeeze(2)
 
 
 def pair_energy(squares: Tensor, tokens: int) -> Tensor:
@@ -123,35 +102,12 @@ def _channel_widths(params: Params) -> Tensor:
     return params["widths"].long().repeat_interleave(STEP, -1)
 
 
-def _cuts(params: Params) -> Tensor:
-    """Where the code of each width grows by one: float64 ``[9, 255]``, infinite behind the last."""
-    levels = params["levels"][0].double()
-    cuts = torch.full((WIDEST + 1, 2**WIDEST - 1), torch.inf, dtype=torch.float64, device=levels.device)
-    for bits in range(1, WIDEST + 1):
-        cuts[bits, : 2**bits - 1] = midpoints(levels[2**bits - 1 : 2 ** (bits + 1) - 1])
-    return cuts
-
-
-def _search(u: Tensor, cuts: Tensor) -> Tensor:
-    """Index of the level nearest to each of ``u [B, H, N, D]``, the lower on a tie; ``cuts [1 or B, H, D, 255]``."""
-    batch, _, tokens, _ = u.shape
-    if len(cuts) == batch:
-        return torch.searchsorted(cuts, u.transpose(2, 3).contiguous()).transpose(2, 3)
-    rows = u.permute(1, 3, 0, 2).flatten(2)[None].contiguous()  # the sequences share one table: [1, H, D, B N]
-    return torch.searchsorted(cuts, rows)[0].unflatten(2, (batch, tokens)).permute(2, 0, 3, 1)
-
-
 def _bit_places(widths: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Channel of each of a row's ``total`` bits, and the bit's place in its code: int64 ``[1 or B, H, total]``."""
     ends = widths.cumsum(-1)
     at = torch.arange(total, device=widths.device).expand(*widths.shape[:-1], total).contiguous()
     channel = torch.searchsorted(ends, at, right=True)
     return channel, at - (ends - widths).gather(-1, channel)
-
-
-def _spread(index: Tensor, like: Tensor) -> Tensor:
-    """An index ``[1 or B, H, n]`` for every token of ``like [B, H, N, *]``."""
-    return index.unsqueeze(2).expand(*like.shape[:3], index.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -223,12 +179,7 @@ class RopePairs(Codec):
         FitError
             If there are no keys or queries, or their head_dim is not the site's.
         """
-        for name, x in (("keys", sample), ("queries", queries)):
-            if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
-                raise FitError(
-                    f"rope-pairs: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one "
-                    f"token [batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
-                )
+        check_fitted("rope-pairs", site, {"keys": sample, "queries": queries})
         keys = sum_by_halves(channel_squares(sample), 0)
         heads = channel_squares(queries).unflatten(1, (site.num_heads, -1))  # [B, H, query heads of one, D]
         energy = pair_energy(keys, sample.shape[0] * sample.shape[2])
@@ -242,7 +193,9 @@ class RopePairs(Codec):
         pairs = ranked.indices.unflatten(-1, (-1, STEP // 2))  # [B, H, S, 4]
         order = torch.cat([pairs, pairs + half], -1).flatten(-2)
         steps = sum_by_halves(ranked.values.unflatten(-1, (-1, STEP // 2))).squeeze(-1)  # [B, H, S]
-        widths = torch.tensor([[allot(head, self.bits) for head in heads] for heads in steps.tolist()])
+        widths = torch.tensor(
+            [[allot(head, ERRORS, self.bits * len(head)) for head in heads] for heads in steps.tolist()]
+        )
         params = {
             "order": order.to(torch.int16),
             "scale": torch.cat([energy, energy], -1).gather(-1, order).sqrt().float(),
@@ -253,33 +206,29 @@ class RopePairs(Codec):
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """Channels in coded order, each over its pair's size."""
-        return self._ordered(x, params).float() / params["scale"].unsqueeze(2)
+        return ordered(x, params["order"]).float() / params["scale"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
         """Channels in coded order, each times its pair's size."""
-        return self._ordered(q, params).float() * params["scale"].unsqueeze(2)
+        return ordered(q, params["order"]).float() * params["scale"].unsqueeze(2)
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
         """Each channel times its pair's size, in the model's order."""
-        channels = x * params["scale"].unsqueeze(2)
-        return torch.empty_like(channels).scatter_(-1, _spread(params["order"].long(), x), channels)
-
-    def _ordered(self, x: Tensor, params: Params) -> Tensor:
-        return x.gather(-1, _spread(params["order"].long(), x))
+        return put_back(x * params["scale"].unsqueeze(2), params["order"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Round each channel over the token's norm; elementwise in float64, so nothing depends on the call's shape."""
         widths = _channel_widths(params)
         channel, place = _bit_places(widths, x.shape[-1] * self.bits)
-        cuts = _cuts(params)[widths]
+        cuts = width_cuts(params["levels"][0])[widths]
         coded = (widths > 0).unsqueeze(2)
         count = coded.sum(-1, keepdim=True)
         parts = []
         for piece in token_chunks(x):
             z = torch.where(coded, piece.double(), 0.0)
             gamma = (sum_by_halves(z * z) / count).sqrt()
-            codes = _search(torch.where(gamma > 0, z / gamma, 0.0), cuts)
-            stream = codes.gather(-1, _spread(channel, codes)) >> place.unsqueeze(2) & 1
+            codes = nearest_in(cuts, torch.where(gamma > 0, z / gamma, 0.0))
+            stream = codes.gather(-1, for_tokens(channel, codes)) >> place.unsqueeze(2) & 1
             parts.append((pack(stream.to(torch.uint8), 1), gamma.clamp_max(FP16_MAX).half()))
         codes, norms = (torch.cat(field, 2) for field in zip(*parts, strict=True))
         return {"codes": codes, "norm": norms}
@@ -291,7 +240,7 @@ class RopePairs(Codec):
         channel, place = _bit_places(widths, total)
         bits = unpack(payload["codes"], 1, total).long() << place.unsqueeze(2)
         index = (2**widths - 1).unsqueeze(2).expand(*bits.shape[:3], -1).clone()
-        index.scatter_add_(-1, _spread(channel, bits), bits)
+        index.scatter_add_(-1, for_tokens(channel, bits), bits)
         return params["levels"][0].index_select(0, index.flatten()).view(index.shape) * payload["norm"].float()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import MEAN, KeyMean, LayerSite, RoleSite, codec_params
+from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, RoleSite, codec_params
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import FormatError, KVError
 from kvcodec.files.container import Kind, check_target, load_params, read, store_params, write
@@ -184,7 +184,7 @@ def _rebuild(
 ) -> LayerCache:
     scheme = from_json(schemes[state["scheme"]])
     fitted = {_role(role): load_params(p, tensors, device) for role, p in state["fitted"].items()}
-    mean = KeyMean("pre") if scheme.mean == "pre" else None  # how keys are turned is in the model, not in the file
+    mean = MeanRemoval("pre") if scheme.mean == "pre" else None  # how keys are turned is in the model, not in the file
     site = LayerSite(scheme, state["layer"], state["seed"], fitted, mean=mean, most=state.get("most"))
     layer = LayerCache(site, page_tokens=state["page_tokens"], capacity=state["capacity"])
     held = state.get("held")

@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.history import History, attend_history
 from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
 from kvcodec_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
@@ -193,7 +194,7 @@ def prefill_apart(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``."""
     cache = packed.cache
-    assert cache.engine is not None
+    assert isinstance(cache.engine, CudaEngine)
     assert cache.store is not None
     if not cache.engine.ready:  # the cache has not run a step yet
         cache.engine.prepare(cache.roles)

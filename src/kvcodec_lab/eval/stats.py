@@ -1,7 +1,9 @@
-"""The lines of a run to rows with intervals: 95 %, by the bootstrap over items (seeded, percentiles).
+"""The lines of a run to rows with intervals: 95 %, over items.
 
-A metric's value is sum over count of its items; an interval is the range of that value over resamples of the items. A
-difference is against the uncompressed model on the items that both have finished, resampled together (paired): what
+A metric's value is sum over count of its items. Where every item is right or wrong, the value is a proportion and has
+Wilson's score interval (Wilson 1927, J. Am. Stat. Assoc. 22, p. 209), which holds for few items and where all are
+alike. Any other interval is by the bootstrap (seeded, percentiles): the range of the value over resamples of the items.
+A difference is against the uncompressed model on the items that both have finished, resampled together (paired): what
 makes an item hard for both cancels, so a difference is known far better than its two values. Every spec of a task sees
 the same resamples.
 
@@ -9,9 +11,11 @@ Intervals say how far another draw of items of the same kind would move a number
 another model, or another seed of the codec.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,7 @@ from kvcodec_lab.eval.tasks.base import SEPARATOR, Metric
 
 RESAMPLES = 1000
 LEVEL = 0.95
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 AGREEMENT = "agreement"
 AGREEMENT_TEXT = "share of items that get the uncompressed model's answer, right or wrong"
 
@@ -31,18 +36,31 @@ Scored = Mapping[str, tuple[float, float]]
 """Item -> (sum, count) of one metric."""
 
 
-def bootstrap(scores: Scored, metric: Metric, seed: int = 0) -> tuple[float, float | None, float | None]:
+def estimate(scores: Scored, metric: Metric, seed: int = 0) -> tuple[float, float | None, float | None]:
     """Value of a metric and its interval; None for both ends where there are fewer than two items.
 
-    >>> value, low, high = bootstrap({str(i): (float(i % 2), 1.0) for i in range(100)}, Metric("higher", ""))
-    >>> value, 0.38 < low < 0.42, 0.58 < high < 0.62
-    (0.5, True, True)
+    >>> value, low, high = estimate({str(i): (1.0, 1.0) for i in range(10)}, Metric("higher", ""))
+    >>> value, round(low, 3), high
+    (1.0, 0.722, 1.0)
     """
     sums, counts = _columns(scores, sorted(scores))
     value = metric.value(float(sums.sum()), float(counts.sum()))
     if len(scores) < 2:
         return value, None, None
+    if not metric.exp and (counts == 1).all() and np.isin(sums, (0.0, 1.0)).all():
+        return value, *wilson(int(sums.sum()), len(scores))
     return value, *_ends(_values(metric, sums, counts, _weights(len(scores), seed)))
+
+
+def wilson(right: int, items: int) -> tuple[float, float]:
+    """Wilson's score interval of a proportion: its ends p solve (p - right/items)^2 = z^2 p (1 - p) / items.
+
+    >>> [round(end, 4) for end in wilson(8, 10)]
+    [0.4902, 0.9433]
+    """
+    share, part = right / items, Z * Z / items
+    middle, half = share + part / 2, Z * math.sqrt((share * (1 - share) + part / 4) / items)
+    return max(0.0, (middle - half) / (1 + part)), min(1.0, (middle + half) / (1 + part))
 
 
 def paired(
@@ -157,7 +175,7 @@ def _rows(cell: _Cell, base: _Cell | None, metrics: Mapping[str, Metric], seed: 
         mine = cell.scores.get(metric.of or name)
         if not mine:
             continue
-        value, low, high = bootstrap(mine, metric, seed)
+        value, low, high = estimate(mine, metric, seed)
         row: Row = {"metric": name, "value": value, "low": low, "high": high, "items": len(mine)}
         row |= {"count": sum(n for _, n in mine.values()), "better": metric.better}
         against = None if base is None else paired(mine, base.scores.get(metric.of or name, {}), metric, seed)
@@ -165,7 +183,7 @@ def _rows(cell: _Cell, base: _Cell | None, metrics: Mapping[str, Metric], seed: 
         rows.append(row | dict(zip(keys, against or (None, None, None), strict=True)))
     if base is not None and (both := set(cell.outputs) & set(base.outputs)):
         same = {i: (float(cell.outputs[i] == base.outputs[i]), 1.0) for i in both}
-        value, low, high = bootstrap(same, Metric("higher", AGREEMENT_TEXT), seed)
+        value, low, high = estimate(same, Metric("higher", AGREEMENT_TEXT), seed)
         row = {"metric": AGREEMENT, "value": value, "low": low, "high": high, "items": len(same), "count": len(same)}
         empty = dict.fromkeys(("difference", "difference_low", "difference_high"))
         rows.append({**row, "better": "higher", **empty})

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec_lab.bench import generate, prefill
 from kvcodec_lab.bench.packed import packed_operator
 from kvcodec_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
@@ -53,10 +54,11 @@ def test_prefill_rows(monkeypatch):
     assert apart["least_apart_us"] - 100.0 == pytest.approx((packed + 2 * bf16 + rest) / 4.3e6, rel=0.01)
 
 
-class Engine:
+class Engine(CudaEngine):
     """Names the pages that it gets; notes whether it got constants."""
 
-    ready = False
+    def __init__(self):
+        pass
 
     def prepare(self, roles):
         self.ready = True

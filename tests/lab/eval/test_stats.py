@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcodec_lab.eval.scoring import UNCOMPRESSED
-from kvcodec_lab.eval.stats import AGREEMENT, bootstrap, paired, summarize
+from kvcodec_lab.eval.stats import AGREEMENT, estimate, paired, summarize, wilson
 from kvcodec_lab.eval.store import Run
 from kvcodec_lab.eval.tasks.base import Metric
 
@@ -18,32 +18,60 @@ def scores(values) -> dict[str, tuple[float, float]]:
     return {f"{i:04}": (float(v), 1.0) for i, v in enumerate(values)}
 
 
-def test_a_share_gets_the_interval_of_the_binomial():
+def test_a_share_gets_wilsons_interval():
     rng = np.random.default_rng(1)
-    value, low, high = bootstrap(scores(rng.random(400) < 0.3), MEAN)
+    value, low, high = estimate(scores(rng.random(400) < 0.3), MEAN)
     assert value == pytest.approx(0.3, abs=0.06)
-    half = 1.96 * math.sqrt(value * (1 - value) / 400)
-    assert low == pytest.approx(value - half, abs=0.006)
-    assert high == pytest.approx(value + half, abs=0.006)
+    assert (low, high) == wilson(round(400 * value), 400)
+    for end in (low, high):  # where a test of the end would just reject the value
+        assert abs(value - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / 400), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("right", "items", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (2, 2, 0.3424, 1.0), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilsons_interval_as_printed_elsewhere(right, items, low, high):
+    """The last row is Table I of Newcombe 1998 (Stat. Med. 17, 857)."""
+    assert wilson(right, items) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    found = estimate(scores([1.0] * right + [0.0] * (items - right)), MEAN)
+    assert found == (right / items, *wilson(right, items))
+
+
+def test_wilsons_interval_holds_the_truth_where_all_items_may_be_alike():
+    rng = np.random.default_rng(5)
+    for truth in (0.8, 0.9, 0.97):
+        held = 0
+        for right in rng.binomial(20, truth, 2000):
+            low, high = wilson(int(right), 20)
+            held += low <= truth <= high
+        assert held > 1820, truth
+
+
+def test_only_items_that_are_right_or_wrong_make_a_share():
+    one = scores([1.0] * 9 + [0.5])
+    assert estimate(one, MEAN)[1] > wilson(9, 10)[0]
+    assert estimate({"a": (1.0, 1.0), "b": (1.0, 2.0)}, MEAN)[1:] == (0.5, 1.0)
+    assert estimate({"a": (1.0, 1.0), "b": (1.0, 1.0)}, PERPLEXITY)[1:] == (math.e, math.e)
 
 
 def test_ninety_five_of_a_hundred_intervals_hold_the_truth():
     rng = np.random.default_rng(2)
     held = 0
     for _ in range(200):
-        _, low, high = bootstrap(scores(rng.normal(5.0, 2.0, 60)), MEAN)
+        _, low, high = estimate(scores(rng.normal(5.0, 2.0, 60)), MEAN)
         held += low <= 5.0 <= high
     assert 178 <= held <= 199
 
 
 def test_counts_weigh_items():
-    value, low, high = bootstrap({"a": (2.0, 1.0), "b": (30.0, 9.0)}, MEAN)
+    value, low, high = estimate({"a": (2.0, 1.0), "b": (30.0, 9.0)}, MEAN)
     assert value == 3.2
     assert (low, high) == (2.0, 30 / 9)
 
 
 def test_perplexity_is_exp_of_the_mean_loss():
-    value, low, high = bootstrap({"a": (4.0, 2.0), "b": (9.0, 3.0)}, PERPLEXITY)
+    value, low, high = estimate({"a": (4.0, 2.0), "b": (9.0, 3.0)}, PERPLEXITY)
     assert value == pytest.approx(math.exp(13 / 5))
     assert low == pytest.approx(math.exp(2))
     assert high == pytest.approx(math.exp(3))
@@ -54,8 +82,8 @@ def test_perplexity_is_exp_of_the_mean_loss():
 def test_the_same_items_in_any_order_and_the_same_seed_give_the_same_interval():
     one = scores(np.random.default_rng(3).random(50))
     other = dict(reversed(one.items()))
-    assert bootstrap(one, MEAN, 7) == bootstrap(other, MEAN, 7)
-    assert bootstrap(one, MEAN, 7) != bootstrap(one, MEAN, 8)
+    assert estimate(one, MEAN, 7) == estimate(other, MEAN, 7)
+    assert estimate(one, MEAN, 7) != estimate(one, MEAN, 8)
 
 
 def test_pairing_takes_out_what_items_share():
@@ -65,7 +93,7 @@ def test_pairing_takes_out_what_items_share():
     value, low, high = paired(mine, base, MEAN)
     assert value == pytest.approx(0.5, abs=0.05)
     assert high - low < 0.06
-    alone = bootstrap(mine, MEAN)
+    alone = estimate(mine, MEAN)
     assert alone[2] - alone[1] > 1.5
 
 
@@ -77,7 +105,7 @@ def test_a_difference_is_over_the_items_of_both():
 
 
 def test_one_item_has_no_interval():
-    assert bootstrap({"a": (1.0, 1.0)}, MEAN) == (1.0, None, None)
+    assert estimate({"a": (1.0, 1.0)}, MEAN) == (1.0, None, None)
 
 
 def run(tmp_path, lines, tasks=None, specs=("int-4",)) -> Run:

@@ -27,7 +27,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from kvcodec.cache.device import DeviceCache, mean_refusal
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import MEAN, KeyMean, LayerSite, codec_params
+from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, codec_params
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import (
     BrokenPresetError,
@@ -46,7 +46,7 @@ from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
 from kvcodec.integrations.transformers.rope import Rope, rope_of
 from kvcodec.integrations.transformers.windowed import WindowedLayer
-from kvcodec.kernels.engine import Kernels
+from kvcodec.kernels.choose import Kernels
 from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of, probe_option
 from kvcodec.ops.rope import Rotary
 from kvcodec.probe import OutlierProbe
@@ -304,13 +304,13 @@ attention='decoded')
     means = _means(model_or_config, plan, schemes, given)
     energies = _energies(model_or_config, plan, schemes, given)
     schemes = [
-        own if layer.index in means else replace(own, mean="none")
+        own if layer.index in means or own.mean == "none" else replace(own, mean="none")
         for layer, own in zip(kv_layers, schemes, strict=True)
     ]
     arrivals = Arrivals(len(kv_layers), watch)
     sites = [
         LayerSite(
-            own if layer.window is None else replace(own, sink=0),
+            own if layer.window is None or not own.sink else replace(own, sink=0),
             layer.index,
             seed,
             given.get(layer.index),
@@ -494,7 +494,7 @@ def decided(
 
 def _means(
     model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
-) -> dict[int, KeyMean]:
+) -> dict[int, MeanRemoval]:
     """Means of the keys by layer; a layer with a small bias has none, where the weights give those of others.
 
     Raises
@@ -504,14 +504,14 @@ def _means(
     UnsupportedError
         It is unknown how the model turns its keys.
     """
-    means: dict[int, KeyMean] = {}
+    means: dict[int, MeanRemoval] = {}
     for layer, own in zip(plan.kv_layers, schemes, strict=True):
         if own.mean not in ("pre", "post"):
             continue
         fitted = given.get(layer.index, {})
         mean = fitted.get("key", {}).get(MEAN)
         if own.mean == "post":
-            means[layer.index] = KeyMean("post", None, mean, "first tokens" if mean is None else "params")
+            means[layer.index] = MeanRemoval("post", None, mean, "first tokens" if mean is None else "params")
             continue
         if not isinstance(model_or_config, torch.nn.Module):
             raise FitError(
@@ -522,11 +522,11 @@ def _means(
         waits = own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(fitted, "key") is None
         biases = None if waits else biases_of(model_or_config, plan)
         if mean is not None:
-            means[layer.index] = KeyMean("pre", rotary, mean, "params")
+            means[layer.index] = MeanRemoval("pre", rotary, mean, "params")
         elif not biases:
-            means[layer.index] = KeyMean("pre", rotary)
+            means[layer.index] = MeanRemoval("pre", rotary)
         elif layer.index in biases.layers:
-            means[layer.index] = KeyMean("pre", rotary, biases.layers[layer.index].mean[None], "weights")
+            means[layer.index] = MeanRemoval("pre", rotary, biases.layers[layer.index].mean[None], "weights")
     return means
 
 

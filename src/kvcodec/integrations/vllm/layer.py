@@ -29,7 +29,8 @@ from kvcodec.cache.site import LayerSite
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
-from kvcodec.kernels.engine import Engine, choose
+from kvcodec.kernels.choose import choose_cuda
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, attend_history, workspace_bytes
 from kvcodec.layout import PageLayout
@@ -109,7 +110,7 @@ class EngineLayer:
         self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
         self.site = LayerSite(self.scheme, layer, seed, params, first_head)
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
-        self.engines: dict[int, Engine] = {}
+        self.engines: dict[int, CudaEngine] = {}
         self.layouts: dict[int, PageLayout] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -227,7 +228,7 @@ class EngineLayer:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
-    def engine(self, page_tokens: int) -> Engine:
+    def engine(self, page_tokens: int) -> CudaEngine:
         """Kernels for pages of this size, with their constants; cached.
 
         Raises
@@ -237,7 +238,7 @@ class EngineLayer:
         """
         if page_tokens not in self.engines:
             try:
-                found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=True)
+                found = choose_cuda(self.scheme, self.head_dim, self.device, page_tokens, static=True)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.scheme}: {error}.") from error
             found.prepare(self.roles)

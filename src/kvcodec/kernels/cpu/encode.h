@@ -20,7 +20,7 @@ namespace kv {
 struct EncodeRole {
   const uint8_t* x;            // new tokens [B, H, tokens, D], channels side by side
   int64_t batch, head, token;  // strides of x, in bytes
-  int64_t kind;                // 0 fp16, 1 bf16, 2 float32
+  int64_t kind;                // 0 fp16, 1 bf16, 2 float32, 3 float32 that is rounded to fp16 first
   int64_t tokens;              // a multiple of block; 0: the role is not written
   int64_t encoder;             // encoder_number
   int64_t block;               // tokens of a block
@@ -58,7 +58,7 @@ inline bool widen_row(const uint8_t* from, int64_t kind, int n, float* to) {
     else memcpy(&x, from + 4 * c, sizeof x);
     const F size = (F)((I)x & 0x7fffffff);
     wrong |= ~(I)(size <= splat(HALF_MAX));
-    store(to + c, x);
+    store(to + c, kind == 3 ? rounded_to_half(x) : x);
   }
   int any = 0;
   for (int i = 0; i < LANES; ++i) any |= wrong[i];

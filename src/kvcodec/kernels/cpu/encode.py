@@ -12,6 +12,9 @@ from kvcodec.kernels.cpu.attend import KINDS
 from kvcodec.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct
 from kvcodec.kernels.cpu.spec import CpuSpec
 
+ROUNDED = 3
+"""Kind of float32 numbers that are rounded to fp16 first."""
+
 
 def prepared(spec: CpuSpec) -> EncodeArgsStruct:
     """What every call of ``encode`` for these codecs has in common."""
@@ -40,6 +43,7 @@ def encode(
     *,
     common: EncodeArgsStruct,
     constants: Mapping[Role, Constants],
+    rounded: bool = False,
 ) -> None:
     """Encode new tokens into their slots.
 
@@ -58,22 +62,25 @@ def encode(
         ``prepared``.
     constants : mapping of role to Constants
         Of the encoders.
+    rounded : bool
+        Whether float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
     """
     args = EncodeArgsStruct.from_buffer_copy(common)
     args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
     args.table_row, args.columns = table.stride(0), table.shape[1]
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
-    held = [_fill(getattr(args, role), constants[role], x) for role, x in new.items()]
+    held = [_fill(getattr(args, role), constants[role], x, rounded) for role, x in new.items()]
     library.library().kv_encode(args)
     del held  # alive until here
 
 
-def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor) -> Tensor:
+def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bool) -> Tensor:
     """Set the tokens and constants of one role; returns a tensor that must outlive the call."""
     if x.stride(3) != 1:
         x = x.contiguous()
     size = x.element_size()
-    struct.x, struct.kind, struct.tokens = x.data_ptr(), KINDS[x.dtype], x.shape[2]
+    kind = ROUNDED if rounded and x.dtype == torch.float32 else KINDS[x.dtype]
+    struct.x, struct.kind, struct.tokens = x.data_ptr(), kind, x.shape[2]
     struct.batch, struct.head, struct.token = (size * stride for stride in x.stride()[:3])
     if (tables := constants.tables) is not None:
         struct.tables, struct.tables_head = tables.data_ptr(), tables.shape[1] if tables.shape[0] > 1 else 0

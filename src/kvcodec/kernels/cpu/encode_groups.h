@@ -30,33 +30,49 @@ template <int BITS> inline void interleave(const uint8_t* codes, int dim, uint8_
   }
 }
 
+// each(g, first, end, range) for every group of channels [first, end) of a row
+template <class Each> inline void each_group(const float* row, int dim, int group, const Each& each) {
+  for (int g = 0, first = 0; first < dim; ++g, first += group) {
+    const int end = std::min(first + group, dim);
+    each(g, first, end, range_of(row + first, end - first));
+  }
+}
+
+template <int BITS, bool SYMMETRIC> struct Int {
+  static constexpr int STEPS = SYMMETRIC ? (1 << (BITS - 1)) - 1 : (1 << BITS) - 1;
+  float scale, zero = 0;
+
+  // The map of numbers of this range; stored as number `at` of the scales, and of the zeros, of token t's block
+  Int(const New& n, int t, int at, Range r) {
+    uint16_t held;
+    if (SYMMETRIC) {
+      held = group_scale(r.high > -r.low ? r.high : -r.low, STEPS, 0.0f);
+    } else {
+      const uint16_t low = to_half(r.low < -65504.0f ? -65504.0f : r.low > 65504.0f ? 65504.0f : r.low);
+      zero = from_half(low);
+      held = group_scale(r.high - zero, STEPS, zero);
+      memcpy(n.at(2, t) + 2 * at, &low, 2);
+    }
+    memcpy(n.at(1, t) + 2 * at, &held, 2);
+    scale = from_half(held);
+  }
+
+  // Codes of (number - zero) / scale; clipped first: the quotient may be too large to be rounded
+  static void store(uint8_t* to, F quotient) {
+    const I q = whole(nearest(clip(quotient, SYMMETRIC ? -STEPS : 0, STEPS)));
+    store_codes(to, SYMMETRIC ? q + (1 << (BITS - 1)) : q);
+  }
+};
+
 // Options: 0 channels of a group, 0 for all; 1 interleaved
 template <int BITS, bool SYMMETRIC> inline void encode_int(const New& n) {
-  constexpr int STEPS = SYMMETRIC ? (1 << (BITS - 1)) - 1 : (1 << BITS) - 1;
-  const int group = n.options[0] ? n.options[0] : n.dim;
   uint8_t codes[WIDEST];
   for (int t = 0; t < n.count; ++t) {
     const float* y = n.rows + t * n.dim;
-    for (int g = 0, first = 0; first < n.dim; ++g, first += group) {
-      const int end = first + group < n.dim ? first + group : n.dim;
-      const Range r = range_of(y + first, end - first);
-      float z = 0;
-      uint16_t scale;
-      if (SYMMETRIC) {
-        scale = group_scale(r.high > -r.low ? r.high : -r.low, STEPS, 0.0f);
-      } else {
-        const uint16_t zero = to_half(r.low < -65504.0f ? -65504.0f : r.low > 65504.0f ? 65504.0f : r.low);
-        z = from_half(zero);
-        scale = group_scale(r.high - z, STEPS, z);
-        memcpy(n.at(2, t) + 2 * g, &zero, 2);
-      }
-      memcpy(n.at(1, t) + 2 * g, &scale, 2);
-      const float s = from_half(scale), least = SYMMETRIC ? -STEPS : 0;
-      for (int c = first; c < end; c += LANES) {  // clipped first: the quotient may be too large to be rounded
-        const I q = whole(nearest(clip((load(y + c) - z) / s, least, STEPS)));
-        store_codes(codes + c, SYMMETRIC ? q + (1 << (BITS - 1)) : q);
-      }
-    }
+    each_group(y, n.dim, n.options[0] ? n.options[0] : n.dim, [&](int g, int first, int end, Range r) {
+      const Int<BITS, SYMMETRIC> map(n, t, g, r);
+      for (int c = first; c < end; c += LANES) map.store(codes + c, (load(y + c) - map.zero) / map.scale);
+    });
     if constexpr (BITS == 2 || BITS == 3)
       if (n.options[1]) {
         interleave<BITS>(codes, n.dim, n.at(0, t));
@@ -68,7 +84,6 @@ template <int BITS, bool SYMMETRIC> inline void encode_int(const New& n) {
 
 // Along the tokens of a block, for each channel
 template <int BITS, bool SYMMETRIC> inline void encode_tokens_int(const New& n) {
-  constexpr int STEPS = SYMMETRIC ? (1 << (BITS - 1)) - 1 : (1 << BITS) - 1;
   const int group = n.block, dim = n.dim;
   uint8_t codes[WIDEST];
   float scales[WIDEST], zeros[WIDEST];
@@ -82,26 +97,13 @@ template <int BITS, bool SYMMETRIC> inline void encode_tokens_int(const New& n) 
         low = choose((y < low) | ((y == low) & ((I)y < (I)low)), y, low), high = max(y, high);
       }
       for (int i = 0; i < LANES; ++i) {
-        float z = 0;
-        uint16_t scale;
-        if (SYMMETRIC) {
-          scale = group_scale(high[i] > -low[i] ? high[i] : -low[i], STEPS, 0.0f);
-        } else {
-          const uint16_t zero = to_half(low[i] < -65504.0f ? -65504.0f : low[i] > 65504.0f ? 65504.0f : low[i]);
-          z = from_half(zero);
-          scale = group_scale(high[i] - z, STEPS, z);
-          memcpy(n.at(2, first) + 2 * (c + i), &zero, 2);
-        }
-        memcpy(n.at(1, first) + 2 * (c + i), &scale, 2);
-        scales[c + i] = from_half(scale), zeros[c + i] = z;
+        const Int<BITS, SYMMETRIC> map(n, first, c + i, {low[i], high[i]});
+        scales[c + i] = map.scale, zeros[c + i] = map.zero;
       }
     }
     for (int t = 0; t < group; ++t) {
-      for (int c = 0; c < dim; c += LANES) {
-        const F at = (load(rows + t * dim + c) - load(zeros + c)) / load(scales + c);
-        const I q = whole(nearest(clip(at, SYMMETRIC ? -STEPS : 0, STEPS)));
-        store_codes(codes + c, SYMMETRIC ? q + (1 << (BITS - 1)) : q);
-      }
+      for (int c = 0; c < dim; c += LANES)
+        Int<BITS, SYMMETRIC>::store(codes + c, (load(rows + t * dim + c) - load(zeros + c)) / load(scales + c));
       pack<BITS>(codes, dim, n.at(0, first) + t * (dim * BITS / 8));
     }
   }
@@ -109,16 +111,13 @@ template <int BITS, bool SYMMETRIC> inline void encode_tokens_int(const New& n) 
 
 // E2M1 in groups. Options: 0 channels of a group; 2 scales are powers of two. tables: c and the scales' unit, double
 inline void encode_e2m1(const New& n) {
-  const int group = n.options[0];
   double numbers[2];
   memcpy(numbers, n.tables, sizeof numbers);
   const float unit = (float)numbers[1];
   uint8_t codes[WIDEST];
   for (int t = 0; t < n.count; ++t) {
     const float* y = n.rows + t * n.dim;
-    for (int g = 0, first = 0; first < n.dim; ++g, first += group) {
-      const int end = first + group < n.dim ? first + group : n.dim;
-      const Range r = range_of(y + first, end - first);
+    each_group(y, n.dim, n.options[0], [&](int g, int first, int end, Range r) {
       const double wanted = (double)(r.high > -r.low ? r.high : -r.low) * numbers[0];
       float s = 0, reciprocal = 0;
       if (n.options[2]) {
@@ -140,7 +139,7 @@ inline void encode_e2m1(const New& n) {
         code = min(min(code, nearest(size / 2.0f) + 4.0f), splat(7.0f));
         store_codes(codes + c, whole(code) | ((I)(q < splat(0.0f)) & 8));
       }
-    }
+    });
     pack<4>(codes, n.dim, n.at(0, t));
   }
 }

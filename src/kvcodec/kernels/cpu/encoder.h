@@ -59,6 +59,16 @@ inline uint16_t to_half(float x) {
   return (uint16_t)(sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13);
 }
 inline float from_half(uint16_t h) { return half(&h); }
+inline F rounded_to_half(F x) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int i = 0; i < LANES; ++i) x[i] = from_half(to_half(x[i]));
+  return x;
+#endif
+}
 
 struct Range {
   float low, high;

@@ -15,10 +15,10 @@ from kvcodec_lab.report.words import about_task, bytes_text, headline, listed, m
 MOST_ITEMS = 4
 """Items whose answers are shown, of each task."""
 INTERVALS = (
-    "Intervals are 95 %, by the bootstrap over items, seeded. They say how far another draw of items of the same kind "
-    "would move a number; they do not cover another text, another model or another seed of the codec. A difference is "
-    "against the uncompressed model on the same items, resampled together, so it is known better than its two values. "
-    "Of twenty intervals one may err by chance."
+    "Intervals are 95 %: Wilson's where each item is right or wrong, else by the bootstrap over items, seeded. They "
+    "say how far another draw of items of the same kind would move a number; they do not cover another text, another "
+    "model or another seed of the codec. A difference is against the uncompressed model on the same items, resampled "
+    "together, so it is known better than its two values. Of twenty intervals one may err by chance."
 )
 BITS = (
     "Bits are bytes: every byte that the cache held (codes, scales, sinks, windows, dense layers) x 8 / elements, "

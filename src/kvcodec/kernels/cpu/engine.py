@@ -1,0 +1,103 @@
+"""The engine of CPUs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kvcodec.attention import Seen
+from kvcodec.cache.host import RoleState
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import ROLES, Role
+from kvcodec.kernels.cpu import library
+from kvcodec.kernels.cpu.attend import Piece, attend, workspace_bytes
+from kvcodec.kernels.cpu.encode import encode, prepared
+from kvcodec.kernels.cpu.held import attend_held
+from kvcodec.kernels.cpu.library import EncodeArgsStruct
+from kvcodec.kernels.cpu.spec import cpu_spec
+from kvcodec.kernels.engine import Engine
+
+
+class CpuEngine(Engine):
+    """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
+
+    refuses_at_once = True
+    common: EncodeArgsStruct | None = None
+    """What the calls of the encode kernels have in common; made at the first."""
+
+    def _find(self) -> None:
+        self.name = f"cpu {library.variant()}"
+        self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
+        self.readers = {"key": self.spec.key, "value": self.spec.value}
+        self.encoders = {role: self.spec.encoder(role) for role in ROLES}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the spec, which holds functions, and what holds numbers of this process."""
+        return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
+
+    def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
+        """As ``Engine.encode``; float32 tokens are rounded to fp16 first, as caches hold them."""
+        if not new:
+            return
+        if self.common is None:
+            self.common = prepared(self.spec)
+        encode(new, store.pages, store.table, first, bad, common=self.common, constants=self.writing, rounded=True)
+
+    def attend(
+        self,
+        q: Tensor,
+        store: PageStore,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
+        start: Tensor | None = None,
+        dense_k: Tensor | None = None,
+        dense_v: Tensor | None = None,
+        dense_lens: Tensor | None = None,
+        dense_start: Tensor | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend``."""
+        batch = q.shape[0]
+        first, last = _numbers(start, batch, 0), seq_lens.tolist()
+        dense = 0 if dense_k is None else dense_k.shape[2]
+        dense_first, dense_last = _numbers(dense_start, batch, 0), _numbers(dense_lens, batch, dense)
+        pieces: list[list[Piece]] = [
+            [(max(0, last[b] - first[b]), first[b], first[b]), (max(0, z - a), ~a, ~a)]
+            for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
+        ]
+        out, _ = attend(
+            q, store.pages, store.table, pieces, spec=self.spec, key=self.reading["key"], value=self.reading["value"],
+            dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out
+
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+    ) -> Tensor:
+        """As ``Engine.attend_many``."""
+        key, value = self.reading["key"], self.reading["value"]
+        return attend_held(
+            q, roles, store, spec=self.spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks
+        )  # fmt: skip
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """As ``Engine.workspace_bytes``."""
+        return workspace_bytes(q)
+
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
+        """As ``Engine.many_workspace_bytes``; a mask comes on top."""
+        return workspace_bytes(q) + 4 * dense * q.numel() // q.shape[2]
+
+
+def _numbers(x: Tensor | None, batch: int, default: int) -> list[int]:
+    """Numbers of an int32 ``[B]`` on the CPU."""
+    return [default] * batch if x is None else x.tolist()

@@ -1,0 +1,157 @@
+"""The engine of NVIDIA GPUs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.attention import Seen
+from kvcodec.cache.host import RoleState
+from kvcodec.cache.pages import PageStore
+from kvcodec.codec import ROLES, Payload, Role
+from kvcodec.kernels.constants import joined
+from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
+from kvcodec.kernels.decode import text_of as decode_text
+from kvcodec.kernels.encode import Turned, encode_to_pages
+from kvcodec.kernels.encode import text_of as encode_text
+from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.history import History, Packed, attend_history, workspace_bytes
+from kvcodec.kernels.mean import KeyMean
+from kvcodec.kernels.spec import decode_spec, encode_spec, reader
+
+
+class CudaEngine(Engine):
+    """Reads and writes the pages of one layer with CUDA kernels, compiled for its two codecs at their first use.
+
+    Parameters
+    ----------
+    key, value : Codec
+    head_dim, page_tokens : int
+    """
+
+    name = "cuda"
+    refuses_at_once = False
+    mean: KeyMean | None = None
+    """The mean that keys are held without; see ``hold_without``."""
+
+    def _find(self) -> None:
+        """Look up the specs of the codecs and register them with the launches."""
+        key, value = self.codecs["key"], self.codecs["value"]
+        sizes, pairs = (self.head_dim, self.page_tokens), 0 if self.mean is None else self.mean.pairs
+        written = encode_spec(key, value, *sizes, mean=pairs > 0)
+        self.decode_spec = decode_text(decode_spec(key, value, *sizes, pairs))
+        self.encode_spec = encode_text(written)
+        self.readers = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
+        self.encoders = {r: written.encoder(r) for r in ROLES}
+
+    def tensors(self) -> list[Tensor]:
+        """Constants on the device, those of the mean included."""
+        own = super().tensors()
+        return own if self.mean is None else [*own, self.mean.mean, self.mean.table]
+
+    def hold_without(self, mean: KeyMean) -> None:
+        """Hold keys without this mean: before any key is written, or the same for other sequences of the batch.
+
+        Existing tensors keep their addresses if shapes allow.
+        """
+        old = self.mean
+        if old is not None and (old.mean.shape, old.table.shape) == (mean.mean.shape, mean.table.shape):
+            old.mean.copy_(mean.mean)
+            old.table.copy_(mean.table)
+            return
+        self.mean = mean
+        self._find()
+
+    def encode(
+        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+    ) -> None:
+        """As ``Engine.encode``; ``less``: what is subtracted from the keys, if they are held without a mean."""
+        encode_to_pages(
+            new.get("key"),
+            new.get("value"),
+            store.pages,
+            store.table,
+            first,
+            spec=self.encode_spec,
+            key=self.writing["key"],
+            value=self.writing["value"],
+            bad=bad,
+            less=less,
+        )
+
+    def encode_side_by_side(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Payload | None:
+        """Encode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
+
+        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
+        """
+        unlike = not all(engine.ready and engine.mean is None for engine in engines)
+        if self.encoders["key"] is None or unlike:
+            return None
+        heads, count = store.heads, keys.shape[2]
+        side = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
+        page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
+        # passed as values as well: the program for both roles is compiled already
+        encode_to_pages(
+            keys,
+            None if self.encoders["value"] is None else keys,
+            page.pages,
+            page.table,
+            torch.zeros(1, dtype=torch.int32, device=keys.device),
+            spec=self.encode_spec,
+            key=side["key"],
+            value=side["value"],
+        )
+        return page.read("key", 0, count)
+
+    def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
+        """As ``Engine.attend``, and any other option of ``decode_attention``; ``placed`` with a mean."""
+        out, _ = decode_attention(
+            q,
+            store.pages,
+            store.table,
+            seq_lens,
+            spec=self.decode_spec,
+            key=self.reading["key"],
+            value=self.reading["value"],
+            num_kv_heads=store.heads,
+            softcap=softcap,
+            mean=self.mean,
+            **options,
+        )
+        return out
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """As ``Engine.workspace_bytes``."""
+        splits = splits_of(self.decode_spec, q, store.heads, store.table, dense)
+        return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
+
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        placed: Tensor | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_many``; ``placed``: as ``packed``."""
+        key, value = roles["key"], roles["value"]
+        first, last = key.runs[0] if key.runs else (0, 0)
+        packed = self.packed(store.pages, store.table, placed)
+        history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window))
+        return attend_history(q, history, scale, seen=seen, sinks=sinks)
+
+    def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
+        """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them.
+
+        ``placed``: with a mean, the position of slot 0 of each sequence, int32 ``[B]``.
+        """
+        key, value = self.reading["key"], self.reading["value"]
+        return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
+
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
+        """As ``Engine.many_workspace_bytes``."""
+        return workspace_bytes(q, store.heads, packed, dense, flash)
