@@ -52,12 +52,17 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     sizes = fields.get("codes", 0), fields.get("tail", 0)
     options = (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
     return CpuReader(
-        "octopus", options, cpu_tables(codec, head_dim), factor="signs", order=power_of_two_divisor(head_dim), alike=True
+        "octopus",
+        options,
+        cpu_tables(codec, head_dim),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
     )
 
 
 def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
-    """Return the function that builds the tables of ``unpack_octopus``: uint8 ``[1, bytes]``, as read_triplets.h says."""
+    """Return the function that builds the tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
     bits, low = codec.code_bits, codec.low_bits
     fields = [(low, bits), (0, low)] if low else [(0, bits)]
     places = [cpu_places(-(-head_dim // 3), bits, low, *field).flatten() for field in fields]
@@ -74,7 +79,7 @@ def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
 
 
 def cpu_places(n: int, bits: int, low: int, first: int, end: int) -> Tensor:
-    """Where bits ``[first, end)`` of the codes of ``ops/split_words`` lie, as read_triplets.h says: int32 ``[7, n16]``."""
+    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[7, n rounded up to 16]``."""
     codes = 8 * split_bytes(n, bits).get("codes", 0)
     places = torch.zeros(7, -(-n // 16) * 16, dtype=torch.int32)
     where = runs(n, bits, low, "cpu")
