@@ -290,8 +290,8 @@ struct Task {
     for (int i = 0; i < n; i += LANES) store(x + i, load(x + i) * splat(by));
   }
 
-  // scores s [rows, TILE] of the tokens [t, t + count) to weights, which are added to total [rows, LANES]; what was summed
-  // before is scaled
+  // scores s [rows, TILE] of the tokens [t, t + count) to weights, which are added to total [rows, LANES]; what was
+  // summed before is scaled
   void soften(float* s, int64_t t, int count, const Part& part, float* total, float* acc, float* acc_code) const {
     const int dim = (int)a.dim;
     const int padded = (count + LANES - 1) / LANES * LANES;

@@ -67,15 +67,11 @@ inline void unpack_octopus_sketch(const Rows& r) {
 
 // Chunks of four channels that are held in fp16 replace what INNER unpacks. Options: 6 number of the plane of flags,
 // which the outliers follow; 7 outliers of a token
-template <Unpack INNER, Order ORDER = nullptr> inline void unpack_outliers(const Rows& r) {
+template <Unpack INNER, Order ORDER = order_straight> inline void unpack_outliers(const Rows& r) {
   INNER(r);
   int16_t channel[WIDEST], place[WIDEST];
-  if constexpr (ORDER != nullptr) {
-    ORDER(r.options, r.dim, channel);
-    for (int c = 0; c < r.dim; ++c) place[channel[c]] = (int16_t)c;
-  } else {
-    for (int c = 0; c < r.dim; ++c) place[c] = (int16_t)c;
-  }
+  ORDER(r.options, r.dim, channel);
+  for (int c = 0; c < r.dim; ++c) place[channel[c]] = (int16_t)c;
   const int plane = r.options[6], slots = r.options[7], n = (r.dim + 3) / 4;
   for (int t = 0; t < r.count; ++t) {
     const uint8_t* flags = r.row(plane, r.first + t, (n + 7) / 8);

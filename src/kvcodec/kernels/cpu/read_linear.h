@@ -38,8 +38,8 @@ struct Codes {
         out(r.out + first * r.dim) {}
 };
 
-// Channels [first, end) of rows in the order of `order_run`. look_of(t) gives the function of a row: of codes (bits above
-// a code may be anything) and of their place in the row.
+// Channels [first, end) of rows in the order of `order_run`. look_of(t) gives the function of a row: of codes (bits
+// above a code may be anything) and of their place in the row.
 template <int BITS, class LookOf> inline void look_up(const Codes& rows, int first, int end, const LookOf& look_of) {
   const auto each = [&](int c, const auto& unpack) {
     const uint8_t* row = rows.row + c * BITS / 8;

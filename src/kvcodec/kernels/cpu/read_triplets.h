@@ -3,11 +3,11 @@
 // Planes: as the layout's fields, codes and tail (one of them may be missing), then the norm. Options: 0 bits of a
 // direction, 1 bits of a length, 2 whether fields of a code are held apart, 3 whether norms are float32, 4 bytes of the
 // codes, 5 bytes of the tail. Tables, float32: sqrt(D) and three zeros; where the codes lie (below), or, with fields
-// apart, where the directions and then the lengths lie; triplets (x, y, z, 0) of all codes, or of all directions, and the
-// lengths.
+// apart, where the directions and then the lengths lie; triplets (x, y, z, 0) of all codes, or of all directions, and
+// the lengths.
 //
-// Where n numbers of a row lie: seven rows of int32, each padded with zeros to a multiple of 16. Bits that lie in the codes:
-// 0 their 16-bit unit and the next one << 16, 1 the first bit, 2 a mask; bits in the tail: 3 to 5 likewise, and 6 the
+// Where n numbers of a row lie: seven rows of int32, each padded with zeros to a multiple of 16. Of bits in the codes:
+// 0 their 16-bit unit and the next one << 16, 1 the first bit, 2 a mask; of bits in the tail: 3 to 5 likewise, 6 the
 // number's bit that they begin with.
 #pragma once
 #include "reader.h"
@@ -94,7 +94,8 @@ template <bool APART, class Scale> inline void triplets(const Rows& r, const Sca
   for (int first = 0; first < r.count; first += SOME) {
     const int count = r.count - first < SOME ? r.count - first : SOME;
     for (int k = 0; k < count; ++k) {
-      Numbers row{r.row(0, r.first + first + k, held), held, r.row(held > 0, r.first + first + k, rest), rest, places, n};
+      const int place = r.first + first + k;
+      Numbers row{r.row(0, place, held), held, r.row(held > 0, place, rest), rest, places, n};
       row.put(4, code[k]);  // rows have 16 bytes
       if constexpr (APART) {
         row.places += 7 * size;

@@ -4,9 +4,9 @@
 // those of the codec's `decode`, bit by bit where that only looks up, multiplies and adds. It reads the tokens that it
 // is asked for and nothing behind them: other slots hold arbitrary bytes.
 //
-// Codes lie side by side in bytes, numbers in lanes of vectors. So a reader may write a row's channels in another order,
-// which spares it shuffles; a function `void order(const int32_t* options, int dim, int16_t* channel)` beside it says
-// which channel lies at each place.
+// Codes lie side by side in bytes, numbers in lanes of vectors. So a reader may write a row's channels in another
+// order, which spares it shuffles; a function `void order(const int32_t* options, int dim, int16_t* channel)` beside it
+// says which channel lies at each place.
 #pragma once
 #include <cstdint>
 
@@ -32,5 +32,9 @@ struct Rows {
 
 using Unpack = void (*)(const Rows&);
 using Order = void (*)(const int32_t* options, int dim, int16_t* channel);
+
+inline void order_straight(const int32_t*, int dim, int16_t* channel) {
+  for (int c = 0; c < dim; ++c) channel[c] = (int16_t)c;
+}
 
 }  // namespace kv

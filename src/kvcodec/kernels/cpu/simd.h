@@ -227,7 +227,8 @@ inline F load_e4m3(const void* p) {
   const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
   const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
   const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(x, 7), 15);
-  const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7f << 7)), _mm256_set1_epi16(0x4000));
+  const __m256i most = _mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7f << 7));
+  const __m256i nan = _mm256_and_si256(most, _mm256_set1_epi16(0x4000));
   return (F)_mm512_cvtph_ps(_mm256_or_si256(_mm256_or_si256(rest, sign), nan)) * splat(256.0f);
 #else
   const U x = widen<uint8_t>(p), rest = x & 0x7fu;
