@@ -62,7 +62,7 @@ template <class V, int HEADS, int T> struct WarpSums {
   }
 
   // how far the reference moves: the n-th flush of a warp adds the golden ratio to it, modulo 1, and a warp begins where
-  // four flushes for each warp before it would have led
+  // one flush, and four for each warp before it, would have led
   KV_DEV static float shift(const State& st, bool full) {
     const uint32_t place = st.tiles / (FLUSH / T) * 0x9e3779b9u;
     if (full) return place < 0x9e3779b9u ? -0.381966f : 0.618034f;
@@ -107,7 +107,7 @@ template <class V, int HEADS, int T> struct WarpSums {
   // of the n-th warp of a sequence
   KV_DEV static void start(State& st, int n) {
     st.softmax.start();
-    st.tiles = (uint32_t)n * (4 * (FLUSH / T));
+    st.tiles = (uint32_t)(4 * n + 1) * (FLUSH / T);
     st.bias[0] = st.bias[N - 1] = st.reference = st.inverse = 0.0f;
     st.zero[0] = st.zero[1] = st.zero[2] = st.zero[3] = 0.0f;
     KV_UNROLL
