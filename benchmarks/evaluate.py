@@ -2,11 +2,11 @@
 
     PYTHONPATH=src python benchmarks/evaluate.py --data FOLDER --text FILE --out DIR --deadline 540
 
-The specs are dealt to ``--workers`` processes of ``kvcodec eval``, each with a folder of its own below ``--work``. At
-the deadline they are interrupted (what is finished is kept), merged and written to ``DIR/plain`` and ``DIR/stressed``
-as they are published: ``run.json``, ``results.json`` (rows of whole tasks), ``items.jsonl.gz``. The same call goes on
-with what DIR holds, on another machine too, and deals what is left anew by the time that each spec took.
-``DIR/status.json`` and the last line say whether anything is left.
+``--workers`` processes of ``kvcodec eval --share``, each with a folder of its own below ``--work``, take specs that
+nobody has taken: first for all windows, then for short prompts, then for longer ones. At the deadline they are
+interrupted (what is finished is kept), merged and written to ``DIR/plain`` and ``DIR/stressed`` as they are published:
+``run.json``, ``results.json`` (rows of whole tasks), ``items.jsonl.gz``. The same call goes on with what DIR holds, on
+another machine too. ``DIR/status.json`` and the last line say whether anything is left.
 
 A machine without a network and with transfers of a limited size gets model and data in parts::
 
@@ -50,7 +50,6 @@ import kvcodec  # noqa: E402
 from kvcodec.registry import split_specs  # noqa: E402
 from kvcodec_lab.commands.eval import task_list  # noqa: E402
 from kvcodec_lab.eval.merge import PACKED, merge, missing, pack, unpack  # noqa: E402
-from kvcodec_lab.eval.scoring import UNCOMPRESSED  # noqa: E402
 from kvcodec_lab.eval.store import ITEMS, RUN, Run, read_run  # noqa: E402
 
 MODEL = "smollm2-135m"
@@ -58,17 +57,18 @@ TASKS = "perplexity:limit=10,kl:limit=10,needle,kv_retrieval,hellaswag:limit=200
 MANIFEST, STATUS = "manifest.json", "status.json"
 ALL = "all"
 """Folder of a run's merged results below the work folder, beside those of its workers."""
+TAKEN = "taken"
+"""Folder beside it, in which workers mark what they take."""
 END_SECONDS = 40
 """Kept for the workers' last lines and the merge."""
 GRACE_SECONDS = 15
 
 
 class Job(NamedTuple):
-    """One worker: a run's folder below the work folder, and its specs."""
+    """One worker: its run, and its folder below the run's work folder."""
 
     run: str
     folder: Path
-    specs: tuple[str, ...]
 
 
 # -- model and data in parts -------------------------------------------------------------------------------------------
@@ -194,76 +194,45 @@ def gathered(name: str, args: argparse.Namespace) -> Run | None:
     workers = [part for part in sorted(folder.glob("worker-*")) if part.is_dir()]
     if begun := [part for part in workers if (part / RUN).is_file()]:
         merge(begun, folder / ALL)
-    for part in workers:
-        shutil.rmtree(part)
+    for part in (*workers, folder / TAKEN):
+        shutil.rmtree(part, ignore_errors=True)
     return read_run(folder / ALL) if (folder / ALL / RUN).is_file() else None
 
 
-def pending(run: Run | None, specs: Sequence[str], tasks: str) -> dict[str, float]:
-    """Specs with items left, and about how long they take: the items that are left x the seconds of those finished.
-
-    All are alike where nothing is known, and where tasks or items are asked for that the run does not have.
-    """
+def unread(run: Run | None, specs: Sequence[str], tasks: str) -> list[str]:
+    """Specs with items left; all of them where tasks or items are asked for that the run does not have."""
     names, limits = task_list(split_specs(tasks))
     about = run.about["tasks"] if run else {}
     if run is None or any(n not in about or limits.get(n, about[n]["limit"]) > about[n]["limit"] for n in names):
-        return dict.fromkeys(specs, 1.0)
-    seconds, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for line in run.lines:
-        if line["spec"] != UNCOMPRESSED:
-            for key in ((line["spec"], line["task"]), ("", line["task"])):
-                seconds[key] += line["seconds"]
-                count[key] += 1
-    lacks, found = missing(run), {}
-    for spec in specs:
-        cost = 0.0
-        for task in names:
-            key = (spec, task) if count[spec, task] else ("", task)
-            mean = seconds[key] / count[key] if count[key] else 1.0
-            left = lacks[spec][task] if spec in lacks else about[task]["items"]
-            cost += left * max(mean, 1e-6)
-        if cost:
-            found[spec] = cost
-    return found
+        return list(specs)
+    lacks = missing(run)
+    return [spec for spec in specs if spec not in lacks or any(lacks[spec][task] for task in names)]
 
 
-def deal(costs: dict[str, dict[str, float]], workers: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Deal each run's specs to its share of the workers: the longest first, each to who has least.
+def staff(left: dict[str, list[str]], workers: int) -> list[str]:
+    """The run of each worker: as many for each as it has of the specs left, one at least.
 
-    >>> deal({"plain": {"a": 3.0, "b": 1.0, "c": 2.0}, "stressed": {}}, 2)
-    [('plain', ('a',)), ('plain', ('c', 'b'))]
+    >>> staff({"plain": ["a", "b", "c"], "stressed": ["a"], "other": []}, 4)
+    ['plain', 'plain', 'plain', 'stressed']
     """
-    total = sum(sum(run.values()) for run in costs.values())
-    hands: list[tuple[str, tuple[str, ...]]] = []
-    for name, run in costs.items():
-        if not run:
-            continue
-        mine = min(len(run), max(1, round(workers * sum(run.values()) / total)))
-        dealt: list[list[str]] = [[] for _ in range(mine)]
-        load = [0.0] * mine
-        for spec in sorted(run, key=run.__getitem__, reverse=True):
-            least = load.index(min(load))
-            dealt[least].append(spec)
-            load[least] += run[spec]
-        hands += [(name, tuple(hand)) for hand in dealt]
-    return hands
+    total = sum(map(len, left.values()))
+    each = {name: min(len(specs), max(1, round(workers * len(specs) / total))) for name, specs in left.items() if specs}
+    return [name for name, count in each.items() for _ in range(count)]
 
 
 def seed(job: Job, run: Run | None) -> None:
-    """Give a worker's folder what is finished of its specs, and the uncompressed model's items."""
+    """Give a worker's folder all that is finished."""
     job.folder.mkdir(parents=True)
-    if run is None:
-        return
-    shutil.copyfile(run.folder / RUN, job.folder / RUN)
-    mine = {*job.specs, UNCOMPRESSED}
-    with (job.folder / ITEMS).open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in run.lines if line["spec"] in mine)
+    if run is not None:
+        for name in (RUN, ITEMS):
+            shutil.copyfile(run.folder / name, job.folder / name)
 
 
 def command(job: Job, args: argparse.Namespace) -> list[str]:
     """The worker's `kvcodec eval`."""
-    found = [sys.executable, "-m", "kvcodec", "eval", args.weights, "--specs", ",".join(job.specs)]
-    found += ["--tasks", args.tasks, "--output", str(job.folder), "--device", args.device, "--dtype", args.dtype]
+    found = [sys.executable, "-m", "kvcodec", "eval", args.weights, "--specs", ",".join(args.specs)]
+    found += ["--tasks", args.tasks, "--output", str(job.folder), "--share", str(job.folder.parent / TAKEN)]
+    found += ["--device", args.device, "--dtype", args.dtype]
     found += ["--batch", str(args.batch), "--seed", str(args.seed), "--window-tokens", str(args.window_tokens)]
     found += ["--stress", args.stress] if job.run == "stressed" else []
     found += ["--lengths", args.lengths] if args.lengths else []
@@ -284,6 +253,8 @@ def work(jobs: Sequence[Job], args: argparse.Namespace, end: float) -> list[str]
         common["XDG_CACHE_HOME"] = str(args.work / "cache")
     models = args.work / "models"
     gpus = gpu_count() if args.device == "cuda" else 0
+    # a shell's background jobs ignore interrupts, and so would the workers
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     running: list[tuple[Job, subprocess.Popen[bytes], Path]] = []
     for number, job in enumerate(jobs):
         log = job.folder.with_suffix(".log")
@@ -390,9 +361,8 @@ def main() -> int:
 
     names = args.runs.split(",")
     runs = {name: gathered(name, args) for name in names}
-    costs = {name: pending(run, args.specs, args.tasks) for name, run in runs.items()}
-    hands = deal(costs, args.workers)
-    jobs = [Job(name, args.work / name / f"worker-{i:02d}", specs) for i, (name, specs) in enumerate(hands)]
+    staffed = staff({name: unread(run, args.specs, args.tasks) for name, run in runs.items()}, args.workers)
+    jobs = [Job(name, args.work / name / f"worker-{i:02d}") for i, name in enumerate(staffed)]
     for job in jobs:
         seed(job, runs[job.run])
     failed = work(jobs, args, begun + args.deadline - END_SECONDS) if jobs else []
@@ -401,7 +371,7 @@ def main() -> int:
     for name in names:
         run = gathered(name, args)
         left[name] = None if run is None else sum(sum(lacks.values()) for lacks in missing(run).values())
-        done &= not pending(run, args.specs, args.tasks)
+        done &= not unread(run, args.specs, args.tasks)
         if run is not None:
             pack(run.folder, args.out / name)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,22 +96,23 @@ class Method:
     source: str
     presets: Mapping[str, Mapping[str, Any]]
 
-    @property
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The recipe's own parameters."""
+        return inspect.signature(self.recipe).parameters
+
+    @cached_property
     def options(self) -> dict[str, Option]:
         """Options by name: the recipe's parameters in their order, and those of every method."""
         hints = typing.get_type_hints(self.recipe)
         docs = _parameter_docs(self.recipe)
-        own = {
-            p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, ""))
-            for p in inspect.signature(self.recipe).parameters.values()
-        }
+        own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
         return own | {name: option for name, option in COMMON.items() if name not in own}
 
     def scheme(self, options: Mapping[str, Any]) -> KVScheme:
         """Return the recipe's scheme with a value for each of ``options``."""
-        own = inspect.signature(self.recipe).parameters
-        scheme = self.recipe(**{name: value for name, value in options.items() if name in own})
-        return replace(scheme, **{name: options[name] for name in COMMON if name not in own})
+        scheme = self.recipe(**{name: value for name, value in options.items() if name in self.parameters})
+        return replace(scheme, **{name: options[name] for name in COMMON if name not in self.parameters})
 
 
 _METHODS: dict[str, Method] = {}

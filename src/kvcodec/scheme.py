@@ -95,6 +95,8 @@ class KVScheme:
         key = Dense() if edge < self.dense_key_layers else self.key
         value = Dense() if edge < self.dense_value_layers else self.value
         mean = "none" if isinstance(key, Dense) else self.mean
+        if not self.dense_key_layers and not self.dense_value_layers and mean == self.mean:
+            return self
         return replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean)
 
     def with_means(self, means: "Sequence[Mean]") -> "KVScheme":

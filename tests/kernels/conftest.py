@@ -1,5 +1,23 @@
-"""What all tests of kernels share: the emulated machine."""
+"""What all tests of kernels share: the emulated machine, and a look at what waits for a GPU."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from tests.kernels.emulation import machine
 
-__all__ = ["machine"]
+__all__ = ["machine", "unsynchronised"]
+
+
+@contextmanager
+def unsynchronised() -> Iterator[None]:
+    """What waits for the GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")  # once per process
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

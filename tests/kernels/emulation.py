@@ -57,8 +57,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     for module in (attention, encode, prefill):
         monkeypatch.setattr(module, "load", load)
-        if module is not prefill:
-            monkeypatch.setattr(module, "_refused", lambda device: "")
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()
     yield made

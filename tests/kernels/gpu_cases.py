@@ -2,24 +2,31 @@
 
     python -m tests.kernels.gpu_cases --cases 10000 --out cases.json
 
-A *combination* is a preset, a head_dim and a page size: what programs are compiled for. Each case draws the rest:
-sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens, one of a million for each
-preset), heads, group, first live token, splits (few of them where sequences are long), dense tokens, sinks, soft cap,
-the numbers' law, diffuse and sharp attention. Every token is another one. Keys and values are encoded into pages of a
-pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what the codec
-decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws, bf16's
-roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of the same
-problem (``expected``), and the row says so.
+A *combination* is a preset, a head_dim and a page size: what programs are compiled for, the better part of the time. So
+a combination draws once what else decides on programs (``of_programs``: heads that share a KV head, soft cap, teams).
+Each case draws the rest: sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens,
+one of a million for each preset), heads, group, first live token, splits (few of them where sequences are long), dense
+tokens, sinks, the numbers' law, diffuse and sharp attention. Every token is another one. Keys and values are encoded
+into pages of a pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what
+the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws,
+bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of
+the same problem (``expected``), and the row says so.
+
+A case again: ``--presets kivi-4 --dims 256 --seed 2400 --cases 1`` with the preset, head_dim and seed of its row (the
+page is that of a first combination, 64, or the least multiple of it that the codecs take).
 """
 
 import argparse
+import itertools
 import json
 import math
+import multiprocessing
 import random
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +75,8 @@ def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS)
     return found
 
 
-def rows(rng: random.Random, gen: torch.Generator, shape: tuple[int, ...], role: str) -> Tensor:
+def rows(rng: random.Random, gen: torch.Generator, shape: tuple[int, ...], role: str) -> tuple[Tensor, str]:
+    """Draw numbers, and say by which law."""
     x = torch.randn(shape, generator=gen, device=gen.device)
     law = rng.choice(("plain", "plain", "loud", "shifted", "spread", "small"))
     if law == "loud":
@@ -81,7 +89,7 @@ def rows(rng: random.Random, gen: torch.Generator, shape: tuple[int, ...], role:
         x *= 0.02
     if shape[2] and rng.random() < 0.3:
         x[:, :, rng.randrange(shape[2])] = 0.0
-    return x if role == "value" or law != "plain" else x * rng.choice((0.5, 1.0, 2.0))
+    return (x if role == "value" or law != "plain" else x * rng.choice((0.5, 1.0, 2.0))), law
 
 
 class Layer(NamedTuple):
@@ -94,6 +102,7 @@ class Layer(NamedTuple):
     keys: Tensor
     values: Tensor
     note: str
+    laws: list[str]
 
 
 def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Layer:
@@ -113,42 +122,50 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
     store.table = order.to(torch.int32).view(batch, columns).contiguous()
     dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
     first = torch.zeros(batch, dtype=torch.int32, device=device)
-    decoded, tensors, note = {}, {}, []
+    parts = range(0, tokens, STEP)
+    params: dict[str, Params] = {}
+    payloads: dict[str, list[Payload]] = {}
+    laws: list[str] = []
+    given: dict[str, Tensor | None] = {"key": None, "value": None}
+    held = {role: Constants(None, None, 1) for role in ROLES}
     for role in ROLES:
-        codec = codecs[role]
+        codec, side = codecs[role], target.encoder(role)
         site = Site(rng.randrange(8), role, heads, c.dim, rng.randrange(1000), device)
-        x = rows(rng, gen, (batch, heads, tokens, c.dim), role).clamp(-60000, 60000).to(dtype)
+        x, law = rows(rng, gen, (batch, heads, tokens, c.dim), role)
+        x = x.clamp(-60000, 60000).to(dtype)
+        laws.append(law)
         x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
-        params: Params = codec.fit(site, x.float() if codec.needs_sample else None)
-        params = {name: value.to(device) for name, value in params.items()}
-        parts = range(0, tokens, STEP)
-        payloads = [codec.encode(codec.to_code(x[:, :, at : at + STEP].float(), params), params) for at in parts]
-        side = target.encoder(role)
-        if side is None:
-            _write(store, role, payloads)
-            note.append(role)
-        else:
-            before = store.pages.clone()
-            held = constants_for(side, params, heads, c.dim)
-            given = {"keys": x if role == "key" else None, "values": x if role == "value" else None}
-            none = Constants(None, None, 1)
-            bad = torch.zeros(1, dtype=torch.int32, device=device)
-            encode.encode_to_pages(
-                pages=store.pages, table=store.table, first=first, spec=encode.text_of(target), bad=bad,
-                key=held if role == "key" else none, value=held if role == "value" else none, **given,
-            )  # fmt: skip
-            written = store.pages
-            store.pages = before
-            _write(store, role, payloads)
-            if int(bad) or not torch.equal(written, store.pages):
-                wrong = int((written != store.pages).sum())
-                raise AssertionError(f"encode: {role}: {wrong} bytes differ, bad={int(bad)}, {dtype}")
-        found = specs.reader(codec, c.dim, role)
-        tensors[role] = constants_for(found, params, heads, c.dim)
-        back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), params) for at in parts)
-        decoded[role] = torch.cat([codec.from_code(part, params) for part in back], 2)
-    return Layer(store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"],
-                 ",".join(note))  # fmt: skip
+        fitted = codec.fit(site, x.float() if codec.needs_sample else None)
+        params[role] = own = {name: value.to(device) for name, value in fitted.items()}
+        payloads[role] = [codec.encode(codec.to_code(x[:, :, at : at + STEP].float(), own), own) for at in parts]
+        if side is not None:
+            given[role], held[role] = x, constants_for(side, own, heads, c.dim)
+    bad, before = torch.zeros(1, dtype=torch.int32, device=device), store.pages.clone()
+    if target.key is not None or target.value is not None:
+        encode.encode_to_pages(
+            given["key"], given["value"], store.pages, store.table, first, spec=encode.text_of(target), bad=bad,
+            key=held["key"], value=held["value"],
+        )  # fmt: skip
+    written, store.pages = store.pages, before
+    for role in ROLES:
+        if given[role] is not None:
+            _write(store, role, payloads[role])
+    if int(bad) or not torch.equal(written, store.pages):
+        wrong = int((written != store.pages).sum())
+        raise AssertionError(f"encode: {wrong} bytes differ, bad={int(bad)}, {dtype}")
+    decoded, tensors = {}, {}
+    for role in ROLES:
+        if given[role] is None:
+            _write(store, role, payloads[role])
+        codec, own = codecs[role], params[role]
+        tensors[role] = constants_for(specs.reader(codec, c.dim, role), own, heads, c.dim)
+        back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), own) for at in parts)
+        decoded[role] = torch.cat([codec.from_code(part, own) for part in back], 2)
+    note = ",".join(role for role in ROLES if given[role] is None)
+    return Layer(
+        store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"], note,
+        laws,
+    )  # fmt: skip
 
 
 def _write(store: PageStore, role: str, payloads: list[Payload]) -> None:
@@ -221,24 +238,34 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
 
 
-def of_programs(c: Combination) -> tuple[list[int], bool]:
-    """What decides which programs are compiled, the better part of the time, is drawn once for a combination.
+class Programs(NamedTuple):
+    """What a combination draws once, because programs are compiled for it.
 
-    Heads that share a KV head, up to 4 and more; whether scores may have a soft cap.
+    Heads that share a KV head, up to 4 and more; the soft cap of all scores, 0: none; warps of a team, and teams.
     """
+
+    groups: list[int]
+    cap: float
+    warps: int
+    teams: int
+
+
+def of_programs(c: Combination) -> Programs:
+    """Draw them."""
     rng = random.Random(repr(c))
-    return [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)], rng.random() < 0.5
+    groups = [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)]
+    return Programs(groups, 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3)))
 
 
 def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
     """One random case of encode, decode attention and, sometimes, prefill; its errors."""
     rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
     batch, heads = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4))
-    groups, capped = of_programs(c)
-    group, length = rng.choice(groups), rng.choice(LENGTHS)
+    programs = of_programs(c)
+    group, length = rng.choice(programs.groups), rng.choice(LENGTHS)
     few_splits = longest or rng.random() < 0.05
     if longest:
-        batch, heads, group, length = 1, 1, groups[0], LONGEST
+        batch, heads, group, length = 1, 1, programs.groups[0], LONGEST
     elif few_splits:
         batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
     block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
@@ -247,9 +274,9 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
     some = (tokens, rng.randint(tokens // 2, tokens)) if few_splits else (0, 1, 15, tokens, tokens)
     lens = [rng.choice((*some, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
     begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
-    hq, cap, sinks = heads * group, rng.choice((0.0, 0.0, 0.0, 30.0)) if capped else 0.0, None
-    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
-    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * rng.choice((0.1, 0.5, 1.0, 4.0))
+    hq, cap, sinks = heads * group, programs.cap, None
+    dtype, loud = rng.choice((torch.bfloat16, torch.float16, torch.float32)), rng.choice((0.1, 0.5, 1.0, 4.0))
+    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * loud
     if rng.random() < 0.3:
         sinks = torch.randn(hq, generator=gen, device=device)
     dense: list[Tensor | None] = [None, None]
@@ -264,10 +291,8 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         machine, apart = launch.machine(q.device), dense[0] is not None and not pair.joins
         config = launch.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
-        teams = config._replace(
-            tile=min(32, config.tile), warps=rng.choice((1, 2)), resident=1, teams=rng.choice((2, 3))
-        )
-        if not apart and rng.random() < 0.3 and launch.shared_bytes(pair, teams) <= machine.shared_block:
+        teams = config._replace(tile=min(32, config.tile), warps=programs.warps, resident=1, teams=programs.teams)
+        if not apart and rng.random() > 0.7 and launch.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
     o, lse = attention.decode_attention(
         q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), spec=layer.spec,
@@ -293,7 +318,14 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
             worst = {"error": error, "bf16": base, "ratio": ratio, **drawn}
         if not math.isfinite(error) or not bool(torch.isfinite(lse[b]).all() | (lse[b] == -math.inf).all()):
             worst = {"error": math.inf, "bf16": base, "ratio": math.inf}
-    result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "reference_encode": layer.note}
+    asked = {
+        "heads": heads, "group": group, "lens": lens, "starts": begins, "softcap": cap, "sinks": sinks is not None,
+        "dense": 0 if dense[0] is None else dense[0].shape[2], "scale": scale, "q": f"{dtype} times {loud}",
+        "laws": layer.laws, "config": config,
+    }  # fmt: skip
+    result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "case": asked}
+    if layer.note:
+        result["reference_encode"] = layer.note
     if rng.random() < 0.2 and tokens >= 2:
         result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
     return result
@@ -316,18 +348,70 @@ def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generato
     return worst
 
 
-def run_combination(job: tuple[Combination, int, int, str]) -> list[dict[str, Any]]:
+Job = tuple[Combination, int, int, str]
+"""A combination, its first seed, how many cases, and the device."""
+
+
+def run_combination(job: Job) -> Iterator[dict[str, Any]]:
     """Run cases ``[first, first + count)`` of one combination; a case that raises is a failure with its text."""
     c, first, count, device = job
-    out: list[dict[str, Any]] = []
     for seed in range(first, first + count):
         try:
-            out.append(decode_case(c, seed, device, longest=seed == first and c.dim == 128))
+            yield decode_case(c, seed, device, longest=seed == first and c.dim == 128)
         except Exception as error:  # every failure is counted and shown
-            out.append({**c._asdict(), "seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]})
+            yield {**c._asdict(), "seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]}
             if "CUDA" in str(error) or "cuda" in str(error):
-                break  # the context is lost
-    return out
+                raise  # the context is lost, and with it the process
+
+
+def _work(run: Callable[[Any], Iterator[Any]], pipe: connection.Connection) -> None:
+    """Send the rows of each job, then None, until there is no job: what a process of its own does."""
+    while (job := pipe.recv()) is not None:
+        for row in run(job):
+            pipe.send(row)
+        pipe.send(None)
+
+
+def gathered(
+    jobs: Iterable[Any], run: Callable[[Any], Iterator[Any]], processes: int, left: Callable[[], float]
+) -> Iterator[Any]:
+    """Yield the rows of jobs as they come from several processes, until no seconds are left: then those are ended.
+
+    Where a process dies, its job's other cases are lost, and another process goes on with the next job.
+    """
+    context, waiting = multiprocessing.get_context("spawn"), deque(jobs)
+    running: dict[Any, Any] = {}
+
+    def begin() -> None:
+        if waiting:
+            own, other = context.Pipe()
+            running[own] = context.Process(target=_work, args=(run, other), daemon=True)
+            running[own].start()
+            other.close()
+            own.send(waiting.popleft())
+
+    for _ in range(processes):
+        begin()
+    try:
+        while running and (seconds := left()) > 0:
+            for pipe in connection.wait(list(running), timeout=min(seconds, 1.0)):
+                try:
+                    row = pipe.recv()
+                except EOFError:
+                    process = running.pop(pipe)
+                    process.join()
+                    if process.exitcode:
+                        print(f"a process ended with {process.exitcode}: its job's other cases are lost", flush=True)
+                    begin()
+                    continue
+                if row is None:
+                    pipe.send(waiting.popleft() if waiting else None)
+                else:
+                    yield row
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
 
 
 def bad(row: dict[str, Any]) -> bool:
@@ -341,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dims", default="64,96,128,192,256")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=8, help="processes; 0: this one, as a sanitizer wants it")
-    parser.add_argument("--deadline", type=float, default=1e9)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which all ends, whatever compiles")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     started = time.time()
@@ -356,38 +440,52 @@ def main(argv: list[str] | None = None) -> int:
     if reason := build.refusal(torch.device("cuda", 0)):
         print(f"no case can run: {reason}", file=sys.stderr)
         return 2
+
+    def left() -> float:
+        return args.deadline - (time.time() - started)
+
+    if args.jobs:
+        rows = gathered(jobs, run_combination, args.jobs, left)
+    else:
+        rows = itertools.takewhile(lambda _: left() > 0, (row for job in jobs for row in run_combination(job)))
     results: list[dict[str, Any]] = []
-    context = torch.multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context) if args.jobs else nullcontext() as pool:
-        futures = [pool.submit(run_combination, job) for job in jobs] if pool else [None] * len(jobs)
-        for job, future in zip(jobs, futures, strict=True):
-            if time.time() - started > args.deadline:
-                if future is not None:
-                    future.cancel()
-                continue
-            part = future.result() if future is not None else run_combination(job)
-            results += part
-            wrong = [row for row in part if bad(row)]
-            top = max((row["decode"]["ratio"] for row in part if "decode" in row), default=math.nan)
-            note = next((row["reference_encode"] for row in part if row.get("reference_encode")), "")
-            print(
-                f"{time.time() - started:6.1f}s {job[0]} cases={len(part)} wrong={len(wrong)} worst ratio {top:.2f}"
-                f"{' reference encodes ' + note if note else ''}", flush=True,
-            )  # fmt: skip
-            for row in wrong[:1]:
-                print("    ", json.dumps(row)[:240], flush=True)
-    failures = [row for row in results if bad(row)]
-    print(f"{len(results)} cases, {len(failures)} wrong, {time.time() - started:.0f} s")
-    if args.out:
-        text = {
-            "cases": len(results),
-            "wrong": failures[:100],
-            "bf16_over_several_roundings": [row for row in results if "bf16_once" in row.get("decode", {})],
-            "torch": torch.__version__,
-            "gpu": torch.cuda.get_device_name(),
-        }
-        args.out.write_text(json.dumps(text, indent=1))
-    return 1 if failures else 0
+    written, total = 0.0, sum(counts)
+    try:
+        for row in rows:
+            results.append(row)
+            if bad(row):
+                print(f"{time.time() - started:6.1f}s wrong: {json.dumps(row)[:1000]}", flush=True)
+            if time.time() - written > 5:
+                written = time.time()
+                print(f"{written - started:6.1f}s {len(results)} of {total} cases", flush=True)
+                report(args.out, results, total)
+    finally:
+        report(args.out, results, total)
+    for c in wanted:
+        mine = [row for row in results if (row["preset"], row["dim"]) == (c.preset, c.dim)]
+        top = max((row["decode"]["ratio"] for row in mine if "decode" in row), default=math.nan)
+        note = next((f" reference encodes {x}" for row in mine if (x := row.get("reference_encode"))), "")
+        print(f"{c} cases={len(mine)} wrong={sum(map(bad, mine))} worst ratio {top:.2f}{note}")
+    failures = sum(map(bad, results))
+    print(f"{len(results)} of {total} cases, {failures} wrong, {time.time() - started:.0f} s")
+    return 1 if failures or (len(results) < total and left() > 0) else 0
+
+
+def report(path: Path | None, results: list[dict[str, Any]], wanted: int) -> None:
+    """Write what has come so far, whole or not at all."""
+    if path is None:
+        return
+    text = {
+        "cases": len(results),
+        "wanted": wanted,
+        "wrong": [row for row in results if bad(row)][:100],
+        "bf16_over_several_roundings": [row for row in results if "bf16_once" in row.get("decode", {})],
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(text, indent=1))
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config
+from tests.kernels.conftest import unsynchronised
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
@@ -67,8 +69,6 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that do nothing, on a machine where every look at a number waits."""
     for module in (attention, encode, prefill):
         monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
-    for module in (attention, encode):
-        monkeypatch.setattr(module, "_refused", lambda device: "")
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()
     yield
@@ -439,12 +439,9 @@ def test_nothing_waits_for_the_gpu_in_a_prefills_middle(spec: str) -> None:
     config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
     for turn in range(2):
         cache = cache_for(config, spec, attention="fused")
-        torch.cuda.set_sync_debug_mode("error" if turn else "default")
-        try:
+        with unsynchronised() if turn else nullcontext():
             for layer in range(LAYERS - 1):
                 cache.update(k, v, layer)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         cache.update(k, v, LAYERS - 1)
     packed = [c for c in cache.layer_caches if not isinstance(c.roles["key"].codec, Dense)]
     assert len(cache.report()["keys"]) == len(packed)

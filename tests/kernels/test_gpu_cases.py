@@ -1,12 +1,19 @@
 """The random cases for a GPU, some of them in the emulator: what is right passes, and what is wrong is seen."""
 
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels import gpu_cases
-from tests.kernels.gpu_cases import Combination, bad, decode_case, truth
+from tests.kernels.gpu_cases import Combination, Programs, bad, decode_case, gathered, report, truth
 
 CASE = Combination("int-4", 64, 64)
 
@@ -18,7 +25,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_cases, "LONG", (200,))
     monkeypatch.setattr(gpu_cases, "LONGEST", 300)
     monkeypatch.setattr(gpu_cases, "STEP", 64)
-    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: ([2], False))  # one program
+    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2))  # one program
 
 
 @pytest.mark.usefixtures("_short")
@@ -50,3 +57,35 @@ def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:
     nothing = truth(q, k[:, :0], v[:, :0], 0.3, 0.0, None)
     assert torch.equal(nothing, torch.zeros(6, 2, 8, dtype=torch.float64))
     assert torch.equal(truth(q, k[:, :0], v[:, :0], 0.3, 0.0, sinks), nothing)
+
+
+def _fake(job: str) -> Iterator[str]:
+    yield job
+    if job == "compiles":
+        time.sleep(1000)
+    if job == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield f"{job} again"
+
+
+def test_rows_come_as_they_are_made_and_a_process_that_dies_is_replaced() -> None:
+    found = list(gathered(["one", "dies", "two"], _fake, 1, lambda: 100.0))
+    assert found[0:2] == ["one", "one again"]
+    assert found[-2:] == ["two", "two again"]
+
+
+def test_at_the_deadline_whatever_runs_is_ended() -> None:
+    seconds, found = [100.0], []
+    for row in gathered(["compiles", "one"], _fake, 1, lambda: seconds[0]):
+        found.append(row)
+        seconds[0] = 0.0
+    assert found == ["compiles"]
+    assert multiprocessing.active_children() == []
+
+
+def test_the_report_says_what_was_wanted_and_what_came(tmp_path: Path) -> None:
+    report(None, [], 3)
+    report(tmp_path / "cases.json", [{"decode": {"ratio": 2.0, "bf16_once": 1e-9}}, {"decode": {"ratio": 0.5}}], 3)
+    held = json.loads((tmp_path / "cases.json").read_text())
+    assert (held["cases"], held["wanted"], len(held["wrong"])) == (2, 3, 1)
+    assert [x.name for x in tmp_path.iterdir()] == ["cases.json"]

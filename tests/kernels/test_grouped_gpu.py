@@ -1,7 +1,5 @@
 """An engine's layer of token groups on a GPU, decode steps as a captured graph, against the reference on the CPU."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,11 +7,11 @@ import torch
 
 from kvcodec.integrations.vllm.layer import Rules
 from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, made, pending_of, pool, tokens
+from tests.kernels.conftest import unsynchronised
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 ROWS, COLUMNS, STARTS, STEPS = 4, 3, (105, 33, 1), 40  # the first completes a group of every length
 
@@ -68,16 +66,6 @@ class Served:
     def step(self, space: torch.Tensor) -> torch.Tensor:
         given = (self.cache, self.table, self.lengths, self.pending, self.rules, space)
         return self.layer.step_groups(self.q, self.k, self.v, *given)
-
-
-@contextmanager
-def unsynchronised() -> Iterator[None]:
-    """What waits for the device is an error."""
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:

@@ -1,8 +1,11 @@
-"""Keys held without their mean before RoPE: the term of the scores, unpacked keys, encoded bytes."""
+"""Keys held without their mean before RoPE: the term of the scores, unpacked keys, encoded bytes.
+
+What is checked of an operator is a function of the device: on the emulated machine, and on a GPU where there is one.
+"""
 
 import importlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import LayerSite
-from kvcodec.codec import ROLES, Role
+from kvcodec.codec import ROLES, Params, Role
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels import decode as attention
@@ -20,7 +23,7 @@ from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.mean import KeyMean, key_mean
+from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
@@ -28,6 +31,7 @@ from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
 
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+CPU, LAST = torch.device("cpu"), MOST_POSITIONS
 
 
 # -- the term of the scores --------------------------------------------------------------------------------------------
@@ -81,47 +85,107 @@ def turned_back(means: Means, mean: Tensor, theta: Tensor, tokens: int) -> Tenso
     )
 
 
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128)))
-def test_every_reader_gets_the_mean_back(spec: str, dim: int, machine: dict[str, Any]) -> None:
-    scheme, heads, lens, means = kvcodec.get(spec), 2, [75, 33], Means((100_000, 3), size=3.0)
+class Layer(NamedTuple):
+    """Encoded random keys and values of ``lens`` tokens on a device, keys without their mean, and what reads them."""
+
+    store: PageStore
+    spec: str
+    key: Constants
+    value: Constants
+    held: KeyMean
+    placed: Tensor
+    whole: Tensor
+    """Decoded keys ``[B, H, t, D]`` with their mean, float64."""
+    values: Tensor
+
+    def attend(self, q: Tensor, lens: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Decode attention of ``q [B, HQ, 1, D]``, back on the CPU."""
+        device = self.store.pages.device
+        lens = torch.as_tensor(lens, dtype=torch.int32, device=device)
+        o, lse = attention.decode_attention(
+            q.to(device), self.store.pages, self.store.table, lens, spec=self.spec, key=self.key, value=self.value,
+            scale=q.shape[3] ** -0.5, num_kv_heads=self.store.heads, mean=self.held, placed=self.placed, **options,
+        )  # fmt: skip
+        return o.cpu(), lse.cpu()
+
+
+def moved(params: dict[str, Params], device: torch.device) -> dict[str, Params]:
+    return {role: {name: x.to(device) for name, x in own.items()} for role, own in params.items()}
+
+
+def layer_of(spec: str, dim: int, lens: list[int], means: Means, device: torch.device) -> Layer:
+    scheme, heads = kvcodec.get(spec), 2
     page = scheme.page_layout(dim).page_tokens
     held, mean, theta = means.made(Case(tuple(lens), heads=heads), dim, torch.Generator().manual_seed(4))
     pair = specs.decode_spec(scheme.key, scheme.value, dim, page, held.pairs)
     store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, lens, page)
-    q = torch.randn(2, 6, 1, dim, generator=torch.Generator().manual_seed(8))
-    given = [constants_for(s, params[role], heads, dim) for s, role in zip((pair.key, pair.value), ROLES, strict=True)]
-    got, lse = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor(lens, dtype=torch.int32), spec=attention.text_of(pair),
-        key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads, mean=held,
-        placed=torch.tensor(means.first, dtype=torch.int32), config=launch.Config(32, 2, 2, 1, 1),
+    store.pages, store.table = store.pages.to(device), store.table.to(device)
+    params = moved(params, device)
+    held = held._replace(mean=held.mean.to(device), table=held.table.to(device))
+    return Layer(
+        store, attention.text_of(pair), constants_for(pair.key, params["key"], heads, dim),
+        constants_for(pair.value, params["value"], heads, dim), held,
+        torch.tensor(means.first, dtype=torch.int32, device=device),
+        k.double() + turned_back(means, mean, theta, k.shape[2]), v,
     )  # fmt: skip
-    whole = k + turned_back(means, mean, theta, k.shape[2]).float()
-    want, want_lse = reference(q, whole, v, None, lens, [0, 0], None, 0.0)
+
+
+def check_reader(spec: str, dim: int, means: Means, device: torch.device, config: launch.Config | None = None) -> None:
+    """Decode attention of two sequences against float64 over keys with their mean."""
+    lens = [75, 33]
+    layer = layer_of(spec, dim, lens, means, device)
+    q = torch.randn(2, 6, 1, dim, generator=torch.Generator().manual_seed(8))
+    got, lse = layer.attend(q, lens, config=config)
+    want, want_lse = reference(q, layer.whole, layer.values, None, lens, [0, 0], None, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=8e-3)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=8e-3)
 
 
-@pytest.mark.parametrize("group", [4, 7])
-def test_large_means_lose_less_than_keys_in_bf16(group: int, machine: dict[str, Any]) -> None:
-    """Means as Qwen2.5's, at 100,000 tokens: the error of a score is a third of that of a cache in bf16."""
-    dim, heads, batch, tokens = 128, 2, 24, 64
-    scheme, ends = kvcodec.get("dense"), torch.arange(batch, dtype=torch.int32) * 2 + 17
-    means = Means(tuple(100_000 + 997 * i for i in range(batch)), size=350.0, base=1e6)
-    held, mean, theta = means.made(Case((tokens,) * batch, heads=heads), dim, torch.Generator().manual_seed(4))
-    pair = specs.decode_spec(scheme.key, scheme.value, dim, 64, held.pairs)
-    store, params, (k, _) = fill(scheme.key, scheme.value, dim, heads, [tokens] * batch, 64)
-    q = torch.randn(batch, heads * group, 1, dim, generator=torch.Generator().manual_seed(8)).half()
-    given = [constants_for(s, params[role], heads, dim) for s, role in zip((pair.key, pair.value), ROLES, strict=True)]
-    _, scores = attention.decode_attention(  # of one live token each
-        q, store.pages, store.table, ends, start=ends - 1, spec=attention.text_of(pair), key=given[0], value=given[1],
-        scale=dim**-0.5, num_kv_heads=heads, mean=held, placed=torch.tensor(means.first, dtype=torch.int32),
-        config=launch.Config(64, 2, 2, 1, 1),
-    )  # fmt: skip
-    keys = k.double() + turned_back(means, mean, theta, tokens)
-    keys = torch.stack([x[:, end - 1] for x, end in zip(keys, ends.tolist(), strict=True)]).repeat_interleave(group, 1)
+NEAR = Means((100_000, 3), size=3.0)
+
+
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128)))
+def test_every_reader_gets_the_mean_back(spec: str, dim: int, machine: dict[str, Any]) -> None:
+    check_reader(spec, dim, NEAR, CPU, launch.Config(32, 2, 2, 1, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128, 256)))
+def test_every_reader_gets_the_mean_back_on_a_gpu(spec: str, dim: int, few: int) -> None:
+    """Positions up to the last that there may be; the launch constants that a cache would take, and one block."""
+    means = Means((LAST - 75, 3), size=3.0, few=few)
+    for config in (None, launch.Config(32, 2, 2, 1, 1)):
+        check_reader(spec, dim, means, torch.device("cuda"), config)
+
+
+def check_large_means(group: int, dim: int, last: int, device: torch.device) -> None:
+    """Means as Qwen2.5's: the error of a score is a third of that of a cache in bf16."""
+    batch, tokens = 24, 64
+    means = Means(tuple(last - 997 * i - tokens for i in range(batch)), size=350.0, base=1e6)
+    ends = torch.arange(batch, dtype=torch.int32) * 2 + 17
+    layer = layer_of("dense", dim, [tokens] * batch, means, device)
+    q = torch.randn(batch, 2 * group, 1, dim, generator=torch.Generator().manual_seed(8)).half()
+    start = (ends - 1).to(device)  # one live token each
+    _, scores = layer.attend(q, ends, start=start, config=launch.Config(64, 2, 2, 1, 1))
+    keys = torch.stack([x[:, end - 1] for x, end in zip(layer.whole, ends.tolist(), strict=True)])
+    keys = keys.repeat_interleave(group, 1)
     want, rounded = ((q[:, :, 0].double() * x).sum(-1) * dim**-0.5 for x in (keys, keys.bfloat16().double()))
     assert float(want.abs().max()) > 500
     assert float((scores - want).square().mean()) < float((rounded - want).square().mean()) / 9
+
+
+@pytest.mark.parametrize("group", [4, 7])
+def test_large_means_lose_less_than_keys_in_bf16(group: int, machine: dict[str, Any]) -> None:
+    check_large_means(group, 128, 123_000, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [123_000, LAST])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [4, 7])
+def test_large_means_lose_less_than_keys_in_bf16_on_a_gpu(group: int, dim: int, last: int) -> None:
+    check_large_means(group, dim, last, torch.device("cuda"))
 
 
 # -- unpacked keys -----------------------------------------------------------------------------------------------------
@@ -132,29 +196,34 @@ UNPACKED = (
 )
 
 
-@pytest.mark.parametrize("means", [Means((3, 100000)), Means((7, 900), 350.0, few=16, rotary=32, interleaved=True)])
-@pytest.mark.parametrize("spec", UNPACKED)
-def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[str, Any]) -> None:
-    made, heads, tokens, dim = kvcodec.get(spec), 2, 128, 128 if means.few else 64
-    page = made.page_layout(dim).page_tokens
-    case = Case((tokens, tokens), heads=heads)
-    held, mean, theta = means.made(case, dim, torch.Generator().manual_seed(4))
-    pair = specs.decode_spec(made.key, made.value, dim, page, held.pairs)
-    store, params, (k, v) = fill(made.key, made.value, dim, heads, [tokens, tokens], page)
-    key, value = (
-        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
-    )
-    first = torch.tensor(means.first, dtype=torch.int32)
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value, held, first)
-    want = k.double() + turned_back(means, mean, theta, tokens)
+TURNS = (Means((3, 100_000)), Means((7, 900), 350.0, few=16, rotary=32, interleaved=True))
+
+
+def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> None:
+    tokens = 128
+    layer = layer_of(spec, dim, [tokens, tokens], means, device)
+    packed = prefill.Packed(layer.store.pages, layer.store.table, *layer[1:6])
     for begin, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, begin, count)
         part = slice(begin, begin + count)
-        units = prefill.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
-        assert far((units @ found[0].float().mT).mT, want[:, :, part]) < 1e-3
-        assert far(prefill.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
+        units = prefill.into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
+        assert far((units @ found[0].float().mT).mT.cpu(), layer.whole[:, :, part]) < 1e-3
+        assert far(prefill.out_of_codes(found[1], layer.value).cpu(), layer.values[:, :, part]) < 1e-3
         short, _ = prefill.unpack(packed, begin, count, torch.bfloat16)
         assert far(short.float(), found[0].float()) < 8e-3
+
+
+@pytest.mark.parametrize("means", TURNS)
+@pytest.mark.parametrize("spec", UNPACKED)
+def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[str, Any]) -> None:
+    check_unpacked(spec, 128 if means.few else 64, means, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("means", [*TURNS, Means((LAST - 128, 5), 20.0)])
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(UNPACKED, (64, 128, 256)))
+def test_unpacked_keys_have_their_mean_on_a_gpu(spec: str, dim: int, means: Means) -> None:
+    check_unpacked(spec, dim, means, torch.device("cuda"))
 
 
 # -- encoded keys ------------------------------------------------------------------------------------------------------
@@ -175,28 +244,35 @@ def turned_by(model: str, mean: Tensor, cosines: Tensor, sines: Tensor) -> Tenso
     return torch.cat([turn(x[..., :width], x[..., :width], *both)[1], x[..., width:]], -1)
 
 
-@pytest.mark.parametrize("spec", ENCODED)
-def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: dict[str, Any]) -> None:
-    dim, heads, tokens, first, interleaved = 64, 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
+def check_encoded(spec: str, dim: int, last: int, device: torch.device) -> None:
+    """Bytes of tokens 32 to 68 of two sequences, one at position 7 and one that ends at ``last``."""
+    heads, tokens, first, interleaved = 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
     scheme, width = kvcodec.get(spec), 32 if spec in ("int-3", "fp8", "ultra-tq") else dim
     page = scheme.page_layout(dim).page_tokens
-    store, (_, given, params) = target_of(scheme, dim, heads, 2, first + 64, page)
+    store, (_, _, params) = target_of(scheme, dim, heads, 2, first + 64, page)
+    store.pages, store.table, params = store.pages.to(device), store.table.to(device), moved(params, device)
     target = specs.encode_spec(scheme.key, scheme.value, dim, page, mean=True)
+    key, value = (
+        Constants(None, None, 1) if (side := target.encoder(role)) is None
+        else constants_for(side, params[role], heads, dim)
+        for role in ROLES
+    )  # fmt: skip
     rng = torch.Generator().manual_seed(5)
     mean = torch.randn(1, heads, dim, generator=rng) * 350 ** torch.rand(1, heads, dim, generator=rng)
-    angle = torch.tensor([[7], [100000]])[..., None] + torch.arange(tokens)[:, None]
+    angle = torch.tensor([[7], [last - tokens]])[..., None] + torch.arange(tokens)[:, None]
     angle = angle.float() * 1e4 ** (-torch.arange(0, width, 2) / width)
-    less = encode.Turned(mean, angle.cos() * 1.2, angle.sin() * 1.2, interleaved)
+    less = encode.Turned(*(x.to(device) for x in (mean, angle.cos() * 1.2, angle.sin() * 1.2)), interleaved)
+    mean = less.mean
     turned = turned_by("glm" if interleaved else "llama", mean, less.cosines, less.sines)
-    x = torch.randn(2, 2, tokens, heads, dim, generator=rng)
+    x = torch.randn(2, 2, tokens, heads, dim, generator=rng).to(device)
     rows = [(x[0].transpose(1, 2) + turned).bfloat16(), x[1].transpose(1, 2).bfloat16()]
-    before, bad = store.pages.clone(), torch.zeros(1, dtype=torch.int32)
+    before, bad = store.pages.clone(), torch.zeros(1, dtype=torch.int32, device=device)
     values = rows[1] if scheme.value.block_tokens == 1 else None
     encode.encode_to_pages(
-        rows[0], values, store.pages, store.table, torch.full((2,), first, dtype=torch.int32),
-        spec=encode.text_of(target), key=given["key"], value=given["value"], bad=bad, less=less,
+        rows[0], values, store.pages, store.table, torch.full((2,), first, dtype=torch.int32, device=device),
+        spec=encode.text_of(target), key=key, value=value, bad=bad, less=less,
     )  # fmt: skip
-    expected = PageStore(store.layout, 2, heads, torch.device("cpu"))
+    expected = PageStore(store.layout, 2, heads, device)
     expected.pages, expected.table = before, store.table
     for role, part in zip(ROLES, (rows[0].float() - turned, values), strict=True):
         if part is not None:
@@ -206,41 +282,63 @@ def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: 
     assert not bad.item()
 
 
+@pytest.mark.parametrize("spec", ENCODED)
+def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: dict[str, Any]) -> None:
+    check_encoded(spec, 64, 100_037, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(ENCODED, (64, 128, 256)))
+def test_encoded_keys_are_the_references_without_their_mean_on_a_gpu(spec: str, dim: int) -> None:
+    check_encoded(spec, dim, LAST, torch.device("cuda"))
+
+
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_holds_keys_without_their_mean(machine: dict[str, Any]) -> None:
+def check_engine(dim: int, last: int, device: torch.device) -> None:
     """Written without the mean, read with it, by one query token and by several; other means come in place."""
-    dim, heads, tokens, means = 64, 2, 70, Means((100_000, 3), size=40.0, each=True)
+    heads, tokens, means = 2, 70, Means((last - 70, 3), size=40.0, each=True)
     site = LayerSite(kvcodec.get("int-8"))
-    roles = site.roles(heads, (dim, dim), torch.float32, torch.device("cpu"))
+    roles = site.roles(heads, (dim, dim), torch.float32, device)
     engine = CudaEngine(site.scheme.key, site.scheme.value, dim, 64)
     for seed in (4, 5):
         rng = torch.Generator().manual_seed(seed)
         held, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
-        engine.hold_without(held)
+        engine.hold_without(held._replace(mean=held.mean.to(device), table=held.table.to(device)))
         engine.prepare(roles)
         turned = turned_back(means, mean, theta, tokens)
         keys, values = torch.randn(2, 2, heads, tokens, dim, generator=rng) + torch.stack([turned, turned * 0]).float()
-        store = PageStore(site.scheme.page_layout(dim), 2, heads, torch.device("cpu"), tokens)
+        store = PageStore(site.scheme.page_layout(dim), 2, heads, device, tokens)
         angle = (torch.tensor(means.first)[:, None, None] + torch.arange(tokens)[:, None]) * theta
-        less = encode.Turned(mean.float().contiguous(), angle.cos().float(), angle.sin().float())
-        new: dict[Role, Tensor] = {"key": keys, "value": values}
-        zeros, bad = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        engine.encode(new, store, zeros, bad, less)
+        turns = (x.float().contiguous().to(device) for x in (mean, angle.cos(), angle.sin()))
+        new: dict[Role, Tensor] = {"key": keys.to(device), "value": values.to(device)}
+        zeros, bad = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
+        engine.encode(new, store, zeros, bad, encode.Turned(*turns))
         assert not bad.item()
-        q, placed = torch.randn(2, 4, 5, dim, generator=rng), torch.tensor(means.first, dtype=torch.int32)
+        q = torch.randn(2, 4, 5, dim, generator=rng)
+        placed = torch.tensor(means.first, dtype=torch.int32, device=device)
         scale = 0.02  # of scores that differ by a few
         seen = torch.arange(tokens) <= torch.arange(tokens - 5, tokens)[:, None]
         want, _ = attended(q, keys, values, scale, seen)
-        one = engine.attend(q[:, :, 4:], store, zeros + tokens, softcap=0.0, scale=scale, placed=placed)
-        torch.testing.assert_close(one.double(), want[:, :, 4:], rtol=0, atol=2e-2)
+        one = engine.attend(q[:, :, 4:].to(device), store, zeros + tokens, softcap=0.0, scale=scale, placed=placed)
+        torch.testing.assert_close(one.double().cpu(), want[:, :, 4:], rtol=0, atol=2e-2)
         packed = engine.packed(store.pages, store.table, placed)
-        many = prefill.attend_pages(q, packed, 0, tokens, scale, causal=True)
-        torch.testing.assert_close(many.out.double(), want, rtol=0, atol=2e-2)
+        many = prefill.attend_pages(q.to(device), packed, 0, tokens, scale, causal=True)
+        torch.testing.assert_close(many.out.double().cpu(), want, rtol=0, atol=2e-2)
         if seed == 4:
             first = engine.tensors()
     assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
+
+
+def test_an_engine_holds_keys_without_their_mean(machine: dict[str, Any]) -> None:
+    check_engine(64, 100_070, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_an_engine_holds_keys_without_their_mean_on_a_gpu(dim: int) -> None:
+    check_engine(dim, LAST, torch.device("cuda"))
 
 
 def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:

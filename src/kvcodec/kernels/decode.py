@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import DecodeArgs
-from kvcodec.kernels.build import Kernel, Program, load, refusal
+from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes
 from kvcodec.kernels.mean import KeyMean, checked
@@ -364,10 +364,3 @@ def _check(
     for what, side in (("key", key), ("value", value)):
         if side.factor is not None and side.factor.shape[0] not in (1, batch):
             raise ShapeError(f"{name}: the {what} constants are of {side.factor.shape[0]} sequences, q has {batch}.")
-    if (reason := _refused(q.device)) != "":
-        raise UnsupportedError(f"{name}: {reason}.")
-
-
-@lru_cache
-def _refused(device: torch.device) -> str:
-    return refusal(device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import EncodeArgs
-from kvcodec.kernels.build import Kernel, Program, load, refusal
+from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
 from kvcodec.kernels.spec import Encoder, EncodeSpec
@@ -278,8 +278,6 @@ def encode_to_pages(
         _check_turned(name, known, less, keys)
     if keys is not None and values is not None and keys.dtype != values.dtype:
         raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
-    if (reason := _refused(pages.device)) != "":
-        raise UnsupportedError(f"{name}: {reason}.")
     run = _op if torch.compiler.is_compiling() else _encode
     turned = (None, None, None, False) if less is None else less
     run(keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, *turned)
@@ -315,8 +313,3 @@ def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor
             )
     if not mean.is_contiguous() or cosines.stride(2) != 1:
         raise ShapeError(f"{name}: the mean, and the cosines of a token, must be contiguous.")
-
-
-@lru_cache
-def _refused(device: torch.device) -> str:
-    return refusal(device)

@@ -52,6 +52,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--depths", type=depths, metavar="X,Y", help="where the needle stands, e.g. 0,0.5,1")
     p.add_argument("--batch", type=positive, metavar="N", help="most sequences of a call (4 on a CPU, else 16)")
     p.add_argument(
+        "--share",
+        metavar="DIR",
+        help="an empty folder that several processes name, each with its own --output: they share the specs",
+    )
+    p.add_argument(
         "--stress", metavar="FACTOR[:PAIRS]", help="give the keys outlier channels first, with the same logits: 64:1"
     )
     add_text(p, windows=None)
@@ -78,7 +83,7 @@ def _one(args: argparse.Namespace) -> Result:
     from kvcodec_lab.eval.quantized_cache import quantized_cache_of
     from kvcodec_lab.eval.rows import plain
 
-    for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "stress"):
+    for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "share", "stress"):
         if getattr(args, option) is not None:
             raise SpecError(f"--{option} is for tasks; use --specs {args.spec} in place of --spec {args.spec}.")
     if quantized_cache_of(args.spec) is not None:
@@ -124,7 +129,8 @@ def _tasks(args: argparse.Namespace) -> Result:
     changes: dict[str, Any] = {}
     if asked is not None:
         changes["stress"] = stress(model, *asked, seed=args.seed).settings()
-    chosen = RunSettings(settings, args.prefill, args.batch, args.budget, changes)
+    share = None if args.share is None else check_writable(args.share)
+    chosen = RunSettings(settings, args.prefill, args.batch, args.budget, share, changes)
     found = evaluate(model, args.specs, names, folder, chosen, params=params, progress=progress)
     written = f"written: {found.folder} (rows in results.json, items in items.jsonl)"
     return Result(found.rows, f"{tables(found.rows)}\n\n{written}")

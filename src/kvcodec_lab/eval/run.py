@@ -2,8 +2,11 @@
 
 Order of work, so that an interrupt or a spent budget leaves numbers that can be compared: blocks of items, some of each
 task; in a block every spec, the uncompressed model first. Tasks of one kind share blocks, so that their sequences of
-one length are read together. A window's uncompressed logits are computed once for all specs and for all tasks that read
-that window. Each finished item is written to the folder at once.
+one length are read together; shorter prompts come first. A window's uncompressed logits are computed once for all specs
+and for all tasks that read that window. Each finished item is written to the folder at once.
+
+Processes may share the specs (``RunSettings.share``): each takes the next spec that nobody has taken, first for all
+windows, then for block after block of the other items.
 """
 
 import contextlib
@@ -54,6 +57,9 @@ class RunSettings:
         Most sequences of a call; None: 4 on a CPU, else 16.
     budget : float or None
         Seconds: no call is started that would probably end later.
+    share : Path or None
+        An empty folder that several processes name, each with an output folder of its own: together they read each item
+        once. A scheme that the model cannot be read with is then found at its items. ``merge`` joins their runs.
     changes : mapping
         Changes made to the model before, for ``run.json``: a run with other changes is another run.
     """
@@ -62,6 +68,7 @@ class RunSettings:
     prefill: Prefill = "decoded"
     batch: int | None = None
     budget: float | None = None
+    share: Path | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -137,6 +144,8 @@ def evaluate(
         if isinstance(scheme, QuantizedCacheSpec):
             QuantizedCacheMaker(model.model, scheme).new_cache()
             continue
+        if settings.share is not None:  # most of the specs are read by other processes
+            continue
         with packed_cache(model.model, scheme, params=constants, **common):
             pass  # raises now for an unsupported scheme
     readers = [Reader(model.model, None, **common)]
@@ -200,8 +209,11 @@ class _Evaluator:
             self.progress.say(f"going on: {self.finished} of {self.total} items are finished in {self.store.folder}.")
         status = "complete"
         try:
-            for entries in self.units:
-                self._unit(entries)
+            if self.settings.share is None:
+                for entries in self.units:
+                    self._unit(entries, self.readers)
+            else:
+                self._share(self.settings.share)
         except _SpentError:
             spent = time.monotonic() - self.begun
             self.progress.say(f"{spent:.0f} s of {self.settings.budget:.0f} s are spent: no further call.")
@@ -222,10 +234,23 @@ class _Evaluator:
         write_lines(self.store.folder / RESULTS, rows)
         return rows
 
-    def _unit(self, entries: Sequence[Entry]) -> None:
-        """Read one block with every spec that has not finished it."""
+    def _share(self, folder: Path) -> None:
+        """Read what other processes have not taken: with a spec all windows, then block after block of the rest."""
+        windows = [entries for entries in self.units if entries[0][1].kind == "window"]
+        rest = [[entries] for entries in self.units if entries[0][1].kind != "window"]
+        own: set[str] = set()
+        for number, units in enumerate([windows, *rest]):
+            # its own specs first: what their first cache found out is known here
+            for at, reader in sorted(enumerate(self.readers), key=lambda one: one[1].name not in own):
+                if taken(folder / f"{number}-{at}"):
+                    own.add(reader.name)
+                    for entries in units:
+                        self._unit(entries, [reader])
+
+    def _unit(self, entries: Sequence[Entry], readers: Sequence[Reader]) -> None:
+        """Read one block with every spec of ``readers`` that has not finished it."""
         reference: Reference | None = None
-        for reader in self.readers:
+        for reader in readers:
             pending = [(t, i) for t, i in entries if not self.store.has(reader.name, t.name, i.id)]
             if not pending:
                 continue
@@ -304,8 +329,20 @@ class _Evaluator:
         )
 
 
+def taken(mark: Path) -> bool:
+    """Make the file, and with it the claim that it stands for; False if another process was first."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int) -> Iterator[list[Entry]]:
-    """Blocks of items, some of each task of a kind; a window is a block of its own, with every task that reads it."""
+    """Blocks of items, some of each task of a kind, of one prompt length where a task has lengths.
+
+    A window is a block of its own, with every task that reads it.
+    """
     windows: dict[tuple[int, ...], list[Entry]] = {}
     blocks: list[list[list[Entry]]] = []
     for task in tasks:
@@ -314,7 +351,10 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
             if entry[1].kind == "window":
                 windows.setdefault(entry[1].ids, []).append(entry)
         others = [entry for entry in own if entry[1].kind != "window"]
-        blocks.append([others[a : a + size] for a in range(0, len(others), size)])
+        alike: dict[Any, list[Entry]] = {}
+        for entry in others:
+            alike.setdefault(entry[1].group.get("length"), []).append(entry)
+        blocks.append([mine[a : a + size] for mine in alike.values() for a in range(0, len(mine), size)])
     empty: list[Entry] = []
     columns: list[list[list[Entry]]] = [list(windows.values()), *blocks]
     for row in zip_longest(*columns, fillvalue=empty):

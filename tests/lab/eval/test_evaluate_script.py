@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvcodec_lab.eval.merge import PACKED, unpack
-from kvcodec_lab.eval.scoring import UNCOMPRESSED
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, Run, Store
 from kvcodec_lab.models import load
 from tests.lab.eval.test_run import QUESTIONS
@@ -92,32 +91,30 @@ def test_a_call_that_lacks_a_load_keeps_it_and_ends(script, here, tmp_path, monk
     assert not (tmp_path / "out").exists()
 
 
-def test_specs_are_dealt_each_once_by_what_they_cost(script):
-    costs = {"plain": {"a": 5.0, "b": 1.0, "c": 1.0, "d": 3.0}, "stressed": {"a": 2.0}, "none": {}}
-    hands = script.deal(costs, 3)
-    assert hands == [("plain", ("a",)), ("plain", ("d", "b", "c")), ("stressed", ("a",))]
-    assert script.deal({"plain": {}}, 3) == []
-    assert len(script.deal(costs, 50)) == 5, "no worker without a spec"
+def test_each_run_has_workers_by_what_is_left_of_it(script):
+    left = {"plain": ["a", "b", "c", "d"], "stressed": ["a"], "none": []}
+    assert script.staff(left, 3) == ["plain", "plain", "stressed"]
+    assert script.staff(left, 50) == ["plain"] * 4 + ["stressed"], "no worker without a spec"
+    assert script.staff({"plain": []}, 3) == []
 
 
-def test_what_is_left_of_a_spec_costs_what_its_items_took(script):
-    about = {"specs": ["int-4", "fp8", "int-8"], "tasks": {"kl": {"items": 4, "limit": 4}}}
-    lines = [line(item, spec, seconds=s) for spec, s in (("int-4", 2.0), ("fp8", 6.0)) for item in "ab"]
-    lines += [line(item, "int-8", seconds=1.0) for item in "abcd"]
-    run = Run(Path(), about, [*lines, *(line(item, UNCOMPRESSED, seconds=9.0) for item in "abcd")])
-    found = script.pending(run, ["int-4", "fp8", "int-8", "dense"], "kl")
-    assert found == {"int-4": 4.0, "fp8": 12.0, "dense": 4 * 20 / 8}
+def test_a_spec_is_left_if_an_item_of_a_task_that_is_asked_for_is(script):
+    about = {"specs": ["int-4", "fp8", "int-8"], "tasks": {"kl": {"items": 2, "limit": 2}, "piqa": {"items": 9}}}
+    lines = [line(item, spec) for spec, items in (("int-4", "a"), ("fp8", ""), ("int-8", "ab")) for item in items]
+    run = Run(Path(), about, lines)
+    assert script.unread(run, ["int-4", "fp8", "int-8", "dense"], "kl") == ["int-4", "fp8", "dense"]
     for tasks in ("kl,needle", "kl:limit=5"):
-        assert set(script.pending(run, ["int-8"], tasks)) == {"int-8"}, "more was asked for"
+        assert script.unread(run, ["int-8"], tasks) == ["int-8"], "more was asked for"
+    assert script.unread(None, ["int-8"], "kl") == ["int-8"]
 
 
-def test_a_worker_begins_with_what_is_finished_of_its_specs(script, tmp_path):
+def test_a_worker_begins_with_what_is_finished(script, tmp_path):
     with Store(tmp_path / "all", changed(tasks={})) as store:
-        for spec in ("int-4", "fp8", UNCOMPRESSED):
+        for spec in ("int-4", "fp8"):
             store.add(line("a", spec))
-    job = script.Job("plain", tmp_path / "worker-00", ("fp8",))
+    job = script.Job("plain", tmp_path / "worker-00")
     script.seed(job, script.read_run(tmp_path / "all"))
-    assert [row["spec"] for row in script.read_run(job.folder).lines] == ["fp8", UNCOMPRESSED]
+    assert [row["spec"] for row in script.read_run(job.folder).lines] == ["int-4", "fp8"]
 
 
 def test_workers_that_do_not_end_are_interrupted_and_then_killed(script, tmp_path, monkeypatch, capsys):

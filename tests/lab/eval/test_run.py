@@ -18,6 +18,7 @@ from kvcodec.registry import write_recipe
 from kvcodec_lab.eval import batches, store
 from kvcodec_lab.eval import run as module
 from kvcodec_lab.eval.compare import Settings, compare
+from kvcodec_lab.eval.merge import merge
 from kvcodec_lab.eval.run import RunSettings, evaluate, weights_sha256
 from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, read_run
@@ -93,6 +94,35 @@ def whole(model, data, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("whole")
     return evaluate(model, SPECS, TASKS, folder, settings_for(data)), folder
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_processes_that_share_the_specs_read_each_item_once(whole, model, data, tmp_path, monkeypatch):
+    shared = settings_for(data, share=tmp_path / "taken")
+    shared.share.mkdir()
+    claim = module.taken
+    with monkeypatch.context() as patch:  # the first is slow: another will take every second spec
+        patch.setattr(module, "taken", lambda mark: mark.name[-1] in "02" and claim(mark))
+        first = evaluate(model, SPECS, TASKS, tmp_path / "first", shared)
+    evaluate(model, SPECS, TASKS, tmp_path / "second", shared)
+    mine, others = set(counted(tmp_path / "first")), set(counted(tmp_path / "second"))
+    assert mine
+    assert others
+    assert not mine & others
+    assert {spec for spec, _ in mine}.isdisjoint(spec for spec, _ in others)
+    assert first.status == "complete", "there was nothing left to take"
+    rows = merge([tmp_path / "first", tmp_path / "second"], tmp_path / "both")
+    assert counted(tmp_path / "both") == complete()
+    assert values(rows) == pytest.approx(values(whole[0].rows), rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+def test_short_prompts_come_before_long_ones(model, data, tmp_path):
+    task = replace(settings_for(data).task, lengths=(400, 480), limits={"needle": 4})
+    evaluate(model, SPECS[:1], ["needle"], tmp_path, RunSettings(task))
+    lengths = [line["group"]["length"] for line in lines_of(tmp_path)]
+    assert lengths == [400] * 4 + [480] * 4, "both specs"
 
 
 # -- what a run gives --------------------------------------------------------------------------------------------------

@@ -304,13 +304,13 @@ attention='decoded')
     means = _means(model_or_config, plan, schemes, given)
     energies = _energies(model_or_config, plan, schemes, given)
     schemes = [
-        own if layer.index in means else replace(own, mean="none")
+        own if layer.index in means or own.mean == "none" else replace(own, mean="none")
         for layer, own in zip(kv_layers, schemes, strict=True)
     ]
     arrivals = Arrivals(len(kv_layers), watch)
     sites = [
         LayerSite(
-            own if layer.window is None else replace(own, sink=0),
+            own if layer.window is None or not own.sink else replace(own, sink=0),
             layer.index,
             seed,
             given.get(layer.index),

@@ -9,6 +9,7 @@ and the reason.
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -82,7 +83,7 @@ class ModelPlan:
     layers: tuple[LayerPlan, ...]
     softcap: float = 0.0
 
-    @property
+    @cached_property
     def kv_layers(self) -> tuple[LayerPlan, ...]:
         """The layers that hold K and V."""
         return tuple(layer for layer in self.layers if layer.holds_kv)

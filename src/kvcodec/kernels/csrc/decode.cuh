@@ -49,7 +49,8 @@
 // The tensor core truncates where it adds to fp32. Sums of codes of one sign, whose zero is added apart, would lose a
 // part that grows with the number of products: 1 to 4 % of a diffuse head's output over 64k tokens. Every FLUSH tokens
 // twice such a sum moves to a register sum, which rounds to nearest, and its negative remains as the start of the next
-// products: half of them then add to sums of the other sign, whose truncation cancels that of the first half.
+// products: half of them then add to sums of the other sign, whose truncation cancels that of the first half. Products
+// of P with scales are rounded to either side alike, because the reference of P moves with every such step: sums.cuh.
 //
 // Partials (m, l, o) of every split and of the dense tokens are merged in finish.cuh.
 #pragma once
@@ -156,7 +157,6 @@ struct Decoder {
     }
     if constexpr (PAIRED) largest = V::template largest<T, MASKED>(values, lane, live_from, live_to);
     Total::rescale(st, top, largest);
-    if constexpr (Total::FLUSHES) ++st.unflushed;
     uint32_t p16[SUBS][2];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
@@ -330,7 +330,7 @@ struct Decoder {
     if constexpr (PAIRS > 0) mean.take(means);
 
     State st;
-    Total::start(st);
+    Total::start(st, split * WARPS + warp);
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }

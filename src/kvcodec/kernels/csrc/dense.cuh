@@ -43,7 +43,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     sync_threads();
     take_query<R, D>(q, (const float*)shared, a);
     typename Loop::State st;
-    Loop::Total::start(st);
+    Loop::Total::start(st, warp);
     KV_NO_UNROLL
     for (int first = begin + 16 * warp; first < end; first += 16 * WARPS) {
       copy_wait<0>();
@@ -158,7 +158,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
         if (first + g + 8 >= end) s[N + n] = minus_infinity();
         top[n] = maximum(s[n], s[N + n]);
       }
-      Loop::Total::rescale(st, top, 0.0f);
+      Loop::Total::rescale(st, top, 0.0f, false);
       st.softmax.weigh(s, p);
       uint32_t p16[2];
       weights(p16, p);
