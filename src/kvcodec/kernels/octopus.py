@@ -16,6 +16,7 @@ from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import SLACK, copied_bytes, half_rows, wall_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
+from kvcodec.ops.split_words import runs, split_bytes
 
 DIRECTION_BITS = 6
 """Largest b_dir: 4096 directions of 8 bytes."""
@@ -51,21 +52,48 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     sizes = fields.get("codes", 0), fields.get("tail", 0)
     options = (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
     return CpuReader(
-        "octopus", options, cpu_tables(codec), factor="signs", order=power_of_two_divisor(head_dim), alike=True
+        "octopus",
+        options,
+        cpu_tables(codec, head_dim),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
     )
 
 
-def cpu_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that builds the tables of ``unpack_octopus``: float32 numbers, uint8 ``[1, bytes]``."""
+def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
+    """Return the function that builds the tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
+    bits, low = codec.code_bits, codec.low_bits
+    fields = [(low, bits), (0, low)] if low else [(0, bits)]
+    places = [cpu_places(-(-head_dim // 3), bits, low, *field).flatten() for field in fields]
 
     def build(params: Params) -> Tensor:
         rho = params["rho"][0].float()
         rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
-        root = rho.new_tensor([params["signs"].shape[-1] ** 0.5])
-        parts = [root, rows.flatten(), rho] if codec.low_bits else [root, (rows[:, None] * rho[:, None]).flatten()]
-        return torch.cat(parts).view(torch.uint8)[None]
+        root = rho.new_tensor([head_dim**0.5, 0, 0, 0])
+        numbers = [rows.flatten(), rho] if low else [(rows[:, None] * rho[:, None]).flatten()]
+        parts = [root, *(where.to(rho.device) for where in places), *numbers]
+        return torch.cat([part.view(torch.uint8) for part in parts])[None]
 
     return build
+
+
+def cpu_places(n: int, bits: int, low: int, first: int, end: int) -> Tensor:
+    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[7, n rounded up to 16]``."""
+    codes = 8 * split_bytes(n, bits).get("codes", 0)
+    places = torch.zeros(7, -(-n // 16) * 16, dtype=torch.int32)
+    where = runs(n, bits, low, "cpu")
+    for code, shift, mask, byte, bit in zip(*(x.tolist() for x in where), strict=True):
+        begin, stop = max(shift, first), min(shift + mask.bit_length(), end)
+        if begin >= stop:
+            continue
+        at = 8 * byte + bit + begin - shift
+        row, at = (0, at) if at < codes else (3, at - codes)
+        unit = at // 16
+        places[row : row + 3, code] = torch.tensor([unit | (unit + 1) << 16, at % 16, (1 << stop - begin) - 1])
+        if row:
+            places[6, code] = begin - first
+    return places
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

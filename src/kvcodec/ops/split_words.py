@@ -75,7 +75,8 @@ def _fields(n: int, bits: int, low: int) -> list[list[tuple[int, int, int]]]:
 
 
 @lru_cache(maxsize=64)
-def _runs(n: int, bits: int, low: int, device: str) -> Runs:
+def runs(n: int, bits: int, low: int, device: str) -> Runs:
+    """Where the bits of ``n`` codes lie; as ``pack_split``."""
     words = 8 * split_bytes(n, bits).get("codes", 0) // PARTS  # bits of a part that are whole words
     found = []
     tail = PARTS * words
@@ -117,12 +118,12 @@ def pack_split(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
     ([0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16, 17], [4, 9])
     """
     n = codes.shape[-1]
-    runs = _runs(n, bits, low, str(codes.device))
-    wide = (codes.to(torch.int32)[..., runs.code] >> runs.shift.int() & runs.mask.int()) << runs.bit.int()
+    found = runs(n, bits, low, str(codes.device))
+    wide = (codes.to(torch.int32)[..., found.code] >> found.shift.int() & found.mask.int()) << found.bit.int()
     sizes = split_bytes(n, bits)
     row = torch.zeros(*codes.shape[:-1], sum(sizes.values()) + 2, dtype=torch.int32, device=codes.device)
     for i in range(3):  # runs do not overlap, so sums are unions
-        row.index_add_(-1, runs.byte + i, wide >> 8 * i & 0xFF)
+        row.index_add_(-1, found.byte + i, wide >> 8 * i & 0xFF)
     pieces = row.to(torch.uint8)[..., :-2].split(list(sizes.values()), -1)
     return {name: piece.contiguous() for name, piece in zip(sizes, pieces, strict=True)}
 
@@ -142,8 +143,8 @@ def unpack_split(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) 
     """
     row = torch.cat([packed[name] for name in split_bytes(n, bits)], -1)
     row = torch.nn.functional.pad(row, (0, 2)).to(torch.int32)
-    runs = _runs(n, bits, low, str(row.device))
-    wide = row[..., runs.byte] | row[..., runs.byte + 1] << 8 | row[..., runs.byte + 2] << 16
-    found = (wide >> runs.bit.int() & runs.mask.int()) << runs.shift.int()
+    where = runs(n, bits, low, str(row.device))
+    wide = row[..., where.byte] | row[..., where.byte + 1] << 8 | row[..., where.byte + 2] << 16
+    found = (wide >> where.bit.int() & where.mask.int()) << where.shift.int()
     codes = torch.zeros(*row.shape[:-1], n, dtype=torch.int32, device=row.device)
-    return codes.index_add_(-1, runs.code, found)
+    return codes.index_add_(-1, where.code, found)

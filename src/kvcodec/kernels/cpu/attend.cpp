@@ -59,6 +59,7 @@ void attend(const Args& a) {
 }  // namespace
 }  // namespace kv
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // address of the OpenMP runtime's GOMP_parallel; null: one thread
@@ -74,10 +75,14 @@ void kv_attend(const kv::Args* a) { kv::attend(*a); }
 void kv_unpack(const kv::Role* role, const uint8_t* page, int64_t head, int64_t dim, int64_t first, int64_t count,
                float* out) {
   const uint8_t* tables = role->tables ? role->tables + head * role->tables_head : nullptr;
+  std::vector<float> tile(kv::TILE * dim + kv::OVER);
   for (int64_t i = 0; i < count; i += kv::TILE) {
     const int some = (int)std::min<int64_t>(kv::TILE, count - i);
     kv::READERS[role->reader].unpack(
-        {page, tables, role->planes, role->options, (int)dim, (int)(first + i), some, out + i * dim});
+        {page, tables, role->planes, role->options, (int)dim, (int)(first + i), some, tile.data()});
+    for (int t = 0; t < some; ++t) kv::reorder(*role, tile.data() + t * dim, (int)dim, true);
+    memcpy(out + i * dim, tile.data(), sizeof(float) * some * dim);
   }
 }
 }
+#pragma GCC visibility pop

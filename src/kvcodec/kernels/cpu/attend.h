@@ -5,9 +5,9 @@
 // as it goes (online softmax), and values are unpacked and summed likewise. Splits are merged by the last of them to
 // finish, in order.
 //
-// Packed keys and values are in the basis of the codes: queries are mapped to it once, and sums mapped back once (times
-// a factor per channel, then a block-diagonal Hadamard; backwards for sums). Dense tokens are in the model's basis and
-// have sums of their own.
+// Packed keys and values are in the basis of the codes, their channels in the reader's order: queries are mapped to it
+// once, and sums mapped back once (times a factor per channel, then a block-diagonal Hadamard; backwards for sums).
+// Dense tokens are in the model's basis and have sums of their own.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -82,12 +82,32 @@ inline const float* factors(const Role& role, const Args& a, int b, int h) {
   return role.factor ? role.factor + b * role.factor_batch + h * a.dim : nullptr;
 }
 
+// row[p] = x[channel at place p], or back, in a reader's order
+inline void reorder(const Role& role, float* row, int dim, bool back) {
+  const Order order = READERS[role.reader].order;
+  if (!order) return;
+  int16_t channel[WIDEST];
+  float x[WIDEST];
+  order(role.options, dim, channel);
+  memcpy(x, row, sizeof(float) * dim);
+  for (int p = 0; p < dim; ++p) (back ? row[channel[p]] : row[p]) = x[back ? p : channel[p]];
+}
+
 // -- products ---------------------------------------------------------------------------------------------------------
 
+// Memory that will be read soon. Few cache lines can be on their way at a time, so it is asked for bit by bit.
+struct Ahead {
+  const uint8_t *next, *end;
+  void fetch(int lines) {
+    for (; lines > 0 && next < end; --lines, next += 64) __builtin_prefetch(next);
+  }
+};
+
 // s[r, t] = <q_r, k_t>; q [R, dim], k [tokens + SLACK, dim], s [R, TILE]
-template <int R> inline void score(const float* q, const float* k, int tokens, int dim, float* s) {
+template <int R> inline void score(const float* q, const float* k, int tokens, int dim, float* s, Ahead& ahead) {
   constexpr int WIDE = R > 2 ? 4 : R, STEP = LANES / WIDE;  // tokens at a time: LANES sums in all
   for (int t = 0; t < tokens; t += STEP) {
+    ahead.fetch(STEP);
     F x[LANES];
     for (F& one : x) one = F{};
     for (int c = 0; c < dim; c += LANES) {
@@ -106,12 +126,14 @@ template <int R> inline void score(const float* q, const float* k, int tokens, i
 }
 
 // acc_r += sum over t of p[r, t] v_t; p [R, TILE]
-template <int R, int WIDE> inline void gather(const float* p, const float* v, int tokens, int dim, float* acc) {
+template <int R, int WIDE>
+inline void gather(const float* p, const float* v, int tokens, int dim, float* acc, Ahead& ahead) {
   F x[R][WIDE];
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < WIDE; ++i) x[r][i] = load(acc + r * dim + i * LANES);
+    for (int i = 0; i < WIDE; ++i) x[r][i] = F{};
   for (int t = 0; t < tokens; ++t) {
     F y[WIDE];
+    if (t % 4 == 0) ahead.fetch(2);
     for (int i = 0; i < WIDE; ++i) y[i] = load(v + t * dim + i * LANES);
     for (int r = 0; r < R; ++r) {
       const F w = splat(p[r * TILE + t]);
@@ -119,14 +141,18 @@ template <int R, int WIDE> inline void gather(const float* p, const float* v, in
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < WIDE; ++i) store(acc + r * dim + i * LANES, x[r][i]);
+    for (int i = 0; i < WIDE; ++i) {  // a tile's sum is added whole: fewer roundings of a large number
+      float* to = acc + r * dim + i * LANES;
+      store(to, load(to) + x[r][i]);
+    }
 }
 
-template <int R> inline void gather_all(const float* p, const float* v, int tokens, int dim, float* acc) {
+template <int R>
+inline void gather_all(const float* p, const float* v, int tokens, int dim, float* acc, Ahead& ahead) {
   constexpr int WIDE = LANES == 16 ? 4 : 2;
   int c = 0;
-  for (; c + WIDE * LANES <= dim; c += WIDE * LANES) gather<R, WIDE>(p, v + c, tokens, dim, acc + c);
-  for (; c < dim; c += LANES) gather<R, 1>(p, v + c, tokens, dim, acc + c);
+  for (; c + WIDE * LANES <= dim; c += WIDE * LANES) gather<R, WIDE>(p, v + c, tokens, dim, acc + c, ahead);
+  for (; c < dim; c += LANES) gather<R, 1>(p, v + c, tokens, dim, acc + c, ahead);
 }
 
 // `with` gets blocks of up to four rows
@@ -192,14 +218,15 @@ struct Task {
     const int dim = (int)a.dim;
     const size_t block = (size_t)rows * dim;
     static thread_local Scratch memory;
-    float* at = memory.take(3 * block + (TILE + SLACK) * dim + rows * TILE);
+    float* at = memory.take(3 * block + (TILE + SLACK) * dim + rows * (TILE + LANES));
     const auto next = [&at](size_t n) { float* p = at; at += n; return p; };
     float *q = next(block), *q_code = next(block), *acc_code = next(block), *tile = next((TILE + SLACK) * dim);
-    float* s = next(rows * TILE);
+    float *s = next(rows * TILE), *total = next(rows * LANES);
     float* acc = part.acc;
     std::fill(acc, acc + block, 0.0f);
     std::fill(acc_code, acc_code + block, 0.0f);
     std::fill(tile, tile + (TILE + SLACK) * dim, 0.0f);
+    std::fill(total, total + rows * LANES, 0.0f);
     std::fill(part.most, part.most + rows, -INFINITY);
     std::fill(part.total, part.total + rows, 0.0f);
     narrow();
@@ -213,6 +240,7 @@ struct Task {
         q_code[r * dim + c] = factor ? q[r * dim + c] * factor[c] : q[r * dim + c];
       }
       hadamard(q_code + r * dim, dim, (int)a.key.order);
+      reorder(a.key, q_code + r * dim, dim, false);
     }
 
     int64_t first = 0;  // token at which the piece begins
@@ -225,17 +253,20 @@ struct Task {
         const int64_t key = moved(piece.key, t - first), value = moved(piece.value, t - first);
         const int count = (int)std::min({(int64_t)TILE, last - t, left(key), left(value)});
         const bool coded = fill(a.key, key, count, tile);
-        if (key >= 0) ahead(key, count, key + last - t);
+        Ahead soon = key >= 0 ? ahead(key, count, key + last - t) : Ahead{};
         const float* against = coded ? q_code : q;
-        by_four(rows, [&](auto n, int r) { score<n>(against + r * dim, tile, count, dim, s + r * TILE); });
-        soften(s, t, count, part, acc, acc_code);
+        by_four(rows, [&](auto n, int r) { score<n>(against + r * dim, tile, count, dim, s + r * TILE, soon); });
+        soften(s, t, count, part, total, acc, acc_code);
         float* into = fill(a.value, value, count, tile) ? acc_code : acc;
-        by_four(rows, [&](auto n, int r) { gather_all<n>(s + r * TILE, tile, count, dim, into + r * dim); });
+        by_four(rows, [&](auto n, int r) { gather_all<n>(s + r * TILE, tile, count, dim, into + r * dim, soon); });
+        soon.fetch(1 << 20);
         t += count;
       }
     }
     factor = factors(a.value, a, b, h);
     for (int r = 0; r < rows; ++r) {
+      part.total[r] = sum(load(total + r * LANES));
+      reorder(a.value, acc_code + r * dim, dim, true);
       hadamard(acc_code + r * dim, dim, (int)a.value.order);
       for (int c = 0; c < dim; ++c) {
         const float x = acc_code[r * dim + c];
@@ -247,17 +278,21 @@ struct Task {
   static int64_t moved(int64_t at, int64_t by) { return at < 0 ? at - by : at + by; }
   int64_t left(int64_t at) const { return at < 0 ? TILE : a.page_tokens - at % a.page_tokens; }
 
-  // fetch the part of the next page that matches these tokens' part of this one; the run ends before slot `end_slot`
-  void ahead(int64_t slot, int count, int64_t end_slot) const {
+  // the part of the next page that matches these tokens' part of this one; the run ends before slot `end_slot`
+  Ahead ahead(int64_t slot, int count, int64_t end_slot) const {
     const int64_t next = slot + a.page_tokens, place = slot % a.page_tokens;
-    if (next - place >= end_slot) return;
+    if (next - place >= end_slot) return {};
     const uint8_t* p = page(next);
-    const int64_t from = place * a.page_bytes / a.page_tokens, to = (place + count) * a.page_bytes / a.page_tokens;
-    for (int64_t i = from; i < to; i += 64) __builtin_prefetch(p + i);
+    return {p + place * a.page_bytes / a.page_tokens, p + (place + count) * a.page_bytes / a.page_tokens};
   }
 
-  // scores s [rows, TILE] of the tokens [t, t + count) to weights; what was summed before is scaled
-  void soften(float* s, int64_t t, int count, const Part& part, float* acc, float* acc_code) const {
+  static void scaled(float* x, int n, float by) {
+    for (int i = 0; i < n; i += LANES) store(x + i, load(x + i) * splat(by));
+  }
+
+  // scores s [rows, TILE] of the tokens [t, t + count) to weights, which are added to total [rows, LANES]; what was
+  // summed before is scaled
+  void soften(float* s, int64_t t, int count, const Part& part, float* total, float* acc, float* acc_code) const {
     const int dim = (int)a.dim;
     const int padded = (count + LANES - 1) / LANES * LANES;
     for (int r = 0; r < rows; ++r) {
@@ -275,22 +310,25 @@ struct Task {
         for (int i = 0; i < count && i < low; ++i) x[i] = -INFINITY;
         for (int i = (int)std::max<int64_t>(high, 0); i < count; ++i) x[i] = -INFINITY;
       }
-      F most = splat(-INFINITY);
-      for (int i = 0; i < padded; i += LANES) most = max(load(x + i), most);
-      const float before = part.most[r], now = std::max(before, largest(most));
-      const float base = now == -INFINITY ? 0.0f : now;
-      F total{};
-      for (int i = 0; i < padded; i += LANES) {
-        const F p = exp(load(x + i) - splat(base));
-        store(x + i, p);
-        total += p;
+      const float before = part.most[r];
+      I above{};
+      for (int i = 0; i < padded; i += LANES) above |= load(x + i) > splat(before);
+      if (any(above)) {
+        F most = splat(before);
+        for (int i = 0; i < padded; i += LANES) most = max(load(x + i), most);
+        const float now = largest(most), rescale = before == -INFINITY ? 0.0f : std::exp(before - now);
+        part.most[r] = now;
+        scaled(total + r * LANES, LANES, rescale), scaled(acc + r * dim, dim, rescale);
+        scaled(acc_code + r * dim, dim, rescale);
       }
-      const float rescale = before == now ? 1.0f : std::exp(before - base);
-      part.most[r] = now;
-      part.total[r] = part.total[r] * rescale + sum(total);
-      if (before != now && before != -INFINITY)
-        for (float* sums : {acc, acc_code})
-          for (int c = 0; c < dim; c += LANES) store(sums + r * dim + c, load(sums + r * dim + c) * splat(rescale));
+      const F base = splat(part.most[r] == -INFINITY ? 0.0f : part.most[r]);
+      F weights = load(total + r * LANES);
+      for (int i = 0; i < padded; i += LANES) {
+        const F p = exp(load(x + i) - base);
+        store(x + i, p);
+        weights += p;
+      }
+      store(total + r * LANES, weights);
     }
   }
 };

@@ -101,7 +101,7 @@ def attend(
 def workspace_bytes(q: Tensor) -> int:
     """Upper bound of what ``attend`` needs beside the cache for ``q [B, HQ, n, D]``."""
     threads, dim = torch.get_num_threads(), q.shape[3]
-    scratch = threads * 4 * (3 * 64 * dim + 48 * dim + 64 * 32)
+    scratch = threads * 4 * (3 * 64 * dim + 48 * dim + 64 * 48)
     return 4 * q.numel() * 3 + (4 * threads + 1) * 4 * (q.numel() + 2 * q.numel() // dim) + scratch
 
 

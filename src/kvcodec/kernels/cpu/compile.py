@@ -19,7 +19,11 @@ X86: dict[str, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4",),
 }
 """Flags by instruction set; the last two are the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later."""
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra")
+FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
+)
+"""Hidden: an inline variable with a visible name would be one for all libraries that a process loads."""
 QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
 """GCC takes its own AVX-512 intrinsics for uninitialised."""
 

@@ -1,9 +1,11 @@
 // Entry points of encoding: plain C, for ctypes, in the same library as attend.cpp.
 #include "encode.h"
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 int64_t kv_encoder(const char* name) { return kv::encoder_number(name); }
 
 void kv_encode(const kv::EncodeArgs* a) { kv::encode(*a); }
 }
+#pragma GCC visibility pop

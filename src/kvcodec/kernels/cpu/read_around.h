@@ -47,7 +47,7 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
       for (int i = 0; i < LANES; ++i) x[i] = levels[q[i]];
       return x;
     });
-    look_up(codes_row, 0, r.dim, table, row);
+    for (int c = 0; c < r.dim; c += LANES) store(row + c, table(codes<BITS>(codes_row, c)));
     add_residual(r, t, row);
     const float norm = (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root;
     for (int c = 0; c < r.dim; ++c) row[c] *= norm;
@@ -56,9 +56,9 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
 
 inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
+  all_triplets(stage, [](int) { return 1.0f; });
   for (int t = 0; t < r.count; ++t) {
     float* row = r.out + t * r.dim;
-    one_token(stage, t, 1.0f, row);
     add_residual(r, t, row);
     const float norm = triplets_norm(stage, t);
     for (int c = 0; c < r.dim; ++c) row[c] *= norm;
@@ -67,8 +67,11 @@ inline void unpack_octopus_sketch(const Rows& r) {
 
 // Chunks of four channels that are held in fp16 replace what INNER unpacks. Options: 6 number of the plane of flags,
 // which the outliers follow; 7 outliers of a token
-template <Unpack INNER> inline void unpack_outliers(const Rows& r) {
+template <Unpack INNER, Order ORDER = order_straight> inline void unpack_outliers(const Rows& r) {
   INNER(r);
+  int16_t channel[WIDEST], place[WIDEST];
+  ORDER(r.options, r.dim, channel);
+  for (int c = 0; c < r.dim; ++c) place[channel[c]] = (int16_t)c;
   const int plane = r.options[6], slots = r.options[7], n = (r.dim + 3) / 4;
   for (int t = 0; t < r.count; ++t) {
     const uint8_t* flags = r.row(plane, r.first + t, (n + 7) / 8);
@@ -77,7 +80,7 @@ template <Unpack INNER> inline void unpack_outliers(const Rows& r) {
     for (int i = 0; i < n; ++i) {
       if (!(flags[i / 8] >> i % 8 & 1)) continue;
       const int from = slot < slots ? slot++ : slots - 1;
-      for (int k = 0; k < 4; ++k) r.out[t * r.dim + 4 * i + k] = half(kept + 8 * from + 2 * k);
+      for (int k = 0; k < 4; ++k) r.out[t * r.dim + place[4 * i + k]] = half(kept + 8 * from + 2 * k);
     }
   }
 }

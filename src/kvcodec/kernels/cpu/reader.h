@@ -3,6 +3,10 @@
 // A reader is a function `void unpack(const Rows&)` in read_<name>.h; readers.h lists them by name. Its numbers are
 // those of the codec's `decode`, bit by bit where that only looks up, multiplies and adds. It reads the tokens that it
 // is asked for and nothing behind them: other slots hold arbitrary bytes.
+//
+// Codes lie side by side in bytes, numbers in lanes of vectors. So a reader may write a row's channels in another
+// order, which spares it shuffles; a function `void order(const int32_t* options, int dim, int16_t* channel)` beside it
+// says which channel lies at each place.
 #pragma once
 #include <cstdint>
 
@@ -11,6 +15,7 @@ namespace kv {
 constexpr int PLANES = 8, OPTIONS = 8;
 constexpr int TILE = 32;  // most tokens unpacked at a time
 constexpr int WIDEST = 512;  // most channels
+constexpr int OVER = 16;
 
 struct Rows {
   const uint8_t* page;    // planes of this head's page
@@ -19,12 +24,17 @@ struct Rows {
   const int32_t* options; // numbers that kernels/<stem>.py chose
   int dim;                // D, a multiple of 16
   int first, count;       // places in the page
-  float* out;             // [count, D]
+  float* out;             // [count, D], channels in the reader's order; up to OVER numbers behind may be overwritten
 
   const uint8_t* plane(int p) const { return page + planes[p]; }
   const uint8_t* row(int p, int place, int64_t bytes) const { return page + planes[p] + place * bytes; }
 };
 
 using Unpack = void (*)(const Rows&);
+using Order = void (*)(const int32_t* options, int dim, int16_t* channel);
+
+inline void order_straight(const int32_t*, int dim, int16_t* channel) {
+  for (int c = 0; c < dim; ++c) channel[c] = (int16_t)c;
+}
 
 }  // namespace kv

@@ -54,8 +54,6 @@ inline I iota() {
   return x;
 }
 
-// -- sums over lanes --------------------------------------------------------------------------------------------------
-
 #if defined(__clang__)
 #define KV_SHUFFLE(a, b, mask) kv::picked(a, b, mask)
 inline F picked(F a, F b, I mask) {
@@ -67,32 +65,96 @@ inline F picked(F a, F b, I mask) {
 #define KV_SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
 #endif
 
-// Segments of SIZE lanes of a, then of b, each folded to SIZE / 2 lanes whose sum is the segment's.
-template <int SIZE> inline F fold(F a, F b) {
-  I low, high;
+// -- sums over lanes --------------------------------------------------------------------------------------------------
+
+// Lanes whose number has the bit HALF are b's, the others a's; to each is added the lane HALF away.
+template <int HALF> inline F fold(F a, F b) {
+  I same, other;
   for (int i = 0; i < LANES; ++i) {
-    const int segment = i / (SIZE / 2), at = segment * SIZE + i % (SIZE / 2);
-    low[i] = at, high[i] = at + SIZE / 2;
+    const int from = i & HALF ? LANES : 0;
+    same[i] = from + i, other[i] = from + (i ^ HALF);
   }
-  return KV_SHUFFLE(a, b, low) + KV_SHUFFLE(a, b, high);
+  return KV_SHUFFLE(a, b, same) + KV_SHUFFLE(a, b, other);
 }
 
 // lane i: the sum of x[i]'s lanes; x has LANES vectors and is overwritten
-template <int SIZE = LANES> inline F sums(F* x) {
-  for (int i = 0; i < SIZE / 2; ++i) x[i] = fold<SIZE>(x[2 * i], x[2 * i + 1]);
-  if constexpr (SIZE > 2) return sums<SIZE / 2>(x);
+template <int HALF = LANES / 2> inline F sums(F* x) {
+  for (int i = 0; i < HALF; ++i) x[i] = fold<HALF>(x[i], x[i + HALF]);
+  if constexpr (HALF > 1) return sums<HALF / 2>(x);
   else return x[0];
 }
 
+// x's lanes joined in pairs, then pairs of pairs, ...; every lane has the result
+template <int HALF = LANES / 2, class Join> inline F reduced(F x, const Join& join) {
+  I other;
+  for (int i = 0; i < LANES; ++i) other[i] = i ^ HALF;
+  x = join(x, KV_SHUFFLE(x, x, other));
+  if constexpr (HALF > 1) return reduced<HALF / 2>(x, join);
+  else return x;
+}
 inline float sum(F x) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += x[i];
-  return total;
+  return reduced(x, [](F a, F b) { return a + b; })[0];
 }
 inline float largest(F x) {
-  float m = x[0];
-  for (int i = 1; i < LANES; ++i) m = x[i] > m ? x[i] : m;
-  return m;
+  return reduced(x, [](F a, F b) { return max(a, b); })[0];
+}
+
+// whether a lane of a comparison is true
+inline bool any(I mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  int32_t all = 0;
+  for (int i = 0; i < LANES; ++i) all |= mask[i];
+  return all != 0;
+#endif
+}
+
+// from[at[0]], from[at[1]], ...
+inline F picked_from(const float* from, const int16_t* at) {
+#if defined(__AVX512F__)
+  return (F)_mm512_i32gather_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)at)), from, 4);
+#else
+  F x;
+  for (int i = 0; i < LANES; ++i) x[i] = from[at[i]];
+  return x;
+#endif
+}
+
+// LANES / 4 rows of four numbers, each `at` bytes behind a table's begin
+inline F four_by_four(const void* table, const uint32_t* at) {
+  const char* from = (const char*)table;
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float*)(from + at[0])));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[1])), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[2])), 2);
+  return (F)_mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[3])), 3);
+#else
+  F x;
+  for (int i = 0; i < LANES / 4; ++i) memcpy((char*)&x + 16 * i, from + at[i], 16);
+  return x;
+#endif
+}
+
+// LANES / 4 numbers, each four times
+inline F each_four_times(const float* p) {
+#if defined(__AVX512F__)
+  const __m512i at = _mm512_srli_epi32((__m512i)iota(), 2);
+  return (F)_mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_loadu_ps(p)));
+#else
+  F x;
+  for (int i = 0; i < LANES; ++i) x[i] = p[i / 4];
+  return x;
+#endif
+}
+
+// the first three of every four lanes; what lies behind them is overwritten, LANES numbers in all
+inline void store_threes(float* p, F x) {
+  I at;
+  for (int i = 0; i < LANES; ++i) at[i] = i < LANES / 4 * 3 ? i / 3 * 4 + i % 3 : i;
+  store(p, KV_SHUFFLE(x, x, at));
 }
 
 // -- functions --------------------------------------------------------------------------------------------------------
@@ -158,6 +220,22 @@ inline F load_halves(const void* p) {
   return (F)(up | sign | ((U)(rest > 0x7bffu) & 0x7f800000u));
 #endif
 }
+
+// LANES numbers of E4M3, whose bits are those of fp16 numbers 2^8 times as small
+inline F load_e4m3(const void* p) {
+#if defined(__AVX512F__)
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(x, 7), 15);
+  const __m256i most = _mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7f << 7));
+  const __m256i nan = _mm256_and_si256(most, _mm256_set1_epi16(0x4000));
+  return (F)_mm512_cvtph_ps(_mm256_or_si256(_mm256_or_si256(rest, sign), nan)) * splat(256.0f);
+#else
+  const U x = widen<uint8_t>(p), rest = x & 0x7fu;
+  const U size = (U)((F)(rest << 20) * splat(0x1p120f)) | ((U)(rest == 0x7fu) & 0x7fc00000u);
+  return (F)(size | (x & 0x80u) << 24);
+#endif
+}
 inline float half(const void* p) {
   uint16_t h;
   memcpy(&h, p, 2);
@@ -202,7 +280,7 @@ template <int BITS> struct Table {
     return other;
   }
   // by the low BITS bits of each lane; bits above them may be anything
-  F operator()(I at) const {
+  F operator()(I at, int = 0) const {
 #if defined(__AVX512F__)
     return (F)_mm512_permutexvar_ps((__m512i)at, (__m512)of[0]);
 #elif defined(__AVX2__)
@@ -228,6 +306,29 @@ template <int BYTES> inline uint32_t load_bytes(const uint8_t* p) {
   if constexpr (BYTES == 4) return memcpy(&four, p, 4), four;
   memcpy(&two, p, 2);
   return BYTES == 2 ? two : two | (uint32_t)p[2] << 16;
+}
+
+// LANES little-endian numbers of BYTES bytes
+template <int BYTES> inline U lanes(const uint8_t* p) {
+  if constexpr (BYTES == 1) return widen<uint8_t>(p);
+  else if constexpr (BYTES == 2) return widen<uint16_t>(p);
+  else if constexpr (BYTES == 4) {
+    U x;
+    memcpy(&x, p, sizeof x);
+    return x;
+  } else {
+    static_assert(BYTES == 3, "1 to 4 bytes");
+#if defined(__AVX512F__)
+    const __m512i all = _mm512_permutexvar_epi32(
+        _mm512_setr_epi32(0, 1, 2, 0, 3, 4, 5, 0, 6, 7, 8, 0, 9, 10, 11, 0), _mm512_maskz_loadu_epi32(0xfff, p));
+    const __m128i apart = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
+    return (U)_mm512_shuffle_epi8(all, _mm512_broadcast_i32x4(apart));
+#else
+    U x;
+    for (int i = 0; i < LANES; ++i) x[i] = load_bytes<3>(p + 3 * i);
+    return x;
+#endif
+  }
 }
 
 // LANES codes of a little-endian bit stream (ops/bitpack.py), from code `first`, a multiple of LANES, on; only the low

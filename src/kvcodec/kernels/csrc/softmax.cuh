@@ -26,14 +26,14 @@ template <int N> struct Softmax {
   // 2^8 still fits the fp16 that P is rounded to, with room for the scales of values
   KV_DEV bool lags(const float (&top)[N]) const { return top[0] > m[0] + 8.0f || top[N - 1] > m[N - 1] + 8.0f; }
 
-  // take the maximum over the warp plus `now` as reference, where it was `before` above; factor: what older sums are
-  // multiplied by
-  KV_DEV void raise(float (&top)[N], float (&factor)[N], float before, float now) {
+  // take the maximum over the warp as reference, or the old one moved by `shift` where that is larger, and the maximum
+  // moved by it where there is no old one; factor: what older sums are multiplied by
+  KV_DEV void raise(float (&top)[N], float (&factor)[N], float shift) {
     KV_UNROLL
     for (int n = 0; n < N; ++n) {
       KV_UNROLL
       for (int bit = 4; bit < 32; bit *= 2) top[n] = maximum(top[n], shfl_xor(top[n], bit));
-      const float next = maximum(m[n] - before, top[n]) + now;
+      const float next = m[n] == minus_infinity() ? top[n] + shift : maximum(m[n] + shift, top[n]);
       factor[n] = next == minus_infinity() ? 1.0f : exp2_fast(m[n] - next);
       m[n] = next;
       l[n] *= factor[n];

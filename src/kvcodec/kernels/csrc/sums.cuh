@@ -61,8 +61,13 @@ template <class V, int HEADS, int T> struct WarpSums {
     for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
   }
 
-  // how far the reference is above the scores' maximum between two flushes: multiples of the golden ratio, modulo 1
-  KV_DEV static float above(uint32_t flushes) { return (float)((flushes + 1) * 0x9e3779b9u >> 8) * 0x1p-24f; }
+  // how far the reference moves: the n-th flush of a warp adds the golden ratio to it, modulo 1, and a warp begins where
+  // four flushes for each warp before it would have led
+  KV_DEV static float shift(const State& st, bool full) {
+    const uint32_t place = st.tiles / (FLUSH / T) * 0x9e3779b9u;
+    if (full) return place < 0x9e3779b9u ? -0.381966f : 0.618034f;
+    return st.softmax.m[0] == minus_infinity() ? bits_float(0x3f800000u | place >> 9) - 1.0f : 0.0f;
+  }
 
   // let the references follow where they lag: behind the scores' maximum, or the values' largest scale; and flush
   KV_DEV static void rescale(State& st, float (&top)[N], float largest, bool next_tile = true) {
@@ -72,12 +77,8 @@ template <class V, int HEADS, int T> struct WarpSums {
     if constexpr (FLUSHES) {
       if (full) flush(st);
     }
-    float factor[N], before = 0.0f, now = 0.0f;
-    if constexpr (FLUSHES) {
-      now = above(st.tiles / (FLUSH / T));
-      before = full ? above(st.tiles / (FLUSH / T) - 1) : now;
-    }
-    st.softmax.raise(top, factor, before, now);
+    float factor[N];
+    st.softmax.raise(top, factor, FLUSHES ? shift(st, full) : 0.0f);
     if constexpr (V::HAS_V_ZERO) {
       KV_UNROLL
       for (int n = 0; n < N; ++n) st.bias[n] *= factor[n];
