@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcodec.errors import KVCodecWarning
-from kvcodec.integrations.transformers.recording import packed_cache
+from kvcodec.integrations.transformers.recording import generating_cache, implementation
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.eval.generation import greedy, uncompressed
 
@@ -33,7 +33,8 @@ def speed(model: Any, scheme: KVScheme, window: Tensor, seed: int) -> dict[str, 
     prompt = window[: max(1, min(PROMPT_TOKENS, window.numel() - NEW_TOKENS))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KVCodecWarning)
-        with packed_cache(model, scheme, prefill="exact", seed=seed) as cache:
+        cache, attention = generating_cache(model, scheme, seed=seed)
+        with implementation(model, attention):
             made = greedy(model, prompt, NEW_TOKENS, cache)
     plain = uncompressed(model, prompt, NEW_TOKENS)
     return {

@@ -20,7 +20,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     """Measure, and write the report."""
     from kvcodec.progress import Progress
-    from kvcodec_lab.demo import BUDGET, MODEL, NEW_TOKENS, run_demo, show
+    from kvcodec_lab.demo import BUDGET, LONG_TOKENS, MODEL, NEW_TOKENS, run_demo, show
     from kvcodec_lab.eval.compare import Settings
     from kvcodec_lab.models import load_text
 
@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> Result:
         budget=BUDGET if args.budget is None else args.budget,
         out=Path(args.out),
         progress=Progress(),
-        settings=Settings(window_tokens=args.window_tokens, new_tokens=NEW_TOKENS, probe=args.probe),
+        settings=Settings(
+            window_tokens=args.window_tokens, new_tokens=NEW_TOKENS, long_tokens=LONG_TOKENS, probe=args.probe
+        ),
     )
     return Result(rows, show(rows, meta, paths))

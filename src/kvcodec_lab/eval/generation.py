@@ -2,8 +2,11 @@
 
 The prompt is one call; every new token is one call more, exactly as ``model.generate`` does it, so the text is
 ``generate``'s. Tokens/s is one over the median time of a one-token step: the prompt is excluded, and occasional load on
-the machine does not distort it. On a CPU the reference path decodes in PyTorch, so the figure is the speed on this
-machine, not that of a fused kernel.
+the machine does not distort it. On a CPU the kernels attend to the packed pages where they can.
+
+Speed behind a long context (``long_context``) is taken without its prefill, which would take longer than all the rest:
+the model reads the text in windows, each by itself at its own positions, and caches are filled with these keys and
+values, as ``prefill="exact"`` fills them. Then all caches take turns, a token each, so that other load slows all alike.
 
 On recent GPUs torch computes the attention of one token over a growing cache with cuDNN, which makes a new plan for
 every new length. The uncompressed cache is therefore timed with and without cuDNN's attention, and the faster time is
@@ -12,13 +15,16 @@ used.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.recording import implementation
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
@@ -78,6 +84,66 @@ def uncompressed_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
+
+
+def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer for ``ids [n]``, ``[1, H, n, D]`` each; windows of ``window`` tokens, each alone.
+
+    Raises
+    ------
+    UnsupportedError
+        A layer holds no keys and values, or only a window of them.
+    """
+    from transformers import DynamicCache
+
+    from kvcodec.integrations.transformers.plan import plan_for
+
+    if any(not layer.holds_kv or layer.window is not None for layer in plan_for(model, "decoded").layers):
+        raise UnsupportedError("a layer does not hold the keys and values of all tokens")
+    parts: list[list[tuple[Tensor, Tensor]]] = []
+    with torch.no_grad():
+        for at, piece in zip(range(0, ids.numel(), window), ids.split(window), strict=True):
+            cache, placed = DynamicCache(), torch.arange(at, at + piece.numel(), device=model.device)
+            model.base_model(
+                input_ids=piece.to(model.device)[None], position_ids=placed[None], past_key_values=cache, use_cache=True
+            )
+            parts.append([(layer.keys, layer.values) for layer in cache.layers])
+    layers = [zip(*layer, strict=True) for layer in zip(*parts, strict=True)]
+    return [(torch.cat(keys, 2), torch.cat(values, 2)) for keys, values in layers]
+
+
+def fill(cache: Any, context: list[tuple[Tensor, Tensor]]) -> None:
+    """Store ``long_context`` in an empty cache, transformers' own or a ``KVCache``."""
+    for i, (keys, values) in enumerate(context):
+        if rope := getattr(cache.layers[i], "rope", None) if i < len(cache.layers) else None:
+            rope.positions = torch.arange(keys.shape[2], device=keys.device)[None]
+        cache.update(keys, values, i)
+
+
+@torch.no_grad()
+def in_turns(model: Any, last: int, caches: Mapping[str, tuple[Any, str]], steps: int) -> dict[str, Generation]:
+    """Continue filled caches greedily from token ``last``, one token each in turn.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    last : int
+    caches : mapping of name to (cache, attention implementation)
+    steps : int
+        Tokens timed, after one that is not.
+    """
+    ids = {name: torch.tensor([[last]], device=model.device) for name in caches}
+    made = {name: Generation([], [], 0.0) for name in caches}
+    for turn in range(steps + 1):
+        for name, (cache, attention) in caches.items():
+            with implementation(model, attention):
+                start = time.perf_counter()
+                logits = model(input_ids=ids[name], past_key_values=cache, use_cache=True).logits[:, -1]
+                ids[name] = logits.argmax(-1, keepdim=True)
+                made[name].tokens.append(int(ids[name].item()))
+                if turn:
+                    made[name].step_seconds.append(time.perf_counter() - start)
+    return made
 
 
 @contextlib.contextmanager

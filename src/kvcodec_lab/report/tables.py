@@ -73,6 +73,12 @@ COLUMNS = (
         "relative error of the attention output, ||o^ - o|| / ||o||, mean over layers",
     ),
     Column("tokens_per_s", "tokens/s", lambda v: f"{v:.1f}", "speed of greedy generation on the machine of the run"),
+    Column(
+        "long_tokens_per_s",
+        "tokens/s, long",
+        lambda v: f"{v:.1f}",
+        "the same behind a long context: `long_tokens` tokens of the text, 8,000 in the demo",
+    ),
 )
 
 

@@ -6,15 +6,22 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.recording import generating_cache, implementation
+from kvcodec.kernels.cpu import library
 from kvcodec_lab.eval import generation
 from kvcodec_lab.eval.generation import (
     CUDNN_OFF,
     Generation,
     attention_backends,
+    fill,
     greedy,
+    in_turns,
+    long_context,
     uncompressed,
     uncompressed_cache,
 )
+from tests.conftest import tiny_model
 from tests.lab.eval.tiny import tiny_llama
 
 
@@ -76,3 +83,76 @@ def test_a_backend_that_is_off_stays_off():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+# -- which path --------------------------------------------------------------------------------------------------------
+
+
+def test_generation_is_by_the_kernels_where_they_serve(model):
+    if reason := library.refusal(torch.device("cpu")):
+        pytest.skip(reason)
+    prompt, own = torch.randint(0, 256, (70,)), model.config._attn_implementation
+    texts = []
+    for spec, path in (
+        ("int-4", "fused"),
+        ("e8-2", "decoded"),
+        ("ultraquant:queries=fp8,dense_layers=0,mean=post", "streamed"),
+    ):
+        cache, attention = generating_cache(model, spec)
+        assert model.config._attn_implementation == own
+        with implementation(model, attention):
+            texts.append(greedy(model, prompt, 5, cache).tokens)
+        report = cache.report()
+        assert report["attention"] == path
+        assert bool(report["unfused"]) == (path != "fused")
+        assert path in report["paths"]
+    cache = kvcodec.cache_for(model, "int-4", attention="decoded", probe=False)
+    assert greedy(model, prompt, 5, cache).tokens == texts[0]
+
+
+# -- behind a long context ---------------------------------------------------------------------------------------------
+
+
+def test_a_context_of_one_window_is_a_prefill(model):
+    ids = torch.randint(0, 256, (90,))
+    whole = uncompressed_cache(model)
+    with torch.no_grad():
+        model(input_ids=ids[None], past_key_values=whole, use_cache=True)
+    found = long_context(model, ids, 90)
+    assert len(found) == len(whole.layers)
+    for (keys, values), layer in zip(found, whole.layers, strict=True):
+        torch.testing.assert_close(keys, layer.keys)
+        torch.testing.assert_close(values, layer.values)
+
+
+def test_windows_stand_at_their_own_positions(model):
+    """The first layer's keys depend on a token and its position alone."""
+    ids = torch.randint(0, 256, (90,))
+    (one, _), *_ = long_context(model, ids, 90)
+    (parts, _), *_ = long_context(model, ids, 40)
+    assert parts.shape == one.shape
+    torch.testing.assert_close(parts, one)
+
+
+@pytest.mark.parametrize("spec", [None, "int-4", "saw-int4:mean=pre", "kivi-2"])
+def test_a_filled_cache_goes_on_as_after_a_prefill(model, spec):
+    ids = torch.randint(0, 256, (300,))
+
+    def cache():
+        return (uncompressed_cache(model), model.config._attn_implementation) if spec is None else generating_cache(
+            model, spec
+        )  # fmt: skip
+
+    (filled, attention), (other, _) = cache(), cache()
+    fill(filled, long_context(model, ids[:-1], 300))
+    with implementation(model, attention), torch.no_grad():
+        model(input_ids=ids[None, :-1], past_key_values=other, use_cache=True)
+    found = in_turns(model, int(ids[-1]), {"filled": (filled, attention), "other": (other, attention)}, 4)
+    assert found["filled"].tokens == found["other"].tokens
+    assert [len(made.tokens) for made in found.values()] == [5, 5]
+    assert [len(made.step_seconds) for made in found.values()] == [4, 4]
+
+
+def test_a_model_of_sliding_windows_has_no_long_context():
+    with pytest.raises(UnsupportedError, match="does not hold the keys and values of all tokens"):
+        long_context(tiny_model("gemma3"), torch.randint(0, 256, (20,)), 20)

@@ -97,6 +97,35 @@ def packed_cache(
         yield new_cache()
 
 
+def generating_cache(
+    model: Any, spec: str | KVScheme, *, seed: int = 0, params: LayerParams | None = None
+) -> tuple[Any, str]:
+    """Make an empty ``KVCache`` to generate with; also returns the ``implementation`` of attention that reads it.
+
+    On a CPU that is the kernels' where they serve the scheme, as ``cache_for`` does for a model that attends with
+    ``kvcodec``. The report's ``attention`` says which path it is, ``unfused`` why it is not the kernels'.
+    """
+    from kvcodec.integrations.transformers.cache import cache_for  # registers the attention function
+    from kvcodec.integrations.transformers.plan import ATTENTION_NAME
+
+    scheme = get(spec)
+    given: dict[str, Any] = {"seed": seed, "params": params, "probe": "off"}
+    with implementation(model, ATTENTION_NAME):
+        try:
+            cache = cache_for(model, scheme, **given)
+            if cache.options["attention"] == "fused":
+                return cache, ATTENTION_NAME
+            unfused = cache.unfused
+        except UnsupportedError as error:  # queries are rounded, and no kernels: streamed. Anything else comes again
+            unfused = str(error)
+    way = attention_of(scheme)
+    name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
+    with implementation(model, name):
+        cache = cache_for(model, scheme, attention=way, **given)
+    cache.unfused = unfused
+    return cache, name
+
+
 class CacheMaker:
     """Makes empty caches of one scheme for one model, one after another.
 
@@ -132,7 +161,7 @@ class CacheMaker:
     @contextmanager
     def attending(self) -> Iterator[Callable[[], Any]]:
         """Yield the function that makes a cache, with the model set to the attention that the scheme needs."""
-        from kvcodec.integrations import transformers  # registers the attention function
+        from kvcodec.integrations.transformers.cache import cache_for  # registers the attention function
         from kvcodec.integrations.transformers.plan import ATTENTION_NAME
 
         way = attention_of(self.scheme)
@@ -140,7 +169,7 @@ class CacheMaker:
 
         def new_cache() -> Any:
             self._keep_constants()
-            cache = transformers.cache_for(
+            cache = cache_for(
                 self.model,
                 self.scheme,
                 prefill=self.prefill,
