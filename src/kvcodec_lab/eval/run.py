@@ -24,6 +24,7 @@ from kvcodec.errors import KVError, ModelError, ShapeError, SpecError
 from kvcodec.files.params import FittedParams, match_params
 from kvcodec.integrations.transformers.recording import Prefill, packed_cache
 from kvcodec.progress import Progress
+from kvcodec.registry import COMMON
 from kvcodec.scheme import KVScheme, Mix
 from kvcodec_lab.eval.batches import Done, read_answers, read_choices, read_window
 from kvcodec_lab.eval.perplexity import Reference, positions_of, uncompressed
@@ -393,7 +394,7 @@ def _about(
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seed": settings.task.seed,
-        "settings": {"prefill": settings.prefill, **settings.changes},
+        "settings": {"prefill": settings.prefill, "mean": COMMON["mean"].default, **settings.changes},
         "tasks": {},
         "specs": [str(scheme) for scheme in schemes],
         "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},

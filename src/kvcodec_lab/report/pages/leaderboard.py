@@ -67,9 +67,10 @@ def stress_text(results: Results) -> str:
 
 
 def kind(results: Results) -> str:
-    """How a column is called."""
+    """How a column is called: stressed or not, and ``mean`` of specs that do not say it, where that is not ``none``."""
     text = stress_text(results)
-    return f"stressed {text}" if text else "plain"
+    mean = mapping(results.about.get("settings")).get("mean", "none")  # runs of before there was the option lack it
+    return (f"stressed {text}" if text else "plain") + (f", mean={mean}" if mean != "none" else "")
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
