@@ -13,8 +13,9 @@ metric              unit  what
 ``next_turn_ms``    ms    new tokens over a cache that holds ``HELD``
 ==================  ====  ============================================================================================
 
-The rival is DynamicCache, both as torch chooses the backend of its attention and with cuDNN's switched off; ratios
-(``vs_dynamic``) are over the faster of the two in the same process. ``paths`` are those of the cache's report.
+The rival is DynamicCache, both as torch chooses the backend of its attention and with cuDNN's switched off; the faster
+of the two then takes turns with every preset, because a process's host time grows as it lives: ``dynamic_ms`` is its
+median in these turns, ``vs_dynamic`` the ratio of the medians. ``paths`` are those of the cache's report.
 """
 
 import importlib
@@ -78,6 +79,13 @@ class Subject(NamedTuple):
     make: Callable[[], Any]
 
 
+class Fastest(NamedTuple):
+    """DynamicCache's time, and which ``FORMS`` of attention it took."""
+
+    ms: float
+    form: str
+
+
 class Runner:
     """Runs prompts and turns of a model.
 
@@ -136,18 +144,34 @@ class Runner:
         self.token(cache, n)
         return (time.perf_counter() - begun) * 1e3, cache
 
+    def dynamic(self, one: "Turn", n: int, form: str) -> float:
+        """Milliseconds of ``one`` with a DynamicCache and ``form`` of torch's attention."""
+        attention = self.model.config._attn_implementation
+        self.model.set_attn_implementation("sdpa")
+        try:
+            with attention_backends(form):
+                return one(self.dense, n)[0]
+        finally:
+            self.model.set_attn_implementation(attention)
 
-def repeated(one: Callable[[], tuple[float, Any]], repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Spread of the times of ``one``, and what the last cache reports."""
+
+def repeated(
+    one: Callable[[], tuple[float, Any]], repeats: int, rival: Callable[[], float] | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Spread of the times of ``one``, and what the last cache reports; with a rival that takes turns with it."""
     times: list[float] = []
+    others: list[float] = []
     begun = time.monotonic()
     cache: Any = None
     while len(times) < repeats and (len(times) < 2 or time.monotonic() - begun < SECONDS):
         del cache  # before the next one is made
+        if rival is not None:
+            others.append(rival())
         ms, cache = one()
         times.append(ms)
     report = cache.report() if hasattr(cache, "report") else {}
     found = {key: report[key] for key in ("effective_bits", "paths") if key in report}
+    found |= _compared(spread(times), spread(others)["p50"] if others else None)
     return spread(times), found | {"caches": len(times)}
 
 
@@ -206,7 +230,7 @@ def first_rows(
     if not wanted or deadline.passed:
         return
     runner = Runner(model or make_model(device), held)
-    dynamic: dict[str, float] = {}
+    dynamic: dict[str, Fastest] = {}
     subjects = [Subject("dense", "DynamicCache", form, runner.dense) for form in FORMS]
     subjects += [Subject(spec, "kvcodec fused", "", partial(runner.packed, spec)) for spec in wanted]
     for before, subject in enumerate(subjects):
@@ -222,7 +246,8 @@ def first_rows(
             yield from _subject_rows(subject, plan, recorder, runner, dynamic, **common)
 
 
-Plan = Sequence[tuple[str, str, int, Callable[[Callable[[], Any], int], tuple[float, Any]]]]
+Turn = Callable[[Callable[[], Any], int], tuple[float, Any]]
+Plan = Sequence[tuple[str, str, int, Turn]]
 
 
 def _subject_rows(
@@ -230,7 +255,7 @@ def _subject_rows(
     plan: Plan,
     recorder: Recorder,
     runner: Runner,
-    dynamic: dict[str, float],
+    dynamic: dict[str, Fastest],
     *,
     before: int,
     first_prompt: int,
@@ -243,18 +268,20 @@ def _subject_rows(
         ms, _ = runner.first(subject.make, first_prompt)
         if not dense:  # DynamicCache's first call includes the start-up of the process
             values = dict.fromkeys(("p20", "p50", "p80"), round(ms, 3))
-            told = _compared(values, dynamic.get(f"first_token_ms {shape}"))
+            known = dynamic.get(f"first_token_ms {shape}")
+            told = _compared(values, None if known is None else known.ms)
             yield recorder.add(subject.spec, None, metric, "ms", shape, values, caches_before=before, **told, **common)
         for metric, shape, n, one in plan:
             if dense:
                 one(subject.make, n)  # plans of shapes that the process has not seen
-            values, found = repeated(partial(one, subject.make, n), repeats)
-            bits = found.pop("effective_bits", 16.0 if dense else None)
             key = f"{metric} {shape}"
+            fastest = None if dense else dynamic.get(key)
+            rival = None if fastest is None else partial(runner.dynamic, one, n, fastest.form)
+            values, found = repeated(partial(one, subject.make, n), repeats, rival)
+            bits = found.pop("effective_bits", 16.0 if dense else None)
             if dense:
-                dynamic[key] = min(dynamic.get(key, values["p50"]), values["p50"])
-            else:
-                found |= _compared(values, dynamic.get(key))
+                mine = Fastest(values["p50"], subject.form)
+                dynamic[key] = min(dynamic.get(key, mine), mine)
             yield recorder.add(subject.spec, bits, metric, "ms", shape, values, **found, **common)
     except Exception as error:  # a failed cache must not lose the others' results
         lost = device_lost(runner.device)
