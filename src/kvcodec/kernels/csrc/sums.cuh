@@ -61,8 +61,8 @@ template <class V, int HEADS, int T> struct WarpSums {
     for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
   }
 
-  // how far the reference moves: the n-th flush of a warp adds the golden ratio to it, modulo 1, and a warp begins where
-  // one flush, and four for each warp before it, would have led
+  // how far the reference moves: the n-th flush of a warp adds the golden ratio to it, modulo 1, and a warp begins
+  // where one flush, and four for each warp before it, would have led
   KV_DEV static float shift(const State& st, bool full) {
     const uint32_t place = st.tiles / (FLUSH / T) * 0x9e3779b9u;
     if (full) return place < 0x9e3779b9u ? -0.381966f : 0.618034f;
