@@ -22,8 +22,8 @@ from checkout import environment
 
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
+from kvcodec.kernels import basis, encode, launch
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.build import Program, architecture, compile_program
@@ -58,6 +58,7 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
     yield from encode.programs(specs.encode_spec(key, value, dim, page)).values()
     yield prefill.program(pair)
+    yield basis.program(dim)
 
 
 def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> list[Program]:

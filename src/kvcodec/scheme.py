@@ -12,7 +12,7 @@ model, a ``Mix`` has one scheme per layer; ``for_layer`` returns the scheme of o
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 from kvcodec.codec import ROLES, Codec, Dense, Role
@@ -92,12 +92,20 @@ class KVScheme:
         if not 0 <= layer < num_layers:
             raise SpecError(f"layer={layer}: expected 0 <= layer < num_layers={num_layers}.")
         edge = min(layer, num_layers - 1 - layer)
-        key = Dense() if edge < self.dense_key_layers else self.key
-        value = Dense() if edge < self.dense_value_layers else self.value
-        mean = "none" if isinstance(key, Dense) else self.mean
-        if not self.dense_key_layers and not self.dense_value_layers and mean == self.mean:
-            return self
-        return replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean)
+        dense = edge < self.dense_key_layers, edge < self.dense_value_layers
+        if (found := self._of_layers.get(dense)) is None:
+            key, value = (Dense() if of else codec for of, codec in zip(dense, (self.key, self.value), strict=True))
+            mean: Mean = "none" if isinstance(key, Dense) else self.mean
+            found = self
+            if self.dense_key_layers or self.dense_value_layers or mean != self.mean:
+                found = replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean)
+            self._of_layers[dense] = found
+        return found
+
+    @cached_property
+    def _of_layers(self) -> "dict[tuple[bool, bool], KVScheme]":
+        """Schemes of layers by what stays dense there: keys, values."""
+        return {}
 
     def with_means(self, means: "Sequence[Mean]") -> "KVScheme":
         """Return the scheme with ``mean`` decided; ``means`` are those of a model's layers, in order.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels import build, encode
+from kvcodec.kernels import basis, build, encode
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.build import Program
@@ -18,6 +18,9 @@ extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, in
   kv::launch(x, y, z, threads, shared, {name}, *a);
 }}
 """
+
+
+ARGS = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs", "kv_basis": "kv::BasisArgs"}
 
 
 class Emulated:
@@ -40,7 +43,7 @@ def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emula
 
 def forget() -> None:
     """Programs loaded for another machine."""
-    for kept in (attention._plan, encode._launches, prefill._kernel, prefill._plan):
+    for kept in (attention._plan, basis._kernel, encode._launches, prefill._kernel, prefill._plan):
         kept.cache_clear()
 
 
@@ -50,12 +53,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     made: dict[str, Any] = {}
 
     def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
-        args = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs"}.get(names[0], "kv::DecodeArgs")
+        args = ARGS.get(names[0], "kv::DecodeArgs")
         kernels = emulated(program, tuple(names), args)
         made.update(zip(names, kernels, strict=True))
         return kernels
 
-    for module in (attention, encode, prefill):
+    for module in (attention, basis, encode, prefill):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()

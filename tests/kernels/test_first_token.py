@@ -25,7 +25,7 @@ from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
-from kvcodec.kernels import build, encode
+from kvcodec.kernels import basis, build, encode
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.choose import refusal
@@ -67,7 +67,7 @@ class Idle:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that do nothing, on a machine where every look at a number waits."""
-    for module in (attention, encode, prefill):
+    for module in (attention, basis, encode, prefill):
         monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()
@@ -76,7 +76,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for kept in (attention._plan, encode._launches, prefill._kernel):
+    for kept in (attention._plan, basis._kernel, encode._launches, prefill._kernel):
         kept.cache_clear()
 
 

@@ -45,6 +45,7 @@ def fields_of(struct: type[ctypes.Structure], before: str = "", at: int = 0) -> 
         ("args.cuh", arguments.DecodeArgs),
         ("encode_args.cuh", arguments.EncodeArgs),
         ("unpack.cuh", arguments.UnpackArgs),
+        ("basis.cuh", arguments.Rows),
     ],
 )
 def test_structs_are_laid_out_as_the_compiler_does(header: str, struct: type[ctypes.Structure]) -> None:
@@ -179,6 +180,14 @@ def test_nvrtc_compiles_what_the_operators_ask_for(
     assert b"kv_combine" in code
     with pytest.raises(Exception, match="static assertion failed"):
         build.compile_program(Program('#include "decode.cuh"\nstatic_assert(sizeof(kv::DecodeArgs) == 1, "no");'), arch)
+
+
+def test_a_short_sequence_is_split_less() -> None:
+    """Where a warp has a tile at most: a CTA more loads tables and is merged, and saves nobody a tile."""
+    pair = specs.decode_spec(SAW.key, SAW.value, 128, 64)
+    found = [launch.config_for(pair, 4, tokens, launch.H200) for tokens in (2048, 8192, 16384, 65536)]
+    assert [config.splits for config in found] == [8, 24, 33, 33]
+    assert [-(-2048 // (config.tile * config.warps)) for config in found[:1]] == [8]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from kvcodec.cache.site import LayerSite
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels import basis, encode, launch
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode, launch
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
@@ -207,9 +207,9 @@ def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> N
     for begin, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, begin, count)
         part = slice(begin, begin + count)
-        units = prefill.into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
+        units = basis.into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
         assert far((units @ found[0].float().mT).mT.cpu(), layer.whole[:, :, part]) < 1e-3
-        assert far(prefill.out_of_codes(found[1], layer.value).cpu(), layer.values[:, :, part]) < 1e-3
+        assert far(basis.out_of_codes(found[1], layer.value).cpu(), layer.values[:, :, part]) < 1e-3
         short, _ = prefill.unpack(packed, begin, count, torch.bfloat16)
         assert far(short.float(), found[0].float()) < 8e-3
 

@@ -17,8 +17,8 @@ from kvcodec.integrations.transformers import attention as attention_module
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
+from kvcodec.kernels import basis, flash
 from kvcodec.kernels import decode as attention
-from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
@@ -70,9 +70,9 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
         found = prefill.unpack(packed, first, count)
         part = slice(first, first + count)
         # the products with every unit vector are the keys themselves
-        units = prefill.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
+        units = basis.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
         assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
-        assert far(prefill.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
+        assert far(basis.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
         short = prefill.unpack(packed, first, count, torch.bfloat16)
         for a, b in zip(short, found, strict=True):
             assert a.dtype == torch.bfloat16

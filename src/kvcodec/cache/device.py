@@ -117,7 +117,7 @@ class DeviceCache(LayerCache):
         Several tokens at once are checked as in ``LayerCache``. A single one is not (that would synchronise): NaN, Inf
         or a magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a
         ``flag``, int32 ``[1]``, several are not checked either: the caller reads the flag later, and checks the numbers
-        itself unless ``flags_all``. No position is needed: keys are encoded with their mean.
+        itself where ``unflagged`` says so. No position is needed: keys are encoded with their mean.
         """
         raise NotImplementedError
 
@@ -179,10 +179,17 @@ class DeviceCache(LayerCache):
             new = {role: x for role, x in new.items() if self.engine.written_by(role) != "torch"}
         self.engine.encode(new, self.store, first, bad)
 
-    def flags_all(self, keys: Tensor) -> bool:
-        """Whether appending flags every number that codecs cannot hold: no token stays dense, kernels encode all."""
+    def unflagged(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Tensors that hold those of the tokens just appended at which no kernel has looked.
+
+        A kernel that encodes flags every number that codecs cannot hold.
+        """
+        return [keys, values] if self.holds_dense or not self._are_flagged(keys) else []
+
+    def _are_flagged(self, keys: Tensor) -> bool:
+        """Whether kernels encode both roles, and see what was appended before it is rounded."""
         assert self.engine is not None
-        return not self.holds_dense and keys.dtype == self.roles["key"].sink.dtype and self.engine.flags_all
+        return keys.dtype == self.roles["key"].sink.dtype and self.engine.flags_all
 
     # -- attention ---------------------------------------------------------------------------------------------------
 

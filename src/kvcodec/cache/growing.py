@@ -87,6 +87,12 @@ class GrowingCache(DeviceCache):
             state.extend(count)
         self.length += n
 
+    def unflagged(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """As ``DeviceCache.unflagged``; tokens that stay dense lie in the sink and the window."""
+        if not self._are_flagged(keys):
+            return [keys, values]
+        return [x for state in self.roles.values() for x in (state.sink, state.window)]
+
     def _flags_now(self, keys: Tensor) -> bool:
         """Whether the CPU kernels flag what ``check_tensors`` refuses: they see every token before it is rounded."""
         assert self.engine is not None

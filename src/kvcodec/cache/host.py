@@ -259,8 +259,12 @@ class LayerCache:
         """Tokens behind the ``sink`` first ones that are left padding: int64 ``[B]``, or ``[1]`` for all."""
         return (-self.positions.of(0, 1)[:, 0] - sink).clamp_min(0)
 
-    def _fit(self, state: RoleState, pending: Tensor) -> None:
-        """Fit the missing constants of a role; ``pending`` are all its tokens behind the sink, none encoded yet."""
+    def _fit(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
+        """Fit the missing constants of a role.
+
+        ``pending`` are all its tokens behind the sink, none encoded yet; ``whole``: those of the sink as well, where
+        one call brought all.
+        """
         mean = self.site.mean if state.role == "key" else None
         if (wanted := self.site.fit_tokens) > 1:
             batch, heads, _, head_dim = pending.shape
@@ -274,7 +278,7 @@ class LayerCache:
                     self.mean = mean.of(sample, placed)
                 sample = sample.float() - mean.at(self.mean, placed)
         else:  # everything seen so far is the sample
-            sample = torch.cat([state.sink, pending], 2) if state.sink.shape[2] else pending
+            sample = torch.cat([state.sink, pending], 2) if whole is None else whole
             if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
                 sample = sample.float() - removed
         if state.params is None:
@@ -302,6 +306,7 @@ class LayerCache:
         ``waits``: all tokens stay dense, because there are too few to fit the constants on.
         """
         sink = self.scheme.sink
+        whole = None if state.sink.shape[2] or state.window.shape[2] else x
         if sink and (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
             state.sink = torch.cat([state.sink, x[:, :, :to_sink]], 2)
             x = x[:, :, to_sink:]
@@ -311,7 +316,7 @@ class LayerCache:
         if unknown and not waits:
             if pending.shape[2] + state.sink.shape[2] == 0:
                 return pending
-            self._fit(state, pending)
+            self._fit(state, pending, whole)
         count = 0 if waits else unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
         if count == pending.shape[2]:
             if state.window.shape[2]:

@@ -189,6 +189,8 @@ class LayerSite:
 
         Above 1 a cache holds tokens dense until it has so many of each sequence.
         """
+        if self.mean is None and not (self.scheme.key.needs_sample or self.scheme.value.needs_sample):
+            return 0
         missing = [
             codec.fit_tokens
             for role in ROLES

@@ -165,10 +165,10 @@ class InnerQ(Codec):
                 "innerq: norm=true needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
                 "Pass a sample to fit, or use norm=false."
             )
-        largest = sample.float().abs().amax(2)
+        largest = torch.linalg.vector_norm(sample, torch.inf, 2, dtype=torch.float32)  # one launch
         half = largest.shape[-1] // 2
-        paired = torch.maximum(largest[..., :half], largest[..., half:]).sqrt()
-        norm = torch.where(paired > 0, paired, 1.0)
+        norm = torch.maximum(largest[..., :half], largest[..., half:]).sqrt_()
+        norm.masked_fill_(norm == 0, 1.0)
         return {"norm": torch.cat([norm, norm], -1).to(site.device)}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arguments of the kernels: structs passed by value, with the fields of ``csrc/*args.cuh`` and ``csrc/unpack.cuh``.
+"""Arguments of the kernels: structs passed by value, with the fields of those in ``csrc``.
 
 Pointers, then 64-bit numbers, then 32-bit numbers, so that C++ and ctypes lay them out alike; a test compares them.
 Unset fields are zero: a null pointer, or an option that is off. Assigning the fields that a call needs is faster than
@@ -126,3 +126,24 @@ class UnpackArgs(ctypes.Structure):
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
     )
+
+
+MOST_PARTS = 4
+"""Of ``BasisArgs``."""
+
+
+class Rows(ctypes.Structure):
+    """``kv::Rows``: one tensor whose basis is changed."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "factor")),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "out_batch", "out_head", "out_token")),
+        *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
+        *((name, ctypes.c_int32) for name in ("kind", "out_kind", "heads", "tokens", "group", "way")),
+    )
+
+
+class BasisArgs(ctypes.Structure):
+    """``kv::BasisArgs``."""
+
+    _fields_ = (("parts", Rows * MOST_PARTS),)

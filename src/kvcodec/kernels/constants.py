@@ -118,5 +118,5 @@ def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params,
         raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {found}.")
     factor = params[name].float()
     if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
-        factor = 1.0 / factor.double()
+        factor = factor.double().reciprocal()
     return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()

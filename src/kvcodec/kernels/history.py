@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
-from kvcodec.codec import FP16_MAX
 from kvcodec.errors import ShapeError
 from kvcodec.kernels.arguments import UnpackArgs
+from kvcodec.kernels.basis import DIVIDE, Part, change_basis, into_codes, out_of_codes
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, score
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, includes
-from kvcodec.ops.hadamard import hadamard_signs
 
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
@@ -199,63 +198,6 @@ def _pitch(rows: int) -> int:
     return -(-rows // step) * step
 
 
-# -- the basis of the codes --------------------------------------------------------------------------------------------
-
-
-def into_codes(q: Tensor, key: Constants) -> Tensor:
-    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
-    rows = q.transpose(1, 2)
-    if key.factor is not None:
-        rows = _times(rows, key.factor)
-    return _rotated(_halved(rows), key.order, key.order > 1).transpose(1, 2)
-
-
-def out_of_codes(x: Tensor, value: Constants) -> Tensor:
-    """Outputs ``[B, HQ, n, D]`` back from the basis of the values' codes, in their dtype; float32 with a factor."""
-    if value.order > 1:
-        x = _rotated(x.transpose(1, 2), value.order).transpose(1, 2)
-    return x if value.factor is None else _times(x.transpose(1, 2), value.factor).transpose(1, 2)
-
-
-def _dense_codes(x: Tensor, side: Constants) -> Tensor:
-    """Keys or values ``[B, H, t, D]`` held dense, in the basis of the codes: fp16 ``[B, t, H, D]``."""
-    rows = x.transpose(1, 2)
-    if side.factor is not None:  # the factor by which queries or outputs are multiplied
-        rows = rows / side.factor[:, None]
-    return _rotated(_halved(rows), side.order, side.order > 1)
-
-
-def _halved(rows: Tensor) -> Tensor:
-    return rows if rows.dtype == torch.float16 else rows.half().clamp_(-FP16_MAX, FP16_MAX)
-
-
-def _times(rows: Tensor, factor: Tensor) -> Tensor:
-    """``rows [B, n, HQ, D]`` times one factor per channel of every KV head, ``[B or 1, H, D]``; float32."""
-    batch, heads, dim = factor.shape
-    return (rows.unflatten(2, (heads, -1)) * factor.view(batch, 1, heads, 1, dim)).flatten(2, 3)
-
-
-def _rotated(rows: Tensor, order: int, saturate: bool = False) -> Tensor:
-    """``block_hadamard`` of ``rows [B, n, H, D]`` by float32 sums, rounded to their dtype once.
-
-    One pass of tensor cores: signs are exact in every dtype, and the norm is the product's factor.
-    """
-    if order == 1:
-        return rows
-    zero, signs = _signs(order, rows.shape[3], rows.dtype, str(rows.device))
-    out = torch.addmm(zero, rows.reshape(-1, rows.shape[3]), signs, beta=0, alpha=order**-0.5)
-    return (out.clamp_(-FP16_MAX, FP16_MAX) if saturate else out).view(rows.shape)
-
-
-@lru_cache(maxsize=16)
-def _signs(order: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """A zero, and Hadamard matrices of +1 and -1 along the diagonal, ``[D, D]``."""
-    with torch.inference_mode(mode=False):
-        signs = hadamard_signs(order, device)
-        blocks = torch.block_diag(*[signs] * (width // order)).to(dtype)
-        return blocks.new_zeros(1), blocks
-
-
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 Dense = tuple[Tensor, Tensor]
@@ -303,14 +245,15 @@ class History(NamedTuple):
             _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
         if skip:
             k, v = k[:, :, skip:], v[:, :, skip:]
+        parts = []
         for dense, begin in ((self.sink, 0), (self.window, before + count)):
-            if dense is None or not dense[0].shape[2] or low >= begin + dense[0].shape[2] or high <= begin:
+            if dense is None or not (held := dense[0].shape[2]) or low >= begin + held or high <= begin:
                 continue
-            part = slice(max(low - begin, 0), high - begin)
-            for x, side, to in zip(dense, (packed.key, packed.value), (k, v), strict=True):
-                rows = _dense_codes(x[:, :, part], side)
-                at = max(begin - low, 0)
-                to[:, :, at : at + rows.shape[1]].copy_(rows.transpose(1, 2))
+            part, at = slice(max(low - begin, 0), min(high - begin, held)), max(begin - low, 0)
+            to = slice(at, at + part.stop - part.start)
+            for x, side, out in zip(dense, (packed.key, packed.value), (k, v), strict=True):
+                parts.append(Part(x[:, :, part], out[:, :, to], side, DIVIDE))
+        change_basis(parts)
         return k, v
 
 
@@ -349,7 +292,7 @@ def attend_history(
             found = _over(part, history, low, high, scale, seen.of_rows(row, end))
         else:
             found = flash(part, staged[0][:, :, :high], staged[1][:, :, :high], scale)
-        outs.append(out_of_codes(with_sinks(found, sinks), packed.value).to(q.dtype))
+        outs.append(out_of_codes(with_sinks(found, sinks), packed.value, q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 

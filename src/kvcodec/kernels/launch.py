@@ -178,6 +178,8 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: 
         wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
     else:
         wanted = max(1, slots // max(units, 1) - dense)
+        if capacity <= wanted * config.tile * config.warps:  # a tile for a warp: fewer CTAs load tables and are merged
+            wanted = max(1, wanted * 3 // 4)
     return min(wanted, most)
 
 

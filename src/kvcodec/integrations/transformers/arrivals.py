@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache, State
-from kvcodec.codec import FP16_MAX, ROLES, largest
+from kvcodec.codec import FP16_MAX, ROLES, largest_of
 from kvcodec.probe import OutlierProbe, waits
 
 if TYPE_CHECKING:
@@ -46,18 +46,19 @@ class Note(NamedTuple):
         How many.
     before : Before or None
         None: the layer was empty.
-    wrong : tuple of Tensor
-        Device tensors of one number each, above ``bound`` or NaN if codecs cannot hold the tokens.
-    bound : float
-    earlier : Tensor, optional
+    flag : Tensor int ``[1]``, optional
+        On the device, raised by the kernels that encode, if a codec cannot hold a token.
+    unflagged : list of Tensor
+        Tensors that hold the tokens at which these kernels have not looked.
+    earlier : Tensor int ``[1]``, optional
         The layer's own flag: whether a token of an earlier decode step could not be held.
     """
 
     layer: "PackedCacheLayer"
     tokens: int
     before: Before | None = None
-    wrong: tuple[Tensor, ...] = ()
-    bound: float = 0.0
+    flag: Tensor | None = None
+    unflagged: Sequence[Tensor] = ()
     earlier: Tensor | None = None
 
 
@@ -100,8 +101,8 @@ class Arrivals:
             raise
         if isinstance(cache, GrowingCache):
             cache.unchecked = False  # ``settle`` reads its flag as well
-        wrong, bound = ((flag,), 0.0) if cache.flags_all(keys) else ((largest(keys), largest(values)), FP16_MAX)
-        self.noted[layer.index] = Note(layer, keys.shape[2], before, wrong, bound, earlier)
+        unflagged = [x for x in cache.unflagged(keys, values) if x.numel()]
+        self.noted[layer.index] = Note(layer, keys.shape[2], before, flag, unflagged, earlier)
         return True
 
     def came(self, layer: "PackedCacheLayer", keys: Tensor, first: bool) -> None:
@@ -126,26 +127,37 @@ class Arrivals:
         if self.probe is not None:
             self.probe.measure()  # launches, before the synchronisation
         noted, self.noted = list(self.noted.values()), {}
-        looks = [(n, n.bound, x) for n in noted for x in n.wrong]
-        looks += [(n, -1.0, n.earlier) for n in noted if n.earlier is not None]  # flagged before this pass
-        for device in {x.device for *_, x in looks}:  # a model may be on several GPUs
-            here = [one for one in looks if one[2].device == device]
-            numbers = torch.cat([x.view(1) for *_, x in here]).tolist()
-            for (note, bound, _), number in zip(here, numbers, strict=True):
-                if number <= max(bound, 0.0):  # false for NaN
-                    continue
-                where = _where(note) if bound >= 0 else ""
-                self._go_back(noted)
-                if bound < 0 and isinstance(note.layer.cache, DeviceCache):
-                    note.layer.cache.refuse(number)
-                what, now = ("prefill", "empty again") if note.before is None else ("call", "as it was before the call")
-                raise ValueError(
-                    f"layer {note.layer.index}: a key or value of the {what} is not finite or above 65504{where}; "
-                    f"codecs store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) or "
-                    f"the attention mask. The cache is {now}."
-                )
+        for device in {x.device for n in noted for x in (n.flag, n.earlier, *n.unflagged) if x is not None}:
+            self._check(noted, device)
         if self.probe is not None:
             self.probe.settle()
+
+    def _check(self, noted: Sequence[Note], device: torch.device) -> None:
+        """Read all numbers of a device at once; raise for the first layer with a token that cannot be held."""
+        flags = [(n, x) for n in noted for x in (n.flag, n.earlier) if x is not None and x.device == device]
+        unflagged = [x for n in noted for x in n.unflagged if x.device == device]
+        most = [largest_of(unflagged).view(1)] if unflagged else []
+        numbers = torch.cat([*(x for _, x in flags), *most]).tolist()
+        for (note, x), number in zip(flags, numbers, strict=False):
+            if number:
+                self._refuse(noted, note, number if x is note.earlier else 0)
+        if most and not numbers[-1] <= FP16_MAX:  # true for NaN
+            for note in noted:
+                if note.unflagged and not float(largest_of(note.unflagged)) <= FP16_MAX:
+                    self._refuse(noted, note)
+
+    def _refuse(self, noted: Sequence[Note], note: Note, earlier: float = 0) -> None:
+        """Undo the pass and raise; ``earlier``: what the flag of earlier steps says, which is another error."""
+        where = "" if earlier else _where(note)
+        self._go_back(noted)
+        if earlier and isinstance(note.layer.cache, DeviceCache):
+            note.layer.cache.refuse(earlier)
+        what, now = ("prefill", "empty again") if note.before is None else ("call", "as it was before the call")
+        raise ValueError(
+            f"layer {note.layer.index}: a key or value of the {what} is not finite or above 65504{where}; "
+            f"codecs store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) or "
+            f"the attention mask. The cache is {now}."
+        )
 
     def _go_back(self, noted: Sequence[Note]) -> None:
         self.flags = {}

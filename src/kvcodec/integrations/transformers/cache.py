@@ -52,7 +52,7 @@ from kvcodec.ops.rope import Rotary
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
-from kvcodec.scheme import KVScheme
+from kvcodec.scheme import KVScheme, Mean
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -478,6 +478,7 @@ def decided(
     biases = biases_of(model_or_config, plan)
     means = biases.means(scheme) if biases else [own.mean for own in schemes]
     found = []
+    made: dict[tuple[int, Mean], KVScheme] = {}
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
         if own.mean == "auto":
             keys = (given or {}).get(layer.index, {}).get("key")
@@ -487,7 +488,10 @@ def decided(
                 mean = "pre"
             if not keys and mean == "pre" and not _is_followed(model_or_config, layer):
                 mean = "post"
-            own = replace(own, mean="none" if mean == "auto" else mean)
+            chosen: Mean = "none" if mean == "auto" else mean
+            if (id(own), chosen) not in made:
+                made[id(own), chosen] = replace(own, mean=chosen)
+            own = made[id(own), chosen]
         found.append(own)
     return found
 
@@ -603,9 +607,11 @@ def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int
     ------
     ShapeError
     """
+    seen = set()
     for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-        if layer.head_dim is None:
+        if layer.head_dim is None or (asked := (id(scheme), layer.head_dim)) in seen:
             continue
+        seen.add(asked)
         try:
             scheme.page_layout(layer.head_dim, page_tokens)
         except ShapeError as error:

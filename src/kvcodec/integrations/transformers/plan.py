@@ -127,7 +127,12 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
     text = config.get_text_config(decoder=True)
     _check_model(name, model, config, text)
     _check_attention(name, model, config, text, attention)
-    layers = tuple(_layer(name, i, *found, text) for i, found in enumerate(_types_and_options(name, text)))
+    types = _types_and_options(name, text)
+    if text.per_layer_attributes:
+        sizes = [_heads(text.per_layer_config[i]) for i in range(len(types))]
+    else:  # a config is slow to ask
+        sizes = [_heads(text)] * len(types)
+    layers = tuple(_layer(name, i, *of, *size) for i, (of, size) in enumerate(zip(types, sizes, strict=True)))
     if not any(layer.holds_kv for layer in layers):
         kinds = ", ".join(sorted({layer.type for layer in layers}))
         raise UnsupportedError(f"{name}: no layer caches keys and values (all are {kinds}); nothing to compress.")
@@ -202,7 +207,9 @@ def _states(text: Any, option: str) -> bool:
     return option in (text.per_layer_attributes or ()) or getattr(text, option, None) is not None
 
 
-def _layer(name: str, index: int, kind: str, options: dict[str, Any], text: Any) -> LayerPlan:
+def _layer(
+    name: str, index: int, kind: str, options: dict[str, Any], heads: int | None, head_dim: int | None
+) -> LayerPlan:
     if kind in _STATE_ONLY:
         # of the options that transformers 5.17 and 5.18 give for all layers, these layers use only this one
         states = {key: value for key, value in options.items() if key == "number_of_states"}
@@ -216,16 +223,16 @@ def _layer(name: str, index: int, kind: str, options: dict[str, Any], text: Any)
             f"model."
         )
     window = options["sliding_window"] if kind in _WINDOWED else None
-    own = text.per_layer_config[index] if text.per_layer_attributes else text
-    heads = getattr(own, "num_key_value_heads", None) or getattr(own, "num_attention_heads", None)
-    return LayerPlan(index, kind, window, heads=heads, head_dim=_head_dim(own))
+    return LayerPlan(index, kind, window, heads=heads, head_dim=head_dim)
 
 
-def _head_dim(own: Any) -> int | None:
-    head_dim = getattr(own, "head_dim", None)
-    if head_dim is None and getattr(own, "hidden_size", None):
-        head_dim = own.hidden_size // own.num_attention_heads
-    return head_dim
+def _heads(own: Any) -> tuple[int | None, int | None]:
+    """KV heads and head_dim that a config states; None: it does not."""
+    queries = getattr(own, "num_attention_heads", None)
+    head_dim, hidden = getattr(own, "head_dim", None), getattr(own, "hidden_size", None)
+    if head_dim is None and hidden and queries:
+        head_dim = hidden // queries
+    return getattr(own, "num_key_value_heads", None) or queries, head_dim
 
 
 def _common(sizes: Iterable[int | None]) -> int | None:

@@ -1,0 +1,95 @@
+"""Rows of queries, dense keys and values, and outputs, into the basis of the codes or out of it.
+
+Unpacked keys and values stay in the basis of their codes (``history``), and what they meet is brought there: in one
+launch for several tensors, since a dozen small operations in every layer take the host longer than the GPU.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcodec.kernels.arguments import MOST_PARTS, BasisArgs
+from kvcodec.kernels.build import Kernel, Program, load
+from kvcodec.kernels.constants import Constants
+
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+MULTIPLY, DIVIDE, MULTIPLY_AFTER = range(3)
+"""What the factor of a role's constants does: before the rotation, or after it."""
+WARPS = 4
+MOST_BLOCKS = 2048
+
+
+class Part(NamedTuple):
+    """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out`` of the same shape."""
+
+    x: Tensor
+    out: Tensor
+    side: Constants
+    way: int
+
+
+def program(head_dim: int) -> Program:
+    """Return the source of ``kv_basis`` for a head_dim."""
+    return Program(
+        '#include "basis.cuh"\n'
+        f"KV_KERNEL void KV_BOUNDS({WARPS * 32}, 1) kv_basis(KV_GRID_CONSTANT kv::BasisArgs a) "
+        f"{{ kv::change_basis<{head_dim}, {WARPS}>(a); }}\n"
+    )
+
+
+@lru_cache(maxsize=16)
+def _kernel(head_dim: int, device: torch.device) -> Kernel:
+    return load(program(head_dim), ("kv_basis",), device, f"rows of {head_dim} channels")[0]
+
+
+def change_basis(parts: Sequence[Part]) -> None:
+    """Change up to ``MOST_PARTS`` tensors of the same batch and head_dim in one launch."""
+    parts = [part for part in parts if part.x.numel()]
+    if not parts:
+        return
+    assert len(parts) <= MOST_PARTS
+    args, most = BasisArgs(), 0
+    for rows, (x, out, side, way) in zip(args.parts, parts, strict=False):
+        batch, heads, tokens, dim = x.shape
+        rows.x, rows.out, rows.block, rows.way = x.data_ptr(), out.data_ptr(), side.order, way
+        rows.batch, rows.head, rows.token, _ = x.stride()
+        rows.out_batch, rows.out_head, rows.out_token, _ = out.stride()
+        rows.kind, rows.out_kind = KINDS[x.dtype], KINDS[out.dtype]
+        rows.heads, rows.tokens, rows.group = heads, tokens, 1
+        if (factor := side.factor) is not None:
+            rows.factor, rows.group = factor.data_ptr(), heads // factor.shape[1]
+            rows.factor_batch = 0 if factor.shape[0] == 1 else factor.stride(0)
+        most = max(most, heads * tokens)
+    blocks = min(-(-most // WARPS), MOST_BLOCKS)
+    _kernel(dim, x.device).launch((blocks, batch, len(parts)), WARPS * 32, 0, args)
+
+
+def into_codes(q: Tensor, key: Constants) -> Tensor:
+    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
+    if key.order == 1 and key.factor is None and q.dtype == torch.float16:
+        return q
+    return _changed(q, key, MULTIPLY, torch.float16)
+
+
+def out_of_codes(x: Tensor, value: Constants, dtype: torch.dtype | None = None) -> Tensor:
+    """Outputs ``[B, HQ, n, D]`` back from the basis of the values' codes.
+
+    In ``dtype``; by default in their own, in float32 if there is a factor.
+    """
+    if dtype is None:
+        dtype = x.dtype if value.factor is None else torch.float32
+    if value.order == 1 and value.factor is None:
+        return x.to(dtype)
+    return _changed(x, value, MULTIPLY_AFTER, dtype)
+
+
+def _changed(x: Tensor, side: Constants, way: int, dtype: torch.dtype) -> Tensor:
+    """A copy whose heads of a token lie side by side."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    batch, heads, tokens, dim = x.shape
+    out = torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2)
+    change_basis([Part(x, out, side, way)])
+    return out

@@ -1,0 +1,66 @@
+// Rows of D numbers from the model's basis into that of the codes, or back: queries, keys and values held dense,
+// outputs. One warp per row; several tensors, the parts, in one launch.
+#pragma once
+#include "transform.cuh"
+
+namespace kv {
+
+// mirrored in kvcodec/kernels/arguments.py
+struct Rows {
+  const void* x;            // [B, heads, tokens, D], by strides in numbers; channels are contiguous
+  void* out;                // the same
+  const float* factor;      // [B or 1, heads / group, D]; null: ones
+  int64_t batch, head, token;
+  int64_t out_batch, out_head, out_token;
+  int64_t factor_batch;     // 0: one for all sequences
+  int64_t block;            // order of the Hadamard rotation, 1 for none
+  int32_t kind, out_kind;   // 0 fp16, 1 bf16, 2 fp32
+  int32_t heads, tokens, group;
+  int32_t way;              // of the factor: 0 multiplies before the rotation, 1 divides before it, 2 multiplies after it
+};
+struct BasisArgs {
+  Rows parts[4];
+};
+
+KV_DEV float row_number(const void* from, int64_t at, int kind) {
+  if (kind == 2) return ((const float*)from)[at];
+  const uint16_t x = ((const uint16_t*)from)[at];
+  return kind == 0 ? half_float(x) : bf16_float(x);
+}
+
+// fp16 saturates, because a rotated row may exceed what it was made of; NaN stays
+KV_DEV void put_number(void* to, int64_t at, float x, int kind) {
+  if (kind == 2) {
+    ((float*)to)[at] = x;
+  } else {
+    const float near = x != x ? x : minimum(maximum(x, -65504.0f), 65504.0f);
+    ((uint16_t*)to)[at] = kind == 0 ? half_bits(near) : bf16_bits(x);
+  }
+}
+
+// grid (blocks that share the rows of a part and sequence, B, parts)
+template <int D, int WARPS> KV_DEV void change_basis(const BasisArgs& a) {
+  constexpr int N = D / 32;
+  const Rows& p = a.parts[block_z()];
+  const int lane = thread() % 32, b = block_y();
+  KV_NO_UNROLL
+  for (int row = block_x() * WARPS + thread() / 32; row < p.heads * p.tokens; row += grid_x() * WARPS) {
+    const int token = row / p.heads, h = row % p.heads;
+    const int64_t from = b * p.batch + h * p.head + token * p.token + lane;
+    const int64_t to = b * p.out_batch + h * p.out_head + token * p.out_token + lane;
+    const float* factor = p.factor ? p.factor + b * p.factor_batch + (int64_t)(h / p.group) * D + lane : nullptr;
+    float x[N];
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      x[i] = row_number(p.x, from + 32 * i, p.kind);
+      if (factor && p.way == 0) x[i] *= factor[32 * i];
+      if (factor && p.way == 1) x[i] /= factor[32 * i];
+    }
+    hadamard_row<D>(x, (int)p.block, lane);
+    KV_UNROLL
+    for (int i = 0; i < N; ++i)
+      put_number(p.out, to + 32 * i, factor && p.way == 2 ? x[i] * factor[32 * i] : x[i], p.out_kind);
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,84 @@
+"""Rows changed between the model's basis and that of the codes, on the emulated machine, against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.kernels.basis import (
+    DIVIDE,
+    MOST_BLOCKS,
+    MULTIPLY,
+    MULTIPLY_AFTER,
+    Part,
+    change_basis,
+    into_codes,
+    out_of_codes,
+)
+from kvcodec.kernels.constants import Constants
+from kvcodec.ops.hadamard import block_hadamard
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wanted(x: torch.Tensor, side: Constants, way: int) -> torch.Tensor:
+    rows = x.double()
+    factor: Any = 1.0
+    if side.factor is not None:
+        group = x.shape[1] // side.factor.shape[1]
+        factor = side.factor.double().repeat_interleave(group, 1)[:, :, None]
+    rows = rows * factor if way == MULTIPLY else rows / factor if way == DIVIDE else rows
+    rows = block_hadamard(rows, side.order).double()
+    return rows * factor if way == MULTIPLY_AFTER else rows
+
+
+@pytest.mark.parametrize(("dim", "order"), [(64, 64), (96, 32), (128, 1), (256, 256), (160, 2)])
+def test_several_tensors_in_one_launch(dim: int, order: int, machine: dict[str, Any]) -> None:
+    """Of several dtypes, head and token counts; strided, into a part of what others share."""
+    factor = drawn(2, 2, dim, dtype=torch.float32).abs() + 0.1
+    sides = Constants(None, factor, order), Constants(None, factor[:1], order), Constants(None, None, order)
+    kinds = (torch.bfloat16, MULTIPLY), (torch.float16, DIVIDE), (torch.float32, MULTIPLY_AFTER)
+    parts = []
+    for i, (side, (dtype, way)) in enumerate(zip(sides, kinds, strict=True)):
+        heads, tokens = 2 * (i + 1), (7, 1, 33)[i]
+        x = drawn(2, tokens, heads, dim, dtype=dtype, seed=i).transpose(1, 2)
+        out = torch.full((2, heads, tokens + 3, dim), 9.0, dtype=torch.float32 if i == 2 else torch.float16)
+        parts.append(Part(x, out[:, :, 1:-2], side, way))
+    change_basis([*parts, Part(drawn(2, 2, 0, dim), torch.empty(2, 2, 0, dim), sides[2], MULTIPLY)])
+    ((grid, _, _, _),) = machine["kv_basis"].launches
+    assert grid == (-(-33 * 6 // 4), 2, 3)
+    for x, out, side, way in parts:
+        torch.testing.assert_close(out.double(), wanted(x, side, way), rtol=1e-3, atol=2e-3)
+        whole = out._base
+        assert whole is not None
+        assert (whole[:, :, 0] == 9).all()
+        assert (whole[:, :, -2:] == 9).all()
+
+
+def test_more_rows_than_blocks(machine: dict[str, Any]) -> None:
+    x, side = drawn(1, 1, 4 * MOST_BLOCKS + 5, 32, dtype=torch.float16), Constants(None, None, 32)
+    torch.testing.assert_close(into_codes(x, side).double(), wanted(x, side, MULTIPLY), rtol=1e-3, atol=2e-3)
+    assert machine["kv_basis"].launches[0][0][0] == MOST_BLOCKS
+
+
+def test_nothing_is_launched_where_nothing_changes(machine: dict[str, Any]) -> None:
+    plain, x = Constants(None, None, 1), drawn(1, 2, 3, 64, dtype=torch.float16)
+    assert into_codes(x, plain) is x
+    assert out_of_codes(x, plain) is x
+    assert out_of_codes(x, plain, torch.bfloat16).dtype == torch.bfloat16
+    change_basis([])
+    assert "kv_basis" not in machine
+    factor = torch.full((1, 2, 64), 2.0)
+    assert out_of_codes(x, Constants(None, factor, 1)).dtype == torch.float32
+    assert torch.equal(out_of_codes(x, Constants(None, factor, 1)), 2 * x.float())
+
+
+def test_fp16_saturates_and_nan_stays(machine: dict[str, Any]) -> None:
+    x = drawn(1, 1, 2, 64)
+    x[0, 0, 0], x[0, 0, 1, 3] = 60000.0, torch.nan
+    out = into_codes(x, Constants(None, None, 64))
+    assert out[0, 0, 0, 0] == 65504
+    assert not out[0, 0, 0, 1:].any()
+    assert out[0, 0, 1].isnan().all()
