@@ -17,7 +17,7 @@ know which channels the queries use.
 
 On a GPU only the sample is kept while a layer is filled. ``settle`` then measures all layers at once, with their heads
 concatenated as if they were one layer's: some hundred launches and one synchronisation, whatever the model's depth.
-Where kernels serve the layers they encode the sample, and the codec decodes what they wrote.
+Where kernels serve the layers they encode and unpack the sample.
 """
 
 import warnings
@@ -232,16 +232,15 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
     """Outlier ratios and channel errors, ``[2, layers]``, of layers that one call can encode and decode."""
     caches, keys = [one.cache for one in layers], torch.cat([one.sample for one in layers], 1)
     states = [cache.roles["key"] for cache in caches]
-    codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
-    params = _side_by_side(codec, constants, keys.shape[3])
     engines = [engine for c in caches if (engine := _cuda_engine(c)) is not None]
-    payload, store = None, caches[0].store
+    decoded, store = None, caches[0].store
     if len(engines) == len(caches) and store is not None:
-        payload = engines[0].encode_side_by_side(keys, engines, store)
-    if payload is None:  # NaN and Inf may not have been checked yet
-        x = keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX)
-        payload = codec.encode(codec.to_code(x, params), params)
-    decoded = codec.from_code(codec.decode(payload, params), params)
+        decoded = engines[0].roundtrip(keys, engines, store)
+    if decoded is None:
+        codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
+        params = _side_by_side(codec, constants, keys.shape[3])
+        # NaN and Inf may not have been checked yet
+        decoded = roundtrip(codec, keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX), params)
     return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
 
 

@@ -182,12 +182,13 @@ def test_nvrtc_compiles_what_the_operators_ask_for(
         build.compile_program(Program('#include "decode.cuh"\nstatic_assert(sizeof(kv::DecodeArgs) == 1, "no");'), arch)
 
 
-def test_a_short_sequence_is_split_less() -> None:
-    """Where a warp has a tile at most: a CTA more loads tables and is merged, and saves nobody a tile."""
-    pair = specs.decode_spec(SAW.key, SAW.value, 128, 64)
-    found = [launch.config_for(pair, 4, tokens, launch.H200) for tokens in (2048, 8192, 16384, 65536)]
-    assert [config.splits for config in found] == [8, 24, 33, 33]
-    assert [-(-2048 // (config.tile * config.warps)) for config in found[:1]] == [8]
+@pytest.mark.parametrize(("spec", "splits"), [("saw-int4", [8, 32, 33, 33]), ("kivi-4", [8, 24, 33, 33])])
+def test_a_short_sequence_is_split_less(spec: str, splits: list[int]) -> None:
+    """Where a warp has one tile at most, and a CTA more costs tables, or the place of the unfinished block's."""
+    made = kvcodec.get(spec)
+    pair = specs.decode_spec(made.key, made.value, 128, 64)
+    tokens = (2048, 8192, 16384, 65536)
+    assert [launch.config_for(pair, 4, capacity, launch.H200).splits for capacity in tokens] == splits
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

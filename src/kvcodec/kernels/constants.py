@@ -96,9 +96,11 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
     """Constants of several layers, concatenated along the heads; of one sequence."""
     if len(layers) == 1:
         return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
-    tables = [x.tables.expand(heads, -1) for x in layers if x.tables is not None]
+    tables = layers[0].tables
+    if tables is not None and not (len(tables) == 1 and all(x.tables is tables for x in layers)):
+        tables = torch.cat([x.tables.expand(heads, -1) for x in layers if x.tables is not None])
     factors = [x.factor[:1] for x in layers if x.factor is not None]
-    return Constants(torch.cat(tables) if tables else None, torch.cat(factors, 1) if factors else None, layers[0].order)
+    return Constants(tables, torch.cat(factors, 1) if factors else None, layers[0].order)
 
 
 def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:

@@ -9,14 +9,15 @@ from torch import Tensor
 from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import ROLES, Payload, Role
+from kvcodec.codec import ROLES, Role
+from kvcodec.kernels.basis import out_of_codes
 from kvcodec.kernels.constants import joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import Turned, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.history import History, Packed, attend_history, workspace_bytes
+from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.mean import KeyMean
 from kvcodec.kernels.spec import decode_spec, encode_spec, reader
 
@@ -80,8 +81,8 @@ class CudaEngine(Engine):
             less=less,
         )
 
-    def encode_side_by_side(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Payload | None:
-        """Encode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
+    def roundtrip(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Tensor | None:
+        """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
 
         Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
         """
@@ -89,7 +90,10 @@ class CudaEngine(Engine):
         if self.encoders["key"] is None or unlike:
             return None
         heads, count = store.heads, keys.shape[2]
-        side = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
+        write, read = (
+            {role: joined([side(engine)[role] for engine in engines], heads) for role in ROLES}
+            for side in (lambda engine: engine.writing, lambda engine: engine.reading)
+        )
         page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
         # passed as values as well: the program for both roles is compiled already
         encode_to_pages(
@@ -99,10 +103,11 @@ class CudaEngine(Engine):
             page.table,
             torch.zeros(1, dtype=torch.int32, device=keys.device),
             spec=self.encode_spec,
-            key=side["key"],
-            value=side["value"],
+            key=write["key"],
+            value=write["value"],
         )
-        return page.read("key", 0, count)
+        found, _ = unpack(Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"]), 0, count)
+        return out_of_codes(found, read["key"])
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
         """As ``Engine.attend``, and any other option of ``decode_attention``; ``placed`` with a mean."""

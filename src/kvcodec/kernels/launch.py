@@ -136,7 +136,8 @@ def config_for(
 
         fitting.sort(key=order)
     if fitting:
-        return fitting[0]._replace(splits=_splits(fitting[0], units, capacity, machine, dense))
+        splits = _splits(fitting[0], units, capacity, machine, dense, slow=spec.blocked or spec.key.shared > 0)
+        return fitting[0]._replace(splits=splits)
     raise UnsupportedError(
         f"{spec.name}: needs {min(shared_bytes(spec, c) for c in candidates(spec))} bytes of shared memory in a "
         f"block; this GPU has {machine.shared_block}."
@@ -168,7 +169,10 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
     return best
 
 
-def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: bool = False) -> int:
+def _splits(
+    config: Config, units: int, capacity: int, machine: Machine, dense: bool = False, slow: bool = False
+) -> int:
+    """``slow``: each CTA loads tables first, or the sequence's unfinished block is a CTA of its own."""
     slots = config.resident * machine.sms
     most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
     if 2 * units > slots:
@@ -178,7 +182,7 @@ def _splits(config: Config, units: int, capacity: int, machine: Machine, dense: 
         wanted = 1 if whole > 0.8 or waves > 4 else 2 if (2 * waves) / math.ceil(2 * waves) > 1.2 * whole else 1
     else:
         wanted = max(1, slots // max(units, 1) - dense)
-        if capacity <= wanted * config.tile * config.warps:  # a tile for a warp: fewer CTAs load tables and are merged
+        if slow and capacity <= wanted * config.tile * config.warps:  # a tile for each warp: splits save nobody a tile
             wanted = max(1, wanted * 3 // 4)
     return min(wanted, most)
 
