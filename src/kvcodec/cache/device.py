@@ -10,7 +10,7 @@ reason. Where kernels read a codec but do not encode it, PyTorch encodes into th
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, SHARED, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.mean import key_mean
 from kvcodec.scheme import KVScheme
 
 ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
@@ -35,13 +37,23 @@ class _Ready(NamedTuple):
     engine: Engine
 
 
-def mean_refusal(site: LayerSite) -> str:
-    """Return why the fused kernels cannot serve a layer's mean or the fit of its constants, or ``""`` if they can."""
-    if site.mean is not None:
-        return (
-            "holds keys without their mean, and no kernel adds it to the scores. Use attention='decoded' or "
-            "'streamed', or mean=none."
-        )
+def mean_refusal(site: LayerSite, *, static: bool = False, engine: Engine | None = None) -> str:
+    """Return why the fused kernels cannot serve a layer's mean or the fit of its constants, or ``""`` if they can.
+
+    ``static``: of a cache of fixed capacity; ``engine``: if it is known.
+    """
+    if (mean := site.mean) is not None:
+        why = ""
+        if mean.kind == "post":
+            why = "after RoPE, which no kernel adds to the scores"
+        elif mean.given is None:
+            why = "of their first tokens, which the fused kernels do not wait for; pass params= from `kvcodec fit`"
+        elif static:
+            why = "before RoPE, which a static cache does not follow; leave max_len (capacity) out"
+        elif engine is not None and not engine.adds_mean:
+            why = f"before RoPE, which no {engine.name} kernel adds to the scores"
+        if why:
+            return f"holds keys without their mean {why}. Or use attention='decoded' or 'streamed', or mean=none."
     if site.fit_tokens > 1:
         return (
             f"fits its constants on the first {site.fit_tokens} tokens, which the fused kernels do not wait for. Pass "
@@ -95,7 +107,7 @@ class DeviceCache(LayerCache):
             first_head=first_head, remember=remember,
         )  # fmt: skip
         scheme = self.scheme
-        if why := mean_refusal(self.site):
+        if why := mean_refusal(self.site, static=capacity > 0):
             raise UnsupportedError(f"fused attention: {scheme} {why}")
         self.unit = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
         """Tokens that leave the window together."""
@@ -133,17 +145,28 @@ class DeviceCache(LayerCache):
             chosen = self.served_by.serve(self.scheme, head_dim, keys.dtype, keys.device)
         except UnsupportedError as error:
             raise UnsupportedError(f"fused attention: {error}. Use attention='decoded' or 'streamed'.") from error
-        site = self.site
+        site, mean = self.site, self.site.mean
+        if why := mean_refusal(site, engine=chosen.engine):
+            raise UnsupportedError(f"fused attention: {self.scheme} {why}")
 
         def build() -> _Ready:
             roles = site.roles(heads, (head_dim, head_dim), keys.dtype, keys.device)
             engine = chosen.engine.fresh()
+            if mean is not None and mean.given is not None and mean.rotary is not None:
+                turn = mean.rotary
+                assert isinstance(engine, CudaEngine)
+                engine.hold_without(
+                    key_mean(
+                        mean.given.to(keys.device), turn.frequencies, scaling=turn.scaling, interleaved=turn.interleaved
+                    )
+                )
             if all(role.params is not None for role in roles.values()):
                 engine.prepare(roles)
             return _Ready(roles, engine)
 
         ready = build() if not site.is_drawn else SHARED.get(
-            (chosen.name, site.layer, site.seed, site.first_head, heads), keys.device, build, _tensors
+            (chosen.name, site.layer, site.seed, site.first_head, heads, None if mean is None else mean.name),
+            keys.device, build, _tensors,
         )  # fmt: skip
         self.engine = ready.engine
         self._hold(keys, ready.roles, PageStore(chosen.layout, keys.shape[0], heads, keys.device, slots))
@@ -174,10 +197,24 @@ class DeviceCache(LayerCache):
         if not self.engine.flags_all:
             for role in ROLES:
                 if self.engine.written_by(role) == "torch":
-                    state = self.roles[role]
-                    self.store.write(role, state.next_slot, state.encode(new[role]))
+                    state, x = self.roles[role], new[role]
+                    if role == "key" and (removed := self._removed(state.next_slot, x.shape[2])) is not None:
+                        x = x.float() - removed
+                    self.store.write(role, state.next_slot, state.encode(x))
             new = {role: x for role, x in new.items() if self.engine.written_by(role) != "torch"}
-        self.engine.encode(new, self.store, first, bad)
+        self.engine.encode(new, self.store, first, bad, **self._less(new))
+
+    def _removed(self, slot: int, count: int) -> Tensor | None:
+        """What is subtracted from the keys of ``count`` slots from ``slot`` on, float32; None: they keep their mean."""
+        return None
+
+    def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:
+        """The engine's arguments for keys that are encoded without their mean."""
+        return {}
+
+    def _placed(self) -> dict[str, Any]:
+        """The engine's arguments for reading keys that are held without their mean."""
+        return {}
 
     def unflagged(self, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Tensors that hold those of the tokens just appended at which no kernel has looked.
@@ -249,7 +286,8 @@ class DeviceCache(LayerCache):
         elif start is not None:
             first = first + start
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return engine.attend(q, store, seq_lens, scale=scale, sinks=sinks, start=first, softcap=softcap, **dense)
+        more = {**dense, **self._placed()}
+        return engine.attend(q, store, seq_lens, scale=scale, sinks=sinks, start=first, softcap=softcap, **more)
 
     @torch.no_grad()
     def attend_chunk(
@@ -285,7 +323,7 @@ class DeviceCache(LayerCache):
         if seen.mask is not None and (seen.mask.shape[-1] != held or seen.mask.shape[-2] not in (1, n)):
             raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {held} tokens.")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return engine.attend_many(q, self.roles, store, scale=scale, sinks=sinks, seen=seen)
+        return engine.attend_many(q, self.roles, store, scale=scale, sinks=sinks, seen=seen, **self._placed())
 
     def host_tokens(self) -> int:
         """Tokens held per sequence, as the host knows them."""

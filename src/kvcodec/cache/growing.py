@@ -4,14 +4,18 @@ Kernels read lengths from device tensors that all layers share: a step writes th
 and there is no device state to keep consistent with the host's.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
 from kvcodec.codec import Role, check_tensors
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.encode import Turned
 
 
 class State(NamedTuple):
@@ -24,6 +28,8 @@ class State(NamedTuple):
     start: int
     length: int
     unchecked: bool
+    positions: list[tuple[int, Tensor]]
+    slots: tuple[SlotPositions | None, int]
 
 
 class GrowingCache(DeviceCache):
@@ -37,9 +43,14 @@ class GrowingCache(DeviceCache):
     unchecked = False
     """Whether a single token was appended since the device's flag was last checked."""
 
+    slots: SlotPositions | None = None
+    """Positions of the slots, where keys are held without their mean."""
+    slots_freed = 0
+    """By how much the numbers of the slots are lower than they were, because pages before them were freed."""
+
     def reset(self) -> None:
         """Forget everything, the allocation included."""
-        self.engine = self.bad = None
+        self.engine = self.bad = self.slots = None
         self.unchecked = False
         super().reset()
 
@@ -51,7 +62,11 @@ class GrowingCache(DeviceCache):
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> None:
-        """As ``DeviceCache.append``; pages grow where they are full."""
+        """As ``DeviceCache.append``; pages grow where they are full.
+
+        With a mean before RoPE the device compares ``positions`` with those of the tokens held: what is not in order
+        raises a flag that ``check`` reads. They may also be in order from 0 on, the default.
+        """
         n = keys.shape[2]
         if n != 1 and flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
@@ -67,6 +82,8 @@ class GrowingCache(DeviceCache):
         if refused and not flagged:
             check_tensors(keys, values)
         self.unchecked |= n == 1 and not refused
+        if self.site.mean is not None and n:
+            self._place(keys, positions)
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or any(state.params is None for state in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
@@ -76,6 +93,7 @@ class GrowingCache(DeviceCache):
         runs = self.roles["key"].runs
         last = runs[-1][1] if runs else 0
         self.store.ensure(last + count, exact=n > 1)
+        self._renumber(last)
         if flag is None and (flag := self.bad) is None:
             flag = self.bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         self._write(new, _number(last, self.batch, keys.device), flag)
@@ -86,6 +104,74 @@ class GrowingCache(DeviceCache):
         for state in self.roles.values():
             state.extend(count)
         self.length += n
+
+    def _place(self, keys: Tensor, positions: Tensor | None) -> None:
+        """Follow the positions of new tokens, without a look at them."""
+        n, sink = keys.shape[2], self.scheme.sink
+        if positions is None:
+            after = self.start + self.length
+            positions = torch.arange(after, after + n, device=keys.device)[None]
+        if self.slots is None:
+            self.slots, self.slots_freed = SlotPositions.starting(positions, keys.shape[0], sink), 0
+        at = self.start + self.length - sink - self.slots_freed
+        self.slots.follow(positions, at)
+        if self.positions.runs:
+            self.positions.extend(n)
+        else:
+            self.positions.runs.append((n, (self.slots.placed + at).long()))
+
+    def _renumber(self, slot: int) -> None:
+        """The next token that is encoded goes to ``slot``, whatever was freed before."""
+        if self.slots is None:
+            return
+        key = self.roles["key"]
+        token = self.start + key.sink.shape[2] + key.encoded  # of all that were appended
+        if moved := token - self.scheme.sink - self.slots_freed - slot:
+            self.slots, self.slots_freed = self.slots.moved(moved), self.slots_freed + moved
+
+    def _removed(self, slot: int, count: int) -> Tensor | None:
+        mean = self.site.mean
+        if mean is None or self.slots is None:
+            return None
+        return mean.at(self.mean, self.slots.of(slot, count))
+
+    def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:
+        mean = self.site.mean
+        if mean is None or mean.rotary is None or self.slots is None or self.mean is None or "key" not in new:
+            return {}
+        angles = self.slots.angles(mean.rotary, self.roles["key"].next_slot, new["key"].shape[2])
+        return {"less": Turned(self.mean, *angles, mean.rotary.interleaved)}
+
+    def _placed(self) -> dict[str, Any]:
+        return {} if self.slots is None else {"placed": self.slots.placed}
+
+    def check(self) -> None:
+        """As ``DeviceCache.check``.
+
+        Raises
+        ------
+        UnsupportedError
+            Positions were not in order, and keys are held without their mean before RoPE.
+        """
+        if self.slots is not None and int(self.slots.broken):
+            raise UnsupportedError(NOT_CONSECUTIVE)
+        super().check()
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices``."""
+        super().select(indices)
+        if self.slots is not None:
+            index = torch.as_tensor(indices, device=self.slots.placed.device)
+            index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+            self.slots = self.slots.select(index)
+
+    def _free_dead_pages(self) -> None:
+        """Pages that are freed lower the numbers of the slots behind them."""
+        runs = self.roles["key"].runs
+        before = runs[0][0] if runs else 0
+        super()._free_dead_pages()
+        if self.slots is not None and runs and (moved := before - self.roles["key"].runs[0][0]):
+            self.slots, self.slots_freed = self.slots.moved(moved), self.slots_freed + moved
 
     def unflagged(self, keys: Tensor, values: Tensor) -> list[Tensor]:
         """As ``DeviceCache.unflagged``; tokens that stay dense lie in the sink and the window."""
@@ -109,11 +195,13 @@ class GrowingCache(DeviceCache):
     def state(self) -> State:
         """What an append replaces, for ``go_back``."""
         roles = [(role, s.sink, s.window, list(s.runs)) for role, s in self.roles.items()]
-        return State(roles, self.start, self.length, self.unchecked)
+        slots = self.slots, self.slots_freed
+        return State(roles, self.start, self.length, self.unchecked, list(self.positions.runs), slots)
 
     def go_back(self, state: State) -> None:
         """Undo the appends since ``state``; their pages are freed."""
         self.start, self.length, self.unchecked = state.start, state.length, state.unchecked
+        self.positions.runs, (self.slots, self.slots_freed) = state.positions, state.slots
         for role, sink, window, runs in state.roles:
             now = self.roles[role]
             now.sink, now.window, now.runs = sink, window, runs

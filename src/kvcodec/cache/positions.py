@@ -1,11 +1,18 @@
 """Positions of the tokens that a cache holds: what RoPE turned each key by."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcodec.errors import UnsupportedError
+from kvcodec.ops.rope import Rotary
+
+NOT_CONSECUTIVE = (
+    "the positions of the new tokens are not consecutive (images or packed sequences?), which keys held without their "
+    "mean before RoPE need; use mean=post or mean=none."
+)
 
 
 def consecutive(positions: Tensor) -> bool:
@@ -45,15 +52,16 @@ class Positions:
         if n == 0:
             return
         if not consecutive(positions):
-            raise UnsupportedError(
-                "the positions of the new tokens are not consecutive (images or packed sequences?), which keys held "
-                "without their mean before RoPE need; use mean=post or mean=none."
-            )
+            raise UnsupportedError(NOT_CONSECUTIVE)
         first = positions[:, -1].long() - (n - 1)
         if self.runs and torch.equal(self.runs[-1][1] + self.runs[-1][0], first):
             self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
         else:
             self.runs.append((n, first))
+
+    def extend(self, n: int) -> None:
+        """As ``append`` of n tokens that are known to go on where the last run ends: no look at them."""
+        self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
 
     def of(self, first: int, last: int) -> Tensor:
         """Positions of the live tokens ``[first, last)``: int64 ``[B, last - first]``, or ``[1, last - first]``."""
@@ -78,3 +86,83 @@ class Positions:
             if lo < hi:
                 yield hi - lo, start + (lo - at)
             at += count
+
+
+class _Call(NamedTuple):
+    """Positions of one call's tokens on their device."""
+
+    first: Tensor  # int32 [B]: of the first token, from the last one back
+    broken: Tensor  # int32 [1]: not 0 if they do not count up by one, padding aside
+
+
+CALL, PLACES = "kvcodec_call", "kvcodec_places"
+"""Attributes of a positions tensor, which the layers of a model share: its ``_Call``, and the ``SlotPositions``."""
+
+
+def _call_of(positions: Tensor) -> _Call:
+    known: _Call | None = getattr(positions, CALL, None)
+    if known is None:
+        n = positions.shape[1]
+        first = (positions[:, -1] - (n - 1)).to(torch.int32)
+        expected = first[:, None] + torch.arange(n, device=positions.device)
+        wrong = ((positions != expected) & (expected >= 0)).any() if n > 1 else first.new_zeros(())
+        known = _Call(first, wrong.to(torch.int32).view(1))
+        setattr(positions, CALL, known)
+    return known
+
+
+class SlotPositions:
+    """Positions of the slots of a layer on a GPU, for kernels; nothing here synchronises.
+
+    Slot s of a sequence has position ``placed + s``. What does not go on where the last call ended raises ``broken``.
+    Layers that begin with the same positions share one, so that each step's check and angles are computed once.
+
+    Parameters
+    ----------
+    placed : Tensor int32 ``[B]``
+    broken : Tensor int32 ``[1]``
+    """
+
+    def __init__(self, placed: Tensor, broken: Tensor) -> None:
+        self.placed, self.broken = placed, broken
+        self._seen: tuple[Tensor, int] | None = None
+        self._angles: tuple[tuple[int, int, int], tuple[Tensor, Tensor]] | None = None
+
+    @classmethod
+    def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
+        """Of a cache whose first tokens have ``positions [B or 1, n]``; ``sink`` tokens lie before slot 0."""
+        shared: dict[tuple[int, int], SlotPositions] = getattr(positions, PLACES, {})
+        if (batch, sink) not in shared:
+            first = _call_of(positions).first
+            placed = (first + sink).expand(batch).contiguous()
+            shared = {**shared, (batch, sink): cls(placed, torch.zeros_like(first[:1]))}
+            setattr(positions, PLACES, shared)
+        return shared[batch, sink]
+
+    def follow(self, positions: Tensor, slot: int) -> None:
+        """Raise ``broken`` unless tokens at ``positions [B or 1, n]``, the first at slot ``slot``, are in order."""
+        if self._seen is not None and self._seen[0] is positions and self._seen[1] == slot:
+            return
+        self._seen = positions, slot
+        call = _call_of(positions)
+        wrong = (call.first != self.placed + slot).any().to(torch.int32).view(1)
+        torch.maximum(self.broken, torch.maximum(wrong, call.broken), out=self.broken)
+
+    def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """``Rotary.angles`` of ``count`` slots from ``slot`` on."""
+        asked = id(rotary), slot, count
+        if self._angles is None or self._angles[0] != asked:
+            self._angles = asked, rotary.angles(self.of(slot, count))
+        return self._angles[1]
+
+    def of(self, slot: int, count: int) -> Tensor:
+        """Positions of ``count`` slots from ``slot`` on, ``[B, count]``."""
+        return self.placed[:, None] + torch.arange(slot, slot + count, device=self.placed.device)
+
+    def moved(self, slots: int) -> "SlotPositions":
+        """The same tokens in slots with numbers that are lower by ``slots``."""
+        return SlotPositions(self.placed + slots, self.broken) if slots else self
+
+    def select(self, indices: Tensor) -> "SlotPositions":
+        """These sequences of the batch, in this order."""
+        return SlotPositions(self.placed.index_select(0, indices), self.broken)

@@ -3,8 +3,9 @@
 A site holds no tokens. Caches have one beside their pages; engines that own the pages (vLLM) have only the site.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -43,6 +44,12 @@ class MeanRemoval:
     rotary: Rotary | None = None
     given: Tensor | None = None
     source: Literal["params", "weights", "first tokens"] = "first tokens"
+
+    @cached_property
+    def name(self) -> Hashable:
+        """Equal for equal means that are given, turned alike; looks at the numbers."""
+        given = None if self.given is None else (tuple(self.given.shape), tuple(self.given.flatten().tolist()))
+        return self.kind, given, None if self.rotary is None else self.rotary.name
 
     def of(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Mean of ``keys [B, H, n, D]`` (after RoPE) at ``positions [B, n]``: float32 ``[B, H, D]``."""

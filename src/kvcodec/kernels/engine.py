@@ -34,6 +34,8 @@ class Engine(ABC):
     """What reports call the kernels."""
     refuses_at_once: bool
     """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
+    adds_mean = False
+    """Whether kernels read keys that are held without their mean before RoPE, and encode them so."""
     ready = False
     """Whether the constants of both roles are on the device."""
     readers: "Mapping[Role, Reader | CpuReader]"

@@ -9,7 +9,9 @@ Angles, cosines and sines are computed in float64 and rounded once, so they are 
 every machine; products are float32.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,11 +43,22 @@ class Rotary:
         """The inverse of ``turn``."""
         return self._turned(x.float(), positions, 1.0 / self.scaling, -1.0)
 
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at ``positions [B, n]`` by which ``turn`` multiplies: float32 ``[B, n, R / 2]`` each."""
+        return self._angles(positions, self.scaling, 1.0)
+
+    @cached_property
+    def name(self) -> Hashable:
+        """Equal for rotary embeddings that turn alike; looks at the frequencies."""
+        return tuple(self.frequencies.tolist()), self.scaling, self.interleaved
+
+    def _angles(self, positions: Tensor, factor: float, sign: float) -> tuple[Tensor, Tensor]:
+        angle = positions.double()[..., None] * self.frequencies.to(positions.device).double()
+        return (angle.cos() * factor).float(), (angle.sin() * (factor * sign)).float()
+
     def _turned(self, x: Tensor, positions: Tensor, factor: float, sign: float) -> Tensor:
-        frequencies = self.frequencies.to(x.device).double()
-        width = 2 * frequencies.shape[0]
-        angle = positions.to(x.device).double()[:, None, :, None] * frequencies
-        cos, sin = (angle.cos() * factor).float(), (angle.sin() * (factor * sign)).float()
+        width = 2 * self.frequencies.shape[0]
+        cos, sin = (part[:, None] for part in self._angles(positions.to(x.device), factor, sign))
         turned, rest = x[..., :width], x[..., width:]
         a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
         first, second = a * cos - b * sin, b * cos + a * sin

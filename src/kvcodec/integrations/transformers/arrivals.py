@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache, State
+from kvcodec.cache.positions import NOT_CONSECUTIVE
 from kvcodec.codec import FP16_MAX, ROLES, largest_of
+from kvcodec.errors import UnsupportedError
 from kvcodec.probe import OutlierProbe, waits
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class Arrivals:
         self.noted: dict[int, Note] = {}
         self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
 
-    def append(self, layer: "PackedCacheLayer", keys: Tensor, values: Tensor) -> bool:
+    def append(self, layer: "PackedCacheLayer", keys: Tensor, values: Tensor, positions: Tensor | None = None) -> bool:
         """Append several tokens to a fused layer and note what ``settle`` must check; False: nothing was appended."""
         cache, first = layer.cache, not layer.filled
         if not isinstance(cache, DeviceCache) or keys.shape[2] == 1 or not waits(keys):
@@ -95,7 +97,7 @@ class Arrivals:
         earlier = cache.bad if isinstance(cache, GrowingCache) and cache.unchecked else None
         before = None if first else layer.state()
         try:
-            cache.append(keys, values, flag=flag)
+            cache.append(keys, values, positions, flag=flag)
         except BaseException:
             self.flags = {}  # this one may be raised
             raise
@@ -134,11 +136,17 @@ class Arrivals:
 
     def _check(self, noted: Sequence[Note], device: torch.device) -> None:
         """Read all numbers of a device at once; raise for the first layer with a token that cannot be held."""
+        placed = {id(x): (n, x) for n in noted if (x := _broken(n)) is not None and x.device == device}
         flags = [(n, x) for n in noted for x in (n.flag, n.earlier) if x is not None and x.device == device]
         unflagged = [x for n in noted for x in n.unflagged if x.device == device]
         most = [largest_of(unflagged).view(1)] if unflagged else []
-        numbers = torch.cat([*(x for _, x in flags), *most]).tolist()
-        for (note, x), number in zip(flags, numbers, strict=False):
+        numbers = torch.cat([*(x for _, x in placed.values()), *(x for _, x in flags), *most]).tolist()
+        if any(numbers[: len(placed)]):
+            self._go_back(noted)
+            for _, x in placed.values():
+                x.zero_()
+            raise UnsupportedError(NOT_CONSECUTIVE)
+        for (note, x), number in zip(flags, numbers[len(placed) :], strict=False):
             if number:
                 self._refuse(noted, note, number if x is note.earlier else 0)
         if most and not numbers[-1] <= FP16_MAX:  # true for NaN
@@ -173,6 +181,12 @@ class Arrivals:
             self.flags = {}  # its own may be raised, and is not read any more
         if self.probe is not None:
             self.probe.forget(layer.index)
+
+
+def _broken(note: Note) -> Tensor | None:
+    """The flag of a layer whose keys are held without their mean: whether positions are not in order."""
+    cache = note.layer.cache
+    return cache.slots.broken if isinstance(cache, GrowingCache) and cache.slots is not None else None
 
 
 def _where(note: Note) -> str:

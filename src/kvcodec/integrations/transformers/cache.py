@@ -632,16 +632,16 @@ def _kernels(
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
     for layer, site in zip(plan.kv_layers, sites, strict=True):
-        if why := mean_refusal(site):
+        engine = None
+        if device is not None and layer.head_dim is not None:
+            try:
+                engine = kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device).engine
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
+                ) from error
+        if why := mean_refusal(site, static=max_len is not None, engine=engine):
             raise UnsupportedError(f"{plan.name}, layer {layer.index}: {site.scheme} {why}")
-        if device is None or layer.head_dim is None:
-            continue
-        try:
-            kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device)
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
-            ) from error
     if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
         raise UnsupportedError(
             f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "

@@ -21,6 +21,7 @@ from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV
 from kvcodec.integrations.transformers.plan import Attention
 from kvcodec.integrations.transformers.rope import Rope
+from kvcodec.probe import waits
 
 Prefill = Literal["exact", "decoded"]
 
@@ -149,9 +150,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         n = keys.shape[2]
         if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass has ended
             self.arrivals.settle()
-        if self.arrivals.append(self, keys, values):
-            return
         positions = self._positions(keys)
+        if self.arrivals.append(self, keys, values, positions):
+            return
         if n <= APPEND_TOKENS or self.attention == "fused" or (self.sampled and not self.filled):
             self.cache.append(keys, values, positions)
             return
@@ -181,7 +182,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return None
         mean, n = self.cache.site.mean, keys.shape[2]
         positions = torch.empty(0) if self.rope is None else self.rope.positions
-        positions = positions[..., -n:] if n else positions[..., :0]
+        if positions.shape[-1] != n:  # the same tensor in all layers, where it may be
+            positions = positions[..., -n:] if n else positions[..., :0]
         known = positions.ndim == 2 and positions.shape[1] == n
         if mean is None or mean.kind == "post":  # they only tell padding from tokens
             return positions if known and consecutive(positions) else None
@@ -190,7 +192,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"layer {self.index}: the positions of {n} new tokens are not known (the model gave "
                 f"{tuple(positions.shape)}); use mean=post or mean=none."
             )
-        if not self.filled and n and mean.given is not None:
+        if not self.filled and n and mean.given is not None and not waits(keys):
             rest = keys.float() - mean.at(mean.given.to(keys.device), positions)
             if float(rest.square().sum()) > float(keys.float().square().sum()):
                 raise UnsupportedError(

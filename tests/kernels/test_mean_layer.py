@@ -1,0 +1,142 @@
+"""A layer of keys without their mean before RoPE, on the kernels, against the same layer on the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.growing import GrowingCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.errors import UnsupportedError
+from kvcodec.ops.rope import Rotary
+
+DIM, HEADS, BATCH = 64, 2, 2
+PADDED = torch.tensor([[5], [0]])
+"""Left padding of the two sequences."""
+
+
+def rotary(**changed: Any) -> Rotary:
+    return Rotary(10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), **changed)
+
+
+def both(spec: str, turn: Rotary, capacity: int = 0) -> tuple[GrowingCache, LayerCache]:
+    mean = 3 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5))
+    mean[..., ::3] = 0
+    made = kvcodec.get(spec + (":" if ":" not in spec else ",") + "mean=pre")
+    site = LayerSite(made, mean=MeanRemoval("pre", turn, mean, "weights"))
+    fused = FusedLayerCache(site, capacity=capacity)  # type: ignore[arg-type]
+    assert isinstance(fused, GrowingCache)
+    return fused, LayerCache(site)
+
+
+def placed(first: int, last: int, padding: Tensor = PADDED) -> Tensor:
+    return (torch.arange(first, last) - padding).clamp_min(-1)
+
+
+def rows(n: int, seed: int, turn: Rotary, mean: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = torch.randn(2, BATCH, HEADS, n, DIM, generator=torch.Generator().manual_seed(seed))
+    return (k + turn.turn(mean[:, :, None], positions)).half(), v.half()
+
+
+class Pair:
+    """Both caches, fed alike."""
+
+    def __init__(self, spec: str, turn: Rotary) -> None:
+        self.turn, (self.fused, self.plain) = turn, both(spec, turn)
+        self.at = 0
+
+    def append(self, n: int) -> None:
+        mean = self.fused.site.mean
+        assert mean is not None
+        assert mean.given is not None
+        positions = placed(self.at, self.at + n)
+        k, v = rows(n, self.at, self.turn, mean.given, positions)
+        self.fused.append(k, v, positions)
+        self.plain.append(k, v, positions)
+        self.at += n
+
+    def agree(self) -> None:
+        found, want = self.fused.decode(), self.plain.decode()
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)  # the same bytes, the same mean
+        q = torch.randn(BATCH, 3 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(9)).half()
+        near = {"rtol": 0, "atol": 6e-3}
+        torch.testing.assert_close(self.fused.attend(q), self.plain.attend(q), **near)
+        n = min(5, len(self.fused))
+        q = torch.randn(BATCH, 3 * HEADS, n, DIM, generator=torch.Generator().manual_seed(9)).half()
+        torch.testing.assert_close(self.fused.attend(q), self.plain.attend(q), **near)
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "kivi-4:window=32"])
+def test_every_operation_keeps_the_term_right(spec: str, machine: dict[str, Any]) -> None:
+    """Left padding, chunks, steps, beams, crops and evictions, with pages that are freed."""
+    pair = Pair(spec, rotary())
+    pair.append(90)
+    pair.agree()
+    for n in (1, 1, 7):
+        pair.append(n)
+    pair.agree()
+    for cache in (pair.fused, pair.plain):
+        cache.crop(80)
+    pair.at = 80
+    pair.append(70)
+    pair.agree()
+    for cache in (pair.fused, pair.plain):
+        cache.evict(100)  # a page of 64 tokens and more
+    pair.append(1)
+    pair.agree()
+    for cache in (pair.fused, pair.plain):
+        cache.evict(len(cache))  # slots begin again
+    pair.append(40)
+    pair.agree()
+    pair.fused.check()
+
+
+def test_beams_take_their_positions_along(machine: dict[str, Any]) -> None:
+    pair = Pair("saw-int4", rotary())
+    pair.append(40)
+    for cache in (pair.fused, pair.plain):
+        cache.select(torch.tensor([1, 1]))
+    pair.agree()
+    more = placed(40, 43, torch.zeros(2, 1, dtype=torch.long))
+    mean = pair.fused.site.mean
+    assert mean is not None
+    assert mean.given is not None
+    k, v = rows(3, 7, pair.turn, mean.given, more)
+    pair.fused.append(k, v, more)
+    pair.plain.append(k, v, more)
+    pair.agree()
+    pair.fused.check()
+
+
+@pytest.mark.parametrize("changed", [{"interleaved": True}, {"scaling": 1.3}])
+def test_rotary_embeddings(changed: dict[str, Any], machine: dict[str, Any]) -> None:
+    pair = Pair("saw-int4", rotary(**changed))
+    pair.append(70)
+    pair.append(1)
+    pair.agree()
+
+
+def test_positions_that_do_not_go_on_are_refused(machine: dict[str, Any]) -> None:
+    for wrong in (placed(41, 44), placed(40, 43)[:, [0, 2, 1]]):
+        pair = Pair("saw-int4", rotary())
+        pair.append(40)
+        before = pair.fused.state()
+        pair.fused.append(*torch.randn(2, BATCH, HEADS, 3, DIM).half(), wrong)
+        with pytest.raises(UnsupportedError, match="are not consecutive"):
+            pair.fused.check()
+        pair.fused.go_back(before)
+
+
+def test_what_kernels_do_not_follow_is_refused(machine: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="which a static cache does not follow; leave max_len"):
+        both("saw-int4", rotary(), capacity=64)
+    made = kvcodec.get("saw-int4:mean=pre")
+    with pytest.raises(UnsupportedError, match="of their first tokens, which the fused kernels do not wait for"):
+        FusedLayerCache(LayerSite(made, mean=MeanRemoval("pre", rotary())))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="after RoPE, which no kernel adds"):
+        FusedLayerCache(kvcodec.get("saw-int4:mean=post"))
