@@ -90,10 +90,8 @@ class CudaEngine(Engine):
         if self.encoders["key"] is None or unlike:
             return None
         heads, count = store.heads, keys.shape[2]
-        write, read = (
-            {role: joined([side(engine)[role] for engine in engines], heads) for role in ROLES}
-            for side in (lambda engine: engine.writing, lambda engine: engine.reading)
-        )
+        write = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
+        read = {role: joined([engine.reading[role] for engine in engines], heads) for role in ROLES}
         page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
         # passed as values as well: the program for both roles is compiled already
         encode_to_pages(
