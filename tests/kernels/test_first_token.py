@@ -98,8 +98,14 @@ def model_cache(spec: str, **options: Any) -> Any:
     return cache_for(config, spec, attention="fused", **options)
 
 
-@pytest.mark.parametrize("max_len", [None, 512])
-@pytest.mark.parametrize("spec", [*SERVED, "hqmq-s24_r3:outliers=3", "int-4:outliers=3"])
+@pytest.mark.parametrize(
+    ("spec", "max_len"),
+    [
+        pytest.param(spec, max_len, marks=pytest.mark.wide if max_len and i % 3 else [])
+        for i, spec in enumerate([*SERVED, "hqmq-s24_r3:outliers=3", "int-4:outliers=3"])
+        for max_len in (None, 512)
+    ],
+)
 def test_a_second_cache_costs_few_operations_and_no_look(
     spec: str, max_len: int | None, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
