@@ -124,8 +124,7 @@ def test_sampling_equals_the_oracle(tiny: Any, spec: str) -> None:
     assert_same(ours, run(model, oracle_for(model, spec), prompt(2), **options))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(("spec", "name"), each_in_turn(SPECS, ["llama-gqa", "gemma3"]))
 def test_beam_reorder_moves_packed_part(tiny: Any, name: str, spec: str) -> None:
     model = tiny(name)
     options = {"num_beams": 4, "num_return_sequences": 2, "output_logits": False}
@@ -201,8 +200,7 @@ def test_assistant_model_equals_the_oracle(tiny: Any, name: str, spec: str) -> N
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(("spec", "name"), each_in_turn(SPECS, ["llama-gqa", "gemma3"]))
 def test_second_turn_continues_on_the_same_cache(tiny: Any, name: str, spec: str) -> None:
     model = tiny(name)
     caches = cache_for(model, spec), oracle_for(model, spec)
