@@ -37,6 +37,7 @@ from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config
 from tests.kernels.conftest import unsynchronised
+from tests.kernels.decode_cases import each_in_turn
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
@@ -243,8 +244,10 @@ def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:
     assert SHARED.limit >= 1 << 28
 
 
-@pytest.mark.parametrize("bias", [0.0, 60.0])
-@pytest.mark.parametrize("spec", [*kvcodec.presets(), "hqmq-s24_r3:outliers=3", "saw-int4:hessian=true"])
+@pytest.mark.parametrize(
+    ("spec", "bias"),
+    each_in_turn([*kvcodec.presets(), "hqmq-s24_r3:outliers=3", "saw-int4:hessian=true"], (0.0, 60.0)),
+)
 def test_layers_judged_together_are_judged_as_alone(
     spec: str, bias: float, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
