@@ -1,6 +1,7 @@
-"""The suite itself: what else is installed beside it must not matter."""
+"""The suite itself: what else is installed beside it must not matter, and scripts name tests that there are."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,16 @@ def test_pytest_benchmark_beside_it_changes_nothing(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
     bare = subprocess.run([*command, "-o", "addopts="], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "Benchmarks are automatically disabled" in bare.stdout + bare.stderr, "the plugin is not there at all"
+
+
+def test_what_scripts_leave_out_is_there() -> None:
+    """pytest says nothing of a name to deselect that no test has."""
+    left = [
+        found
+        for script in (ROOT / "scripts").iterdir()
+        if script.is_file()
+        for found in re.findall(r"--deselect (\S+?)::(\w+)", script.read_text(encoding="utf-8"))
+    ]
+    assert left
+    for file, name in left:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"

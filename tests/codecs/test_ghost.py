@@ -228,14 +228,14 @@ def encode_by_hand(y, params, head):
     clear = abs(place - math.floor(place) - 0.5) > 1e-4
     costs, tried = [float((weight * y.square()).sum())], [(0, [2**w // 2 - 1 if w else 0 for w in each])]
     for number in dict.fromkeys(min(max(nearest + step, 1), 15) for step in TRIED):
-        scale, cost, codes = float(scales()[number]), 0.0, []
-        for c, w in enumerate(each):
-            code, sure = smallest((y[c] / scale - table(w)).abs())
-            clear &= bool(sure)
-            codes.append(int(code))
-            cost += float(weight[c] * (y[c] - scale * table(w)[code]) ** 2)
-        costs.append(cost)
-        tried.append((number, codes))
+        scale, codes, level = float(scales()[number]), torch.zeros(len(each), dtype=torch.int64), torch.zeros_like(y)
+        for w in set(each):
+            own = torch.tensor(each) == w
+            codes[own], sure = smallest((y[own, None] / scale - table(w)).abs())
+            clear &= bool(sure.all())
+            level[own] = table(w).double()[codes[own]]
+        costs.append(float((weight * (y - scale * level).square()).sum()))
+        tried.append((number, codes.tolist()))
     best = min(range(len(costs)), key=lambda i: costs[i])
     ranked = sorted(costs)
     clear &= ranked[1] - ranked[0] > 1e-4 * ranked[0]

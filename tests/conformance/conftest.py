@@ -1,6 +1,8 @@
 """One parameter for the whole suite: every preset that the registry knows, whoever wrote it, and some variants."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +40,23 @@ VARIANTS = (
 )
 """Options that change bytes, constants or what attention does, and are no preset."""
 
+SPECS = (*kvcodec.presets(), *VARIANTS)
 
-@pytest.fixture(scope="session", params=[*kvcodec.presets(), *VARIANTS])
+
+def in_turn(name: str, values: Sequence[Any], ids: Callable[[Any], str] = str) -> pytest.MarkDecorator:
+    """Parametrize by every spec beside one of ``values`` in turn; the other pairs are for wide runs."""
+    count = len(values)
+    pairs = [
+        pytest.param(
+            spec, value, marks=[] if j == (i + i // count) % count else pytest.mark.wide, id=f"{spec}-{ids(value)}"
+        )
+        for i, spec in enumerate(SPECS)
+        for j, value in enumerate(values)
+    ]
+    return pytest.mark.parametrize(("spec", name), pairs, indirect=["spec"], scope="session")
+
+
+@pytest.fixture(scope="session", params=SPECS)
 def spec(request: pytest.FixtureRequest) -> str:
     """Every preset and variant, one after the other."""
     return request.param

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvcodec
 
+from .conftest import in_turn
 from .support import (
     DTYPES,
     HEAD_DIMS,
@@ -245,7 +246,7 @@ def test_appends_of_any_values_in_any_pieces_equal_the_oracle(scheme, data):
             assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("cut", ["crop", "evict", "evict-keep"])
+@in_turn("cut", ["crop", "evict", "evict-keep"])
 def test_going_on_after_a_cut_inside_a_block(scheme, cut):
     """The living half of a block is not written over by the next one, and is not encoded again."""
     scheme, dim, g = replace(scheme, sink=3, window=5), dim_of(scheme), block_of(scheme)
@@ -277,12 +278,11 @@ def test_sinks_are_the_first_positions_not_the_first_that_are_left(scheme):
     assert (cache.roles["key"].sink.shape[2], cache.start, len(cache)) == (1, 3, 9)
 
 
-@pytest.mark.parametrize("rounds", [40])
-@pytest.mark.parametrize("first", [0, 4, 100], ids="keep{}".format)
-def test_a_stream_of_fixed_length_stays_bounded(scheme, rounds, first):
+@in_turn("first", [0, 4, 100], ids="keep{}".format)
+def test_a_stream_of_fixed_length_stays_bounded(scheme, first):
     """Append a chunk, evict a chunk, for ever: the bytes held do not creep, first tokens kept or not."""
     dim, chunk = dim_of(scheme), 8
-    rounds = max(rounds, 5 * block_of(scheme) // chunk)  # bytes swing with the blocks: each half sees two of them
+    rounds = max(40, 5 * block_of(scheme) // chunk)  # bytes swing with the blocks: each half sees two of them
     cache = cache_of(scheme, heads=1, dim=dim)
     held = scheme.sink + scheme.window + block_of(scheme) + 64 + first
     cache.append(*kv(held, batch=1, heads=1, dim=dim))

@@ -11,6 +11,7 @@ import kvcodec
 from kvcodec.files import container
 from kvcodec.files.caches import KIND, load_layers, save_layers
 
+from .conftest import in_turn
 from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
 
 
@@ -21,7 +22,7 @@ def assert_equal_caches(a: kvcodec.LayerCache, b: kvcodec.LayerCache) -> None:
         assert same_bits(x.contiguous(), y.contiguous())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@in_turn("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_saved_caches_come_back_and_go_on_the_same(spec, dtype, tmp_path):
     scheme = kvcodec.get(spec)
     dim, n = dim_of(scheme), scheme.sink + scheme.window + 3 * block_of(scheme) + 5

@@ -17,6 +17,7 @@ from kvcodec.integrations.transformers import KVCache, cache_for, layers, load_c
 from tests.conftest import tiny_config
 from tests.integrations.oracle import oracle_for
 from tests.integrations.test_generate import SPECS, assert_same, prompt, run
+from tests.kernels.decode_cases import each_in_turn
 
 BLOCKED = "kivi-2:window=4"
 
@@ -263,8 +264,12 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("spec", [s for s in kvcodec.presets() if "octopus" not in s] + ["octopus-3", "octopus-2"])
-@pytest.mark.parametrize("attention", ["decoded", "streamed"])
+@pytest.mark.parametrize(
+    ("spec", "attention"),
+    each_in_turn(
+        [*(s for s in kvcodec.presets() if "octopus" not in s), "octopus-3", "octopus-2"], ["decoded", "streamed"]
+    ),
+)
 def test_workspace_of_a_step_is_within_the_reported_bound(spec: str, attention: str) -> None:
     config = tiny_config("llama-gqa", num_hidden_layers=3, num_attention_heads=8)
     config._attn_implementation = "kvcodec"

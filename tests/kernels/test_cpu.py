@@ -36,6 +36,7 @@ from kvcodec.kernels.cpu.attend import attend as attend_pages
 from kvcodec.kernels.cpu.attend import unpack
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.scheme import page_layout
+from tests.kernels.decode_cases import two_dims_in_turn
 
 CPU = torch.device("cpu")
 KERNELS = Path(os.environ.get("CPU_KERNELS", sources.HERE))
@@ -64,8 +65,13 @@ def compiled() -> None:
 
 @pytest.fixture(params=ABLE)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(library, "chosen", lambda: KERNELS / sources.file_name(request.param))
+    use(request.param, monkeypatch)
     return request.param
+
+
+def use(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of this instruction set serve from now on."""
+    monkeypatch.setattr(library, "chosen", lambda: KERNELS / sources.file_name(variant))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -83,8 +89,8 @@ def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
 
 
 @pytest.mark.parametrize("spec", [*SERVED, *OTHERS], ids=str)
-def test_unpacks_what_the_codec_decodes(spec: str | Codec, variant: str) -> None:
-    """Bit by bit, in any run of tokens, whatever the slots around it hold."""
+def test_unpacks_what_the_codec_decodes(spec: str | Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, in any run of tokens, whatever the slots around it hold, by every instruction set."""
     found = 0
     for role, codec in codecs(spec):
         for dim in DIMS:
@@ -103,10 +109,12 @@ def test_unpacks_what_the_codec_decodes(spec: str | Codec, variant: str) -> None
             store.write(role, 0, codec.encode(codec.to_code(x[:, :, :live], params), params))
             made = constants_for(read.key if role == "key" else read.value, params, heads, dim)
             wanted = codec.decode(store.read(role, 0, live), params)[0]
-            for head in range(heads):
-                for first, last in ((0, live), (5, live - 2), (live - 1, live)):
-                    got = unpack(read, role, store.pages[0, head], head, made, first, last - first)
-                    assert torch.equal(got, wanted[head, first:last]), (spec, role, dim, first)
+            for variant in ABLE:
+                use(variant, monkeypatch)
+                for head in range(heads):
+                    for first, last in ((0, live), (5, live - 2), (live - 1, live)):
+                        got = unpack(read, role, store.pages[0, head], head, made, first, last - first)
+                        assert torch.equal(got, wanted[head, first:last]), (variant, role, dim, first)
             found += 1
     assert found
 
@@ -133,10 +141,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize("spec", SERVED)
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_attention_is_as_exact_as_float32(spec: str, dim: int, variant: str) -> None:
-    """Odd lengths, random page tables, arbitrary bytes around the live tokens."""
+@pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(SERVED, (64, 80)))
+def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd lengths, random page tables, arbitrary bytes around the live tokens; by every instruction set."""
     heads = 2
     key, value = (codec for _, codec in codecs(spec))
     try:
@@ -161,18 +168,22 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, variant: str) -> 
             sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
             decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
         pieces = [[(n, 0, 0)] for n in lengths]
-        found, lse = attend_pages(
-            q, store.pages, order, pieces, spec=read, key=sides[0], value=sides[1], scale=dim**-0.5
-        )
+        results = []
+        for variant in ABLE:
+            use(variant, monkeypatch)
+            results.append(
+                attend_pages(q, store.pages, order, pieces, spec=read, key=sides[0], value=sides[1], scale=dim**-0.5)
+            )
         for b, n in enumerate(lengths):
             if n == 0:
-                assert not found[b].any()
-                assert (lse[b] == -torch.inf).all()
+                assert not any(found[b].any() for found, _ in results)
+                assert all((lse[b] == -torch.inf).all() for _, lse in results)
                 continue
             one = [x[b : b + 1, :, :n] for x in decoded]
             wanted = _sdpa(q[b : b + 1].double(), *(x.double() for x in one))
             limit = 2 * error(_sdpa(q[b : b + 1], *one), wanted) + 2e-7
-            assert error(found[b : b + 1], wanted) <= limit, (group, n)
+            for variant, (found, _) in zip(ABLE, results, strict=True):
+                assert error(found[b : b + 1], wanted) <= limit, (variant, group, n)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def cases(dim: int) -> tuple[Case, ...]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.wide), 256])
+@pytest.mark.parametrize("dim", [96, 128, 256, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 192))])
 def test_scores_get_the_mean_back(dim: int) -> None:
     check_all(SAW, SAW, dim, cases(dim))
 
@@ -214,8 +214,7 @@ def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> N
         assert far(short.float(), found[0].float()) < 8e-3
 
 
-@pytest.mark.parametrize("means", TURNS)
-@pytest.mark.parametrize("spec", UNPACKED)
+@pytest.mark.parametrize(("spec", "means"), each_in_turn(UNPACKED, TURNS))
 def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[str, Any]) -> None:
     check_unpacked(spec, 128 if means.few else 64, means, CPU)
 
