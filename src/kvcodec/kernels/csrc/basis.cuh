@@ -16,7 +16,7 @@ struct Rows {
   int64_t block;            // order of the Hadamard rotation, 1 for none
   int32_t kind, out_kind;   // 0 fp16, 1 bf16, 2 fp32
   int32_t heads, tokens, group;
-  int32_t way;              // of the factor: 0 multiplies before the rotation, 1 divides before it, 2 multiplies after it
+  int32_t way;              // of the factor: multiplies (0) or divides (1) before the rotation, multiplies after it (2)
 };
 struct BasisArgs {
   Rows parts[4];
