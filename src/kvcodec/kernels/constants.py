@@ -113,10 +113,13 @@ def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params,
 
 def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:
     name = kernel.factor or kernel.own
-    if name not in params:
+    if callable(name):
+        factor = name(params).float()
+    elif name in params:
+        factor = params[name].float()
+    else:
         found = ", ".join(map(repr, params)) or "none"
         raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {found}.")
-    factor = params[name].float()
     if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
         factor = 1.0 / factor.double()
     return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()

@@ -47,8 +47,9 @@ class Reader:
         Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads.
     computes : bool
         Whether ``fill`` computes the look-up tables and reads nothing.
-    factor : str
-        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values), or a function of the
+        constants that returns it; empty: none.
     order : int
         Hadamard order; 1 for none.
     lends, borrower : str
@@ -88,7 +89,7 @@ class Reader:
     shared: int = 0
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     computes: bool = False
-    factor: str = ""
+    factor: str | Callable[[Params], Tensor] = ""
     order: int = 1
     lends: str = ""
     borrower: str = ""
@@ -130,8 +131,9 @@ class Encoder:
     ----------
     type, header, folder, tables, order, block, alike, tables_of
         As ``Reader``; ``tables`` is what the struct gets.
-    factor : str
-        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by, or a function of the
+        constants that returns it.
     divide : bool
     form : {"rows", "blocks", "table"}
         Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
@@ -144,7 +146,7 @@ class Encoder:
     header: str
     folder: str = str(CSRC)
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str = ""
+    factor: str | Callable[[Params], Tensor] = ""
     divide: bool = False
     order: int = 1
     block: int = 1

@@ -216,6 +216,7 @@ struct Decoder {
     float* merge_m = merge + WARPS * ROWS * row_floats(D);
     float* merge_l = merge_m + WARPS * ROWS;
     const float reference = SCALED ? st.reference : 1.0f;
+    const uint8_t* source = a.value.table + h * a.value.table_head;
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       if constexpr (PAIRED) {
@@ -227,8 +228,11 @@ struct Decoder {
       for (int i = 0; i < Sum::COUNT; ++i) {
         const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
         if (c < 0 || !Sum::used(i)) continue;
-        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(c)] =
-            st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
+        float x = st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
+        if constexpr (is_centred<V>(0)) x += st.softmax.l[n] * V::source_centre(source, c);
+        int to = c;
+        if constexpr (is_ordered<V>(0)) to = V::source_channel(source, c);
+        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(to)] = x;
       }
     }
     if (g == 0) {
@@ -326,7 +330,7 @@ struct Decoder {
     }
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
-    if (codes) take_query<K, D>(q, query, a);
+    if (codes) take_query<K, D>(q, query, k_table, a);
     if constexpr (PAIRS > 0) mean.take(means);
 
     State st;

@@ -81,6 +81,19 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
+// A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its tables:
+// model_channel(table, c) and source_channel(source, c) give the model's channel of c, by the tables in shared and in
+// global memory. A reader of values may be CENTRED: to every value its channel's number is added, before the factor:
+// centre(table, c), source_centre(source, c).
+template <class R> KV_CONSTEXPR auto is_ordered(int) -> decltype(R::ORDERED) { return R::ORDERED; }
+template <class R> KV_CONSTEXPR bool is_ordered(...) { return false; }
+template <class R> KV_CONSTEXPR auto is_centred(int) -> decltype(R::CENTRED) { return R::CENTRED; }
+template <class R> KV_CONSTEXPR bool is_centred(...) { return false; }
+template <class R> KV_DEV int model_channel(const uint8_t* table, int c) {
+  if constexpr (is_ordered<R>(0)) return R::model_channel(table, c);
+  else return c;
+}
+
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 

@@ -206,7 +206,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
-          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + c] = round16(x[e], a.kind);
+          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_table, c)] = round16(x[e], a.kind);
         }
         if constexpr (is_sketched<K>(0)) {
           sync_warp();
@@ -226,7 +226,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
-          if (c >= 0) rows[token * ROW + c] = round16(x[e], a.kind);
+          if constexpr (is_centred<V>(0)) x[e] += V::centre(v_table, c);
+          if (c >= 0) rows[token * ROW + model_channel<V>(v_table, c)] = round16(x[e], a.kind);
         }
       }
       sync_warp();
