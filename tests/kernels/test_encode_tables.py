@@ -84,7 +84,7 @@ class Encoders:
         tables = encoder.tables(params)
         sizes = [lib.enter(f"plane{i}", p, result=ctypes.c_int) for p in range(len(fields) + 1)]
         assert sizes == [*(field.nbytes for field in fields), -1]
-        assert tables.shape[1] >= lib.enter(f"table{i}", result=ctypes.c_int)
+        assert tables.shape[-1] >= lib.enter(f"table{i}", result=ctypes.c_int)
         columns = -(-(at + tokens) // PAGE)
         offsets, end = [], 0
         for field in fields:
@@ -99,7 +99,7 @@ class Encoders:
             side = EncodeRoleArgs(
                 x=memory.put(x), tables=memory.put(tables), factor=None if factor is None else memory.put(factor),
                 first=memory.put(first), batch=x.stride(0), head=x.stride(1), token=x.stride(2), factor_batch=0,
-                table_head=tables.shape[1] if len(tables) > 1 else 0, plane=0, tokens=tokens,
+                table_head=tables.stride(0) if len(tables) > 1 else 0, plane=0, tokens=tokens,
             )  # fmt: skip
             kind = [torch.float16, torch.bfloat16, torch.float32].index(x.dtype)
             args = EncodeArgs(

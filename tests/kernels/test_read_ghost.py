@@ -14,16 +14,16 @@ class One(Ghost):
     """Ghost whose constants are those of all sequences together."""
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """As ``Ghost.fit``, ``[1, H, D]``."""
+        """As ``Ghost.fit``, with B = 1."""
         assert sample is not None
         return super().fit(site, sample.transpose(0, 1).flatten(1, 2)[None])
 
 
-def side(bits: float, values: bool) -> Side:
-    """How keys or values of these bits are read."""
-    name = f"kv::ReadGhost<{{D}}, {int(2 * bits)}, {str(values).lower()}>"
+def side(codec: Ghost, values: bool) -> Side:
+    """How keys or values of this codec are read."""
+    name = f"kv::ReadGhost<{{D}}, {int(2 * codec.bits)}, {str(values).lower()}>"
     return Side(
-        One(bits), name, "read_ghost.cuh", table=lambda params, _: read_tables(params), factor=lambda p, _: sizes(p)
+        codec, name, "read_ghost.cuh", table=lambda params, _: read_tables(params), factor=lambda p, _: sizes(p)
     )
 
 
@@ -33,6 +33,6 @@ MEANS = (
 )
 
 
-@pytest.mark.parametrize(("bits", "dim"), [(3, 128), (2.5, 64)])
-def test_decode(bits: float, dim: int) -> None:
-    check_all(side(bits, False), side(bits, True), dim, (*CASES, *(MEANS if dim == 128 else ())))
+@pytest.mark.parametrize(("codec", "dim"), [(Ghost(3), 128), (One(2.5), 64)])
+def test_decode(codec: Ghost, dim: int) -> None:
+    check_all(side(codec, False), side(codec, True), dim, (*CASES, *(MEANS if dim == 128 else ())))

@@ -24,6 +24,7 @@ class Constants(NamedTuple):
     Parameters
     ----------
     tables : Tensor uint8 ``[H or 1, bytes]`` or None
+        ``[B or 1, H, bytes]`` where the kernels take tables by sequence.
     factor : Tensor float32 ``[B or 1, H, D]`` or None
         ``[B or 1, H]`` where an encoder has an ``own`` constant; float64 reciprocals where it divides.
     order : int
@@ -96,17 +97,23 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
     """Constants of several layers, concatenated along the heads; of one sequence."""
     if len(layers) == 1:
         return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
-    tables = [x.tables.expand(heads, -1) for x in layers if x.tables is not None]
+    held = [x.tables for x in layers if x.tables is not None]
+    if held and held[0].dim() == 3:
+        tables = torch.cat([x[:1] for x in held], 1)
+    else:
+        tables = torch.cat([x.expand(heads, -1) for x in held]) if held else None
     factors = [x.factor[:1] for x in layers if x.factor is not None]
-    return Constants(torch.cat(tables) if tables else None, torch.cat(factors, 1) if factors else None, layers[0].order)
+    return Constants(tables, torch.cat(factors, 1) if factors else None, layers[0].order)
 
 
 def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:
     assert kernel.tables is not None
     tables = kernel.tables(params).contiguous()
-    if tables.dtype != torch.uint8 or tables.dim() != 2 or tables.shape[0] not in (1, heads):
+    by_head = tables.dim() == 2 and tables.shape[0] in (1, heads)
+    if tables.dtype != torch.uint8 or not (by_head or (tables.dim() == 3 and tables.shape[1] == heads)):
         raise UnsupportedError(
-            f"{kernel.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes]."
+            f"{kernel.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes], or "
+            f"[batch or 1, {heads}, bytes] by sequence."
         )
     return tables
 

@@ -26,33 +26,24 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         shared=4 * head_dim + head_dim + (4 * head_dim if role == "value" else 0),
         tables=read_tables,
         factor=sizes,
+        team_warps=0,  # constants may be those of a sequence
     )
 
 
 def sizes(params: Params) -> Tensor:
-    """sqrt(v) of the model's channels: float32 ``[1, H, D]``."""
+    """sqrt(v) of the model's channels: float32 ``[B or 1, H, D]``."""
     return _put_back(1 / params["factor"], params)
 
 
 def _put_back(x: Tensor, params: Params) -> Tensor:
-    """Channels as sorted ``[1, H, D]``, in the model's order."""
+    """Channels as sorted ``[B or 1, H, D]``, in the model's order."""
     return put_back(x.unsqueeze(2), params["order"]).squeeze(2)
 
 
 def read_tables(params: Params) -> Tensor:
-    """Tables of ``kv::ReadGhost``: order and widths, of values then the means over sizes; uint8 ``[H, bytes]``.
-
-    Raises
-    ------
-    UnsupportedError
-        The constants are of several sequences.
-    """
-    order, widths = _of_one(params)
-    head = torch.cat([order.to(torch.uint8), widths], 1)
-    head = torch.nn.functional.pad(head, (0, align(head.shape[1]) - head.shape[1]))
-    if "centre" not in params:
-        return head
-    return torch.cat([head, _bytes(params["centre"][0])], 1)
+    """Tables of ``kv::ReadGhost``: order and widths, of values then the means over sizes; ``[B or 1, H, bytes]``."""
+    head = _padded(torch.cat([params["order"].to(torch.uint8), params["widths"]], -1))
+    return torch.cat([head, _bytes(params["centre"])], -1) if "centre" in params else head
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
@@ -72,22 +63,15 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def inverse_sizes(params: Params) -> Tensor:
-    """1 / sqrt(v) of the model's channels: float32 ``[1, H, D]``."""
+    """1 / sqrt(v) of the model's channels: float32 ``[B or 1, H, D]``."""
     return _put_back(params["factor"], params)
 
 
 def write_tables(params: Params, size: int) -> Tensor:
-    """Tables of ``kv::GhostRow`` for streams of ``size`` bytes: uint8 ``[H, bytes]``.
-
-    Raises
-    ------
-    UnsupportedError
-        As ``read_tables``.
-    """
-    order, widths = _of_one(params)
-    weight, device = params["weight"][0], order.device
-    centre = params["centre"][0] if "centre" in params else torch.zeros_like(weight)
-    infinite = torch.tensor([torch.inf])
+    """Tables of ``kv::GhostRow`` for streams of ``size`` bytes: uint8 ``[B or 1, H, bytes]``."""
+    order, widths, weight = params["order"], params["widths"], params["weight"]
+    device, infinite = order.device, torch.tensor([torch.inf])
+    centre = params["centre"] if "centre" in params else torch.zeros_like(weight)
     cuts = width_cuts(levels()).float()
     behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(len(cuts))]
     same = torch.cat([levels(), infinite, infinite, *behind]).to(device)
@@ -96,29 +80,17 @@ def write_tables(params: Params, size: int) -> Tensor:
     walls = LANES * (widths > 0).sum(-1, keepdim=True) * walls
     walls = torch.nn.functional.pad(walls, (0, 2), value=torch.inf)
     ends = widths.long().cumsum(-1)
-    step = 8 * stream_unit(size)
-    units = torch.arange(0, 8 * size, step, device=device)
-    first = (ends.unsqueeze(1) <= units[:, None]).sum(-1)
-    numbers = torch.cat([_all(same, walls), walls, _all(scales().to(device), walls), centre, weight], 1)
+    units = torch.arange(0, 8 * size, 8 * stream_unit(size), device=device)
+    first = (ends.unsqueeze(-2) <= units[:, None]).sum(-1)
+    numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, scales().to(device), centre, weight)]
     places = [order.to(torch.uint8), widths, _bytes((ends - widths).to(torch.int16)), first.to(torch.uint8)]
-    table = torch.cat([_bytes(numbers), *places], 1)
-    return torch.nn.functional.pad(table, (0, align(table.shape[1]) - table.shape[1]))
-
-
-def _all(x: Tensor, like: Tensor) -> Tensor:
-    return x.expand(len(like), -1)
+    return _padded(torch.cat([*map(_bytes, numbers), *places], -1))
 
 
 def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def _of_one(params: Params) -> tuple[Tensor, Tensor]:
-    """Order ``[H, D]`` and widths ``[H, D/4]``."""
-    order, widths = params["order"], params["widths"]
-    if order.shape[0] != 1:
-        raise UnsupportedError(
-            f"ghost: the kernels take constants of one sequence, not of {order.shape[0]}; run "
-            f"`kvcodec fit MODEL ghost-3 --text FILE -o PARAMS` (with your spec) and pass params."
-        )
-    return order[0], widths[0]
+def _padded(x: Tensor) -> Tensor:
+    """Rows of whole 16 bytes."""
+    return torch.nn.functional.pad(x, (0, align(x.shape[-1]) - x.shape[-1]))

@@ -44,7 +44,8 @@ class Reader:
     shared : int
         Bytes of look-up tables in shared memory, the struct's ``TABLE``.
     tables : callable, optional
-        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads.
+        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads. ``[B or 1, H, bytes]`` of
+        an ORDERED struct (tile.cuh).
     computes : bool
         Whether ``fill`` computes the look-up tables and reads nothing.
     factor : str or callable
@@ -70,7 +71,7 @@ class Reader:
     warps : int
         Warps of a CTA where two share a multiprocessor; of keys.
     team_warps : int
-        Warps of all teams of a CTA, at most; of keys.
+        Warps of all teams of a CTA, at most; of keys. 0 of either role: no teams, as tables differ by sequence.
     alike : bool
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional

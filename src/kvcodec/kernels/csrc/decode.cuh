@@ -216,7 +216,7 @@ struct Decoder {
     float* merge_m = merge + WARPS * ROWS * row_floats(D);
     float* merge_l = merge_m + WARPS * ROWS;
     const float reference = SCALED ? st.reference : 1.0f;
-    const uint8_t* source = a.value.table + h * a.value.table_head;
+    const uint8_t* source = source_of<V>(a.value.table, a.value.table_head, b, h);
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       if constexpr (PAIRED) {
@@ -246,10 +246,11 @@ struct Decoder {
     merge_warps<D, WARPS, ROWS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot, warp);
   }
 
-  KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int h) {
-    if (K::TABLE) K::fill(shared, a.key.table + h * a.key.table_head, thread(), TEAMS * WARPS * 32);
-    if (V::TABLE) V::fill(shared + align16(K::TABLE), a.value.table + h * a.value.table_head, thread(),
-                          TEAMS * WARPS * 32);
+  KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int b, int h) {
+    const uint8_t* keys = source_of<K>(a.key.table, a.key.table_head, b, h);
+    const uint8_t* values = source_of<V>(a.value.table, a.value.table_head, b, h);
+    if (K::TABLE) K::fill(shared, keys, thread(), TEAMS * WARPS * 32);
+    if (V::TABLE) V::fill(shared + align16(K::TABLE), values, thread(), TEAMS * WARPS * 32);
     if constexpr (PAIRS > 0)
       Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, thread(), TEAMS * WARPS * 32);
   }
@@ -271,8 +272,10 @@ struct Decoder {
     const int at = warp * 32 + lane;
     if (at * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + at * 32);
     if constexpr (TEAMS == 1) {
-      if (K::TABLE && at * 128 < a.key.table_bytes) prefetch(a.key.table + h * a.key.table_head + at * 128);
-      if (V::TABLE && at * 128 < a.value.table_bytes) prefetch(a.value.table + h * a.value.table_head + at * 128);
+      if (K::TABLE && at * 128 < a.key.table_bytes)
+        prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + at * 128);
+      if (V::TABLE && at * 128 < a.value.table_bytes)
+        prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + at * 128);
     }
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
@@ -320,7 +323,7 @@ struct Decoder {
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (TEAMS == 1 && codes) fill_tables(a, shared, h);
+    if (TEAMS == 1 && codes) fill_tables(a, shared, b, h);
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
@@ -371,7 +374,7 @@ struct Decoder {
     } else {
       const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
       const int ys = (int)a.alike * a.tiles;
-      fill_tables(a, shared, block_y() * (int)a.alike);
+      fill_tables(a, shared, 0, block_y() * (int)a.alike);
       sync_threads();
       // neighbouring pieces go to different multiprocessors, so that their counts differ by at most one
       KV_NO_UNROLL

@@ -23,6 +23,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
   KV_CONST int UNIT = STREAM % 4 == 0 ? 4 : STREAM % 2 == 0 ? 2 : 1;
   KV_CONST int UNITS = STREAM / UNIT;    // of a stream
   KV_CONST int PLANES = 1;
+  KV_CONST bool BY_SEQUENCE = true;
   KV_FUNCTION int plane_bytes(int) { return 4 * STREAM; }
   KV_CONST int CUTS = 1024, WALLS = 2048, SCALES = WALLS + 64, CENTRE = SCALES + 64, WEIGHT = CENTRE + 4 * D;
   KV_CONST int ORDER = WEIGHT + 4 * D, WIDTHS = ORDER + D, BEGIN = WIDTHS + QUADS, FIRST = BEGIN + 2 * QUADS;

@@ -34,6 +34,7 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
   // global: uint8 [D] channels of the model as sorted, uint8 [D / 4] widths; of values then, from a multiple of 16 on,
   // float [D] means over sizes, in that order
   KV_CONST int CENTRE = align16(D + QUADS);
+  KV_CONST int SOURCE = CENTRE + (VALUES ? 4 * D : 0);  // bytes
   // shared: what each pair needs, Program; the channels; the means
   struct Program {
     uint32_t shift, up, mask, middle;  // middle, a, b: half2
