@@ -21,7 +21,7 @@ class One(Ghost):
 
 def side(codec: Ghost, values: bool) -> Side:
     """How keys or values of this codec are read."""
-    name = f"kv::ReadGhost<{{D}}, {int(2 * codec.bits)}, {str(values).lower()}>"
+    name = f"kv::ReadGhost<{{D}}, {int(2 * codec.bits)}, {str(values).lower()}, {str(values).lower()}>"
     return Side(
         codec, name, "read_ghost.cuh", table=lambda params, _: read_tables(params), factor=lambda p, _: sizes(p)
     )

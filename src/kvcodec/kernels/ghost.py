@@ -14,16 +14,26 @@ from kvcodec.kernels.spec import Encoder, Reader, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
 
 
+LEVEL_BYTES = 128 * 2 * 2**8
+"""Bytes of shared memory of the levels of two codes of up to four bits."""
+
+
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     assert isinstance(codec, Ghost)
     if codec.transform != "channels":
         raise UnsupportedError(f"the kernels read transform=channels, not {codec}")
     codec.layout(head_dim)  # refuses what does not fill streams
+    values = role == "value"
+    name = f"kv::ReadGhost<{head_dim}, {int(2 * codec.bits)}, {flag(values)}"
+    own = (9 if values else 5) * head_dim + 16
     return Reader(
-        f"kv::ReadGhost<{head_dim}, {int(2 * codec.bits)}, {flag(role == 'value')}>",
+        f"{name}>",
         "read_ghost.cuh",
-        shared=4 * head_dim + head_dim + (4 * head_dim if role == "value" else 0),
+        shared=own + LEVEL_BYTES,
+        lends="levels of pairs",
+        borrower=f"{name}, true>",
+        own_shared=own,
         tables=read_tables,
         factor=sizes,
         team_warps=0,  # constants may be those of a sequence

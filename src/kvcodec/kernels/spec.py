@@ -55,7 +55,8 @@ class Reader:
         Hadamard order; 1 for none.
     lends, borrower : str
         Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
-        need none of their own.
+        need none of their own, or ``own_shared`` bytes of them.
+    own_shared : int
     both : str
         The struct when one codec holds keys and values; empty: ``type``.
     also : tuple of str
@@ -94,6 +95,7 @@ class Reader:
     order: int = 1
     lends: str = ""
     borrower: str = ""
+    own_shared: int = 0
     both: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
@@ -327,7 +329,7 @@ def _decode_spec(
     else:
         k, v = replace(k, reach=0), replace(v, reach=0)
     if v.lends and k.lends == v.lends:
-        v = replace(v, type=v.borrower, shared=0, tables=None)
+        v = replace(v, type=v.borrower, shared=v.own_shared, tables=v.tables if v.own_shared else None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}")

@@ -44,8 +44,12 @@ KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& 
   const int j = lane % 4, at = token + lane / 4;
   uint32_t x[K::K_REGS], y[K::K_REGS];
   using Reader = typename Unpacks<K, MASKED>::Reader;
-  Reader::keys(planes, table, at, j, lane, x);
-  Reader::keys(planes, table, at + 8, j, lane, y);
+  if constexpr (is_in_twos<Reader>(0)) {
+    Reader::two_keys(planes, table, at, at + 8, j, lane, x, y);
+  } else {
+    Reader::keys(planes, table, at, j, lane, x);
+    Reader::keys(planes, table, at + 8, j, lane, y);
+  }
   float sx[K::GROUPS], sy[K::GROUPS];
   if constexpr (k_scale_unit<K>(0) != 0.0f) {
     K::k_scales(planes, at, sx);
@@ -165,8 +169,12 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], c
     const int at = token + place;
     uint32_t x[V::V_REGS], y[V::V_REGS];
     using Reader = typename Unpacks<V, MASKED>::Reader;
-    Reader::values(planes, table, at, g, lane, x);
-    Reader::values(planes, table, at + 8, g, lane, y);
+    if constexpr (is_in_twos<Reader>(0)) {
+      Reader::two_values(planes, table, at, at + 8, g, lane, x, y);
+    } else {
+      Reader::values(planes, table, at, g, lane, x);
+      Reader::values(planes, table, at + 8, g, lane, y);
+    }
     if (MASKED) {
       const bool keep_x = at >= live_from && at < live_to, keep_y = at + 8 >= live_from && at + 8 < live_to;
       KV_UNROLL

@@ -7,17 +7,21 @@
 // shared memory. As widths fall along a stream, a pair can begin only in a range that is known when the kernel is
 // compiled, nearly always within two words: then one shift finds it.
 //
-// A code is placed in the upper bits of the ten that fp16 has: c 2^(10 - w) as bits is t = c 2^(-14 - w), subnormal;
+// Levels of pairs of up to four bits whose widths differ by one at most are looked up, two at a time: 1.5 operations for
+// a number. The n bits of a pair have an entry from 2^n on, in 32 copies, so that no two lanes share a bank; the tables
+// are the same for all heads. Wider codes, and pairs whose widths differ more, are computed, 4 operations for a number:
+// a code is placed in the upper bits of the ten that fp16 has, c 2^(10 - w), as a number t = c 2^(-14 - w);
 //   u = 2^15 t - (1 - 2^-w) = (2 c - (2^w - 1)) / 2^w        exact, between -1 and 1
-//   level = u (A 2^(w - 1) + B 2^(3 w - 3) u^2)               four operations for two codes
+//   level = u (A 2^(w - 1) + B 2^(3 w - 3) u^2)
+// Registers are in two parts, and a part is looked up where all its pairs can be: widths fall.
 #pragma once
-#include "platform.cuh"
+#include "bits.cuh"
 
 namespace kv {
 
 // TWICE: 2 b, of b bits for each channel on average; VALUES: of values, whose pairs are two lanes' in turn and which
-// have a mean
-template <int D, int TWICE, bool VALUES> struct ReadGhost {
+// have a mean. BORROWS: values look up the keys' levels, which lie before
+template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost {
   KV_CONST int QUADS = D / 4, PAIRS = D / 8;
   KV_CONST int STREAM = D * TWICE / 64;  // bytes
   KV_CONST int WORDS = (STREAM + 3) / 4;
@@ -35,24 +39,41 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
   // float [D] means over sizes, in that order
   KV_CONST int CENTRE = align16(D + QUADS);
   KV_CONST int SOURCE = CENTRE + (VALUES ? 4 * D : 0);  // bytes
-  // shared: what each pair needs, Program; the channels; the means
+  // shared: what each pair needs, Program; the channels; the means; whether a part is looked up; levels
   struct Program {
-    uint32_t shift, up, mask, middle;  // middle, a, b: half2
-    uint32_t a, b, unused[2];
+    uint32_t shift, up, mask, middle;  // of codes that are computed; middle, a, b: half2
+    uint32_t a, b;
+    uint32_t look_shift, look_mask;    // of codes that are looked up
   };
   KV_CONST int ORDER = 32 * PAIRS;
   KV_CONST int MEANS = ORDER + D;
-  KV_CONST int TABLE = MEANS + (VALUES ? 4 * D : 0);
+  KV_CONST int NARROW = MEANS + (VALUES ? 4 * D : 0);
+  KV_CONST int LEVELS = NARROW + 16;
+  KV_CONST int LOOKED_UP = 4;  // bits of a code
+  KV_CONST int ENTRIES = 2 << 2 * LOOKED_UP;
+  KV_CONST int TABLE = LEVELS + (BORROWS ? 0 : 128 * ENTRIES);
+  KV_CONST int PARTED = PAIRS / EACH / 4;  // registers of the first part
 
   // the widest span of streams that pairs [first, last] can lie in: widths fall and sum up to TOTAL
-  KV_FUNCTION int lowest(int first) { return ((2 * first + 1) * TOTAL + QUADS - 1) / QUADS - 10; }
+  KV_FUNCTION int lowest(int first) {
+    const int wide = ((2 * first + 1) * TOTAL + QUADS - 1) / QUADS - 10, narrow = (2 * first * TOTAL + QUADS - 1) / QUADS;
+    return wide < narrow - 7 ? wide : narrow - 7;
+  }
   KV_FUNCTION int highest(int last) { return (2 * last + 2) * WIDEST < TOTAL ? (2 * last + 2) * WIDEST : TOTAL; }
   KV_FUNCTION int whole(int bit) { return bit < 0 ? -32 : bit / 32 * 32; }
-  KV_FUNCTION bool near(int first, int last, int from) { return highest(last) - from <= 64; }
-  // the bit of the streams from which the shifts of pairs [first, last] count: zeros lie before the first
-  KV_FUNCTION int origin(int first, int last) {
-    const int low = lowest(first), bytes = low < 0 ? -32 : low / 8 * 8;
-    return near(first, last, whole(low)) || !near(first, last, bytes) ? whole(low) : bytes;
+  // from which bit of the streams the shifts of a register's pairs count, zeros lying before the first: a whole word if
+  // all lie within two from there (WORDWISE), else each pair's lowest bit (BITWISE), else one of several words (FAR)
+  enum Reach { WORDWISE, BITWISE, FAR };
+  KV_FUNCTION Reach reach_of(int k) {
+    const int first = EACH * k, last = first + EACH - 1, from = whole(lowest(first));
+    if (highest(last) - from <= 64) return WORDWISE;
+    for (int pair = first; pair <= last; ++pair)
+      if (highest(pair) - lowest(pair) > 64 || whole(lowest(pair)) != from) return FAR;
+    return BITWISE;
+  }
+  KV_FUNCTION int origin(int pair) {
+    const int k = pair / EACH;
+    return reach_of(k) == BITWISE ? lowest(pair) : whole(lowest(EACH * k));
   }
 
   KV_FUNCTION float slope(int w) {
@@ -64,22 +85,47 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
         : w == 5 ? 4096 * 0.00033676f : w == 6 ? 32768 * 5.0861e-05f : 262144 * 7.4065e-06f;
   }
 
+  KV_DEV static float level(int w, int code) {
+    const float u = (float)(2 * code + 1 - (1 << w)) / (float)(1 << w);
+    return u * (slope(w) + bend(w) * (u * u));
+  }
+  KV_DEV static void fill_levels(uint8_t* to, int thread, int threads) {
+    check_shared_base();
+    for (int n = thread; n < ENTRIES; n += threads) {
+      int bits = 0;
+      while (n >> (bits + 1)) ++bits;
+      const int w1 = bits / 2, w0 = bits - w1, code = n & ((1 << bits) - 1);
+      const uint32_t x = pack_half2(level(w0, code & ((1 << w0) - 1)), level(w1, code >> w0));
+      KV_UNROLL
+      for (int i = 0; i < 8; ++i) ((Words4*)(to + 128 * n))[(i + thread) % 8] = {x, x, x, x};
+    }
+  }
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     const uint8_t* widths = from + D;
     for (int pair = thread; pair < PAIRS; pair += threads) {
       int begin = 0;
       for (int quad = 0; quad < 2 * pair; ++quad) begin += widths[quad];
-      const int w0 = widths[2 * pair], w1 = widths[2 * pair + 1], first = pair / EACH * EACH;
+      const int w0 = widths[2 * pair], w1 = widths[2 * pair + 1], from = begin - origin(pair);
       Program p;
-      p.shift = (uint32_t)(begin + w0 - 10 - origin(first, first + EACH - 1));
+      p.shift = (uint32_t)(from + w0 - 10);
       p.up = 1u << (16 - w1);
       p.mask = ((1u << w0) - 1) << (10 - w0) | ((1u << w1) - 1) << (26 - w1);
       p.middle = pack_half2(1.0f - 1.0f / (float)(1 << w0), 1.0f - 1.0f / (float)(1 << w1));
       p.a = pack_half2(slope(w0), slope(w1));
       p.b = pack_half2(bend(w0), bend(w1));
-      p.unused[0] = p.unused[1] = 0;
+      p.look_shift = (uint32_t)(from - 7);
+      p.look_mask = ((1u << (w0 + w1)) - 1) << 7;
       ((Program*)to)[pair] = p;
     }
+    for (int part = thread; part < 2; part += threads) {
+      bool narrow = true;
+      for (int pair = part * PARTED * EACH; pair < (part ? PAIRS : PARTED * EACH); ++pair) {
+        const int w0 = widths[2 * pair], w1 = widths[2 * pair + 1];
+        narrow = narrow && w0 <= LOOKED_UP && w1 <= w0 && w0 - w1 <= 1;
+      }
+      ((uint32_t*)(to + NARROW))[part] = narrow;
+    }
+    if (!BORROWS) fill_levels(to + LEVELS, thread, threads);
     for (int i = thread; i < D / 4; i += threads) ((uint32_t*)(to + ORDER))[i] = ((const uint32_t*)from)[i];
     if (VALUES) {
       for (int i = thread; i < D; i += threads) ((float*)(to + MEANS))[i] = ((const float*)(from + CENTRE))[i];
@@ -112,47 +158,77 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
       }
     }
   }
-  // the word of a stream from a bit on that is known when compiled
-  KV_DEV static uint32_t word(const uint32_t (&w)[WORDS], int bit) {
-    const int i = bit < 0 ? -1 : bit / 32;
-    const uint32_t low = i >= 0 && i < WORDS ? w[i < 0 ? 0 : i < WORDS ? i : 0] : 0u;
-    const uint32_t high = i + 1 < WORDS ? w[i + 1 < WORDS ? i + 1 : 0] : 0u;
-    return bit % 32 ? funnel(low, high, bit % 32) : low;
-  }
-  // 32 bits of a stream from `shift` bits behind the origin on
-  KV_DEV static uint32_t window(const uint32_t (&w)[WORDS], int first, uint32_t shift) {
-    const int last = first + EACH - 1, from = origin(first, last);
-    uint32_t low = word(w, from), high = word(w, from + 32);
-    if (near(first, last, from)) return (uint32_t)(((uint64_t)high << 32 | low) >> shift);
+  // word i of a stream; zeros before and behind it
+  KV_DEV static uint32_t word(const uint32_t (&w)[WORDS], int i) { return i < 0 || i >= WORDS ? 0u : w[i]; }
+  // 32 bits of a stream, of pair `own` of register k, from `shift` bits behind the origin on
+  KV_DEV static uint32_t window(const uint32_t (&w)[WORDS], int k, int own, uint32_t shift) {
+    const int i = whole(lowest(EACH * k)) / 32;
+    uint32_t low = word(w, i), high = word(w, i + 1);
+    if (reach_of(k) == BITWISE) {
+      const int by = own ? lowest(EACH * k + EACH - 1) % 32 : lowest(EACH * k) % 32;
+      low = funnel(low, high, by), high = funnel(high, word(w, i + 2), by);
+    }
+    if (reach_of(k) != FAR) return (uint32_t)(((uint64_t)high << 32 | low) >> shift);
     KV_UNROLL
-    for (int i = 1; i < WORDS; ++i) {
-      if (near(first, last, from + 32 * (i - 1))) break;
-      const bool later = shift >= 32u * i;
-      low = later ? word(w, from + 32 * i) : low;
-      high = later ? word(w, from + 32 * (i + 1)) : high;
+    for (int far = 1; far < WORDS; ++far) {
+      if (32 * (i + far + 1) >= highest(EACH * k + EACH - 1)) break;
+      const bool later = shift >= 32u * far;
+      low = later ? word(w, i + far) : low;
+      high = later ? word(w, i + far + 1) : high;
     }
     return funnel(low, high, shift % 32);
   }
-  template <int REGS>
-  KV_DEV static void levels(const uint32_t (&w)[WORDS], const uint8_t* table, int own, uint32_t (&r)[REGS]) {
+
+  // registers [from, to) of N tokens of a lane, whose pairs are `own` + EACH k
+  template <int N>
+  KV_DEV static void look_up(const uint32_t (&w)[N][WORDS], const uint8_t* table, int own, int lane, int from, int to,
+                             uint32_t* const (&r)[N]) {
+    const uint8_t* held = BORROWS ? table - 128 * ENTRIES : table + LEVELS;
     KV_UNROLL
-    for (int k = 0; k < REGS; ++k) {
+    for (int k = from; k < to; ++k) {
+      const Words2 p = *(const Words2*)&((const Program*)table)[EACH * k + own].look_shift;
+      const uint32_t base = p.b + (uint32_t)(128 + 4 * lane);  // the entry of 2^n, the lane's copy
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) r[n][k] = load_table(held, (window(w[n], k, own, p.a) & p.b) | base);
+    }
+  }
+  template <int N>
+  KV_DEV static void compute(const uint32_t (&w)[N][WORDS], const uint8_t* table, int own, int from, int to,
+                             uint32_t* const (&r)[N]) {
+    KV_UNROLL
+    for (int k = from; k < to; ++k) {
       const Program& p = ((const Program*)table)[EACH * k + own];
       const Words4 x = *(const Words4*)&p;
       const Words2 ab = *(const Words2*)&p.a;
-      const uint32_t low = window(w, EACH * k, x.a);
-      const uint32_t u = hfms2(prmt(low, low * x.b, 0x7610) & x.c, 0x78007800u, x.d);
-      r[k] = hmul2(u, hfma2(hmul2(u, u), ab.b, ab.a));
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const uint32_t low = window(w[n], k, own, x.a);
+        const uint32_t u = hfms2(prmt(low, low * x.b, 0x7610) & x.c, 0x78007800u, x.d);
+        r[n][k] = hmul2(u, hfma2(hmul2(u, u), ab.b, ab.a));
+      }
     }
+  }
+  template <int N, class P>
+  KV_DEV static void levels(const P& planes, const uint8_t* table, const int (&tokens)[N], int stream, int own, int lane,
+                            uint32_t* const (&r)[N]) {
+    constexpr int REGS = PAIRS / EACH;
+    uint32_t w[N][WORDS];
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) load(planes[0] + tokens[n] * (4 * STREAM), stream, w[n]);
+    const Words2 narrow = *(const Words2*)(table + NARROW);
+    if (narrow.a) look_up(w, table, own, lane, 0, PARTED, r);
+    else compute(w, table, own, 0, PARTED, r);
+    if (narrow.b) look_up(w, table, own, lane, PARTED, REGS, r);
+    else compute(w, table, own, PARTED, REGS, r);
   }
 
   // 2^((n - 6) / 4), n from the last bits of the streams; 0 for n = 0
   template <class P> KV_DEV static float scale(const P& planes, int token) {
     const uint8_t* last = planes[0] + token * (4 * STREAM) + 4 * STREAM - 4 * UNIT;
-    uint32_t n;
+    uint32_t n;  // 2^23 + n as a float
     if (UNIT == 4) {
       const Words4 x = *(const Words4*)last;
-      n = funnel(x.a, funnel(x.b, funnel(x.c, x.d >> 31, 31), 31), 31);
+      n = funnel(x.a, funnel(x.b, funnel(x.c, funnel(x.d, 0x04b00000u, 31), 31), 31), 31);
     } else {
       uint32_t x;
       if (UNIT == 2) {
@@ -161,10 +237,10 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
       } else {
         x = *(const uint32_t*)last;
       }
-      n = dot4(x >> 7 & 0x01010101u, 0x08040201u, 0u);
+      n = dot4(x >> 7 & 0x01010101u, 0x08040201u, 0x4b000000u);
     }
-    const float power = exp2_fast((float)(int)n * 0.25f - 1.5f);
-    return n ? power : 0.0f;
+    const float power = exp2_fast(fma(bits_float(n), 0.25f, -2097153.5f));
+    return n == 0x4b000000u ? 0.0f : power;
   }
 
   KV_CONST int GROUPS = 1;
@@ -173,11 +249,16 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
   KV_CONST bool HAS_K_ZERO = false;
   KV_FUNCTION int k_channel(int part, int e) { return 4 * e + part; }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
+  KV_CONST bool IN_TWOS = true;
   template <class P>
-  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int, uint32_t (&r)[K_REGS]) {
-    uint32_t w[WORDS];
-    load(planes[0] + token * (4 * STREAM), part, w);
-    levels(w, table, 0, r);
+  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane,
+                          uint32_t (&r)[K_REGS]) {
+    levels<1>(planes, table, {token}, part, 0, lane, {r});
+  }
+  template <class P>
+  KV_DEV static void two_keys(const P& planes, const uint8_t* table, int first, int second, int part, int lane,
+                              uint32_t (&x)[K_REGS], uint32_t (&y)[K_REGS]) {
+    levels<2>(planes, table, {first, second}, part, 0, lane, {x, y});
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
 
@@ -189,10 +270,14 @@ template <int D, int TWICE, bool VALUES> struct ReadGhost {
   KV_FUNCTION int v_channel(int part, int e) { return 4 * (e / 2 * 4 + part / 4 * 2 + e % 2) + part % 4; }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
   template <class P>
-  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int, uint32_t (&r)[V_REGS]) {
-    uint32_t w[WORDS];
-    load(planes[0] + token * (4 * STREAM), part % 4, w);
-    levels(w, table, part / 4, r);
+  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
+                            uint32_t (&r)[V_REGS]) {
+    levels<1>(planes, table, {token}, part % 4, part / 4, lane, {r});
+  }
+  template <class P>
+  KV_DEV static void two_values(const P& planes, const uint8_t* table, int first, int second, int part, int lane,
+                                uint32_t (&x)[V_REGS], uint32_t (&y)[V_REGS]) {
+    levels<2>(planes, table, {first, second}, part % 4, part / 4, lane, {x, y});
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
 };

@@ -81,6 +81,10 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
+// A reader may be IN_TWOS: two_keys and two_values unpack two tokens at once.
+template <class R> KV_CONSTEXPR auto is_in_twos(int) -> decltype(R::IN_TWOS) { return R::IN_TWOS; }
+template <class R> KV_CONSTEXPR bool is_in_twos(...) { return false; }
+
 // A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its tables:
 // model_channel(table, c) and source_channel(source, c) give the model's channel of c, by the tables in shared and in
 // global memory. A reader of values may be CENTRED: to every value its channel's number is added, before the factor:
