@@ -171,7 +171,7 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
     if (reach_of(k) != FAR) return (uint32_t)(((uint64_t)high << 32 | low) >> shift);
     KV_UNROLL
     for (int far = 1; far < WORDS; ++far) {
-      if (32 * (i + far + 1) >= highest(EACH * k + EACH - 1)) break;
+      if (32 * (i + far) >= highest(EACH * k + EACH - 1)) break;
       const bool later = shift >= 32u * far;
       low = later ? word(w, i + far) : low;
       high = later ? word(w, i + far + 1) : high;
