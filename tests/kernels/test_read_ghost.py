@@ -13,7 +13,7 @@ from kvcodec.kernels.ghost import read_tables, sizes
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Means, Side, check_all
-from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
+from tests.kernels.offline import compile_kernels
 
 # -- widths ------------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,13 @@ template <class R, bool VALUES> KV_DEV void unpacked(const uint8_t* tile, const 
 }}
 using K = kv::ReadGhost<{dim}, {twice}, false>;
 using V = kv::ReadGhost<{dim}, {twice}, true, true>;
-KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values) {{
+template <class R, bool VALUES> KV_DEV void by(int way, const uint8_t* tile, const uint8_t* table, float* out) {{
+  if (way > R::ways(table)) return;
+  if (way == 0) unpacked<R, VALUES>(tile, table, out);
+  else if (way == 1) unpacked<typename R::template Way<1>, VALUES>(tile, table, out);
+  else unpacked<typename R::template Way<2>, VALUES>(tile, table, out);
+}}
+KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values, int way) {{
   KV_DYNAMIC_SHARED(shared);
   const int h = kv::block_x();
   K::fill(shared, tables + h * V::SOURCE, kv::thread(), 32);  // what the keys read comes first
@@ -47,29 +53,28 @@ KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, 
   V::fill(own, tables + h * V::SOURCE, kv::thread(), 32);
   kv::sync_threads();
   const uint8_t* tile = tiles + h * {tokens} * K::plane_bytes(0);
-  unpacked<K, false>(tile, shared, keys + h * {tokens} * {dim});
-  unpacked<V, true>(tile, own, values + h * {tokens} * {dim});
+  by<K, false>(way, tile, shared, keys + h * {tokens} * {dim});
+  by<V, true>(way, tile, own, values + h * {tokens} * {dim});
 }}
-extern "C" void run(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values, int64_t heads) {{
-  kv::launch((int)heads, 1, 1, 32, kv::align16(K::TABLE) + V::TABLE, unpack, tiles, tables, keys, values);
+extern "C" void run(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values, int64_t heads,
+                    int64_t way) {{
+  kv::launch((int)heads, 1, 1, 32, kv::align16(K::TABLE) + V::TABLE, unpack, tiles, tables, keys, values, (int)way);
 }}
 """
 
 
 def falling(quads: int, total: int) -> list[list[int]]:
-    """Widths of the quads: steep, flat, two heights, and drawn ones."""
+    """Widths of the quads that sum up to ``total``: flat, steep and drawn ones, each with several greatest widths."""
     rng, made = torch.Generator().manual_seed(total), []
-    for power in (0, 1, 30):
-        for most in (7, 6, 5, 4):
-            if most * quads < total:
-                continue
+    for most in (most for most in (7, 6, 5, 4) if most * quads >= total):
+        for kind in ("flat", "steep", "drawn"):
             widths = [0] * quads
-            for i in range(total):
+            for _ in range(total):
                 free = [q for q in range(quads) if widths[q] < most]
-                lowest = min(free, key=lambda q: widths[q])
-                chosen = free[int(torch.rand((), generator=rng) ** power * len(free))] if power == 1 else free[0]
-                widths[lowest if power == 0 else chosen] += 1
-                assert sum(widths) == i + 1
+                drawn = free[int(torch.randint(len(free), (), generator=rng))]
+                widths[
+                    min(free, key=lambda q: widths[q]) if kind == "flat" else free[0] if kind == "steep" else drawn
+                ] += 1
             made.append(sorted(widths, reverse=True))
     return made
 
@@ -94,11 +99,15 @@ def test_every_run_of_widths(bits: float, dim: int) -> None:
     codes = torch.randint(0, 256, (1, heads, TOKENS, int(dim * bits) // 8), generator=rng, dtype=torch.uint8)
     want = codec.from_code(codec.decode({"codes": codes}, params), params)[0]
     lib = harness.build(UNPACK.format(dim=dim, twice=int(2 * bits), tokens=TOKENS))
-    found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
     tables = read_tables({**params, "centre": 0 * ones})[0]
-    lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads)
-    for x in found:
-        assert float(((x - want).abs() / want.abs().clamp_min(0.1)).max()) < 3e-3  # five roundings to fp16
+    for way in range(3):
+        found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
+        lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads, way)
+        for x in found:
+            done = (x != -100).flatten(1).any(1)
+            assert bool(done.all()) if way == 0 else bool(done.any()) or bits > 3.5
+            off = (x - want)[done].abs() / want[done].abs().clamp_min(0.1)
+            assert bool((off < 3e-3).all())  # five roundings to fp16
 
 
 # -- decoders ----------------------------------------------------------------------------------------------------------
@@ -127,7 +136,7 @@ MEANS = (
 
 @pytest.mark.parametrize(("codec", "dim"), [(Ghost(3), 128), (One(2.5), 64)])
 def test_decode(codec: Ghost, dim: int) -> None:
-    check_all(side(codec, False), side(codec, True, True), dim, (*CASES, *(MEANS if dim == 128 else ())))
+    check_all(side(codec, False), side(codec, True, True), dim, (*CASES, *MEANS) if dim == 128 else CASES[:3])
 
 
 def test_beside_another_codec() -> None:
@@ -140,19 +149,16 @@ def test_beside_another_codec() -> None:
 _PROGRAM = """
 #include "decode.cuh"
 #include "read_ghost.cuh"
-using Kernel = kv::Decoder<kv::ReadGhost<128, {twice}, false>, kv::ReadGhost<128, {twice}, true, true>, 128, 64, 64, 8,
-                           2, false, -1, 4>;
+using Kernel = kv::Decoder<kv::ReadGhost<128, 6, false>, kv::ReadGhost<128, 6, true, true>, 128, 64, 64, 8, 2, false, -1, 4>;
 KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
 """
-BUDGETS = {2: 3.2, 3: 3.5, 4: 3.7}
-"""Instructions per element where levels are looked up; a third more but for sm_90."""
 
 
-@pytest.mark.parametrize(("bits", "arch"), architectures_in_turn(BUDGETS))
-def test_machine_code(bits: int, arch: int) -> None:
-    kernel = compile_kernels(_PROGRAM.format(twice=2 * bits), arch)["decode"]
+def test_machine_code() -> None:
+    """Where levels are looked up: instructions per element."""
+    kernel = compile_kernels(_PROGRAM)["decode"]
     assert kernel.spills() == []
     assert kernel.stack == 0
     loop = kernel.loop_with("HMMA", "LDGSTS")
     path = loop.shortest("HMMA", 64)  # of a tile
-    assert len(path) / (2 * 64 * 128 / 32) <= BUDGETS[bits] * (1 if arch == 90 else 4 / 3)
+    assert len(path) / (2 * 64 * 128 / 32) <= 2.6

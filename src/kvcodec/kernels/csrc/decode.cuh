@@ -106,7 +106,8 @@ struct Decoder {
     else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
   }
 
-  template <bool MASKED>
+  // WAY_K, WAY_V: of unpacking, see tile.cuh
+  template <bool MASKED, int WAY_K = 0, int WAY_V = 0>
   KV_DEV static void tile(State& st, const Query<K, D, HEADS>& q, const DecodeArgs& a, const uint8_t* at,
                           const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
                           int live_to, const Mean& mean, uint8_t* scratch = nullptr) {
@@ -127,7 +128,7 @@ struct Decoder {
         constexpr int EACH = K::BLOCK / 16;
         if (sub % EACH == 0) enter_block<K, D, HEADS>(block_q, block_zero, q, keys, sub / EACH, lane);
       }
-      scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      scores<K, D, HEADS, MASKED, WAY_K>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
       }
@@ -190,7 +191,7 @@ struct Decoder {
       if constexpr (PAIRED) {
         add_pairs<V, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
       } else if constexpr (!V::V_BLOCKED) {
-        add_values<V, HEADS, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED, WAY_V>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
                  (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
         float fresh[V::V_REGS / 2][Sum::HALVES][4], mass[4];
@@ -341,14 +342,24 @@ struct Decoder {
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
+    const int k_ways = ways<K>(k_table), v_ways = ways<V>(v_table);
+    const int way = !k_ways || !v_ways ? 0 : k_ways + v_ways == 3 && k_ways == 2 ? 2 : k_ways + v_ways;
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
       copy_wait<STAGES - 1>();
       sync_warp();
       const uint8_t* at = ring + stage * TILE;
-      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
-      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
+      const bool whole = t * T >= begin && t * T + T <= end;
+      if constexpr (has_ways<K>(0) || has_ways<V>(0)) {
+        if (whole && way == 4) tile<false, 2, 2>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else if (whole && way == 3) tile<false, 1, 2>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else if (whole && way == 2) tile<false, 1, 1>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
+      } else {
+        if (whole) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
+      }
       sync_warp();  // all lanes have read this stage before it is filled again
       if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);

@@ -13,15 +13,16 @@
 // a code is placed in the upper bits of the ten that fp16 has, c 2^(10 - w), as a number t = c 2^(-14 - w);
 //   u = 2^15 t - (1 - 2^-w) = (2 c - (2^w - 1)) / 2^w        exact, between -1 and 1
 //   level = u (A 2^(w - 1) + B 2^(3 w - 3) u^2)
-// Registers are in two parts, and a part is looked up where all its pairs can be: widths fall.
+// As widths fall, the registers are in two parts: a tile's code has neither looked up, the second or both (WAYS).
 #pragma once
 #include "bits.cuh"
 
 namespace kv {
 
 // TWICE: 2 b, of b bits for each channel on average; VALUES: of values, whose pairs are two lanes' in turn and which
-// have a mean. BORROWS: values look up the keys' levels, which lie before
-template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost {
+// have a mean. BORROWS: values look up the keys' levels, which lie before. LOOK: how many parts of the registers are
+// looked up
+template <int D, int TWICE, bool VALUES, bool BORROWS = false, int LOOK = 0> struct ReadGhost {
   KV_CONST int QUADS = D / 4, PAIRS = D / 8;
   KV_CONST int STREAM = D * TWICE / 64;  // bytes
   KV_CONST int WORDS = (STREAM + 3) / 4;
@@ -39,7 +40,7 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
   // float [D] means over sizes, in that order
   KV_CONST int CENTRE = align16(D + QUADS);
   KV_CONST int SOURCE = CENTRE + (VALUES ? 4 * D : 0);  // bytes
-  // shared: what each pair needs, Program; the channels; the means; whether a part is looked up; levels
+  // shared: what each pair needs, Program; the channels; the means; how many parts can be looked up; levels
   struct Program {
     uint32_t shift, up, mask, middle;  // of codes that are computed; middle, a, b: half2
     uint32_t a, b;
@@ -47,33 +48,38 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
   };
   KV_CONST int ORDER = 32 * PAIRS;
   KV_CONST int MEANS = ORDER + D;
-  KV_CONST int NARROW = MEANS + (VALUES ? 4 * D : 0);
-  KV_CONST int LEVELS = NARROW + 16;
+  KV_CONST int PARTS = MEANS + (VALUES ? 4 * D : 0);
+  KV_CONST int LEVELS = PARTS + 16;
   KV_CONST int LOOKED_UP = 4;  // bits of a code
   KV_CONST int ENTRIES = 2 << 2 * LOOKED_UP;
+  KV_CONST int KEYS_LEVELS = ORDER + D + 16;  // of the keys
   KV_CONST int TABLE = LEVELS + (BORROWS ? 0 : 128 * ENTRIES);
-  KV_CONST int PARTED = PAIRS / EACH / 4;  // registers of the first part
+  KV_CONST int REGS = PAIRS / EACH;
+  KV_CONST int PARTED = TWICE < 7 ? REGS / 4 : REGS / 2;  // registers of the first part
+  KV_CONST int COMPUTED = LOOK == 0 ? REGS : LOOK == 1 ? PARTED : 0;
 
   // the widest span of streams that pairs [first, last] can lie in: widths fall and sum up to TOTAL
   KV_FUNCTION int lowest(int first) {
     const int wide = ((2 * first + 1) * TOTAL + QUADS - 1) / QUADS - 10, narrow = (2 * first * TOTAL + QUADS - 1) / QUADS;
     return wide < narrow - 7 ? wide : narrow - 7;
   }
-  KV_FUNCTION int highest(int last) { return (2 * last + 2) * WIDEST < TOTAL ? (2 * last + 2) * WIDEST : TOTAL; }
+  KV_FUNCTION int highest(int last) {
+    const int quads = 2 * last + 2, wide = COMPUTED * EACH * 2 < quads ? COMPUTED * EACH * 2 : quads;
+    const int bits = wide * WIDEST + (quads - wide) * LOOKED_UP;
+    return bits < TOTAL ? bits : TOTAL;
+  }
   KV_FUNCTION int whole(int bit) { return bit < 0 ? -32 : bit / 32 * 32; }
-  // from which bit of the streams the shifts of a register's pairs count, zeros lying before the first: a whole word if
-  // all lie within two from there (WORDWISE), else each pair's lowest bit (BITWISE), else one of several words (FAR)
+  // the word of the streams from which the shifts of a register's pairs count, zeros lying before the first
+  KV_FUNCTION int origin(int k) { return whole(lowest(EACH * k)) / 32; }
+  // how a register's pairs are found: in that word and the next one (WORDWISE), in 64 bits from each pair's lowest on
+  // (BITWISE), or in one of several words (FAR)
   enum Reach { WORDWISE, BITWISE, FAR };
   KV_FUNCTION Reach reach_of(int k) {
-    const int first = EACH * k, last = first + EACH - 1, from = whole(lowest(first));
-    if (highest(last) - from <= 64) return WORDWISE;
+    const int first = EACH * k, last = first + EACH - 1;
+    if (highest(last) - 32 * origin(k) <= 64) return WORDWISE;
     for (int pair = first; pair <= last; ++pair)
-      if (highest(pair) - lowest(pair) > 64 || whole(lowest(pair)) != from) return FAR;
+      if (highest(pair) - lowest(pair) > 64 || lowest(pair) / 32 != origin(k)) return FAR;
     return BITWISE;
-  }
-  KV_FUNCTION int origin(int pair) {
-    const int k = pair / EACH;
-    return reach_of(k) == BITWISE ? lowest(pair) : whole(lowest(EACH * k));
   }
 
   KV_FUNCTION float slope(int w) {
@@ -105,7 +111,7 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
     for (int pair = thread; pair < PAIRS; pair += threads) {
       int begin = 0;
       for (int quad = 0; quad < 2 * pair; ++quad) begin += widths[quad];
-      const int w0 = widths[2 * pair], w1 = widths[2 * pair + 1], from = begin - origin(pair);
+      const int w0 = widths[2 * pair], w1 = widths[2 * pair + 1], from = begin - 32 * origin(pair / EACH);
       Program p;
       p.shift = (uint32_t)(from + w0 - 10);
       p.up = 1u << (16 - w1);
@@ -117,13 +123,13 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
       p.look_mask = ((1u << (w0 + w1)) - 1) << 7;
       ((Program*)to)[pair] = p;
     }
-    for (int part = thread; part < 2; part += threads) {
-      bool narrow = true;
-      for (int pair = part * PARTED * EACH; pair < (part ? PAIRS : PARTED * EACH); ++pair) {
+    if (thread == 0) {
+      int pair = PAIRS - 1;
+      for (; pair >= 0; --pair) {
         const int w0 = widths[2 * pair], w1 = widths[2 * pair + 1];
-        narrow = narrow && w0 <= LOOKED_UP && w1 <= w0 && w0 - w1 <= 1;
+        if (w0 > LOOKED_UP || w1 > w0 || w0 - w1 > 1) break;
       }
-      ((uint32_t*)(to + NARROW))[part] = narrow;
+      *(uint32_t*)(to + PARTS) = pair < 0 ? 2 : pair < PARTED * EACH ? 1 : 0;
     }
     if (!BORROWS) fill_levels(to + LEVELS, thread, threads);
     for (int i = thread; i < D / 4; i += threads) ((uint32_t*)(to + ORDER))[i] = ((const uint32_t*)from)[i];
@@ -160,13 +166,13 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
   }
   // word i of a stream; zeros before and behind it
   KV_DEV static uint32_t word(const uint32_t (&w)[WORDS], int i) { return i < 0 || i >= WORDS ? 0u : w[i]; }
-  // 32 bits of a stream, of pair `own` of register k, from `shift` bits behind the origin on
+  // 32 bits of a stream, of pair `own` of register k, from `shift` bits behind its origin on
   KV_DEV static uint32_t window(const uint32_t (&w)[WORDS], int k, int own, uint32_t shift) {
-    const int i = whole(lowest(EACH * k)) / 32;
+    const int i = origin(k);
     uint32_t low = word(w, i), high = word(w, i + 1);
     if (reach_of(k) == BITWISE) {
       const int by = own ? lowest(EACH * k + EACH - 1) % 32 : lowest(EACH * k) % 32;
-      low = funnel(low, high, by), high = funnel(high, word(w, i + 2), by);
+      low = funnel(low, high, by), high = funnel(high, word(w, i + 2), by), shift -= by;
     }
     if (reach_of(k) != FAR) return (uint32_t)(((uint64_t)high << 32 | low) >> shift);
     KV_UNROLL
@@ -179,47 +185,39 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
     return funnel(low, high, shift % 32);
   }
 
-  // registers [from, to) of N tokens of a lane, whose pairs are `own` + EACH k
-  template <int N>
-  KV_DEV static void look_up(const uint32_t (&w)[N][WORDS], const uint8_t* table, int own, int lane, int from, int to,
-                             uint32_t* const (&r)[N]) {
-    const uint8_t* held = BORROWS ? table - 128 * ENTRIES : table + LEVELS;
-    KV_UNROLL
-    for (int k = from; k < to; ++k) {
-      const Words2 p = *(const Words2*)&((const Program*)table)[EACH * k + own].look_shift;
-      const uint32_t base = p.b + (uint32_t)(128 + 4 * lane);  // the entry of 2^n, the lane's copy
-      KV_UNROLL
-      for (int n = 0; n < N; ++n) r[n][k] = load_table(held, (window(w[n], k, own, p.a) & p.b) | base);
-    }
-  }
-  template <int N>
-  KV_DEV static void compute(const uint32_t (&w)[N][WORDS], const uint8_t* table, int own, int from, int to,
-                             uint32_t* const (&r)[N]) {
-    KV_UNROLL
-    for (int k = from; k < to; ++k) {
-      const Program& p = ((const Program*)table)[EACH * k + own];
-      const Words4 x = *(const Words4*)&p;
-      const Words2 ab = *(const Words2*)&p.a;
-      KV_UNROLL
-      for (int n = 0; n < N; ++n) {
-        const uint32_t low = window(w[n], k, own, x.a);
-        const uint32_t u = hfms2(prmt(low, low * x.b, 0x7610) & x.c, 0x78007800u, x.d);
-        r[n][k] = hmul2(u, hfma2(hmul2(u, u), ab.b, ab.a));
-      }
-    }
-  }
+  // how many parts can be looked up, and the reader that does
+  KV_DEV static int ways(const uint8_t* table) { return (int)*(const uint32_t*)(table + PARTS); }
+  template <int WAY> using Way = ReadGhost<D, TWICE, VALUES, BORROWS, WAY>;
+
+  // N tokens of a lane, the pairs `own` + EACH k of a stream
   template <int N, class P>
   KV_DEV static void levels(const P& planes, const uint8_t* table, const int (&tokens)[N], int stream, int own, int lane,
                             uint32_t* const (&r)[N]) {
-    constexpr int REGS = PAIRS / EACH;
+    // where the tables begin that hold the levels, and how far behind, as a constant of the loads
+    const uint8_t* held = BORROWS ? table - KEYS_LEVELS - 128 * ENTRIES : table;
+    constexpr int BEHIND = BORROWS ? KEYS_LEVELS : LEVELS;
     uint32_t w[N][WORDS];
     KV_UNROLL
     for (int n = 0; n < N; ++n) load(planes[0] + tokens[n] * (4 * STREAM), stream, w[n]);
-    const Words2 narrow = *(const Words2*)(table + NARROW);
-    if (narrow.a) look_up(w, table, own, lane, 0, PARTED, r);
-    else compute(w, table, own, 0, PARTED, r);
-    if (narrow.b) look_up(w, table, own, lane, PARTED, REGS, r);
-    else compute(w, table, own, PARTED, REGS, r);
+    KV_UNROLL
+    for (int k = 0; k < REGS; ++k) {
+      const Program& p = ((const Program*)table)[EACH * k + own];
+      if (k >= COMPUTED) {
+        const Words2 look = *(const Words2*)&p.look_shift;
+        const uint32_t base = look.b + (uint32_t)(128 + 4 * lane);  // the entry of 2^n, the lane's copy
+        KV_UNROLL
+        for (int n = 0; n < N; ++n) r[n][k] = load_table<BEHIND>(held, (window(w[n], k, own, look.a) & look.b) | base);
+      } else {
+        const Words4 x = *(const Words4*)&p;
+        const Words2 ab = *(const Words2*)&p.a;
+        KV_UNROLL
+        for (int n = 0; n < N; ++n) {
+          const uint32_t low = window(w[n], k, own, x.a);
+          const uint32_t u = hfms2(prmt(low, low * x.b, 0x7610) & x.c, 0x78007800u, x.d);
+          r[n][k] = hmul2(u, hfma2(hmul2(u, u), ab.b, ab.a));
+        }
+      }
+    }
   }
 
   // 2^((n - 6) / 4), n from the last bits of the streams; 0 for n = 0

@@ -81,6 +81,19 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
+// A reader may have ways to unpack that suit a head's tables: ways(table) is the last that does, 0 to 2, and Way<n> a
+// reader that takes way n, for tiles without dead slots. Way 0, the reader itself, suits all.
+template <class R> KV_CONSTEXPR auto has_ways(int) -> decltype(R::ways(nullptr), true) { return true; }
+template <class R> KV_CONSTEXPR bool has_ways(...) { return false; }
+template <class R, bool DEAD, int WAY, bool HAS = has_ways<R>(0)> struct UnpacksBy {
+  using Reader = typename Unpacks<R, DEAD>::Reader;
+};
+template <class R, int WAY> struct UnpacksBy<R, false, WAY, true> { using Reader = typename R::template Way<WAY>; };
+template <class R> KV_DEV int ways(const uint8_t* table) {
+  if constexpr (has_ways<R>(0)) return R::ways(table);
+  else return 2;
+}
+
 // A reader may be IN_TWOS: two_keys and two_values unpack two tokens at once.
 template <class R> KV_CONSTEXPR auto is_in_twos(int) -> decltype(R::IN_TWOS) { return R::IN_TWOS; }
 template <class R> KV_CONSTEXPR bool is_in_twos(...) { return false; }
