@@ -63,6 +63,9 @@ extern "C" void run(const uint8_t* tiles, const uint8_t* tables, float* keys, fl
 """
 
 
+OFTEN = (2, 96), (2.5, 64), (3, 128), (3.5, 128)
+
+
 def falling(quads: int, total: int) -> list[list[int]]:
     """Widths of the quads that sum up to ``total``: flat, steep and drawn ones, each with several greatest widths."""
     rng, made = torch.Generator().manual_seed(total), []
@@ -82,7 +85,7 @@ def falling(quads: int, total: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("bits", "dim"),
     [
-        pytest.param(bits, dim, marks=[] if (bits, dim) in ((2, 96), (2.5, 64), (3, 128), (3.5, 128)) else pytest.mark.wide)
+        pytest.param(bits, dim, marks=[] if (bits, dim) in OFTEN else pytest.mark.wide)
         for dim in (64, 96, 128, 192, 256)
         for bits in ALLOWED
         if dim * bits % 32 == 0
@@ -149,8 +152,10 @@ def test_beside_another_codec() -> None:
 _PROGRAM = """
 #include "decode.cuh"
 #include "read_ghost.cuh"
-using Kernel = kv::Decoder<kv::ReadGhost<128, 6, false>, kv::ReadGhost<128, 6, true, true>, 128, 64, 64, 8, 2, false, -1, 4>;
-KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
+using K = kv::ReadGhost<128, 6, false>;
+using V = kv::ReadGhost<128, 6, true, true>;
+using Kernel = kv::Decoder<K, V, 128, 64, 64, 8, 2, false, -1, 4>;
+KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Kernel::run(a); }
 """
 
 

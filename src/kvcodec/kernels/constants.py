@@ -98,10 +98,10 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
     if len(layers) == 1:
         return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
     held = [x.tables for x in layers if x.tables is not None]
-    if held and held[0].dim() == 3:
-        tables = torch.cat([x[:1] for x in held], 1)
-    else:
-        tables = torch.cat([x.expand(heads, -1) for x in held]) if held else None
+    tables = None
+    if held:
+        by_head = held[0].dim() == 2
+        tables = torch.cat([x.expand(heads, -1) if by_head else x[:1] for x in held], 0 if by_head else 1)
     factors = [x.factor[:1] for x in layers if x.factor is not None]
     return Constants(tables, torch.cat(factors, 1) if factors else None, layers[0].order)
 

@@ -13,7 +13,6 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.spec import Encoder, Reader, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
 
-
 LEVEL_BYTES = 128 * 2 * 2**8
 """Bytes of shared memory of the levels of two codes of up to four bits."""
 
