@@ -1,12 +1,15 @@
 """The reader of ghost: every run of widths that falls, whole decoders, means before RoPE, machine code."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params, Site
+from kvcodec.attention import attend
+from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels.ghost import read_tables, sizes
@@ -14,6 +17,7 @@ from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Means, Side, check_all
 from tests.kernels.offline import compile_kernels
+from tests.kernels.test_fused import Reference, scheme
 
 # -- widths ------------------------------------------------------------------------------------------------------------
 
@@ -145,6 +149,27 @@ def test_decode(codec: Ghost, dim: int) -> None:
 def test_beside_another_codec() -> None:
     saw = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
     check_all(saw, side(Ghost(4), True), 64, CASES[:2])
+
+
+def test_a_fused_cache(machine: dict[str, Any]) -> None:
+    """Encoded, attended and unpacked by kernels, with constants of a file."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (
+        (torch.randn(2, 2, 98, 64, generator=generator) * torch.logspace(-1, 1, 64) + c).half().float() for c in (0, 1)
+    )
+    own: dict[Role, Params] = {}
+    for role, x in zip(ROLES, (k, v), strict=True):
+        own[role] = Ghost(3).fit(Site(0, role, 2, 64), x[:1])
+    fused = FusedLayerCache(scheme("ghost-3", sink=4), params=own)
+    reference = Reference(scheme("ghost-3", sink=4), params=own)
+    for cache in (fused, reference):
+        cache.append(k[:, :, :97], v[:, :, :97])
+        cache.append(k[:, :, 97:], v[:, :, 97:])
+    for tokens in (1, 8):
+        q = torch.randn(2, 4, tokens, 64, generator=generator)
+        want = attend(q, reference)
+        assert float((fused.attend(q) - want).norm() / want.norm()) < 2e-3
+    assert set(machine) >= {"kv_encode", "kv_decode", "kv_unpack"}
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
