@@ -35,6 +35,7 @@
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
+//  of either role: ORDERED, CENTRED, IN_TWOS, ways(table): see tile.cuh
 // Where a cache is decoded, unpack.cuh asks a blocked reader for the numbers of one channel; its V_BLOCK_ZERO says
 // whether there is a v_bzero.
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
