@@ -41,7 +41,7 @@ class Side:
     order : callable
         head_dim to the order of the Hadamard rotation that the kernel undoes.
     table : callable, optional
-        ``(params, head_dim)`` to the look-up tables, uint8 ``[H or 1, bytes]``.
+        ``(params, head_dim)`` to the look-up tables, as ``Reader.tables``.
     factor : callable, optional
         ``(params, head_dim)`` to what multiplies queries (keys) or outputs (values), float32 ``[B or 1, H, D]``.
     also : tuple of str
@@ -412,14 +412,15 @@ def _check(
         args.part_m = put(torch.full((b * hq, slots), torch.nan), write=True)
         args.part_l = put(torch.full((b * hq, slots), torch.nan), write=True)
         args.out, args.out_batch, args.out_head = put(out, write=True), hq * dim, dim
-        args.lse = put(lse, write=True)
+        args.lse, alike = put(lse, write=True), True
         for role, side in sides.items():
             to = getattr(args, role)
             to.block = side.order(dim)
             if side.table is not None:
                 table = side.table(params[role], dim)
-                to.table, to.table_bytes = put(table), table.shape[1]
-                to.table_head = table.shape[1] if table.shape[0] > 1 else 0
+                to.table, to.table_bytes = put(table), table.shape[-1]
+                to.table_head = table.stride(0) if table.shape[0] > 1 else 0
+                alike &= table.dim() == 2 and len(table) == 1
             if side.factor is not None:
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
@@ -433,7 +434,7 @@ def _check(
         args.heads, args.group, args.tiles = h, case.group, -(-case.group // heads)
         args.splits, args.slots, args.capacity = case.splits, slots, columns * geometry.page
         args.runs = case.splits - case.alone
-        args.alike = 1 if max(args.key.table_head, args.value.table_head, args.mean.table_head) else h
+        args.alike = h if alike and not args.mean.table_head else 1
         args.pieces = b * args.alike * args.tiles * case.splits
         args.scale2 = (dim**-0.5 if case.scale is None else case.scale) * math.log2(math.e)
         args.softcap = case.softcap

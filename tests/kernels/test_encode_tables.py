@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site
+from kvcodec.codecs.ghost import Ghost
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL
@@ -83,7 +84,7 @@ class Encoders:
         tables = encoder.tables(params)
         sizes = [lib.enter(f"plane{i}", p, result=ctypes.c_int) for p in range(len(fields) + 1)]
         assert sizes == [*(field.nbytes for field in fields), -1]
-        assert tables.shape[1] >= lib.enter(f"table{i}", result=ctypes.c_int)
+        assert tables.shape[-1] >= lib.enter(f"table{i}", result=ctypes.c_int)
         columns = -(-(at + tokens) // PAGE)
         offsets, end = [], 0
         for field in fields:
@@ -93,12 +94,12 @@ class Encoders:
         order = torch.randperm(columns + 1, generator=torch.Generator().manual_seed(tokens))[:columns].int()[None]
         said, first = torch.zeros(1, dtype=torch.int32), torch.full((1,), at, dtype=torch.int32)
         name = encoder.factor or encoder.own
-        factor = params[name] if name else None
+        factor = name(params) if callable(name) else params[name] if name else None
         with lib.memory() as memory:
             side = EncodeRoleArgs(
                 x=memory.put(x), tables=memory.put(tables), factor=None if factor is None else memory.put(factor),
                 first=memory.put(first), batch=x.stride(0), head=x.stride(1), token=x.stride(2), factor_batch=0,
-                table_head=tables.shape[1] if len(tables) > 1 else 0, plane=0, tokens=tokens,
+                table_head=tables.stride(0) if len(tables) > 1 else 0, plane=0, tokens=tokens,
             )  # fmt: skip
             kind = [torch.float16, torch.bfloat16, torch.float32].index(x.dtype)
             args = EncodeArgs(
@@ -176,6 +177,20 @@ def test_ultra_tq(dim: int) -> None:
     for i, codec in enumerate(codecs):
         encoders.check(codec, random_rows(49, dim, i).half())
         encoders.check(codec, random_rows(48, dim) * torch.logspace(-30, 0, 48)[:, None])
+
+
+@dims(64)
+def test_ghost(dim: int) -> None:
+    """Also values, which lose their mean; widths that differ much, and streams of every unit."""
+    codecs = [Ghost(bits) for bits in (2, 2.5, 3, 4.5, 5) if dim * bits % 32 == 0]
+    encoders, g = Encoders(codecs, dim), torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-2, 1, dim)[torch.randperm(dim, generator=g)]
+    for i, codec in enumerate(codecs):
+        x = random_rows(49, dim, i)
+        encoders.check(codec, x.to((torch.float16, torch.bfloat16)[i % 2]))
+        uneven, sample = (x * sizes).clamp(-60000, 60000).half(), torch.randn(1, HEADS, 300, dim, generator=g)
+        for role, rows in (("key", sample * sizes), ("value", sample + sizes)):
+            encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), rows), seed=i)
 
 
 @dims(192)

@@ -142,10 +142,10 @@ def scales() -> Tensor:
     >>> scales()[[0, 2, 4, 6, 14]].tolist()
     [0.0, 0.5, 0.7071067690849304, 1.0, 4.0]
     """
-    return torch.tensor([0.0] + [_power(i - UNIT) for i in range(1, SCALES + 1)], dtype=torch.float32)
+    return torch.tensor([0.0] + [power(i - UNIT) for i in range(1, SCALES + 1)], dtype=torch.float32)
 
 
-def _power(quarters: int) -> float:
+def power(quarters: int) -> float:
     """2^(quarters/4), the same on every machine."""
     return QUARTERS[quarters % 4] * 2.0 ** (quarters // 4)
 
@@ -223,24 +223,25 @@ def query_energy(queries: Tensor, heads: int) -> Tensor:
     return _over_pairs(channel_squares(own) / own.shape[2])
 
 
-def _stream_bytes(head_dim: int, bits: float) -> int:
+def stream_bytes(head_dim: int, bits: float) -> int:
+    """Bytes of one of the four streams of a row."""
     return int(head_dim * bits) // (8 * LANES)
 
 
-def _unit(stream_bytes: int) -> int:
-    """Bytes of a stream that stand side by side in a row."""
-    return next(size for size in (4, 2, 1) if stream_bytes % size == 0)
+def stream_unit(size: int) -> int:
+    """Bytes of a stream of so many that stand side by side in a row."""
+    return next(unit for unit in (4, 2, 1) if size % unit == 0)
 
 
 def _streams(row: Tensor) -> Tensor:
     """The four streams of rows ``[..., 4 n]``: ``[..., 4, n]``."""
     size = row.shape[-1] // LANES
-    return row.unflatten(-1, (-1, LANES, _unit(size))).transpose(-3, -2).flatten(-2)
+    return row.unflatten(-1, (-1, LANES, stream_unit(size))).transpose(-3, -2).flatten(-2)
 
 
 def _joined(streams: Tensor) -> Tensor:
     """Rows ``[..., 4 n]`` of streams ``[..., 4, n]``."""
-    return streams.unflatten(-1, (-1, _unit(streams.shape[-1]))).transpose(-3, -2).flatten(-3)
+    return streams.unflatten(-1, (-1, stream_unit(streams.shape[-1]))).transpose(-3, -2).flatten(-3)
 
 
 def _places(params: Params) -> tuple[Tensor, Tensor]:
@@ -397,7 +398,7 @@ class Ghost(Codec):
     def _with_widths(self, site: Site, params: dict[str, Tensor], cost: Tensor) -> Params:
         """Add what follows from the costs v f, falling ``[B, H, D]``."""
         quads = sum_by_halves(cost.unflatten(-1, (-1, LANES))).squeeze(-1)
-        total = 8 * _stream_bytes(site.head_dim, self.bits) - 1
+        total = 8 * stream_bytes(site.head_dim, self.bits) - 1
         widths = torch.tensor([[allot(head, ERRORS, total) for head in heads] for heads in quads.tolist()])
         params["weight"] = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float()
         params["widths"] = widths.to(torch.uint8)
@@ -425,7 +426,7 @@ class Ghost(Codec):
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
         byte, bit = _places(params)
-        size, lanes = _stream_bytes(x.shape[-1], self.bits), torch.arange(LANES, device=x.device)
+        size, lanes = stream_bytes(x.shape[-1], self.bits), torch.arange(LANES, device=x.device)
         parts = []
         for piece in token_chunks(x):
             y = piece - params["centre"].unsqueeze(2) if "centre" in params else piece
@@ -447,7 +448,7 @@ class Ghost(Codec):
         weight, coded = params["weight"].unsqueeze(2), (widths > 0).unsqueeze(2)
         energy = sum_by_halves(torch.where(coded, y, 0.0).square())
         # r^2 between numbers i and i + 1: 2^((2 i + 1 - 2 UNIT) / 4)
-        walls = torch.tensor([_power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
+        walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
         walls = walls.to(y.device)
         nearest = 1 + (energy > coded.sum(-1, keepdim=True) * walls).sum(-1, keepdim=True)
         codes, number = nearest_in(cuts, torch.zeros_like(y)), torch.zeros_like(nearest)

@@ -22,7 +22,7 @@ class RoleArgs(ctypes.Structure):
         """Set the fields from the parts of a ``constants.Constants``."""
         self.block = order
         if tables is not None:
-            self.table, self.table_bytes = tables.data_ptr(), tables.shape[1]
+            self.table, self.table_bytes = tables.data_ptr(), tables.shape[-1]
             self.table_head = 0 if tables.shape[0] == 1 else tables.stride(0)
         if factor is not None:
             self.factor, self.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)

@@ -24,6 +24,7 @@ class Constants(NamedTuple):
     Parameters
     ----------
     tables : Tensor uint8 ``[H or 1, bytes]`` or None
+        ``[B or 1, H, bytes]`` where the kernels take tables by sequence.
     factor : Tensor float32 ``[B or 1, H, D]`` or None
         ``[B or 1, H]`` where an encoder has an ``own`` constant; float64 reciprocals where it divides.
     order : int
@@ -97,8 +98,9 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
     if len(layers) == 1:
         return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
     tables = layers[0].tables
-    if tables is not None and not (len(tables) == 1 and all(x.tables is tables for x in layers)):
-        tables = torch.cat([x.tables.expand(heads, -1) for x in layers if x.tables is not None])
+    if tables is not None and not (tables.dim() == 2 and len(tables) == 1 and all(x.tables is tables for x in layers)):
+        held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
+        tables = torch.cat([x.expand(heads, -1) if by_head else x[:1] for x in held], 0 if by_head else 1)
     factors = [x.factor[:1] for x in layers if x.factor is not None]
     return Constants(tables, torch.cat(factors, 1) if factors else None, layers[0].order)
 
@@ -106,19 +108,24 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
 def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:
     assert kernel.tables is not None
     tables = kernel.tables(params).contiguous()
-    if tables.dtype != torch.uint8 or tables.dim() != 2 or tables.shape[0] not in (1, heads):
+    by_head = tables.dim() == 2 and tables.shape[0] in (1, heads)
+    if tables.dtype != torch.uint8 or not (by_head or (tables.dim() == 3 and tables.shape[1] == heads)):
         raise UnsupportedError(
-            f"{kernel.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes]."
+            f"{kernel.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes], or "
+            f"[batch or 1, {heads}, bytes] by sequence."
         )
     return tables
 
 
 def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:
     name = kernel.factor or kernel.own
-    if name not in params:
+    if callable(name):
+        factor = name(params).float()
+    elif name in params:
+        factor = params[name].float()
+    else:
         found = ", ".join(map(repr, params)) or "none"
         raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {found}.")
-    factor = params[name].float()
     if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
         factor = factor.double().reciprocal()
     return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()

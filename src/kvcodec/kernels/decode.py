@@ -362,5 +362,7 @@ def _check(
     if sinks is not None and sinks.numel() != num_q_heads:
         raise ShapeError(f"{name}: sinks has {sinks.numel()} logits; one per query head, {num_q_heads}, is needed.")
     for what, side in (("key", key), ("value", value)):
-        if side.factor is not None and side.factor.shape[0] not in (1, batch):
-            raise ShapeError(f"{name}: the {what} constants are of {side.factor.shape[0]} sequences, q has {batch}.")
+        own = [side.factor, None if side.tables is None or side.tables.dim() == 2 else side.tables]
+        for held in (part.shape[0] for part in own if part is not None):
+            if held not in (1, batch):
+                raise ShapeError(f"{name}: the {what} constants are of {held} sequences, q has {batch}.")

@@ -151,7 +151,7 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
     there are have a sequence in the last round as well, then as many warps as registers allow, and tiles of 32 tokens
     or more.
     """
-    if capacity > TEAM_TOKENS or units < 3 * machine.sms:
+    if capacity > TEAM_TOKENS or units < 3 * machine.sms or not min(spec.key.team_warps, spec.value.team_warps):
         return None
     best, most = None, 0.0
     longest, least = min(spec.key.tile, spec.value.tile), 32 if spec.blocked else 16

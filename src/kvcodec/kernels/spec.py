@@ -44,16 +44,19 @@ class Reader:
     shared : int
         Bytes of look-up tables in shared memory, the struct's ``TABLE``.
     tables : callable, optional
-        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads.
+        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads. ``[B or 1, H, bytes]`` of
+        an ORDERED struct (tile.cuh).
     computes : bool
         Whether ``fill`` computes the look-up tables and reads nothing.
-    factor : str
-        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values), or a function of the
+        constants that returns it; empty: none.
     order : int
         Hadamard order; 1 for none.
     lends, borrower : str
         Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
-        need none of their own.
+        need none of their own, or ``own_shared`` bytes of them.
+    own_shared : int
     both : str
         The struct when one codec holds keys and values; empty: ``type``.
     also : tuple of str
@@ -69,7 +72,7 @@ class Reader:
     warps : int
         Warps of a CTA where two share a multiprocessor; of keys.
     team_warps : int
-        Warps of all teams of a CTA, at most; of keys.
+        Warps of all teams of a CTA, at most; of keys. 0 of either role: no teams, as tables differ by sequence.
     alike : bool
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional
@@ -88,10 +91,11 @@ class Reader:
     shared: int = 0
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     computes: bool = False
-    factor: str = ""
+    factor: str | Callable[[Params], Tensor] = ""
     order: int = 1
     lends: str = ""
     borrower: str = ""
+    own_shared: int = 0
     both: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
@@ -130,8 +134,9 @@ class Encoder:
     ----------
     type, header, folder, tables, order, block, alike, tables_of
         As ``Reader``; ``tables`` is what the struct gets.
-    factor : str
-        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by, or a function of the
+        constants that returns it.
     divide : bool
     form : {"rows", "blocks", "table"}
         Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
@@ -144,7 +149,7 @@ class Encoder:
     header: str
     folder: str = str(CSRC)
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str = ""
+    factor: str | Callable[[Params], Tensor] = ""
     divide: bool = False
     order: int = 1
     block: int = 1
@@ -324,7 +329,7 @@ def _decode_spec(
     else:
         k, v = replace(k, reach=0), replace(v, reach=0)
     if v.lends and k.lends == v.lends:
-        v = replace(v, type=v.borrower, shared=0, tables=None)
+        v = replace(v, type=v.borrower, shared=v.own_shared, tables=v.tables if v.own_shared else None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}")

@@ -35,6 +35,7 @@
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
+//  of either role: ORDERED, CENTRED, IN_TWOS, ways(table): see tile.cuh
 // Where a cache is decoded, unpack.cuh asks a blocked reader for the numbers of one channel; its V_BLOCK_ZERO says
 // whether there is a v_bzero.
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
@@ -106,7 +107,8 @@ struct Decoder {
     else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
   }
 
-  template <bool MASKED>
+  // WAY_K, WAY_V: of unpacking, see tile.cuh
+  template <bool MASKED, int WAY_K = 0, int WAY_V = 0>
   KV_DEV static void tile(State& st, const Query<K, D, HEADS>& q, const DecodeArgs& a, const uint8_t* at,
                           const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
                           int live_to, const Mean& mean, uint8_t* scratch = nullptr) {
@@ -127,7 +129,7 @@ struct Decoder {
         constexpr int EACH = K::BLOCK / 16;
         if (sub % EACH == 0) enter_block<K, D, HEADS>(block_q, block_zero, q, keys, sub / EACH, lane);
       }
-      scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      scores<K, D, HEADS, MASKED, WAY_K>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
       }
@@ -190,7 +192,7 @@ struct Decoder {
       if constexpr (PAIRED) {
         add_pairs<V, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
       } else if constexpr (!V::V_BLOCKED) {
-        add_values<V, HEADS, MASKED>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED, WAY_V>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
                  (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
         float fresh[V::V_REGS / 2][Sum::HALVES][4], mass[4];
@@ -216,6 +218,7 @@ struct Decoder {
     float* merge_m = merge + WARPS * ROWS * row_floats(D);
     float* merge_l = merge_m + WARPS * ROWS;
     const float reference = SCALED ? st.reference : 1.0f;
+    const uint8_t* source = source_of<V>(a.value.table, a.value.table_head, b, h);
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       if constexpr (PAIRED) {
@@ -227,8 +230,11 @@ struct Decoder {
       for (int i = 0; i < Sum::COUNT; ++i) {
         const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
         if (c < 0 || !Sum::used(i)) continue;
-        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(c)] =
-            st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
+        float x = st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
+        if constexpr (is_centred<V>(0)) x += st.softmax.l[n] * V::source_centre(source, c);
+        int to = c;
+        if constexpr (is_ordered<V>(0)) to = V::source_channel(source, c);
+        merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(to)] = x;
       }
     }
     if (g == 0) {
@@ -242,10 +248,11 @@ struct Decoder {
     merge_warps<D, WARPS, ROWS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot, warp);
   }
 
-  KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int h) {
-    if (K::TABLE) K::fill(shared, a.key.table + h * a.key.table_head, thread(), TEAMS * WARPS * 32);
-    if (V::TABLE) V::fill(shared + align16(K::TABLE), a.value.table + h * a.value.table_head, thread(),
-                          TEAMS * WARPS * 32);
+  KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int b, int h) {
+    const uint8_t* keys = source_of<K>(a.key.table, a.key.table_head, b, h);
+    const uint8_t* values = source_of<V>(a.value.table, a.value.table_head, b, h);
+    if (K::TABLE) K::fill(shared, keys, thread(), TEAMS * WARPS * 32);
+    if (V::TABLE) V::fill(shared + align16(K::TABLE), values, thread(), TEAMS * WARPS * 32);
     if constexpr (PAIRS > 0)
       Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, thread(), TEAMS * WARPS * 32);
   }
@@ -267,8 +274,10 @@ struct Decoder {
     const int at = warp * 32 + lane;
     if (at * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + at * 32);
     if constexpr (TEAMS == 1) {
-      if (K::TABLE && at * 128 < a.key.table_bytes) prefetch(a.key.table + h * a.key.table_head + at * 128);
-      if (V::TABLE && at * 128 < a.value.table_bytes) prefetch(a.value.table + h * a.value.table_head + at * 128);
+      if (K::TABLE && at * 128 < a.key.table_bytes)
+        prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + at * 128);
+      if (V::TABLE && at * 128 < a.value.table_bytes)
+        prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + at * 128);
     }
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
@@ -316,7 +325,7 @@ struct Decoder {
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (TEAMS == 1 && codes) fill_tables(a, shared, h);
+    if (TEAMS == 1 && codes) fill_tables(a, shared, b, h);
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
@@ -326,7 +335,7 @@ struct Decoder {
     }
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
-    if (codes) take_query<K, D>(q, query, a);
+    if (codes) take_query<K, D>(q, query, k_table, a);
     if constexpr (PAIRS > 0) mean.take(means);
 
     State st;
@@ -334,14 +343,24 @@ struct Decoder {
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
+    const int k_ways = ways<K>(k_table), v_ways = ways<V>(v_table);
+    const int way = !k_ways || !v_ways ? 0 : k_ways + v_ways == 3 && k_ways == 2 ? 2 : k_ways + v_ways;
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
       copy_wait<STAGES - 1>();
       sync_warp();
       const uint8_t* at = ring + stage * TILE;
-      if (t * T >= begin && t * T + T <= end) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
-      else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
+      const bool whole = t * T >= begin && t * T + T <= end;
+      if constexpr (has_ways<K>(0) || has_ways<V>(0)) {
+        if (whole && way == 4) tile<false, 2, 2>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else if (whole && way == 3) tile<false, 1, 2>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else if (whole && way == 2) tile<false, 1, 1>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
+      } else {
+        if (whole) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
+        else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
+      }
       sync_warp();  // all lanes have read this stage before it is filled again
       if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);
@@ -367,7 +386,7 @@ struct Decoder {
     } else {
       const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
       const int ys = (int)a.alike * a.tiles;
-      fill_tables(a, shared, block_y() * (int)a.alike);
+      fill_tables(a, shared, 0, block_y() * (int)a.alike);
       sync_threads();
       // neighbouring pieces go to different multiprocessors, so that their counts differ by at most one
       KV_NO_UNROLL

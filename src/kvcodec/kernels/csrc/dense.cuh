@@ -41,7 +41,7 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     const QueryRows<D, WARPS, HEADS> rows(a, model, b, h, first_head, live_heads, warp);
     stage_query<R, D, WARPS>((float*)shared, rows, a, model, h, live_heads, warp);
     sync_threads();
-    take_query<R, D>(q, (const float*)shared, a);
+    take_query<R, D>(q, (const float*)shared, nullptr, a);
     typename Loop::State st;
     Loop::Total::start(st, warp);
     KV_NO_UNROLL
@@ -134,7 +134,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     const Side model{nullptr, nullptr, 0, 0, 0, 1};
     stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads, warp);
     Loop::sync();
-    take_query<R, D>(q, shared, a);
+    take_query<R, D>(q, shared, nullptr, a);
     const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
                       end - 1};
     const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,

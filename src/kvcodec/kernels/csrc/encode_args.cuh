@@ -8,11 +8,11 @@ namespace kv {
 // new keys or values, and where their planes begin
 struct EncodeSide {
   const void* x;            // [B, H, N, D] model basis; channels lie together
-  const uint8_t* tables;    // constants of KV head h at tables + h * table_head; may be null
+  const uint8_t* tables;    // constants of KV head h at tables + h * table_head, or by sequences; may be null
   const float* factor;      // [B or 1, H, D] of the role's FACTOR (FACTOR_INVERSE: float64); null without
   const int32_t* first;     // [B] slot of token 0: token n of sequence b goes to slot first[b] + n
   int64_t batch, head, token;  // strides of x in elements, multiples of 4: vectors are loaded; x at 16 bytes
-  int64_t table_head;       // bytes; 0: one table for all heads
+  int64_t table_head;       // bytes; 0: one table for all heads, or sequences
   int64_t factor_batch;     // elements; 0: one for all sequences
   int64_t plane;            // byte of the page at which this role's first plane begins
   int64_t tokens;           // N

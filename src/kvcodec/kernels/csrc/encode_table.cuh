@@ -13,6 +13,7 @@
 //   : TableRow
 //   DIM, PLANES, plane_bytes(p)   as in encode.cuh
 //   TABLE       bytes of a head's tables that are copied to shared memory, a multiple of 16; 0: `table` is global
+//   BY_SEQUENCE tables are those of a sequence: TABLE bytes for each head, table_head from one sequence to the next
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
@@ -28,6 +29,7 @@ constexpr int TABLE_THREADS = 32 * TABLE_WARPS;
 
 struct TableRow {
   KV_CONST int TEAM = 8;
+  KV_CONST bool BY_SEQUENCE = false;
   KV_CONST bool OWN = false;
 };
 
@@ -88,7 +90,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
   for (int head = block_x() % heads; head < a.heads; head += heads) {
-    const uint8_t* table = s.tables + head * s.table_head;
+    const uint8_t* table = s.tables + (C::BY_SEQUENCE ? block_y() * s.table_head + head * C::TABLE : head * s.table_head);
     if (C::TABLE) {
       sync_threads();  // the last head's may still be in use
       for (int i = 16 * thread(); i < C::TABLE; i += 16 * TABLE_THREADS) copy16(shared + i, table + i);

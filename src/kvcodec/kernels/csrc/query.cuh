@@ -103,9 +103,9 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
   }
 }
 
-// from there, after a synchronisation, to the warp's operands
+// from there, after a synchronisation, to the warp's operands; `table` is the reader's, in shared memory
 template <class K, int D, int HEADS>
-KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const DecodeArgs& a) {
+KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t* table, const DecodeArgs& a) {
   constexpr int WIDTH = row_floats(query_channels<K, D>());
   const int lane = thread() % 32, g = lane / 4, j = lane % 4;
   const int head = g * HEADS / 8, odd = g % 2;
@@ -125,7 +125,8 @@ KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const DecodeA
       const int r = group * (q.REGS / K::GROUPS) + k, e = q.HALVED ? 4 * r + 2 * odd : 2 * r;
       const int c0 = K::k_channel(j, e), c1 = K::k_channel(j, e + 1);
       const float w0 = K::k_weight(e), w1 = K::k_weight(e + 1);
-      const float x0 = c0 < 0 ? 0.0f : mine[skew(c0)] * down * w0, x1 = c1 < 0 ? 0.0f : mine[skew(c1)] * down * w1;
+      const float x0 = c0 < 0 ? 0.0f : mine[skew(model_channel<K>(table, c0))] * down * w0;
+      const float x1 = c1 < 0 ? 0.0f : mine[skew(model_channel<K>(table, c1))] * down * w1;
       q.r[r] = pack_half2(x0, x1);
       if constexpr (K::K_BLOCKED) q.plain[r] = pack_half2(x0 / w0, x1 / w1);
       sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;

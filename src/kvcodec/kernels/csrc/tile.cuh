@@ -81,6 +81,42 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
+// A reader may have ways to unpack that suit a head's tables: ways(table) is the last that does, 0 to 2, and Way<n> a
+// reader that takes way n, for tiles without dead slots. Way 0, the reader itself, suits all.
+template <class R> KV_CONSTEXPR auto has_ways(int) -> decltype(R::ways(nullptr), true) { return true; }
+template <class R> KV_CONSTEXPR bool has_ways(...) { return false; }
+template <class R, bool DEAD, int WAY, bool HAS = has_ways<R>(0)> struct UnpacksBy {
+  using Reader = typename Unpacks<R, DEAD>::Reader;
+};
+template <class R, int WAY> struct UnpacksBy<R, false, WAY, true> { using Reader = typename R::template Way<WAY>; };
+template <class R> KV_DEV int ways(const uint8_t* table) {
+  if constexpr (has_ways<R>(0)) return R::ways(table);
+  else return 2;
+}
+
+// A reader may be IN_TWOS: two_keys and two_values unpack two tokens at once.
+template <class R> KV_CONSTEXPR auto is_in_twos(int) -> decltype(R::IN_TWOS) { return R::IN_TWOS; }
+template <class R> KV_CONSTEXPR bool is_in_twos(...) { return false; }
+
+// A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its tables:
+// model_channel(table, c) and source_channel(source, c) give the model's channel of c, by the tables in shared and in
+// global memory. A reader of values may be CENTRED: to every value its channel's number is added, before the factor:
+// centre(table, c), source_centre(source, c).
+template <class R> KV_CONSTEXPR auto is_ordered(int) -> decltype(R::ORDERED) { return R::ORDERED; }
+template <class R> KV_CONSTEXPR bool is_ordered(...) { return false; }
+template <class R> KV_CONSTEXPR auto is_centred(int) -> decltype(R::CENTRED) { return R::CENTRED; }
+template <class R> KV_CONSTEXPR bool is_centred(...) { return false; }
+// Its tables are those of a sequence: of KV head h they lie SOURCE h bytes behind its first, and `stride` is that of the
+// sequences.
+template <class R> KV_DEV const uint8_t* source_of(const uint8_t* tables, int64_t stride, int b, int h) {
+  if constexpr (is_ordered<R>(0)) return tables + b * stride + (int64_t)h * R::SOURCE;
+  else return tables + h * stride;
+}
+template <class R> KV_DEV int model_channel(const uint8_t* table, int c) {
+  if constexpr (is_ordered<R>(0)) return R::model_channel(table, c);
+  else return c;
+}
+
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 

@@ -11,7 +11,7 @@ namespace kv {
 struct UnpackArgs {
   const uint8_t* pages;       // [num_pages, H, page_bytes]
   const int32_t* page_table;  // [B, columns]
-  const uint8_t* k_table;     // look-up tables of KV head h at k_table + h * k_table_head
+  const uint8_t* k_table;     // look-up tables of KV head h at k_table + h * k_table_head, or as source_of
   const uint8_t* v_table;
   void* keys;                 // count rows of D numbers for each sequence and KV head, by the strides below
   void* values;
@@ -190,8 +190,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * (int64_t)page_bytes<K, V>(P), first % P, lane);
     }
     copy_commit();
-    if (K::TABLE) K::fill(k_table, a.k_table + h * a.k_table_head, thread(), WARPS * 32);
-    if (V::TABLE) V::fill(v_table, a.v_table + h * a.v_table_head, thread(), WARPS * 32);
+    if (K::TABLE) K::fill(k_table, source_of<K>(a.k_table, a.k_table_head, b, h), thread(), WARPS * 32);
+    if (V::TABLE) V::fill(v_table, source_of<V>(a.v_table, a.v_table_head, b, h), thread(), WARPS * 32);
     copy_wait<0>();
     sync_threads();
     if (!mine) return;
@@ -206,7 +206,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
-          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + c] = round16(x[e], a.kind);
+          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_table, c)] = round16(x[e], a.kind);
         }
         if constexpr (is_sketched<K>(0)) {
           sync_warp();
@@ -226,7 +226,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
-          if (c >= 0) rows[token * ROW + c] = round16(x[e], a.kind);
+          if constexpr (is_centred<V>(0)) x[e] += V::centre(v_table, c);
+          if (c >= 0) rows[token * ROW + model_channel<V>(v_table, c)] = round16(x[e], a.kind);
         }
       }
       sync_warp();
