@@ -75,16 +75,35 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     const uint8_t* planes[1] = {row};
     R::keys(planes, nullptr, 0, part, 0, r);
   }
-  KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V::V_REGS]) {
-    KV_UNROLL
-    for (int k = 0; k < V::V_REGS; ++k) {
-      float x[2];
-      KV_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        const int c = V::v_channel(part, 2 * k + i);
-        x[i] = c < 0 ? 0.0f : load_real(row, c, BF16);
+  // whether a part's elements are runs of n neighbouring channels, each from a multiple of n on
+  KV_FUNCTION bool in_runs(int n) {
+    for (int part = 0; part < 8; ++part) {
+      for (int e = 0; e < 2 * V::V_REGS; ++e) {
+        const int c = V::v_channel(part, e), first = V::v_channel(part, e - e % n);
+        if (first < 0 ? c >= 0 : first % n || c != first + e % n) return false;
       }
-      r[k] = pack_half2(x[0], x[1]);
+    }
+    return 2 * V::V_REGS % n == 0;
+  }
+  KV_CONST int RUN = in_runs(8) ? 8 : in_runs(4) ? 4 : 1;
+  // two channels to a word, as they are in memory
+  KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V::V_REGS]) {
+    if constexpr (RUN == 1) {
+      KV_UNROLL
+      for (int k = 0; k < V::V_REGS; ++k) {
+        const int c0 = V::v_channel(part, 2 * k), c1 = V::v_channel(part, 2 * k + 1);
+        const uint32_t low = c0 < 0 ? 0u : ((const uint16_t*)row)[c0], high = c1 < 0 ? 0u : ((const uint16_t*)row)[c1];
+        r[k] = low | high << 16;
+      }
+    } else {
+      KV_UNROLL
+      for (int k = 0; k < V::V_REGS; k += RUN / 2) {
+        const int c = V::v_channel(part, 2 * k);
+        uint32_t w[RUN / 2];
+        load_words<RUN / 2>(w, row + 2 * (c < 0 ? 0 : c));
+        KV_UNROLL
+        for (int i = 0; i < RUN / 2; ++i) r[k + i] = c < 0 ? 0u : w[i];
+      }
     }
   }
 
@@ -145,6 +164,12 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       uint32_t x[R::K_REGS], y[R::K_REGS];
       keys(k_rows.row(first + g), j, x);
       keys(k_rows.row(first + g + 8), j, y);
+      uint32_t u[2][V::V_REGS], w[2][V::V_REGS];  // under way while scores are made
+      KV_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        values(v_rows.row(first + 2 * j + odd), g, u[odd]);
+        values(v_rows.row(first + 2 * j + odd + 8), g, w[odd]);
+      }
       float s[2 * N], top[N], p[2 * N];
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] = 0.0f;
@@ -170,10 +195,9 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       }
       KV_UNROLL
       for (int odd = 0; odd < 2; ++odd) {
-        uint32_t u[V::V_REGS], w[V::V_REGS];
-        values(v_rows.row(first + 2 * j + odd), g, u);
-        values(v_rows.row(first + 2 * j + odd + 8), g, w);
-        add_rows<V, HEADS>(sum, p16, u, w, odd, lane);
+        KV_UNROLL
+        for (int k = 0; k < V::V_REGS; ++k) u[odd][k] = R::half2(u[odd][k]), w[odd][k] = R::half2(w[odd][k]);
+        add_rows<V, HEADS>(sum, p16, u[odd], w[odd], odd, lane);
       }
       // the accumulators hold outputs over their weights, and over the reference of the codes' scales
       if (Loop::SCALED && st.reference == 0.0f) st.reference = st.inverse = 1.0f;
