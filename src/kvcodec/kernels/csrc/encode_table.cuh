@@ -90,7 +90,8 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
   for (int head = block_x() % heads; head < a.heads; head += heads) {
-    const uint8_t* table = s.tables + (C::BY_SEQUENCE ? block_y() * s.table_head + head * C::TABLE : head * s.table_head);
+    const int64_t behind = C::BY_SEQUENCE ? block_y() * s.table_head + head * C::TABLE : head * s.table_head;
+    const uint8_t* table = s.tables + behind;
     if (C::TABLE) {
       sync_threads();  // the last head's may still be in use
       for (int i = 16 * thread(); i < C::TABLE; i += 16 * TABLE_THREADS) copy16(shared + i, table + i);

@@ -1,5 +1,5 @@
-// Reader of ghost (kvcodec/codecs/ghost.py, transform=channels): codes of widths that differ by channel, levels that are
-// a cubic of the code, a scale for each token.
+// Reader of ghost (kvcodec/codecs/ghost.py, transform=channels): codes of widths that differ by channel, levels that
+// are a cubic of the code, a scale for each token.
 //
 // Four neighbouring channels, a quad, share a width, and lie at the same place of four streams: a lane reads words of
 // one stream, two neighbouring quads, a pair, at a time, to the halves of a register. Where a pair begins and how wide
@@ -7,8 +7,8 @@
 // shared memory. As widths fall along a stream, a pair can begin only in a range that is known when the kernel is
 // compiled, nearly always within two words: then one shift finds it.
 //
-// Levels of pairs of up to four bits whose widths differ by one at most are looked up, two at a time: 1.5 operations for
-// a number. The n bits of a pair have an entry from 2^n on, in 32 copies, so that no two lanes share a bank; the tables
+// Levels of pairs of up to four bits whose widths differ by one at most are looked up, two at a time: 1.5 operations
+// for a number. The n bits of a pair have an entry from 2^n on, in 32 copies, so that no two lanes share a bank; the tables
 // are the same for all heads. Wider codes, and pairs whose widths differ more, are computed, 4 operations for a number:
 // a code is placed in the upper bits of the ten that fp16 has, c 2^(10 - w), as a number t = c 2^(-14 - w);
 //   u = 2^15 t - (1 - 2^-w) = (2 c - (2^w - 1)) / 2^w        exact, between -1 and 1
@@ -60,7 +60,8 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false, int LOOK = 0> str
 
   // the widest span of streams that pairs [first, last] can lie in: widths fall and sum up to TOTAL
   KV_FUNCTION int lowest(int first) {
-    const int wide = ((2 * first + 1) * TOTAL + QUADS - 1) / QUADS - 10, narrow = (2 * first * TOTAL + QUADS - 1) / QUADS;
+    const int wide = ((2 * first + 1) * TOTAL + QUADS - 1) / QUADS - 10;
+    const int narrow = (2 * first * TOTAL + QUADS - 1) / QUADS;
     return wide < narrow - 7 ? wide : narrow - 7;
   }
   KV_FUNCTION int highest(int last) {
@@ -191,8 +192,8 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false, int LOOK = 0> str
 
   // N tokens of a lane, the pairs `own` + EACH k of a stream
   template <int N, class P>
-  KV_DEV static void levels(const P& planes, const uint8_t* table, const int (&tokens)[N], int stream, int own, int lane,
-                            uint32_t* const (&r)[N]) {
+  KV_DEV static void levels(const P& planes, const uint8_t* table, const int (&tokens)[N], int stream, int own,
+                            int lane, uint32_t* const (&r)[N]) {
     // where the tables begin that hold the levels, and how far behind, as a constant of the loads
     const uint8_t* held = BORROWS ? table - KEYS_LEVELS - 128 * ENTRIES : table;
     constexpr int BEHIND = BORROWS ? KEYS_LEVELS : LEVELS;

@@ -106,8 +106,8 @@ template <class R> KV_CONSTEXPR auto is_ordered(int) -> decltype(R::ORDERED) { r
 template <class R> KV_CONSTEXPR bool is_ordered(...) { return false; }
 template <class R> KV_CONSTEXPR auto is_centred(int) -> decltype(R::CENTRED) { return R::CENTRED; }
 template <class R> KV_CONSTEXPR bool is_centred(...) { return false; }
-// Its tables are those of a sequence: of KV head h they lie SOURCE h bytes behind its first, and `stride` is that of the
-// sequences.
+// Its tables are those of a sequence: of KV head h they lie SOURCE h bytes behind its first, and `stride` is that of
+// the sequences.
 template <class R> KV_DEV const uint8_t* source_of(const uint8_t* tables, int64_t stride, int b, int h) {
   if constexpr (is_ordered<R>(0)) return tables + b * stride + (int64_t)h * R::SOURCE;
   else return tables + h * stride;
