@@ -8,9 +8,10 @@
 // compiled, nearly always within two words: then one shift finds it.
 //
 // Levels of pairs of up to four bits whose widths differ by one at most are looked up, two at a time: 1.5 operations
-// for a number. The n bits of a pair have an entry from 2^n on, in 32 copies, so that no two lanes share a bank; the tables
-// are the same for all heads. Wider codes, and pairs whose widths differ more, are computed, 4 operations for a number:
-// a code is placed in the upper bits of the ten that fp16 has, c 2^(10 - w), as a number t = c 2^(-14 - w);
+// for a number. The n bits of a pair have an entry from 2^n on, in 32 copies, so that no two lanes share a bank; the
+// tables are the same for all heads. Wider codes, and pairs whose widths differ more, are computed, 4 operations for
+// a number: a code is placed in the upper bits of the ten that fp16 has, c 2^(10 - w), as a number t = c 2^(-14 -
+// w);
 //   u = 2^15 t - (1 - 2^-w) = (2 c - (2^w - 1)) / 2^w        exact, between -1 and 1
 //   level = u (A 2^(w - 1) + B 2^(3 w - 3) u^2)
 // As widths fall, the registers are in two parts: a tile's code has neither looked up, the second or both (WAYS).
