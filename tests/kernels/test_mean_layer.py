@@ -126,12 +126,12 @@ def test_rotary_embeddings(changed: dict[str, Any], machine: dict[str, Any]) -> 
 
 
 def test_a_model_with_key_biases_runs_on_kernels(machine: dict[str, Any]) -> None:
-    """Prefill, steps and a second turn, with the mean from the weights; steps agree with the reference."""
+    """Prefill, steps and a second turn by default, the mean from the weights; steps agree with the reference."""
     model = biased()
     model.set_attn_implementation("kvcodec")
     found = []
     for attention in ("fused", "streamed"):
-        cache = kvcodec.cache_for(model, "saw-int4:mean=pre", attention=attention, probe="off")  # type: ignore[arg-type]
+        cache = kvcodec.cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
         with torch.no_grad():
             model(prompt(1, 40), past_key_values=cache)
             found.append([model(prompt(1, 1), past_key_values=cache).logits for _ in range(3)])
