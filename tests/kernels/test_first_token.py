@@ -433,7 +433,7 @@ def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting
     before = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]
     k, v = rows(fresh, 1)
     window.update(k, v)
-    window.attended("staged", torch.zeros(1, HEADS, fresh, DIM))
+    window.attended("staged", lambda: 0)
     with pytest.raises(ValueError, match="layer 1"):
         full.update(k, v * float("inf"))
     now = [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]

@@ -122,7 +122,7 @@ def _streamed(
     if mask is not None:
         mask = _fit_mask(mask, len(cache), layer.is_sliding)
     out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
-    layer.attended("streamed", query)
+    layer.attended("streamed", lambda: layer.streamed_bytes(query))
     return out
 
 
@@ -136,10 +136,11 @@ def _token(
     softcap: float,
 ) -> Tensor:
     """Attention of one query token over a fused cache; the newest token sees all others, causal or not."""
-    assert isinstance(layer.cache, DeviceCache)
+    cache = layer.cache
+    assert isinstance(cache, DeviceCache)
     start = None if mask is None else _visible_from(mask, layer)
-    out = layer.cache.attend_token(query, scale=scale, sinks=sinks, start=start, softcap=softcap)
-    layer.attended("fused", query)
+    out = cache.attend_token(query, scale=scale, sinks=sinks, start=start, softcap=softcap)
+    layer.attended("fused", lambda: cache.workspace_bytes(query))
     return out
 
 
@@ -161,7 +162,7 @@ def _chunk(
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
     out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
-    layer.attended("staged" if rules.flash else "scored", query)
+    layer.attended("staged" if rules.flash else "scored", lambda: cache.chunk_workspace_bytes(query, rules.flash))
     return out
 
 

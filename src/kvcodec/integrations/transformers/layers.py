@@ -4,13 +4,13 @@ Every token is encoded once, on arrival; what ``update`` returns depends on the 
 handle to itself. ``windowed.py`` has the layers of sliding and chunked attention.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.positions import consecutive
@@ -224,28 +224,21 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.workspace_bytes = max(self.workspace_bytes, sum(x.nbytes for x in out) + peak)
         return out
 
-    def attended(self, path: str, query: Tensor) -> None:
-        """Note, after attention over the pages, which path ran and what it needed at most."""
+    def attended(self, path: str, need: Callable[[], int]) -> None:
+        """Note, after attention over the pages, which path ran; ``need`` bounds the bytes that it needed."""
         if torch.compiler.is_compiling():  # counters would become guards: one graph per step
             self.compiled = True
             return
         self.calls[path] += 1
+        self.workspace_bytes = max(self.workspace_bytes, need())
+
+    def streamed_bytes(self, query: Tensor) -> int:
+        """Bound of what attention over pages decoded a chunk at a time needs."""
         batch, heads, n, dim = query.shape
-        if path == "streamed":
-            chunk = min(CHUNK_TOKENS, len(self.cache))
-            rows = [
-                x.new_empty(batch, self.cache.roles["key"].site.num_heads, chunk, dim, device="meta")
-                for x in (query, query)
-            ]
-            scores = 4 * batch * heads * n * chunk * 4
-            need = _chunk_bytes((rows[0], rows[1])) + scores + 6 * query.numel() * 4
-        else:
-            assert isinstance(self.cache, DeviceCache)
-            if path == "fused":
-                need = self.cache.workspace_bytes(query)
-            else:
-                need = self.cache.chunk_workspace_bytes(query, path == "staged")
-        self.workspace_bytes = max(self.workspace_bytes, need)
+        chunk = min(CHUNK_TOKENS, len(self.cache))
+        rows = query.new_empty(batch, self.cache.roles["key"].site.num_heads, chunk, dim, device="meta")
+        scores = 4 * batch * heads * n * chunk * 4
+        return _chunk_bytes((rows, rows)) + scores + 6 * query.numel() * 4
 
     def state(self) -> Before:
         """State of this layer, whose pages grow, that an append and the eviction after attention replace."""

@@ -1,5 +1,6 @@
 """Layers of sliding and chunked attention of a packed cache: the newest ``window - 1`` tokens, packed."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -67,9 +68,9 @@ class WindowedLayer(PackedCacheLayer):
         self._restrict()
         return out
 
-    def attended(self, path: str, query: Tensor) -> None:
+    def attended(self, path: str, need: Callable[[], int]) -> None:
         """As ``PackedCacheLayer.attended``; then drop what no later query sees."""
-        super().attended(path, query)
+        super().attended(path, need)
         self._restrict()
 
     def reach(self, held: int) -> tuple[int, int, int]:
