@@ -276,7 +276,7 @@ def test_without_a_model_auto_is_none_and_post_is_the_first_tokens() -> None:
 def test_kernels_that_do_not_wait_or_know_no_mean_refuse() -> None:
     from kvcodec.cache.fused import FusedLayerCache
 
-    with pytest.raises(UnsupportedError, match="no kernel adds it to the scores"):
+    with pytest.raises(UnsupportedError, match="after RoPE, which no kernel adds to the scores"):
         FusedLayerCache(kvcodec.get("int-4:mean=post"))
     with pytest.raises(UnsupportedError, match="fits its constants on the first 40 tokens"):
         FusedLayerCache(scheme("none", key=Patient(3)))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcodec
 from kvcodec import probe
-from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES, SHARED, Dense, Shared, Site, drawn
 from kvcodec.codecs.hqmq import Hqmq
@@ -45,6 +45,8 @@ VIEWS = ("view", "slice", "select", "expand", "detach", "unsqueeze", "transpose"
 LOOKS = ("_local_scalar_dense", "nonzero", "equal", "unique_dim")
 """Operations that wait for a GPU."""
 SERVED = [s for s in kvcodec.presets() if kvcodec.describe(s)["kernels"]["decode"] == "cuda"]
+PROMPT = [s for s in SERVED if kvcodec.get(s).key.fit_tokens == 1]
+"""Without those that wait for more tokens than a first call may bring."""
 
 
 class Counted(TorchDispatchMode):
@@ -103,7 +105,7 @@ def model_cache(spec: str, **options: Any) -> Any:
     ("spec", "max_len"),
     [
         pytest.param(spec, max_len, marks=pytest.mark.wide if max_len and i % 3 else [])
-        for i, spec in enumerate([*SERVED, "hqmq-s24_r3:outliers=3", "int-4:outliers=3"])
+        for i, spec in enumerate([*PROMPT, "hqmq-s24_r3:outliers=3", "int-4:outliers=3"])
         for max_len in (None, 512)
     ],
 )
@@ -257,7 +259,7 @@ def test_layers_judged_together_are_judged_as_alone(
     if scheme.key.needs_queries:
         scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
     kinds: list[type[LayerCache]] = [LayerCache]
-    if not refusal(scheme, DIM, CPU):
+    if not fused_refusal(scheme, DIM, CPU):
         kinds.append(FusedLayerCache)
     found = []
     for kind in kinds:
@@ -442,7 +444,7 @@ def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", SERVED)
+@pytest.mark.parametrize("spec", PROMPT)
 def test_nothing_waits_for_the_gpu_in_a_prefills_middle(spec: str) -> None:
     k, v = (x.cuda() for x in rows(700))
     config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)

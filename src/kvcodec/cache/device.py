@@ -54,12 +54,17 @@ def mean_refusal(site: LayerSite, *, static: bool = False, engine: Engine | None
             why = f"before RoPE, which no {engine.name} kernel adds to the scores"
         if why:
             return f"holds keys without their mean {why}. Or use attention='decoded' or 'streamed', or mean=none."
-    if site.fit_tokens > 1:
-        return (
-            f"fits its constants on the first {site.fit_tokens} tokens, which the fused kernels do not wait for. Pass "
-            f"params= from `kvcodec fit`, or use attention='decoded' or 'streamed'."
-        )
-    return ""
+    return fit_refusal(site.fit_tokens)
+
+
+def fit_refusal(tokens: int) -> str:
+    """Return why the fused kernels do not serve constants that are fitted on so many tokens, or ``""``."""
+    if tokens <= 1:
+        return ""
+    return (
+        f"fits its constants on the first {tokens} tokens, which the fused kernels do not wait for. Pass params= from "
+        f"`kvcodec fit`, or use attention='decoded' or 'streamed'."
+    )
 
 
 class DeviceCache(LayerCache):

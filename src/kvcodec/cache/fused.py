@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.device import DeviceCache, fit_refusal
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
@@ -48,8 +48,11 @@ def FusedLayerCache(  # named as the class that it replaced
 def fused_refusal(
     scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
 ) -> str:
-    """Return why the fused kernels cannot serve this scheme here, or ``""`` if they can.
+    """Return why the fused kernels cannot serve this scheme here without ``params``, or ``""`` if they can.
 
     ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
+    fitted = [codec.fit_tokens for codec in (scheme.key, scheme.value) if codec.needs_sample]
+    if why := fit_refusal(max(fitted, default=0)):
+        return f"{scheme} {why}"
     return refusal(scheme, head_dim, device, page_tokens, static=capacity > 0)
