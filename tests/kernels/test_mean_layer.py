@@ -147,14 +147,23 @@ def test_positions_that_do_not_go_on_are_refused(machine: dict[str, Any]) -> Non
         pair = Pair("saw-int4", rotary())
         pair.append(40)
         before = pair.fused.state()
-        pair.fused.append(*torch.randn(2, BATCH, HEADS, 3, DIM).half(), wrong)
+        k, v = torch.randn(2, BATCH, HEADS, 3, DIM).half()
+        with pytest.raises(UnsupportedError, match="are not consecutive"):
+            pair.fused.append(k, v, wrong)
+        pair.agree()  # nothing was stored
+        pair.fused.append(k, v, wrong, flag=torch.zeros(1, dtype=torch.int32))  # who defers the look
         with pytest.raises(UnsupportedError, match="are not consecutive"):
             pair.fused.check()
         pair.fused.go_back(before)
+    pair = Pair("saw-int4", rotary())
+    pair.append(40)
+    pair.fused.append(k[:, :, :1], v[:, :, :1], placed(50, 51))
+    with pytest.raises(UnsupportedError, match="are not consecutive"):
+        pair.fused.check()
 
 
 def test_what_kernels_do_not_follow_is_refused(machine: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="which a static cache does not follow; leave max_len"):
+    with pytest.raises(UnsupportedError, match=r"which a static cache does not follow\. Leave max_len"):
         both("saw-int4", rotary(), capacity=64)
     made = kvcodec.get("saw-int4:mean=pre")
     with pytest.raises(UnsupportedError, match="of their first tokens, which the fused kernels do not wait for"):

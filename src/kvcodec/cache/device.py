@@ -43,17 +43,18 @@ def mean_refusal(site: LayerSite, *, static: bool = False, engine: Engine | None
     ``static``: of a cache of fixed capacity; ``engine``: if it is known.
     """
     if (mean := site.mean) is not None:
-        why = ""
+        why, use = "", "Use"
         if mean.kind == "post":
             why = "after RoPE, which no kernel adds to the scores"
         elif mean.given is None:
-            why = "of their first tokens, which the fused kernels do not wait for; pass params= from `kvcodec fit`"
+            why = "of their first tokens, which the fused kernels do not wait for"
+            use = "Pass params= from `kvcodec fit`, or use"
         elif static:
-            why = "before RoPE, which a static cache does not follow; leave max_len (capacity) out"
+            why, use = "before RoPE, which a static cache does not follow", "Leave max_len (capacity) out, or use"
         elif engine is not None and not engine.adds_mean:
             why = f"before RoPE, which no {engine.name} kernel adds to the scores"
         if why:
-            return f"holds keys without their mean {why}. Or use attention='decoded' or 'streamed', or mean=none."
+            return f"holds keys without their mean {why}. {use} attention='decoded' or 'streamed', or mean=none."
     return fit_refusal(site.fit_tokens)
 
 
@@ -134,7 +135,7 @@ class DeviceCache(LayerCache):
         Several tokens at once are checked as in ``LayerCache``. A single one is not (that would synchronise): NaN, Inf
         or a magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a
         ``flag``, int32 ``[1]``, several are not checked either: the caller reads the flag later, and checks the numbers
-        itself where ``unflagged`` says so. No position is needed: keys are encoded with their mean.
+        itself where ``unflagged`` says so. Positions are those of ``LayerCache.append``.
         """
         raise NotImplementedError
 
@@ -221,12 +222,12 @@ class DeviceCache(LayerCache):
         """The engine's arguments for reading keys that are held without their mean."""
         return {}
 
-    def unflagged(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Tensors that hold those of the tokens just appended at which no kernel has looked.
+    def unflagged(self, keys: Tensor) -> list[Tensor] | None:
+        """Tensors of the cache that hold those of the tokens just appended at which no kernel has looked.
 
-        A kernel that encodes flags every number that codecs cannot hold.
+        A kernel that encodes flags every number that codecs cannot hold. None: the caller has to look at all of them.
         """
-        return [keys, values] if self.holds_dense or not self._are_flagged(keys) else []
+        return None if self.holds_dense or not self._are_flagged(keys) else []
 
     def _are_flagged(self, keys: Tensor) -> bool:
         """Whether kernels encode both roles, and see what was appended before it is rounded."""

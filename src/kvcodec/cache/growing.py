@@ -64,8 +64,9 @@ class GrowingCache(DeviceCache):
     ) -> None:
         """As ``DeviceCache.append``; pages grow where they are full.
 
-        With a mean before RoPE the device compares ``positions`` with those of the tokens held: what is not in order
-        raises a flag that ``check`` reads. They may also be in order from 0 on, the default.
+        With a mean before RoPE the device compares ``positions`` with those of the tokens held. Several tokens that are
+        not in order are refused, and nothing is stored; a single one, or several with a ``flag``, raise another flag,
+        which ``check`` reads. By default positions count up from the tokens held.
         """
         n = keys.shape[2]
         if n != 1 and flag is None:
@@ -83,7 +84,7 @@ class GrowingCache(DeviceCache):
             check_tensors(keys, values)
         self.unchecked |= n == 1 and not refused
         if self.site.mean is not None and n:
-            self._place(keys, positions)
+            self._place(keys, positions, now=n != 1 and flag is None)
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or any(state.params is None for state in self.roles.values()):
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
@@ -105,8 +106,8 @@ class GrowingCache(DeviceCache):
             state.extend(count)
         self.length += n
 
-    def _place(self, keys: Tensor, positions: Tensor | None) -> None:
-        """Follow the positions of new tokens, without a look at them."""
+    def _place(self, keys: Tensor, positions: Tensor | None, *, now: bool) -> None:
+        """Follow the positions of new tokens; ``now``: with a look at them, which synchronises."""
         n, sink = keys.shape[2], self.scheme.sink
         if positions is None:
             after = self.start + self.length
@@ -115,6 +116,10 @@ class GrowingCache(DeviceCache):
             self.slots, self.slots_freed = SlotPositions.starting(positions, keys.shape[0], sink), 0
         at = self.start + self.length - sink - self.slots_freed
         self.slots.follow(positions, at)
+        if now and int(self.slots.broken):
+            self.slots.broken.zero_()
+            self.slots = self.slots if self.positions.runs else None
+            raise UnsupportedError(NOT_CONSECUTIVE)
         if self.positions.runs:
             self.positions.extend(n)
         else:
@@ -173,10 +178,10 @@ class GrowingCache(DeviceCache):
         if self.slots is not None and runs and (moved := before - self.roles["key"].runs[0][0]):
             self.slots, self.slots_freed = self.slots.moved(moved), self.slots_freed + moved
 
-    def unflagged(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+    def unflagged(self, keys: Tensor) -> list[Tensor] | None:
         """As ``DeviceCache.unflagged``; tokens that stay dense lie in the sink and the window."""
         if not self._are_flagged(keys):
-            return [keys, values]
+            return None
         return [x for state in self.roles.values() for x in (state.sink, state.window)]
 
     def _flags_now(self, keys: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Positions of the tokens that a cache holds: what RoPE turned each key by."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,19 +95,25 @@ class _Call(NamedTuple):
     broken: Tensor  # int32 [1]: not 0 if they do not count up by one, padding aside
 
 
-CALL, PLACES = "kvcodec_call", "kvcodec_places"
-"""Attributes of a positions tensor, which the layers of a model share: its ``_Call``, and the ``SlotPositions``."""
+COMPUTED = "kvcodec_computed"
+"""Attribute of a positions tensor: what its layers share."""
+
+
+def shared(positions: Tensor) -> Tensor:
+    """Let all layers that get this tensor share what is computed of it: those of one forward pass."""
+    setattr(positions, COMPUTED, {})
+    return positions
 
 
 def _call_of(positions: Tensor) -> _Call:
-    known: _Call | None = getattr(positions, CALL, None)
+    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+    known: _Call | None = computed.get("call")
     if known is None:
         n = positions.shape[1]
         first = (positions[:, -1] - (n - 1)).to(torch.int32)
         expected = first[:, None] + torch.arange(n, device=positions.device)
         wrong = ((positions != expected) & (expected >= 0)).any() if n > 1 else first.new_zeros(())
-        known = _Call(first, wrong.to(torch.int32).view(1))
-        setattr(positions, CALL, known)
+        known = computed["call"] = _Call(first, wrong.to(torch.int32).view(1))
     return known
 
 
@@ -115,7 +121,8 @@ class SlotPositions:
     """Positions of the slots of a layer on a GPU, for kernels; nothing here synchronises.
 
     Slot s of a sequence has position ``placed + s``. What does not go on where the last call ended raises ``broken``.
-    Layers that begin with the same positions share one, so that each step's check and angles are computed once.
+    Layers that begin with the same ``shared`` positions have one, so that each step's check and angles are computed
+    once.
 
     Parameters
     ----------
@@ -126,34 +133,35 @@ class SlotPositions:
     def __init__(self, placed: Tensor, broken: Tensor) -> None:
         self.placed, self.broken = placed, broken
         self._seen: tuple[Tensor, int] | None = None
-        self._angles: tuple[tuple[int, int, int], tuple[Tensor, Tensor]] | None = None
+        self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
         """Of a cache whose first tokens have ``positions [B or 1, n]``; ``sink`` tokens lie before slot 0."""
-        shared: dict[tuple[int, int], SlotPositions] = getattr(positions, PLACES, {})
-        if (batch, sink) not in shared:
+        computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+        found: SlotPositions | None = computed.get((batch, sink))
+        if found is None:
             first = _call_of(positions).first
             placed = (first + sink).expand(batch).contiguous()
-            shared = {**shared, (batch, sink): cls(placed, torch.zeros_like(first[:1]))}
-            setattr(positions, PLACES, shared)
-        return shared[batch, sink]
+            found = computed[batch, sink] = cls(placed, torch.zeros_like(first[:1]))
+        return found
 
     def follow(self, positions: Tensor, slot: int) -> None:
         """Raise ``broken`` unless tokens at ``positions [B or 1, n]``, the first at slot ``slot``, are in order."""
-        if self._seen is not None and self._seen[0] is positions and self._seen[1] == slot:
-            return
-        self._seen = positions, slot
+        if hasattr(positions, COMPUTED):
+            if self._seen is not None and self._seen[0] is positions and self._seen[1] == slot:
+                return
+            self._seen = positions, slot
         call = _call_of(positions)
         wrong = (call.first != self.placed + slot).any().to(torch.int32).view(1)
         torch.maximum(self.broken, torch.maximum(wrong, call.broken), out=self.broken)
 
     def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """``Rotary.angles`` of ``count`` slots from ``slot`` on."""
-        asked = id(rotary), slot, count
-        if self._angles is None or self._angles[0] != asked:
-            self._angles = asked, rotary.angles(self.of(slot, count))
-        return self._angles[1]
+        last = self._angles
+        if last is None or last[0] is not rotary or last[1:3] != (slot, count):
+            last = self._angles = rotary, slot, count, rotary.angles(self.of(slot, count))
+        return last[3]
 
     def of(self, slot: int, count: int) -> Tensor:
         """Positions of ``count`` slots from ``slot`` on, ``[B, count]``."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvcodec.kernels.arguments import MOST_PARTS, BasisArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.decode import KINDS
 
-KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MULTIPLY, DIVIDE, MULTIPLY_AFTER = range(3)
 """What the factor of a role's constants does: before the rotation, or after it."""
 WARPS = 4

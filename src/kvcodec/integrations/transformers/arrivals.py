@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache, State
 from kvcodec.cache.positions import NOT_CONSECUTIVE
-from kvcodec.codec import FP16_MAX, ROLES, largest_of
+from kvcodec.codec import FP16_MAX, ROLES, largest, largest_of
 from kvcodec.errors import UnsupportedError
 from kvcodec.probe import OutlierProbe, waits
 
@@ -50,8 +50,10 @@ class Note(NamedTuple):
         None: the layer was empty.
     flag : Tensor int ``[1]``, optional
         On the device, raised by the kernels that encode, if a codec cannot hold a token.
-    unflagged : list of Tensor
-        Tensors that hold the tokens at which these kernels have not looked.
+    largest : tuple of Tensor
+        Largest magnitudes of the tokens, where these kernels have not looked at all of them.
+    dense : list of Tensor
+        Tensors of the cache that hold those at which they have not looked.
     earlier : Tensor int ``[1]``, optional
         The layer's own flag: whether a token of an earlier decode step could not be held.
     """
@@ -60,7 +62,8 @@ class Note(NamedTuple):
     tokens: int
     before: Before | None = None
     flag: Tensor | None = None
-    unflagged: Sequence[Tensor] = ()
+    largest: tuple[Tensor, ...] = ()
+    dense: Sequence[Tensor] = ()
     earlier: Tensor | None = None
 
 
@@ -103,8 +106,11 @@ class Arrivals:
             raise
         if isinstance(cache, GrowingCache):
             cache.unchecked = False  # ``settle`` reads its flag as well
-        unflagged = [x for x in cache.unflagged(keys, values) if x.numel()]
-        self.noted[layer.index] = Note(layer, keys.shape[2], before, flag, unflagged, earlier)
+        # numbers, not the tokens themselves: a pass would keep all layers' alive
+        held = cache.unflagged(keys)
+        most = (largest(keys), largest(values)) if held is None else ()
+        dense = [x for x in held or () if x.numel()]
+        self.noted[layer.index] = Note(layer, keys.shape[2], before, flag, most, dense, earlier)
         return True
 
     def came(self, layer: "PackedCacheLayer", keys: Tensor, first: bool) -> None:
@@ -129,7 +135,7 @@ class Arrivals:
         if self.probe is not None:
             self.probe.measure()  # launches, before the synchronisation
         noted, self.noted = list(self.noted.values()), {}
-        for device in {x.device for n in noted for x in (n.flag, n.earlier, *n.unflagged) if x is not None}:
+        for device in {x.device for n in noted for x in (n.flag, n.earlier, *n.largest, *n.dense) if x is not None}:
             self._check(noted, device)
         if self.probe is not None:
             self.probe.settle()
@@ -138,9 +144,11 @@ class Arrivals:
         """Read all numbers of a device at once; raise for the first layer with a token that cannot be held."""
         placed = {id(x): (n, x) for n in noted if (x := _broken(n)) is not None and x.device == device}
         flags = [(n, x) for n in noted for x in (n.flag, n.earlier) if x is not None and x.device == device]
-        unflagged = [x for n in noted for x in n.unflagged if x.device == device]
-        most = [largest_of(unflagged).view(1)] if unflagged else []
-        numbers = torch.cat([*(x for _, x in placed.values()), *(x for _, x in flags), *most]).tolist()
+        most = [(n, x) for n in noted for x in n.largest if x.device == device]
+        dense = [x for n in noted for x in n.dense if x.device == device]
+        whole = [largest_of(dense)] if dense else []
+        looks = (*placed.values(), *flags, *most)
+        numbers = torch.cat([*(x.view(1) for _, x in looks), *(x.view(1) for x in whole)]).tolist()
         if any(numbers[: len(placed)]):
             self._go_back(noted)
             for _, x in placed.values():
@@ -149,9 +157,12 @@ class Arrivals:
         for (note, x), number in zip(flags, numbers[len(placed) :], strict=False):
             if number:
                 self._refuse(noted, note, number if x is note.earlier else 0)
-        if most and not numbers[-1] <= FP16_MAX:  # true for NaN
+        for (note, _), number in zip(most, numbers[len(placed) + len(flags) :], strict=False):
+            if not number <= FP16_MAX:  # true for NaN
+                self._refuse(noted, note)
+        if whole and not numbers[-1] <= FP16_MAX:
             for note in noted:
-                if note.unflagged and not float(largest_of(note.unflagged)) <= FP16_MAX:
+                if note.dense and not float(largest_of(note.dense)) <= FP16_MAX:
                     self._refuse(noted, note)
 
     def _refuse(self, noted: Sequence[Note], note: Note, earlier: float = 0) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcodec.cache.positions import shared
 from kvcodec.errors import UnsupportedError
 from kvcodec.key_bias import changing_rope
 from kvcodec.ops.rope import Rotary
@@ -52,7 +53,7 @@ class Rope:
         def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             rope, positions = this(), args[1] if len(args) > 1 else options.get("position_ids")
             if rope is not None and isinstance(positions, Tensor):
-                rope.positions = positions.detach()
+                rope.positions = shared(positions.detach())
 
         self._hook = self.embedding.register_forward_pre_hook(note, with_kwargs=True)
 
