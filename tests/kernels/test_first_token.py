@@ -352,6 +352,38 @@ def turn(cache: Any, tokens: int, seed: int = 0, wrong: tuple[int, float] = (-1,
         cache.update(bad if layer == wrong[0] else k, v, layer)
 
 
+@pytest.mark.parametrize("max_len", [None, 512])
+@pytest.mark.parametrize("spec", ["int-4", "octopus-3", "kivi-2:sink=4"])
+def test_what_waits_for_a_passes_end_holds_no_tokens(spec: str, max_len: int | None, idle: None, waiting: None) -> None:
+    """A prefill would have every layer's keys and values in memory."""
+    cache = model_cache(spec, max_len=max_len, probe=False)
+    k, v = (x.clone() for x in rows(300))  # with memory of their own
+    for layer in range(LAYERS - 1):
+        cache.update(k, v, layer)
+    noted = [note for layer in cache.layers for note in layer.arrivals.noted.values()]
+    assert len(noted) >= LAYERS - 1
+    for note in noted:
+        for x in (*note.largest, *note.dense):
+            assert x.untyped_storage().data_ptr() not in {y.untyped_storage().data_ptr() for y in (k, v)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), 70_000.0])
+@pytest.mark.parametrize(("spec", "place"), [("octopus-3", -1), ("saw-int4:sink=4", 0)])
+def test_a_fixed_cache_refuses_what_it_would_hold_dense(
+    spec: str, place: int, value: float, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel looks at these tokens, and the buffers in which they lie have empty places."""
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    cache, (k, v) = model_cache(spec, max_len=256), rows(90)
+    bad = k.clone()
+    bad[0, 1, place, 9] = value
+    for layer in range(LAYERS - 1):
+        cache.update(bad if layer == 1 else k, v, layer)
+    with pytest.raises(ValueError, match=r"layer 1: a key or value of the prefill .* The cache is empty again"):
+        cache.update(k, v, LAYERS - 1)
+    turn(cache, 90)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 70_000.0])
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-4", "octopus-3", "kivi-2", "innerq-base"])
 def test_a_later_turn_that_no_codec_holds_is_taken_back(
