@@ -13,6 +13,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.ops.rope import Rotary
+from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
 from tests.test_key_bias import biased
 
@@ -25,11 +26,16 @@ def rotary(**changed: Any) -> Rotary:
     return Rotary(10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), **changed)
 
 
-def both(spec: str, turn: Rotary, capacity: int = 0) -> tuple[GrowingCache, LayerCache]:
+def mean_of_keys() -> Tensor:
     mean = 3 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5))
     mean[..., ::3] = 0
+    return mean
+
+
+def both(spec: str, turn: Rotary, capacity: int = 0, *, given: bool = True) -> tuple[GrowingCache, LayerCache]:
     made = kvcodec.get(spec + (":" if ":" not in spec else ",") + "mean=pre")
-    site = LayerSite(made, mean=MeanRemoval("pre", turn, mean, "weights"))
+    mean = MeanRemoval("pre", turn, mean_of_keys(), "weights") if given else MeanRemoval("pre", turn)
+    site = LayerSite(made, mean=mean)
     fused = FusedLayerCache(site, capacity=capacity)  # type: ignore[arg-type]
     assert isinstance(fused, GrowingCache)
     return fused, LayerCache(site)
@@ -47,16 +53,13 @@ def rows(n: int, seed: int, turn: Rotary, mean: Tensor, positions: Tensor) -> tu
 class Pair:
     """Both caches, fed alike."""
 
-    def __init__(self, spec: str, turn: Rotary) -> None:
-        self.turn, (self.fused, self.plain) = turn, both(spec, turn)
+    def __init__(self, spec: str, turn: Rotary, *, given: bool = True) -> None:
+        self.turn, (self.fused, self.plain) = turn, both(spec, turn, given=given)
         self.at = 0
 
     def append(self, n: int) -> None:
-        mean = self.fused.site.mean
-        assert mean is not None
-        assert mean.given is not None
         positions = placed(self.at, self.at + n)
-        k, v = rows(n, self.at, self.turn, mean.given, positions)
+        k, v = rows(n, self.at, self.turn, mean_of_keys(), positions)
         self.fused.append(k, v, positions)
         self.plain.append(k, v, positions)
         self.at += n
@@ -100,6 +103,33 @@ def test_every_operation_keeps_the_term_right(spec: str, machine: dict[str, Any]
     pair.fused.check()
 
 
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "kivi-4", "ghost-3"])
+def test_constants_of_the_first_tokens(spec: str, machine: dict[str, Any]) -> None:
+    """Tokens stay dense until a mean, or all constants, can be taken of them; then the bytes are the reference's."""
+    pair = Pair(spec, rotary(), given=False)
+    wanted = pair.fused.site.fit_tokens
+    assert wanted == (256 if spec == "ghost-3" else 128)
+    pair.append(60)
+    pair.append(1)
+    pair.agree()
+    assert pair.fused.holds_dense
+    assert not pair.fused.roles["key"].encoded
+    before = pair.fused.state()
+    pair.fused.append(*torch.ones(2, BATCH, HEADS, wanted, DIM).half(), placed(61, 61 + wanted))
+    assert pair.fused.roles["key"].encoded
+    pair.fused.go_back(before)  # its constants as well
+    assert not pair.fused.is_fitted
+    pair.append(wanted - 60)
+    pair.append(30)
+    assert pair.fused.is_fitted
+    pair.agree()
+    pair.append(1)
+    for cache in (pair.fused, pair.plain):
+        cache.select(torch.tensor([1, 0]))
+    pair.agree()  # each with its own mean
+    pair.fused.check()
+
+
 def test_beams_take_their_positions_along(machine: dict[str, Any]) -> None:
     pair = Pair("saw-int4", rotary())
     pair.append(40)
@@ -107,10 +137,7 @@ def test_beams_take_their_positions_along(machine: dict[str, Any]) -> None:
         cache.select(torch.tensor([1, 1]))
     pair.agree()
     more = placed(40, 43, torch.zeros(2, 1, dtype=torch.long))
-    mean = pair.fused.site.mean
-    assert mean is not None
-    assert mean.given is not None
-    k, v = rows(3, 7, pair.turn, mean.given, more)
+    k, v = rows(3, 7, pair.turn, mean_of_keys(), more)
     pair.fused.append(k, v, more)
     pair.plain.append(k, v, more)
     pair.agree()
@@ -142,6 +169,28 @@ def test_a_model_with_key_biases_runs_on_kernels(machine: dict[str, Any]) -> Non
         torch.testing.assert_close(a, b, rtol=0, atol=0.02 * float(b.std()))
 
 
+@pytest.mark.parametrize(("spec", "near"), [("saw-int4:mean=pre", 0.02), ("ghost-4", 0.3)])
+def test_a_model_whose_constants_are_fitted(spec: str, near: float, machine: dict[str, Any]) -> None:
+    """A short prompt stays dense, a second turn brings enough tokens; attention agrees with the reference.
+
+    Of ghost up to widths: a rounding of the tokens may give a channel one bit more.
+    """
+    model = tiny_model("llama-gqa", vocab_size=256)
+    model.set_attn_implementation("kvcodec")
+    found = []
+    for attention in ("fused", "streamed"):
+        cache = kvcodec.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for n in (40, 1, 230, 1, 1):
+                found.append(model(prompt(1, n), past_key_values=cache).logits[:, -1])
+        paths, layer = cache.report()["paths"], cache.report()["layers"][0]
+        assert set(paths) == ({"exact", "fused", "staged"} if attention == "fused" else {"exact", "streamed"})
+        assert layer["mean_from"] == "first tokens"
+        assert layer["bytes"]["key.codes"] > layer["bytes"].get("key.window", 0)
+    for a, b in zip(found[:5], found[5:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=near * float(b.std()))
+
+
 def test_positions_that_do_not_go_on_are_refused(machine: dict[str, Any]) -> None:
     for wrong in (placed(41, 44), placed(40, 43)[:, [0, 2, 1]]):
         pair = Pair("saw-int4", rotary())
@@ -165,8 +214,7 @@ def test_positions_that_do_not_go_on_are_refused(machine: dict[str, Any]) -> Non
 def test_what_kernels_do_not_follow_is_refused(machine: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=r"which a static cache does not follow\. Leave max_len"):
         both("saw-int4", rotary(), capacity=64)
-    made = kvcodec.get("saw-int4:mean=pre")
-    with pytest.raises(UnsupportedError, match="of their first tokens, which the fused kernels do not wait for"):
-        FusedLayerCache(LayerSite(made, mean=MeanRemoval("pre", rotary())))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"fits its constants on the first 256 tokens.* static cache does not"):
+        FusedLayerCache(kvcodec.get("ghost-3:mean=none"), capacity=512)
     with pytest.raises(UnsupportedError, match="after RoPE, which no kernel adds"):
         FusedLayerCache(kvcodec.get("saw-int4:mean=post"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Seen
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import LayerSite, RoleSite
+from kvcodec.cache.site import LayerSite, MeanRemoval, RoleSite
 from kvcodec.codec import ROLES, SHARED, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
@@ -46,25 +46,22 @@ def mean_refusal(site: LayerSite, *, static: bool = False, engine: Engine | None
         why, use = "", "Use"
         if mean.kind == "post":
             why = "after RoPE, which no kernel adds to the scores"
-        elif mean.given is None:
-            why = "of their first tokens, which the fused kernels do not wait for"
-            use = "Pass params= from `kvcodec fit`, or use"
         elif static:
             why, use = "before RoPE, which a static cache does not follow", "Leave max_len (capacity) out, or use"
         elif engine is not None and not engine.adds_mean:
             why = f"before RoPE, which no {engine.name} kernel adds to the scores"
         if why:
             return f"holds keys without their mean {why}. {use} attention='decoded' or 'streamed', or mean=none."
-    return fit_refusal(site.fit_tokens)
+    return fit_refusal(site.fit_tokens) if static else ""
 
 
 def fit_refusal(tokens: int) -> str:
-    """Return why the fused kernels do not serve constants that are fitted on so many tokens, or ``""``."""
+    """Return why a cache of fixed capacity does not serve constants that are fitted on so many tokens, or ``""``."""
     if tokens <= 1:
         return ""
     return (
-        f"fits its constants on the first {tokens} tokens, which the fused kernels do not wait for. Pass params= from "
-        f"`kvcodec fit`, or use attention='decoded' or 'streamed'."
+        f"fits its constants on the first {tokens} tokens, for which a static cache does not wait. Pass params= from "
+        f"`kvcodec fit`, or leave max_len (capacity) out."
     )
 
 
@@ -117,9 +114,14 @@ class DeviceCache(LayerCache):
             raise UnsupportedError(f"fused attention: {scheme} {why}")
         self.unit = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
         """Tokens that leave the window together."""
-        self.holds_dense = bool(scheme.sink or scheme.window or self.unit > 1)
-        """Whether a token may be held dense: in the sink, the window, or an unfinished block."""
         self.served_by = kernels or Kernels(page_tokens, static=capacity > 0)
+
+    @property
+    def holds_dense(self) -> bool:
+        """Whether a token may be held dense: in the sink, the window, an unfinished block, or until a fit."""
+        scheme = self.scheme
+        kept = bool(scheme.sink or scheme.window or self.unit > 1)
+        return kept or (self.site.fit_tokens > 1 and not self.is_fitted)
 
     def kernels(self) -> dict[str, str]:
         """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
@@ -158,19 +160,14 @@ class DeviceCache(LayerCache):
         def build() -> _Ready:
             roles = site.roles(heads, (head_dim, head_dim), keys.dtype, keys.device)
             engine = chosen.engine.fresh()
-            if mean is not None and mean.given is not None and mean.rotary is not None:
-                turn = mean.rotary
-                assert isinstance(engine, CudaEngine)
-                engine.hold_without(
-                    key_mean(
-                        mean.given.to(keys.device), turn.frequencies, scaling=turn.scaling, interleaved=turn.interleaved
-                    )
-                )
-            if all(role.params is not None for role in roles.values()):
+            if mean is not None and mean.given is not None:
+                _hold_without(engine, mean, mean.given.to(keys.device))
+            if all(role.params is not None for role in roles.values()) and (mean is None or mean.given is not None):
                 engine.prepare(roles)
             return _Ready(roles, engine)
 
-        ready = build() if not site.is_drawn else SHARED.get(
+        alike = site.is_drawn and (mean is None or mean.given is not None)
+        ready = build() if not alike else SHARED.get(
             (chosen.name, site.layer, site.seed, site.first_head, heads, None if mean is None else mean.name),
             keys.device, build, _tensors,
         )  # fmt: skip
@@ -187,11 +184,14 @@ class DeviceCache(LayerCache):
         return {role: x if x.dtype == dtype[role] else x.to(dtype[role]) for role, x in both}
 
     def _prepare(self) -> bool:
-        """Pass the constants to the engine; False if they are fitted on a prefill that has not come yet."""
+        """Pass the constants to the engine; False if they are fitted on tokens that have not come yet."""
         assert self.engine is not None
         if not self.engine.ready:
-            if any(state.params is None for state in self.roles.values()):
+            if not self.is_fitted:
                 return False
+            mean = self.site.mean
+            if mean is not None and mean.given is None and self.mean is not None:
+                _hold_without(self.engine, mean, self.mean)
             self.engine.prepare(self.roles)
         return True
 
@@ -285,6 +285,9 @@ class DeviceCache(LayerCache):
     ) -> Tensor:
         """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``attend``."""
         engine, store = self._readable(q)
+        if not engine.ready:  # all tokens are dense
+            seen = Seen(start=() if start is None else tuple(start.tolist()), softcap=softcap)
+            return self.attend_chunk(q, scale=scale, sinks=sinks, seen=seen)
         seq_lens, first = self._device_lengths()
         dense: dict[str, Tensor | None] = self._dense() if self.holds_dense else {}
         if start is not None and self.holds_dense:
@@ -337,7 +340,7 @@ class DeviceCache(LayerCache):
 
     def _readable(self, q: Tensor) -> tuple[Engine, PageStore]:
         """Validate queries; return the engine and the pages."""
-        if self.store is None or self.engine is None or self._is_empty() or not self._prepare():
+        if self.store is None or self.engine is None or self._is_empty() or not (self._prepare() or self.host_tokens()):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
         site = self.roles["key"].site
         if q.shape[0] != self.batch or q.shape[1] % site.num_heads or q.shape[3] != site.head_dim:
@@ -433,7 +436,8 @@ class DeviceCache(LayerCache):
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""
         super().select(indices)
-        if self.engine is not None and not self.site.is_drawn:
+        own_mean = self.site.mean is not None and self.site.mean.given is None
+        if self.engine is not None and (own_mean or not self.site.is_drawn):
             self.engine.ready = False  # constants may belong to a sequence
 
     def _one_run(self, first: int, last: int) -> None:
@@ -450,6 +454,14 @@ class DeviceCache(LayerCache):
                 f"crop({first}) cuts a block of {self.unit} tokens that is encoded already, behind which the fused "
                 f"kernels cannot go on; crop to {first - over}, or use attention='streamed'."
             )
+
+
+def _hold_without(engine: Engine, mean: MeanRemoval, numbers: Tensor) -> None:
+    """Let an engine hold keys without this mean, float32 ``[1 or B, H, D]``."""
+    turn = mean.rotary
+    assert turn is not None
+    assert isinstance(engine, CudaEngine)
+    engine.hold_without(key_mean(numbers, turn.frequencies, scaling=turn.scaling, interleaved=turn.interleaved))
 
 
 def _tensors(ready: _Ready) -> list[Tensor]:

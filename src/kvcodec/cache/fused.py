@@ -53,6 +53,6 @@ def fused_refusal(
     ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
     fitted = [codec.fit_tokens for codec in (scheme.key, scheme.value) if codec.needs_sample]
-    if why := fit_refusal(max(fitted, default=0)):
+    if capacity and (why := fit_refusal(max(fitted, default=0))):
         return f"{scheme} {why}"
     return refusal(scheme, head_dim, device, page_tokens, static=capacity > 0)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.pages import stream_of
 from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
-from kvcodec.codec import Role, check_tensors
+from kvcodec.codec import Params, Role, check_tensors
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.encode import Turned
 
@@ -24,7 +25,8 @@ class State(NamedTuple):
     Sink and window are new tensors after an append; slots behind the end are written again by the next one.
     """
 
-    roles: list[tuple[Role, Tensor, Tensor, list[tuple[int, int]]]]
+    roles: list[tuple[Role, Tensor, Tensor, list[tuple[int, int]], Params | None]]
+    mean: Tensor | None
     start: int
     length: int
     unchecked: bool
@@ -75,6 +77,7 @@ class GrowingCache(DeviceCache):
         self._check_shapes(keys, values)
         if self.store is None:
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
+            leaving = leaving if n >= self.site.fit_tokens else 0
             self._start(keys, values, leaving)
         assert self.store is not None
         assert self.engine is not None
@@ -83,11 +86,12 @@ class GrowingCache(DeviceCache):
         if refused and not flagged:
             check_tensors(keys, values)
         self.unchecked |= n == 1 and not refused
-        if self.site.mean is not None and n:
+        if self.places_tokens and n:
             self._place(keys, positions, now=n != 1 and flag is None)
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
-        if self.holds_dense or any(state.params is None for state in self.roles.values()):
-            new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
+        if self.holds_dense or not self.is_fitted:
+            waits = self._waits()
+            new = {role: self._pass_window(self.roles[role], x, waits) for role, x in new.items()}
         if (count := new["key"].shape[2]) == 0:
             self.length += n
             return
@@ -148,7 +152,7 @@ class GrowingCache(DeviceCache):
         return {"less": Turned(self.mean, *angles, mean.rotary.interleaved)}
 
     def _placed(self) -> dict[str, Any]:
-        return {} if self.slots is None else {"placed": self.slots.placed}
+        return {} if self.slots is None or self.site.mean is None else {"placed": self.slots.placed}
 
     def check(self) -> None:
         """As ``DeviceCache.check``.
@@ -199,17 +203,20 @@ class GrowingCache(DeviceCache):
 
     def state(self) -> State:
         """What an append replaces, for ``go_back``."""
-        roles = [(role, s.sink, s.window, list(s.runs)) for role, s in self.roles.items()]
+        roles = [(role, s.sink, s.window, list(s.runs), s.params) for role, s in self.roles.items()]
         slots = self.slots, self.slots_freed
-        return State(roles, self.start, self.length, self.unchecked, list(self.positions.runs), slots)
+        return State(roles, self.mean, self.start, self.length, self.unchecked, list(self.positions.runs), slots)
 
     def go_back(self, state: State) -> None:
         """Undo the appends since ``state``; their pages are freed."""
         self.start, self.length, self.unchecked = state.start, state.length, state.unchecked
         self.positions.runs, (self.slots, self.slots_freed) = state.positions, state.slots
-        for role, sink, window, runs in state.roles:
+        fitted, self.mean = self.is_fitted, state.mean
+        for role, sink, window, runs, params in state.roles:
             now = self.roles[role]
-            now.sink, now.window, now.runs = sink, window, runs
+            now.sink, now.window, now.runs, now.params = sink, window, runs, params
+        if fitted and not self.is_fitted and self.engine is not None:
+            self.engine.ready = False
         self._forget_decoded()
         self._free_dead_pages()
 
@@ -257,7 +264,7 @@ def _number(number: int, batch: int, device: torch.device) -> Tensor:
         return _numbers(number, batch, device, 0)
     if torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
         return torch.full((batch,), number, dtype=torch.int32, device=device)
-    return _numbers(number, batch, device, torch.cuda.current_stream(device).cuda_stream)
+    return _numbers(number, batch, device, stream_of(device))
 
 
 @lru_cache(maxsize=64)

@@ -308,7 +308,8 @@ class LayerCache:
         sink = self.scheme.sink
         whole = None if state.sink.shape[2] or state.window.shape[2] else x
         if sink and (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
-            state.sink = torch.cat([state.sink, x[:, :, :to_sink]], 2)
+            first = x[:, :, :to_sink]
+            state.sink = torch.cat([state.sink, first], 2) if state.sink.shape[2] else first.clone()
             x = x[:, :, to_sink:]
         pending = torch.cat([state.window, x], 2) if state.window.shape[2] else x
         unit = self._unit(state)

@@ -32,7 +32,7 @@ class PageStore:
         columns = -(-capacity // layout.page_tokens)
         # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
         self.pages = torch.zeros(batch * columns, heads, layout.page_bytes, dtype=torch.uint8, device=device)
-        self.table = _ids(0, batch, columns, device, _stream(device))
+        self.table = _ids(0, batch, columns, device, stream_of(device))
 
     @classmethod
     def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
@@ -66,7 +66,7 @@ class PageStore:
         self.pages = torch.cat([self.pages, fresh]) if first else fresh
         if batch == 1:  # pages of one sequence lie in order
             first, columns = 0, self.pages.shape[0]
-        ids = _ids(first, batch, columns, self.table.device, _stream(self.table.device))
+        ids = _ids(first, batch, columns, self.table.device, stream_of(self.table.device))
         self.table = torch.cat([self.table, ids], 1) if first else ids
 
     def write(self, role: str, first_slot: int, payload: Payload) -> None:
@@ -119,9 +119,12 @@ def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int
         return ids.view(batch, columns)
 
 
-def _stream(device: torch.device) -> int:
-    """Stream on which a tensor is made: other streams would not wait for it."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def stream_of(device: torch.device) -> int:
+    """Handle of torch's current stream, on which a tensor is made: other streams would not wait for it."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))  # that of ``current_stream``, in a tenth of its time
 
 
 def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, payload: Payload) -> None:

@@ -196,17 +196,19 @@ class LayerSite:
 
         Above 1 a cache holds tokens dense until it has so many of each sequence.
         """
-        if self.mean is None and not (self.scheme.key.needs_sample or self.scheme.value.needs_sample):
-            return 0
+        tokens = self._codecs_fit_tokens
+        if self.mean is not None and self.mean.given is None:
+            tokens = max(tokens, MEAN_TOKENS)
+        return tokens if self.most is None else min(tokens, max(self.most, 2))
+
+    @cached_property
+    def _codecs_fit_tokens(self) -> int:
         missing = [
             codec.fit_tokens
             for role in ROLES
             if (codec := self.scheme.codec(role)).needs_sample and codec_params(self.fitted, role) is None
         ]
-        if self.mean is not None and self.mean.given is None:
-            missing.append(MEAN_TOKENS)
-        tokens = max(missing, default=0)
-        return tokens if self.most is None else min(tokens, max(self.most, 2))
+        return max(missing, default=0)
 
     @property
     def is_drawn(self) -> bool:

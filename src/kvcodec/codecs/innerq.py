@@ -165,9 +165,8 @@ class InnerQ(Codec):
                 "innerq: norm=true needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
                 "Pass a sample to fit, or use norm=false."
             )
-        largest = torch.linalg.vector_norm(sample, torch.inf, 2, dtype=torch.float32)  # one launch
-        half = largest.shape[-1] // 2
-        norm = torch.maximum(largest[..., :half], largest[..., half:]).sqrt_()
+        pairs = sample.unflatten(-1, (2, -1))
+        norm = torch.linalg.vector_norm(pairs, torch.inf, (2, 3), dtype=torch.float32).sqrt_()  # one launch for both
         norm.masked_fill_(norm == 0, 1.0)
         return {"norm": torch.cat([norm, norm], -1).to(site.device)}
 

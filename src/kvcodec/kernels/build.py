@@ -325,7 +325,7 @@ class Kernel:
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX = threads
             config.sharedMemBytes = shared
-            config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+            config.hStream = torch._C._cuda_getCurrentRawStream(self.device)  # of ``current_stream``, quicker
             self.params[0] = ctypes.addressof(args)
             status = self._start(config)
             if status == _INVALID_CONTEXT:  # a thread that has not used the device yet

@@ -35,6 +35,9 @@ class Constants(NamedTuple):
     order: int
 
 
+NO_CONSTANTS = Constants(None, None, 1)
+
+
 def constants_for(
     kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int
 ) -> Constants:

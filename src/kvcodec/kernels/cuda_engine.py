@@ -11,7 +11,7 @@ from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Role
 from kvcodec.kernels.basis import out_of_codes
-from kvcodec.kernels.constants import joined
+from kvcodec.kernels.constants import NO_CONSTANTS, joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import Turned, encode_to_pages
@@ -151,9 +151,10 @@ class CudaEngine(Engine):
     def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
         """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them.
 
-        ``placed``: with a mean, the position of slot 0 of each sequence, int32 ``[B]``.
+        ``placed``: with a mean, the position of slot 0 of each sequence, int32 ``[B]``. Before constants are known
+        there is nothing to read, and the basis of the codes is the model's.
         """
-        key, value = self.reading["key"], self.reading["value"]
+        key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
         return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
 
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:

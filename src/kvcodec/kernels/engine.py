@@ -14,7 +14,7 @@ from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Role
-from kvcodec.kernels.constants import Constants, constants
+from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
@@ -73,7 +73,7 @@ class Engine(ABC):
         for role in ROLES:
             for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
                 if found is None:  # PyTorch encodes it
-                    kept[role] = Constants(None, None, 1)
+                    kept[role] = NO_CONSTANTS
                     continue
                 state = roles[role]
                 assert state.params is not None

@@ -29,7 +29,7 @@ import torch
 
 from kvcodec.description import describe
 from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.registry import get, presets
+from kvcodec.registry import presets
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
 from kvcodec_lab.bench.timing import synchronize
 from kvcodec_lab.eval.generation import FORMS, attention_backends
@@ -42,9 +42,8 @@ REPEATS, SECONDS = 7, 3.0
 
 
 def served() -> list[str]:
-    """Presets whose keys and values kernels encode and read, without a file; ``dense`` is the rival."""
-    made = [preset for preset in presets() if get(preset).key.fit_tokens == 1]
-    found = [(preset, str(describe(preset)["kernels"])) for preset in made]
+    """Presets whose keys and values kernels encode and read; ``dense`` is the rival."""
+    found = [(preset, str(describe(preset)["kernels"])) for preset in presets()]
     return [preset for preset, kernels in found if "none" not in kernels and preset != "dense"]
 
 
