@@ -14,6 +14,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     kernels     speed-up of every preset with a kernel, break-even lengths, and SPEED_FIGURE, from DECODE there
     generate    the same through generate, from GENERATE_FILE there
     vllm        vLLM's own decode attention, from VLLM_ATTENTION
+    cpu         decode attention on a CPU beside PyTorch's, from CPU_ATTENTION; CPU_FIGURE shows it
     key-summary, key-breaks, key-channels, key-mends, key-means
                 which presets fail on keys with biases, and what mends it, from KEY_ERRORS and the runs JUDGE
     med3        perplexity by slots of outliers, from MED3
@@ -86,6 +87,16 @@ JUDGE = ("qwen2.5-coder-1.5b", "smollm2-135m-stressed", "smollm2-135m")
 MED3 = Path("benchmarks/results/cpu/med3_qwen2.5-coder-1.5b.json")
 
 VLLM_ATTENTION = SPEED / "vllm_attention.json"
+
+CPU_ATTENTION = Path("benchmarks/results/cpu/attention.json")
+CPU_FIGURE = Path("docs/img/cpu.png")
+CPU_SHOWN = ("saw-int4", "kivi-4", "octopus-3", "hqmq-s96_r4", "int-8")
+CPU_RIVALS = {
+    ("sdpa", 32.0): "PyTorch's SDPA, float32",
+    ("sdpa", 16.0): "PyTorch's SDPA, bfloat16",
+    ("two-matmuls", 32.0): "two float32 products",
+    ("two-matmuls-kt", 32.0): "the same, keys held transposed",
+}
 
 SERVE_FILE = "serve.json"
 SERVE_LOAD = {"input_len": 16384, "output_len": 1024, "concurrency": 256}
@@ -377,6 +388,60 @@ def vllm_block(root: Path) -> str:
     return "\n".join(out)
 
 
+def cpu_curves(root: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """Medians of CPU_ATTENTION by what attends and tokens: ``us``, ``sdpa`` and ``products`` (times as fast as)."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    keys = {"attend_us": "us", "speedup_vs_sdpa": "sdpa", "speedup_vs_two_matmuls": "products"}
+    for row in rows_of(root / CPU_ATTENTION):
+        if row["metric"] in keys:
+            name = CPU_RIVALS.get((row["spec"], row["effective_bits"]), row["spec"])
+            tokens = int(row["shape"].rsplit("_t", 1)[1])
+            numbers = found.setdefault(name, {}).setdefault(tokens, {"bits": row["effective_bits"]})
+            numbers[keys[row["metric"]]] = row["values"]["p50"]
+    return found
+
+
+def cpu_block(root: Path) -> str:
+    """Milliseconds of decode attention at each length, and how many times as fast as PyTorch's; the figure."""
+    rows, curves = rows_of(root / CPU_ATTENTION), cpu_curves(root)
+    lengths = sorted({tokens for of in curves.values() for tokens in of})
+    longest = lengths[-1]
+    out = [f"![Time of decode attention on a CPU over the tokens held](img/{CPU_FIGURE.name})", ""]
+    heads = ["", "bits", *(f"{n // 1024}k tokens, ms" for n in lengths)]
+    heads += [f"over SDPA, {n // 1024}k" for n in lengths[1:]] + [
+        f"over two products, {n // 1024}k" for n in lengths[1:]
+    ]
+    out += [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
+    rivals = set(CPU_RIVALS.values())
+    for name, of in sorted(curves.items(), key=lambda x: (x[0] not in rivals, x[1][longest]["us"])):
+        cells = [name if name in rivals else f"`{name}`", number(of[longest]["bits"], ".2f")]
+        cells += [f"{of[n]['us'] / 1e3:.1f}" for n in lengths]
+        cells += [f"{of[n][key]:.1f}x" for key in ("sdpa", "products") for n in lengths[1:]]
+        out.append(f"| {' | '.join(cells)} |")
+    machines = " and ".join(sorted({f"{r['device']}, {r['path']}" for r in rows if r["path"] != "torch"}))
+    return "\n".join(out) + (
+        f"\n\nOne sequence, 32 query and 8 KV heads of 128 ({machines}; PyTorch {rows[0]['versions']['torch']}). "
+        f"Medians of {rows[0]['repeats']} turns in which all take part. SDPA: PyTorch's attention on float32; two "
+        f"products: the faster of both arrangements, one product for all queries of a KV head."
+    )
+
+
+def write_cpu_figure(root: Path) -> None:
+    """Draw CPU_FIGURE."""
+    curves, rivals = cpu_curves(root), list(CPU_RIVALS.values())
+    shown = [*rivals, *(spec for spec in CPU_SHOWN if spec in curves)]
+    styles = figures.curve_styles(shown, rivals)
+    drawn = [
+        figures.Curve(name, [(float(n), of["us"] / 1e3) for n, of in sorted(curves[name].items())], styles[name])
+        for name in shown
+        if name in curves
+    ]
+    x = figures.Axis("tokens held", "doubling", tick=lambda n: f"{n / 1024:g}k")
+    y = figures.Axis("milliseconds of decode attention", "log")
+    plot = figures.Plot("One sequence, 8 KV heads of 128, two CPU threads", x, y, curves=drawn, names="legend")
+    pictures.write([plot], root / CPU_FIGURE)
+
+
 def engine_block(root: Path) -> str:
     """One sentence: output tokens per second of the whole system, and tokens that fit, each of the latest run."""
     path = root / SPEED / SERVE_FILE
@@ -574,6 +639,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "kernels": (Path("docs/speed.md"), kernels_block),
     "generate": (Path("docs/speed.md"), generate_block),
     "vllm": (Path("docs/speed.md"), vllm_block),
+    "cpu": (Path("docs/speed.md"), cpu_block),
     **{
         f"key-{part}": (Path("docs/key-biases.md"), partial(key_block, part=part))
         for part in ("summary", "breaks", "channels", "mends", "means")
@@ -617,6 +683,7 @@ def main() -> int:
                 (ROOT / page).write_text(text[:begin] + new + text[end:], encoding="utf-8")
     if not check:
         write_figure(ROOT)
+        write_cpu_figure(ROOT)
         rows = quality_rows(ROOT)
         pictures.write([figures.quality(rows, f"{rows[0]['model']} on {rows[0]['text']}")], ROOT / QUALITY_FIGURE)
     return 1 if failed else 0
