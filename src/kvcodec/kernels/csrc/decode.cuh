@@ -264,8 +264,9 @@ struct Decoder {
       end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
       begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
       const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
-      from = first + (int)((int64_t)split * tiles / a.runs);
-      to = split < a.runs ? first + (int)((int64_t)(split + 1) * tiles / a.runs) : from;
+      const int runs = (int)a.runs, each = tiles / runs, more = tiles - each * runs;  // so many runs have one tile more
+      from = first + split * each + (split < more ? split : more);
+      to = split < runs ? from + each + (split < more) : from;
     }
   };
 
@@ -385,14 +386,14 @@ struct Decoder {
       run_piece(a, shared, shared + TABLES, split, block_y(), block_z(), warp);
     } else {
       const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
-      const int ys = (int)a.alike * a.tiles;
+      const uint32_t splits = (uint32_t)a.splits, ys = (uint32_t)a.alike * a.tiles;
       fill_tables(a, shared, 0, block_y() * (int)a.alike);
       sync_threads();
       // neighbouring pieces go to different multiprocessors, so that their counts differ by at most one
       KV_NO_UNROLL
-      for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
-        const int split = (int)(i % a.splits), rest = (int)(i / a.splits);
-        run_piece(a, shared, shared + TABLES + team * SHARE, split, block_y() * ys + rest % ys, rest / ys, warp);
+      for (uint32_t i = team * grid_x() + block_x(); i < (uint32_t)a.pieces; i += TEAMS * grid_x()) {
+        const uint32_t rest = i / splits, b = rest / ys;
+        run_piece(a, shared, shared + TABLES + team * SHARE, i - rest * splits, block_y() * ys + rest - b * ys, b, warp);
         sync();  // the sums have been read
       }
     }
