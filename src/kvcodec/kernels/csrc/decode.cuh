@@ -207,7 +207,7 @@ struct Decoder {
   // merge the warps and leave their sums in a slot; `shared`, which they read their codes from, is free by now
   KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head,
                             int live_heads, int slot, int warp) {
-    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+    const int lane = opaque(thread() % 32), g = lane / 4, j = lane % 4;  // addresses are not held throughout the loop
     copy_wait<0>();
     sync();
     st.softmax.finish();

@@ -71,7 +71,7 @@ template <class K, int D, int WARPS, int HEADS>
 KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, const DecodeArgs& a, const Side& side,
                         int h, int live, int warp) {
   constexpr int N = D / 32, WIDTH = row_floats(query_channels<K, D>());
-  const int lane = thread() % 32;
+  const int lane = opaque(thread() % 32);
   KV_UNROLL
   for (int row = 0; row < rows.ROWS; ++row) {
     const int n = warp + row * WARPS;
@@ -107,7 +107,7 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
 template <class K, int D, int HEADS>
 KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t* table, const DecodeArgs& a) {
   constexpr int WIDTH = row_floats(query_channels<K, D>());
-  const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+  const int lane = opaque(thread() % 32), g = lane / 4, j = lane % 4;
   const int head = g * HEADS / 8, odd = g % 2;
   const float* mine = shared + head * WIDTH;
   const float top = shared[HEADS * WIDTH + head];
