@@ -207,7 +207,7 @@ struct Decoder {
   // merge the warps and leave their sums in a slot; `shared`, which they read their codes from, is free by now
   KV_DEV static void finish(State& st, const DecodeArgs& a, uint8_t* shared, int b, int h, int first_head,
                             int live_heads, int slot, int warp) {
-    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+    const int lane = opaque(thread() % 32), g = lane / 4, j = lane % 4;  // addresses are not held throughout the loop
     copy_wait<0>();
     sync();
     st.softmax.finish();
@@ -251,10 +251,11 @@ struct Decoder {
   KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int b, int h) {
     const uint8_t* keys = source_of<K>(a.key.table, a.key.table_head, b, h);
     const uint8_t* values = source_of<V>(a.value.table, a.value.table_head, b, h);
-    if (K::TABLE) K::fill(shared, keys, thread(), TEAMS * WARPS * 32);
-    if (V::TABLE) V::fill(shared + align16(K::TABLE), values, thread(), TEAMS * WARPS * 32);
+    const int mine = opaque(thread());  // what follows from it is not held in registers from piece to piece
+    if (K::TABLE) K::fill(shared, keys, mine, TEAMS * WARPS * 32);
+    if (V::TABLE) V::fill(shared + align16(K::TABLE), values, mine, TEAMS * WARPS * 32);
     if constexpr (PAIRS > 0)
-      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, thread(), TEAMS * WARPS * 32);
+      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, mine, TEAMS * WARPS * 32);
   }
 
   // tiles [from, to) of a piece, of those that hold tokens [begin, end)
@@ -264,16 +265,17 @@ struct Decoder {
       end = a.seq_lens[b] < a.capacity ? a.seq_lens[b] : a.capacity;
       begin = a.start ? (a.start[b] > 0 ? a.start[b] : 0) : 0;
       const int first = begin / T, tiles = end > begin ? (end + T - 1) / T - first : 0;
-      from = first + (int)((int64_t)split * tiles / a.runs);
-      to = split < a.runs ? first + (int)((int64_t)(split + 1) * tiles / a.runs) : from;
+      const int runs = (int)a.runs, each = tiles / runs, more = tiles - each * runs;  // so many runs have one tile more
+      from = first + split * each + (split < more ? split : more);
+      to = split < runs ? from + each + (split < more) : from;
     }
   };
 
   // With cold caches a page id, the tables and dense rows would be fetched one after the other: prefetch all at once.
-  KV_DEV static void ask_early(const DecodeArgs& a, int split, int h, int b, int warp, int lane) {
-    const int at = warp * 32 + lane;
-    if (at * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + at * 32);
-    if constexpr (TEAMS == 1) {
+  KV_DEV static void ask_early(const DecodeArgs& a, bool filled, int split, int h, int b, int warp, int lane) {
+    if ((warp * 32 + lane) * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + (warp * 32 + lane) * 32);
+    if (!filled) {
+      const int at = opaque(thread());
       if (K::TABLE && at * 128 < a.key.table_bytes)
         prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + at * 128);
       if (V::TABLE && at * 128 < a.value.table_bytes)
@@ -285,13 +287,14 @@ struct Decoder {
   }
 
   // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
-  // tables.
-  KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp) {
+  // tables; `filled`: an earlier piece of the team has filled the tables.
+  KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp,
+                               bool filled = false) {
     const int lane = opaque(thread() % 32);
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
-    ask_early(a, split, h, b, warp, lane);
+    ask_early(a, filled, split, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)own;
@@ -325,7 +328,8 @@ struct Decoder {
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (TEAMS == 1 && codes) fill_tables(a, shared, b, h);
+    if (codes && !filled) fill_tables(a, shared, b, h);
+    if (TEAMS > 1 && !filled) sync_threads();
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
@@ -385,15 +389,19 @@ struct Decoder {
       run_piece(a, shared, shared + TABLES, split, block_y(), block_z(), warp);
     } else {
       const int team = thread() / (32 * WARPS), warp = thread() / 32 - team * WARPS;
-      const int ys = (int)a.alike * a.tiles;
-      fill_tables(a, shared, 0, block_y() * (int)a.alike);
-      sync_threads();
+      const uint32_t splits = (uint32_t)a.splits, ys = (uint32_t)a.alike * a.tiles;
+      const uint32_t first = team * grid_x() + block_x(), step = TEAMS * grid_x();
       // neighbouring pieces go to different multiprocessors, so that their counts differ by at most one
       KV_NO_UNROLL
-      for (int64_t i = team * (int64_t)grid_x() + block_x(); i < a.pieces; i += (int64_t)TEAMS * grid_x()) {
-        const int split = (int)(i % a.splits), rest = (int)(i / a.splits);
-        run_piece(a, shared, shared + TABLES + team * SHARE, split, block_y() * ys + rest % ys, rest / ys, warp);
+      for (uint32_t i = first; i < (uint32_t)a.pieces; i += step) {
+        const uint32_t rest = i / splits, b = rest / ys;
+        run_piece(a, shared, shared + TABLES + team * SHARE, i - rest * splits, block_y() * ys + rest - b * ys, b, warp,
+                  i >= step);
         sync();  // the sums have been read
+      }
+      if (first >= (uint32_t)a.pieces) {  // a team without a piece
+        fill_tables(a, shared, 0, block_y() * (int)a.alike);
+        sync_threads();
       }
     }
   }

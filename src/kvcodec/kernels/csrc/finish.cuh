@@ -39,7 +39,7 @@ KV_DEV void add_sink(const DecodeArgs& a, int head, float& m, float& l, float& f
 template <int D, int WARPS, int ROWS>
 KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, const float* ls, int b, int h,
                         int first_head, int live, int slot, int warp) {
-  const int lane = thread() % 32;
+  const int lane = opaque(thread() % 32);
   KV_NO_UNROLL
   for (int n = warp; n < live; n += WARPS) {
     float m = minus_infinity(), l = 0.0f, x[D / 32];

@@ -66,40 +66,54 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
   }
 };
 
-// the rows in the basis of the codes, and their largest numbers, to shared memory
+// the rows in the basis of the codes, and their largest numbers, to shared memory; the rows of a warp together
 template <class K, int D, int WARPS, int HEADS>
 KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, const DecodeArgs& a, const Side& side,
                         int h, int live, int warp) {
-  constexpr int N = D / 32, WIDTH = row_floats(query_channels<K, D>());
-  const int lane = thread() % 32;
+  constexpr int N = D / 32, ROWS = QueryRows<D, WARPS, HEADS>::ROWS, WIDTH = row_floats(query_channels<K, D>());
+  const int lane = opaque(thread() % 32);
+  float x[ROWS][N], top[ROWS];
   KV_UNROLL
-  for (int row = 0; row < rows.ROWS; ++row) {
-    const int n = warp + row * WARPS;
-    if (n >= HEADS) break;
-    float x[N];
-    KV_UNROLL
-    for (int i = 0; i < N; ++i)
-      x[i] = n < live ? rows.number(row, i, a.q_kind) * (side.factor ? rows.factor[i] : 1.0f) : 0.0f;
-    hadamard_row<D>(x, (int)side.block, lane);
-    float top = 0.0f;
+  for (int row = 0; row < ROWS; ++row) {
+    top[row] = 0.0f;
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
-      shared[n * WIDTH + skew(lane + 32 * i)] = x[i];
-      top = maximum(top, x[i] < 0 ? -x[i] : x[i]);
+      const float factor = side.factor ? rows.factor[i] : 1.0f;
+      x[row][i] = warp + row * WARPS < live ? rows.number(row, i, a.q_kind) * factor : 0.0f;
     }
-    if constexpr (is_sketched<K>(0)) {
-      const float* signs = K::sketch(side.table + h * side.table_head);
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) x[i] *= signs[lane + 32 * i];
-      hadamard_row<D>(x, D, lane);
+  }
+  auto put = [&](int first) {
+    KV_UNROLL
+    for (int row = 0; row < ROWS; ++row) {
+      const int n = warp + row * WARPS;
       KV_UNROLL
       for (int i = 0; i < N; ++i) {
-        shared[n * WIDTH + skew(D + lane + 32 * i)] = x[i];
-        top = maximum(top, x[i] < 0 ? -x[i] : x[i]);
+        if (HEADS % WARPS == 0 || n < HEADS) shared[n * WIDTH + skew(first + lane + 32 * i)] = x[row][i];
+        top[row] = maximum(top[row], magnitude(x[row][i]));
       }
     }
-    top = warp_max(top);
-    if (lane == 0) shared[HEADS * WIDTH + n] = top;
+  };
+  hadamard_rows<D>(x, (int)side.block, lane);
+  put(0);
+  if constexpr (is_sketched<K>(0)) {
+    const float* signs = K::sketch(side.table + h * side.table_head);
+    KV_UNROLL
+    for (int row = 0; row < ROWS; ++row) {
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) x[row][i] *= signs[lane + 32 * i];
+    }
+    hadamard_rows<D>(x, D, lane);
+    put(D);
+  }
+  KV_UNROLL
+  for (int bit = 16; bit; bit /= 2) {
+    KV_UNROLL
+    for (int row = 0; row < ROWS; ++row) top[row] = maximum(top[row], shfl_xor(top[row], bit));
+  }
+  KV_UNROLL
+  for (int row = 0; row < ROWS; ++row) {
+    const int n = warp + row * WARPS;
+    if (lane == 0 && (HEADS % WARPS == 0 || n < HEADS)) shared[HEADS * WIDTH + n] = top[row];
   }
 }
 
@@ -107,7 +121,7 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
 template <class K, int D, int HEADS>
 KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t* table, const DecodeArgs& a) {
   constexpr int WIDTH = row_floats(query_channels<K, D>());
-  const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+  const int lane = opaque(thread() % 32), g = lane / 4, j = lane % 4;
   const int head = g * HEADS / 8, odd = g % 2;
   const float* mine = shared + head * WIDTH;
   const float top = shared[HEADS * WIDTH + head];

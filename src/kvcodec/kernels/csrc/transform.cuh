@@ -4,15 +4,17 @@
 
 namespace kv {
 
-// x <- diag(H, ..., H) x, H the orthonormal Sylvester-Hadamard matrix of that order; its own inverse
-template <int D> KV_DEV void hadamard_row(float (&x)[D / 32], int order, int lane) {
+// x <- diag(H, ..., H) x for N rows at once, whose exchanges then wait for one another no longer than those of one row;
+// H the orthonormal Sylvester-Hadamard matrix of that order, its own inverse
+template <int D, int N> KV_DEV void hadamard_rows(float (&x)[N][D / 32], int order, int lane) {
   KV_UNROLL
   for (int bit = 1; bit < 32; bit *= 2) {
     if (bit < order) {
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) {
-        float other = shfl_xor(x[i], bit);
-        x[i] = lane & bit ? other - x[i] : x[i] + other;
+      for (int i = 0; i < N * (D / 32); ++i) {
+        float& own = x[i / (D / 32)][i % (D / 32)];
+        const float other = shfl_xor(own, bit);
+        own = lane & bit ? other - own : own + other;
       }
     }
   }
@@ -20,11 +22,12 @@ template <int D> KV_DEV void hadamard_row(float (&x)[D / 32], int order, int lan
   for (int step = 1; step < D / 32; step *= 2) {
     if (32 * step < order) {
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) {
-        if (!(i & step) && i + step < D / 32) {
-          float a = x[i], b = x[i + step];
-          x[i] = a + b;
-          x[i + step] = a - b;
+      for (int i = 0; i < N * (D / 32); ++i) {
+        const int row = i / (D / 32), at = i % (D / 32);
+        if (!(at & step) && at + step < D / 32) {
+          const float a = x[row][at], b = x[row][at + step];
+          x[row][at] = a + b;
+          x[row][at + step] = a - b;
         }
       }
     }
@@ -35,8 +38,16 @@ template <int D> KV_DEV void hadamard_row(float (&x)[D / 32], int order, int lan
     for (; left >= 4; left >>= 2) unit *= 0.5f;
     if (left == 2) unit *= 0.70710678118654752f;
     KV_UNROLL
-    for (int i = 0; i < D / 32; ++i) x[i] *= unit;
+    for (int i = 0; i < N * (D / 32); ++i) x[i / (D / 32)][i % (D / 32)] *= unit;
   }
+}
+template <int D> KV_DEV void hadamard_row(float (&x)[D / 32], int order, int lane) {
+  float rows[1][D / 32];
+  KV_UNROLL
+  for (int i = 0; i < D / 32; ++i) rows[0][i] = x[i];
+  hadamard_rows<D>(rows, order, lane);
+  KV_UNROLL
+  for (int i = 0; i < D / 32; ++i) x[i] = rows[0][i];
 }
 
 template <int D> KV_DEV void multiply_row(float (&x)[D / 32], const Side& side, int batch, int head, int lane) {
