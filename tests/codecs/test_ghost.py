@@ -19,6 +19,7 @@ from kvcodec.ops.widths import allot
 from kvcodec_lab.eval.perplexity import split_windows, tokenize
 from kvcodec_lab.fit import fit_model
 from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
+from tests.ops.test_widths import one_at_a_time
 
 from .definitions import by_definition, smallest
 
@@ -85,7 +86,8 @@ def test_no_other_widths_cost_less(total, seed):
         return sum(w * ERRORS[b] for w, b in zip(weights, widths, strict=True))
 
     every = (list(w) for w in itertools.product(range(8), repeat=4) if sum(w) == total)
-    assert cost(allot(weights, ERRORS, total)) == pytest.approx(min(map(cost, every)), rel=1e-12)
+    found = allot(torch.tensor(weights, dtype=torch.float64), ERRORS, total).tolist()
+    assert cost(found) == pytest.approx(min(map(cost, every)), rel=1e-12)
 
 
 # -- constants ---------------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ def constants_by_hand(mean, variance, asked, bits):
     cost = [v * f for v, f in zip(variance, asked, strict=True)]
     order = sorted(range(len(cost)), key=lambda c: -cost[c])
     quads = [sum(cost[c] for c in order[i : i + 4]) for i in range(0, len(order), 4)]
-    widths = allot(quads, ERRORS, int(bits * len(order)) // 4 - 1)
+    widths = one_at_a_time(quads, ERRORS, int(bits * len(order)) // 4 - 1)
     return order, widths, [variance[c] ** -0.5 for c in order], [mean[c] * variance[c] ** -0.5 for c in order]
 
 

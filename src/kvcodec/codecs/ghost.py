@@ -399,9 +399,8 @@ class Ghost(Codec):
         """Add what follows from the costs v f, falling ``[B, H, D]``."""
         quads = sum_by_halves(cost.unflatten(-1, (-1, LANES))).squeeze(-1)
         total = 8 * stream_bytes(site.head_dim, self.bits) - 1
-        widths = torch.tensor([[allot(head, ERRORS, total) for head in heads] for heads in quads.tolist()])
         params["weight"] = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float()
-        params["widths"] = widths.to(torch.uint8)
+        params["widths"] = allot(quads, ERRORS, total).to(torch.uint8)
         return {name: value.to(site.device) for name, value in params.items()}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:

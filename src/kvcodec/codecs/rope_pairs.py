@@ -193,13 +193,10 @@ class RopePairs(Codec):
         pairs = ranked.indices.unflatten(-1, (-1, STEP // 2))  # [B, H, S, 4]
         order = torch.cat([pairs, pairs + half], -1).flatten(-2)
         steps = sum_by_halves(ranked.values.unflatten(-1, (-1, STEP // 2))).squeeze(-1)  # [B, H, S]
-        widths = torch.tensor(
-            [[allot(head, ERRORS, self.bits * len(head)) for head in heads] for heads in steps.tolist()]
-        )
         params = {
             "order": order.to(torch.int16),
             "scale": torch.cat([energy, energy], -1).gather(-1, order).sqrt().float(),
-            "widths": widths.to(torch.uint8),
+            "widths": allot(steps, ERRORS, self.bits * steps.shape[-1]).to(torch.uint8),
             "levels": normal_levels()[None],
         }
         return {name: value.to(site.device) for name, value in params.items()}

@@ -4,6 +4,8 @@ The tables of a head are bytes: the channels of the model as sorted, ``uint8 [D]
 ``uint8 [D / 4]``. The kernels make of them what they need. Factors are in the model's order.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -79,21 +81,28 @@ def inverse_sizes(params: Params) -> Tensor:
 def write_tables(params: Params, size: int) -> Tensor:
     """Tables of ``kv::GhostRow`` for streams of ``size`` bytes: uint8 ``[B or 1, H, bytes]``."""
     order, widths, weight = params["order"], params["widths"], params["weight"]
-    device, infinite = order.device, torch.tensor([torch.inf])
     centre = params["centre"] if "centre" in params else torch.zeros_like(weight)
-    cuts = width_cuts(levels()).float()
-    behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(len(cuts))]
-    same = torch.cat([levels(), infinite, infinite, *behind]).to(device)
-    # the reference's product, number by number
-    walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32).to(device)
-    walls = LANES * (widths > 0).sum(-1, keepdim=True) * walls
+    same, walls, held = _of_all_heads(order.device)
+    walls = LANES * (widths > 0).sum(-1, keepdim=True) * walls  # the reference's product, number by number
     walls = torch.nn.functional.pad(walls, (0, 2), value=torch.inf)
     ends = widths.long().cumsum(-1)
-    units = torch.arange(0, 8 * size, 8 * stream_unit(size), device=device)
+    units = torch.arange(0, 8 * size, 8 * stream_unit(size), device=order.device)
     first = (ends.unsqueeze(-2) <= units[:, None]).sum(-1)
-    numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, scales().to(device), centre, weight)]
+    numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, held, centre, weight)]
     places = [order.to(torch.uint8), widths, _bytes((ends - widths).to(torch.int16)), first.to(torch.uint8)]
     return _padded(torch.cat([*map(_bytes, numbers), *places], -1))
+
+
+@lru_cache(maxsize=16)
+def _of_all_heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels and the cuts between them, walls between scales for one channel, scales: float32, never written to."""
+    with torch.inference_mode(mode=False):
+        infinite = torch.tensor([torch.inf])
+        cuts = width_cuts(levels()).float()
+        behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(len(cuts))]
+        same = torch.cat([levels(), infinite, infinite, *behind])
+        walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
+        return same.to(device), walls.to(device), scales().to(device)
 
 
 def _bytes(x: Tensor) -> Tensor:

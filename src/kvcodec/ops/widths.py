@@ -13,31 +13,33 @@ from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.sums import sum_by_halves, token_chunks
 
 
-def allot(weights: Sequence[float], errors: Sequence[float], total: int) -> list[int]:
+def allot(weights: Tensor, errors: Sequence[float], total: int) -> Tensor:
     """Widths of least weighted error: one bit at a time to where it gains most, to the first of equals.
 
     Optimal where the gains of a further bit fall (water-filling in whole bits).
 
     Parameters
     ----------
-    weights : sequence of float
-        What the squared error of each group of channels costs.
+    weights : Tensor float64 ``[..., n]``
+        What the squared error of each group of channels costs, not negative.
     errors : sequence of float
-        Squared error of the widths 0 to the widest, falling.
+        Squared error of the widths 0 to the widest, falling ever less.
     total : int
-        Sum of all widths.
+        Sum of the n widths.
+
+    Returns
+    -------
+    Tensor int64 ``[..., n]``
 
     Examples
     --------
-    >>> allot([100.0, 10.0, 1.0, 1.0], [1.0, 0.36, 0.12, 0.035, 0.0095, 0.0025], 12)
-    [5, 4, 2, 1]
+    >>> allot(torch.tensor([100.0, 10.0, 1.0, 1.0]), [1.0, 0.36, 0.12, 0.035, 0.0095, 0.0025], 12)
+    tensor([5, 4, 2, 1])
     """
-    widths = [0] * len(weights)
     gains = [a - b for a, b in pairwise(errors)]
-    for _ in range(total):
-        free = (i for i, width in enumerate(widths) if width < len(gains))
-        widths[max(free, key=lambda i: weights[i] * gains[widths[i]])] += 1
-    return widths
+    all_gains = torch.stack([weights * gain for gain in gains], -1).flatten(-2)  # a group's fall, so it is a prefix
+    taken = all_gains.sort(dim=-1, descending=True, stable=True).indices[..., :total] // len(gains)
+    return torch.zeros_like(weights, dtype=torch.int64).scatter_add_(-1, taken, torch.ones_like(taken))
 
 
 def channel_squares(x: Tensor) -> Tensor:
