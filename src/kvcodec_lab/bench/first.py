@@ -100,9 +100,7 @@ class Runner:
         self.model, self.held, self.device = model, held, model.device
         config = model.config
         generator = torch.Generator(self.device).manual_seed(0)
-        size = (1, config.num_key_value_heads, held, config.head_dim)
-        self.k, self.v = (torch.randn(size, generator=generator, device=self.device, dtype=model.dtype) for _ in "kv")
-        most = max(*PROMPTS, *NEW)
+        most = max(*PROMPTS, *NEW, held)
         self.ids = torch.randint(10, config.vocab_size, (1, most), generator=generator, device=self.device)
 
     def dense(self) -> Any:
@@ -115,10 +113,9 @@ class Runner:
         return cache_for(self.model, spec, attention="fused")
 
     def filled(self, make: Callable[[], Any]) -> Any:
-        """Return a cache of ``held`` random tokens."""
+        """Return a cache of ``held`` tokens."""
         cache = make()
-        for layer in range(self.model.config.num_hidden_layers):
-            cache.update(self.k, self.v, layer)
+        self.token(cache, self.held)
         return cache
 
     def token(self, cache: Any, n: int) -> int:
