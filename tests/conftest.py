@@ -18,7 +18,11 @@ def own_threads() -> int:
     return max((os.cpu_count() or 1) // workers, 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(
+        config, "workerinput"
+    ):  # what takes long first: workers end together, and one of them loads the real model
+        items.sort(key=lambda item: "slow" not in item.keywords)
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if "serve" in item.keywords:
@@ -47,6 +51,18 @@ def _nan_filled_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """SmolLM2-135M in float32, loaded once per process: who changes it changes it back."""
+    from kvcodec.errors import ModelError
+    from kvcodec_lab.models import load
+
+    try:
+        return load("smollm2-135m", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
 
 
 _COMMON = {

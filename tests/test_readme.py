@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec_lab.models import load
 from kvcodec_lab.named_models import SMOLLM2
 from kvcodec_lab.report.rows import Row
 
@@ -339,13 +338,13 @@ def programs(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_program_runs_and_is_short(tmp_path: Path) -> None:
+def test_the_program_runs_and_is_short(smollm2: Any, tmp_path: Path) -> None:
     """As it stands, but for the hub: the model's name is a folder that ``save_pretrained`` wrote."""
     (code,) = programs("README.md")
     assert len(code.splitlines()) <= 10
     hub_id = SMOLLM2.hub_id
     assert f'"{hub_id}"' in code
-    lm = load(SMOLLM2.name)
+    lm = smollm2
     config = type(lm.model.config)(**{k: v for k, v in lm.model.config.to_dict().items() if k != "quantization_config"})
     model = type(lm.model)(config)  # the GGUF's numbers in a model that can be saved
     model.load_state_dict(lm.model.state_dict())

@@ -278,12 +278,11 @@ def test_norms_that_cannot_be_folded(params, error, message):
 
 
 @pytest.mark.slow
-def test_the_real_small_model():
-    from kvcodec_lab.models import load, load_text
+def test_the_real_small_model(smollm2):
+    from kvcodec_lab.models import load_text
 
-    loaded = load("smollm2-135m", progress=False)
-    ids = torch.tensor([loaded.tokenizer(load_text().text[:4000])["input_ids"][:256]])
-    model = loaded.model
+    ids = torch.tensor([smollm2.tokenizer(load_text().text[:4000])["input_ids"][:256]])
+    model = smollm2.model
     params = fitted(model, ids)
     before, keys = logits_and_keys(model, ids)
     with fold_key_norms(model, params):

@@ -29,8 +29,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from kvcodec.kernels.build import Program, included
+
 ROOT = pathlib.Path(__file__).parents[2]
 HEADERS = ROOT / "src/kvcodec/kernels/csrc"
+FOLDERS = (str(HEADERS), str(ROOT / "tests/kernels"))
 CACHE = ROOT / ".pytest_cache/emulated"
 # what a GPU faults on or leaves undefined: traps, so that it is raised with the thread's number
 _CHECKS = "alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow,return,unreachable"
@@ -224,14 +227,29 @@ def _prune() -> None:
             old.unlink(missing_ok=True)
 
 
+@functools.cache
+def _version(compiler: str) -> str:
+    return _run([compiler, "-dumpfullversion", "-dumpmachine"], "")
+
+
 def _kept(
-    kind: str, command: Sequence[str], more: Sequence[str] = (), file: str = "-", source: str = ""
+    kind: str,
+    command: Sequence[str],
+    source: str,
+    folders: Sequence[str] = (),
+    more: Sequence[str] = (),
+    file: str = "-",
 ) -> pathlib.Path:
-    """Compile a file or ``source``; the result lives in a cache by what the preprocessor makes of it."""
-    text = _run([*command, "-E", file], source)
-    version = _run([command[0], "-dumpfullversion", "-dumpmachine"], "")
-    key = hashlib.sha256("\0".join((text, version, *command, *more)).encode()).hexdigest()[:24]
-    path = CACHE / f"{key}.{kind}"
+    """Compile ``source``, or a ``file`` of that text.
+
+    The result lives in a cache by the source, the files it includes, the compiler and its arguments.
+    """
+    made_of = [source.encode(), *included(Program(source, folders=(*FOLDERS, *folders))).values()]
+    made_of += [x.encode() for x in (_version(command[0]), *command, *more)]
+    digest = hashlib.sha256()
+    for part in made_of:
+        digest.update(b"%d\0" % len(part) + part)
+    path = CACHE / f"{digest.hexdigest()[:24]}.{kind}"
     if path.exists():
         os.utime(path)
     else:
@@ -243,26 +261,30 @@ def _kept(
     return path
 
 
+def _searched(folders: Sequence[str]) -> tuple[str, ...]:
+    return tuple(x for folder in folders for x in ("-I", folder))
+
+
 @functools.cache
 def _precompiled(command: tuple[str, ...]) -> str:
     """Path to include ``platform.cuh`` by: all sources begin with it, and its parsing is a fifth of their time."""
     command = tuple(x if x != "c++" else "c++-header" for x in command)
-    return str(_kept("gch", command, file=str(HEADERS / "platform.cuh")).with_suffix(""))
+    header = HEADERS / "platform.cuh"
+    return str(_kept("gch", command, header.read_text(), file=str(header)).with_suffix(""))
 
 
 @functools.cache
 def build(source: str, flags: tuple[str, ...] = (), folders: tuple[str, ...] = ()) -> Library:
-    """Compile C++ that includes headers of csrc; the library lives in a cache by what the preprocessor makes of it.
+    """Compile C++ that includes headers of csrc; the library lives in a cache by all it is made of.
 
     Skips the test when there is no g++. Headers are searched in ``folders`` too, after csrc.
     """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    includes = ("-I", str(HEADERS), "-I", str(ROOT / "tests/kernels"))
-    command = (compiler, "-x", "c++", *includes, *FLAGS, *flags)
-    own = tuple(x for folder in folders for x in ("-I", folder))
-    return Library(_kept("so", (*command, *own), ("-include", _precompiled(command), *LINK), source=source))
+    command = (compiler, "-x", "c++", *_searched(FOLDERS), *FLAGS, *flags)
+    more = ("-include", _precompiled(command), *LINK)
+    return Library(_kept("so", (*command, *_searched(folders)), source, folders, more))
 
 
 def same_for_any_order(run: Callable[[int], Sequence[torch.Tensor]], seeds: Sequence[int] = (1, 2, 3)) -> None:

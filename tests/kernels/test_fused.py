@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -102,7 +103,19 @@ PROMPT = [s for s in kvcodec.presets() if kvcodec.get(s).key.fit_tokens == 1]
 HEAD_DIM_192 = [s for s in PROMPT if kvcodec.describe(s, 192)["kernels"]["decode"] == "cuda"]
 
 
-@pytest.mark.parametrize("spec", [*HEAD_DIM_192, "hqmq-s24_r3:outliers=3", "int-2:outliers=3", "int-4:outliers=3"])
+REPEATED = re.compile(
+    r"hqmq-s(24_r.|48_r[36]|96_r[34]|192_r[46])|int-[24]|innerq-small|kivi-(4|sink-2|g64-4|g128-4|tq-3)"
+)
+"""Presets whose sizes of codes and groups are those of others, of the same reader."""
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(pytest.param(s, marks=[pytest.mark.wide] if REPEATED.fullmatch(s) else []) for s in HEAD_DIM_192),
+        *("hqmq-s24_r3:outliers=3", "int-2:outliers=3", "int-4:outliers=3"),
+    ],
+)
 def test_heads_of_192_channels(spec: str, machine: dict[str, Any]) -> None:
     """Parts of a row that end with no power of two: bytes, one query and several, of every preset."""
     made, generator = scheme(spec, 0, 3), torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from kvcodec_lab.advise.steps import Request
 from kvcodec_lab.commands.advise import memory, show
 from kvcodec_lab.eval import perplexity
 from kvcodec_lab.eval.rows import plain
-from kvcodec_lab.models import ModelError, load, load_text
+from kvcodec_lab.models import load_text
 from tests.conftest import tiny_config
 from tests.lab.eval.tiny import TEXT, save_tiny, tiny_loaded
 
@@ -334,15 +334,11 @@ def test_the_command_refuses_before_it_loads(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_smollm2_fits_the_memory_and_the_recipe_is_no_worse_than_presets_of_its_bytes(tmp_path):
-    try:
-        model = load("smollm2-135m", progress=False)
-    except ModelError as error:
-        pytest.skip(f"the model cannot be had here: {error}")
+def test_smollm2_fits_the_memory_and_the_recipe_is_no_worse_than_presets_of_its_bytes(smollm2, tmp_path):
     asked = Request(
-        32768, memory=180 << 20, window_tokens=96, windows=1, uniform=3, specs=("int-8", "turboquant-4", "turboquant-3")
+        32768, memory=180 << 20, window_tokens=48, windows=1, uniform=3, specs=("int-8", "turboquant-4", "turboquant-3")
     )
-    found = advise(model, load_text().text, asked, output=tmp_path)
+    found = advise(smollm2, load_text().text, asked, output=tmp_path)
     best = found["advised"]
     assert best["bytes"] <= 180 << 20
     assert best["kl"] == min(row["kl"] for row in found["finalists"])

@@ -12,7 +12,7 @@ from kvcodec.integrations.transformers.identity import load_params
 from kvcodec_lab import fit as module
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.fit import about, about_text, capture, fit_model
-from kvcodec_lab.models import LoadedModel, load, load_text
+from kvcodec_lab.models import LoadedModel, load_text
 from tests.conftest import tiny_model
 from tests.lab.eval.leaning import Leaning, leaning
 from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
@@ -212,11 +212,8 @@ def test_a_head_dim_or_a_model_that_does_not_fit_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_real_model_is_fitted_saved_and_served(tmp_path):
-    try:
-        real = load("smollm2-135m", progress=False)
-    except ModelError as error:
-        pytest.skip(f"the model cannot be had here: {error}")
+def test_a_real_model_is_fitted_saved_and_served(smollm2, tmp_path):
+    real = smollm2
     text = load_text().text
     fitted = fit_model(real, "innerq-base", text, windows=1, window_tokens=256)
     assert list(fitted) == list(range(30))

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from kvcodec.errors import KVCodecWarning, ModelError, SpecError, UnsupportedError
+from kvcodec.errors import KVCodecWarning, SpecError, UnsupportedError
 from kvcodec.probe import outlier_ratio
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.eval.stress import factors, outlier_channels, parse_stress, stress
-from kvcodec_lab.models import load, load_text
+from kvcodec_lab.models import load_text
 from tests.conftest import tiny_model
 from tests.lab.eval.tiny import TEXT, tiny_loaded
 
@@ -223,11 +223,8 @@ def test_naive_integers_break_on_it_and_groups_along_tokens_do_not():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_smollm2_stressed_naive_int4_collapses_the_probe_warns_and_three_presets_hold():
-    try:
-        model = load("smollm2-135m", progress=False)
-    except ModelError as error:
-        pytest.skip(f"the model cannot be had here: {error}")
+def test_smollm2_stressed_naive_int4_collapses_the_probe_warns_and_three_presets_hold(smollm2):
+    model = smollm2
     window = perplexity.tokenize(model.tokenizer, load_text().text, 256)
     plain = perplexity.uncompressed(model.model, window)
     base = math.exp(float(plain.nll.mean()))
