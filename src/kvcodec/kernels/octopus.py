@@ -11,9 +11,9 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import SLACK, copied_bytes, half_rows, wall_table
+from kvcodec.kernels.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.split_words import runs, split_bytes
@@ -48,17 +48,21 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, Octopus)
-    fields = {field.name: field.nbytes for field in codec.layout(head_dim).fields}
-    sizes = fields.get("codes", 0), fields.get("tail", 0)
-    options = (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
     return CpuReader(
         "octopus",
-        options,
+        cpu_options(codec, head_dim),
         cpu_tables(codec, head_dim),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         alike=True,
     )
+
+
+def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
+    """Return the options that read_triplets.h describes."""
+    fields = {field.name: field.nbytes for field in codec.layout(head_dim).fields}
+    sizes = fields.get("codes", 0), fields.get("tail", 0)
+    return (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
 
 
 def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
@@ -108,6 +112,32 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         form="table",
         alike=True,
     )
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Octopus)
+    return CpuEncoder(
+        "octopus",
+        (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),
+        cpu_write_tables(codec),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
+    )
+
+
+def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
+    """Return the function that builds the tables of ``encode_octopus`` (cpu/encode_triplets.h): uint8 ``[1, bytes]``."""
+
+    def build(params: Params) -> Tensor:
+        xi, rho = params["xi"][0].double(), params["rho"][0].double()
+        square = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+        rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
+        walls = filled_walls(square, codec.direction_bits), filled_walls(midpoints(rho), codec.norm_bits)
+        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten())])[None]
+
+    return build
 
 
 def row_arguments(codec: Octopus, head_dim: int) -> str:

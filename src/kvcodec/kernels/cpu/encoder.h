@@ -127,4 +127,22 @@ template <int BITS> inline void pack(const uint8_t* codes, int n, uint8_t* to) {
   }
 }
 
+// A little-endian bit stream of numbers of any widths (ops/bitpack.py).
+struct Stream {
+  uint8_t* to;
+  uint64_t held = 0;
+  int bits = 0;
+
+  explicit Stream(uint8_t* to) : to(to) {}
+  // x, which is below 2^n
+  void put(uint32_t x, int n) {
+    held |= (uint64_t)x << bits;
+    for (bits += n; bits >= 8; bits -= 8, held >>= 8) *to++ = (uint8_t)held;
+  }
+  // the last byte, filled up with zeros
+  void end() {
+    if (bits) *to = (uint8_t)held;
+  }
+};
+
 }  // namespace kv
