@@ -9,37 +9,36 @@ namespace kv {
 
 constexpr int MOST_SECONDARY = 192;
 
-// The 24 Hurwitz units (ops/quaternion.py, UNITS), doubled.
-struct Units {
-  double of[24][4] = {};
-  constexpr Units() {
-    for (int i = 0; i < 4; ++i) of[2 * i][i] = 2, of[2 * i + 1][i] = -2;
-    for (int i = 0; i < 8; ++i)
-      for (int k = 0; k < 4; ++k) {
-        const double x = k && i >> (3 - k) & 1 ? -1 : 1;
-        of[8 + 2 * i][k] = x, of[9 + 2 * i][k] = -x;
-      }
-  }
-};
-inline constexpr Units UNITS;
-
-// v = y conj(q); of doubles, or of vectors
-template <class T> inline void turned(const T* y, T a, T b, T c, T d, T* v) {
-  v[0] = y[0] * a + y[1] * b + y[2] * c + y[3] * d;
-  v[1] = y[1] * a - y[0] * b - y[2] * d + y[3] * c;
-  v[2] = y[2] * a - y[0] * c + y[1] * d - y[3] * b;
-  v[3] = y[3] * a - y[0] * d - y[1] * c + y[2] * b;
-}
-
 inline double size_of(double x) { return std::fabs(x); }
 inline F size_of(F x) { return (F)((I)x & 0x7fffffff); }
+inline double fma(double a, double b, double c) { return a * b + c; }
 inline double larger(double a, double b) { return a > b ? a : b; }
 inline F larger(F a, F b) { return max(a, b); }
 
-// the largest inner product of v with a unit
+// v = y conj(q); of doubles, or of vectors
+template <class T> inline void turned(const T* y, T a, T b, T c, T d, T* v) {
+  v[0] = fma(y[3], d, fma(y[2], c, fma(y[1], b, y[0] * a)));
+  v[1] = fma(y[3], c, fma(-y[2], d, fma(-y[0], b, y[1] * a)));
+  v[2] = fma(-y[3], b, fma(y[1], d, fma(-y[0], c, y[2] * a)));
+  v[3] = fma(y[2], b, fma(-y[1], c, fma(-y[0], d, y[3] * a)));
+}
+
+// the largest inner product of v with a Hurwitz unit
 template <class T> inline T corner_score(const T* v) {
   const T a = size_of(v[0]), b = size_of(v[1]), c = size_of(v[2]), d = size_of(v[3]);
   return larger(larger(larger(a, b), larger(c, d)), (a + b + c + d) * 0.5f);
+}
+
+// Row of the unit (ops/quaternion.py, UNITS) whose inner product with v, which is not 0, is the largest one, `best`; the
+// lowest row on ties.
+inline uint32_t nearest_unit(const double* v, double best) {
+  for (uint32_t i = 0; i < 4; ++i)
+    if (size_of(v[i]) == best) return 2 * i + (v[i] < 0);
+  const double first = v[0] != 0 ? v[0] : v[1] != 0 ? v[1] : v[2];
+  uint32_t row = first < 0 ? 9 : 8;  // of the signs of v, or their opposites; where v is 0, plus
+  for (int i = 1; i < 4; ++i)
+    if (first < 0 ? v[i] > 0 : v[i] < 0) row += 16u >> i;
+  return row;
 }
 
 // 24 s + p of the product that has the largest inner product with a chunk; the lowest one on ties.
@@ -49,7 +48,7 @@ template <class T> inline T corner_score(const T* v) {
 // score is off by less than 2^-18, a difference by less than 2^-17.
 struct Products {
   const float* secondary;
-  int count, padded;
+  int padded;
 
   uint32_t nearest(const float* x) const {
     float most = 0;
@@ -62,7 +61,7 @@ struct Products {
     double unit, y[4], v[4];
     memcpy(&unit, &bits, 8);
     F z[4], all[MOST_SECONDARY / LANES], best = splat(0.0f);
-    for (int i = 0; i < 4; ++i) y[i] = std::nearbyint(x[i] * unit), z[i] = splat((float)(y[i] * 0x1p-40));
+    for (int i = 0; i < 4; ++i) y[i] = kv::nearest(x[i] * unit), z[i] = splat((float)(y[i] * 0x1p-40));
     for (int s = 0; s < padded; s += LANES) {
       const float* q = secondary + s;
       F w[4];
@@ -73,24 +72,19 @@ struct Products {
     const float enough = largest(best) - 0x1p-16f;
     double score = -1, held[4];
     int chosen = 0;
-    for (int s = 0; s < padded; s += LANES) {
-      if (!any(all[s / LANES] >= splat(enough))) continue;
-      for (int i = s; i < s + LANES && i < count; ++i) {
-        if (all[s / LANES][i - s] < enough) continue;
-        const float* q = secondary + i;
+    for (int first = 0; first < padded; first += 64) {
+      uint64_t left = 0;  // bit i: q_{first + i} may be the best
+      for (int s = 0; s < 64 && first + s < padded; s += LANES)
+        left |= (uint64_t)which(all[(first + s) / LANES] >= splat(enough)) << s;
+      for (; left; left &= left - 1) {
+        const int s = first + __builtin_ctzll(left);
+        const float* q = secondary + s;
         turned<double>(y, q[0], q[padded], q[2 * padded], q[3 * padded], v);
         const double its = corner_score(v);
-        if (its > score) score = its, chosen = i, memcpy(held, v, sizeof v);
+        if (its > score) score = its, chosen = s, memcpy(held, v, sizeof v);
       }
     }
-    int nearest_unit = 0;
-    score = -INFINITY;
-    for (int p = 0; p < 24; ++p) {
-      const double* u = UNITS.of[p];
-      const double its = u[0] * held[0] + u[1] * held[1] + u[2] * held[2] + u[3] * held[3];
-      if (its > score) score = its, nearest_unit = p;
-    }
-    return (uint32_t)(24 * chosen + nearest_unit);
+    return 24 * (uint32_t)chosen + nearest_unit(held, score);
   }
 };
 
@@ -106,7 +100,7 @@ inline uint16_t radii_of(const float* y, int n, int steps, uint32_t* radius) {
   const uint16_t scale = to_half((float)(most * 0.5));
   const double sigma = (double)from_half(scale) * 2;
   for (int i = 0; i < n; ++i) {
-    const double wanted = sigma > 0 ? std::nearbyint(length[i] * steps / sigma) : 0;
+    const double wanted = sigma > 0 ? kv::nearest(length[i] * steps / sigma) : 0;
     radius[i] = (uint32_t)(wanted < steps ? wanted : steps);
   }
   return scale;
@@ -145,8 +139,8 @@ inline void store_chunks(const New& n, int t, int count, const uint32_t* codes, 
 }
 
 inline void encode_hqmq(const New& n) {
-  const int count = n.dim / 4, size = n.options[0];
-  const Products products{(const float*)n.tables, size, (size + 15) / 16 * 16};
+  const int count = n.dim / 4;
+  const Products products{(const float*)n.tables, (n.options[0] + 15) / 16 * 16};
   uint32_t codes[WIDEST / 4], radius[WIDEST / 4];
   for (int t = 0; t < n.count; ++t) {
     const float* y = n.rows + t * n.dim;

@@ -29,12 +29,16 @@ using Encode = void (*)(const New&);
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
-inline F min(F a, F b) { return choose(a < b, a, b); }
+inline F min(F a, F b) { return a < b ? a : b; }
 inline float smallest(F x) { return -largest(-x); }
 
-// to the nearest whole number, ties to even; |x| below 2^22. Zero loses its sign
+// to the nearest whole number, ties to even; |x| below 2^22, or 2^51 of doubles. Zero loses its sign
 inline F nearest(F x) {
   const F magic = splat(12582912.0f);
+  return (x + magic) - magic;
+}
+inline double nearest(double x) {
+  const double magic = 0x1.8p52;
   return (x + magic) - magic;
 }
 inline F clip(F x, float low, float high) { return min(max(x, splat(low)), splat(high)); }
