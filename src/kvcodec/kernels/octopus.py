@@ -68,7 +68,7 @@ def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
 def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
     """Return the function that builds the tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
     bits, low = codec.code_bits, codec.low_bits
-    fields = [(low, bits), (0, low)] if low else [(0, bits)]
+    fields = [(low, bits, 4), (0, low, 0)] if low else [(0, bits, 4)]
     places = [cpu_places(-(-head_dim // 3), bits, low, *field).flatten() for field in fields]
 
     def build(params: Params) -> Tensor:
@@ -82,21 +82,23 @@ def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
     return build
 
 
-def cpu_places(n: int, bits: int, low: int, first: int, end: int) -> Tensor:
-    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[7, n rounded up to 16]``."""
+def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Tensor:
+    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[6, n rounded up to 16]``.
+
+    The numbers come times ``2**by``.
+    """
     codes = 8 * split_bytes(n, bits).get("codes", 0)
-    places = torch.zeros(7, -(-n // 16) * 16, dtype=torch.int32)
+    places = torch.zeros(6, -(-n // 16) * 16, dtype=torch.int32)
     where = runs(n, bits, low, "cpu")
     for code, shift, mask, byte, bit in zip(*(x.tolist() for x in where), strict=True):
         begin, stop = max(shift, first), min(shift + mask.bit_length(), end)
         if begin >= stop:
             continue
-        at = 8 * byte + bit + begin - shift
+        at, to = 8 * byte + bit + begin - shift, begin - first + by
         row, at = (0, at) if at < codes else (3, at - codes)
         unit = at // 16
-        places[row : row + 3, code] = torch.tensor([unit | (unit + 1) << 16, at % 16, (1 << stop - begin) - 1])
-        if row:
-            places[6, code] = begin - first
+        numbers = unit | (unit + 1) << 16, (to - at % 16) % 32, (1 << stop - begin) - 1 << to
+        places[row : row + 3, code] = torch.tensor(numbers)
     return places
 
 

@@ -158,6 +158,17 @@ inline void store_threes(float* p, F x) {
   store(p, KV_SHUFFLE(x, x, at));
 }
 
+// x, but every fourth lane is lane J of the same four of y
+template <int J> inline F filled(F x, F y) {
+#if defined(__AVX512F__)
+  return (F)_mm512_mask_permute_ps((__m512)x, 0x8888, (__m512)y, J << 6);
+#else
+  I at;
+  for (int i = 0; i < LANES; ++i) at[i] = i % 4 < 3 ? i : LANES + i / 4 * 4 + J;
+  return KV_SHUFFLE(x, y, at);
+#endif
+}
+
 // -- functions --------------------------------------------------------------------------------------------------------
 
 // e^x within 2 ulp for x <= 88; 0 below -87
