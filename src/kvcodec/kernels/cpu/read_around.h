@@ -58,14 +58,16 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
 
 inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
-  all_triplets(stage, [](int) { return 1.0f; });
+  float ones[TILE], norms[TILE];
+  for (float& one : ones) one = 1;
+  all_triplets(stage, ones);
+  triplets_norms(stage, norms);
   int16_t channel[WIDEST];
   order_triplets(r.options, r.dim, channel);
   for (int t = 0; t < r.count; ++t) {
     float* row = r.out + t * r.dim;
     add_residual(r, t, channel, row);
-    const float norm = triplets_norm(stage, t);
-    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
+    for (int c = 0; c < r.dim; ++c) row[c] *= norms[t];
   }
 }
 

@@ -15,14 +15,17 @@
 
 namespace kv {
 
-constexpr int TRIPLETS = (WIDEST + 2) / 3 + 16;
+constexpr int TRIPLETS = 176;  // most of a row, a multiple of 16
 constexpr int SOME_ROWS = 4;  // tokens whose numbers have reached memory before they are read
 
 inline int padded16(int n) { return (n + 15) / 16 * 16; }
 
-inline float triplets_norm(const Rows& r, int t) {
-  const int plane = (r.options[4] > 0) + (r.options[5] > 0), place = r.first + t;
-  return (r.options[3] ? float_at(r.row(plane, place, 4)) : half(r.row(plane, place, 2))) * float_at(r.tables);
+// norms of all tokens
+inline void triplets_norms(const Rows& r, float* norms) {
+  const int plane = (r.options[4] > 0) + (r.options[5] > 0);
+  if (r.options[3]) memcpy(norms, r.row(plane, r.first, 4), sizeof(float) * r.count);
+  else halves(r.row(plane, r.first, 2), r.count, norms);
+  for (int t = 0; t < r.count; ++t) norms[t] *= float_at(r.tables);
 }
 
 // Bits of SOME_ROWS tokens.
@@ -93,8 +96,8 @@ inline void order_triplets(const int32_t*, int dim, int16_t* channel) {
   for (int c = 3 * whole; c < dim; ++c) channel[c] = (int16_t)c;
 }
 
-// triplets times scale(token), in the order of order_triplets
-template <bool APART, class Scale> inline void triplets(const Rows& r, const Scale& scale) {
+// triplets times the token's scale, in the order of order_triplets
+template <bool APART> inline void triplets(const Rows& r, const float* scale) {
   const int n = (r.dim + 2) / 3, size = padded16(n), whole = triplets_in_runs(r.dim);
   const int32_t* places = (const int32_t*)r.tables + 4;
   const float* rows = (const float*)(places + (APART ? 12 : 6) * size);
@@ -105,8 +108,8 @@ template <bool APART, class Scale> inline void triplets(const Rows& r, const Sca
     for (int k = 0; k < LANES; ++k) x[k] = lengths[i[k] & most & 15];
     return x;
   });
-  uint32_t code[SOME_ROWS][TRIPLETS];
-  float length[SOME_ROWS][TRIPLETS];
+  alignas(64) uint32_t code[SOME_ROWS][TRIPLETS];
+  alignas(64) float length[SOME_ROWS][TRIPLETS];
   for (int first = 0; first < r.count; first += SOME_ROWS) {
     const PackedRows packed(r, first);
     packed.numbers(places, size, [&](int k, int i, U x) { memcpy(code[k] + i, &x, sizeof x); });
@@ -119,7 +122,7 @@ template <bool APART, class Scale> inline void triplets(const Rows& r, const Sca
         });
     }
     for (int k = 0; k < SOME_ROWS && first + k < r.count; ++k) {
-      const F by = splat(scale(first + k));
+      const F by = splat(scale[first + k]);
       const auto some = [&](int i) {
         const F x = four_by_four(rows, code[k] + i);
         return APART ? x * each_four_times(length[k] + i) : x;
@@ -138,13 +141,15 @@ template <bool APART, class Scale> inline void triplets(const Rows& r, const Sca
   }
 }
 
-template <class Scale> inline void all_triplets(const Rows& r, const Scale& scale) {
+inline void all_triplets(const Rows& r, const float* scale) {
   if (r.options[2]) triplets<true>(r, scale);
   else triplets<false>(r, scale);
 }
 
 inline void unpack_octopus(const Rows& r) {
-  all_triplets(r, [&](int t) { return triplets_norm(r, t); });
+  float norms[TILE];
+  triplets_norms(r, norms);
+  all_triplets(r, norms);
 }
 
 }  // namespace kv
