@@ -8,11 +8,16 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Role, Site
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, Role, Site
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
+from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
+from kvcodec.codecs.innerq import InnerQ, Reading
+from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.q4_0 import Q40
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cpu import library
@@ -24,6 +29,7 @@ from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.scheme import page_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+READINGS: tuple[Reading, ...] = ("literal", "signed")
 CODECS: tuple[Codec, ...] = (
     SawInt4(),
     SawInt4(1),
@@ -37,6 +43,18 @@ CODECS: tuple[Codec, ...] = (
     *(Fp8(scaled) for scaled in (False, True)),
     *(UltraQuant(scale=scale, rotate=rotate) for scale in ("real", "pow2") for rotate in (False, True)),
     GroupInt(4, 16, along="tokens", symmetric=True),
+    Dense("float16"),
+    Dense("bfloat16"),
+    Dense("float32"),
+    *(Octopus(*bits) for bits in ((1, 1), (3, 1), (4, 2), (5, 3), (3, 2), (4, 3), (5, 4), (2, 6), (6, 4), (7, 2))),
+    *(Octopus(4, 2, rounding) for rounding in ("scalar", "local_2x2", "full")),
+    *(Octopus(*bits, norm="fp32") for bits in ((3, 1), (5, 3))),
+    *(Hqmq(s, r) for s in SIZES for r in RADII),
+    Hqmq(24, 4, codebook="int8"),
+    *(InnerQ(bits, along, reading) for bits in (2, 3) for along in ("channels", "tokens") for reading in READINGS),
+    *(InnerQ(3, along, norm=True) for along in ("channels", "tokens")),
+    *(UltraTQ(norm, table) for norm in ("token", "block") for table in ("gaussian", "sphere", "calibrated")),
+    *(Q40(rotation) for rotation in ("whole", "64", "none")),
 )
 HEADS = 2
 
@@ -91,7 +109,8 @@ def _written(codec: Codec, x: Tensor, role: Role, first: int, rounded: bool = Fa
     encoder = spec.encoder(role)
     assert encoder is not None
     own = {role: constants_for(encoder, params, HEADS, dim)}
-    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=prepared(spec), constants=own, rounded=rounded)
+    common, rounds = prepared(spec), (role,) if rounded else ()
+    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=common, constants=own, rounded=rounds)
     return stores[0].pages, stores[1].pages, int(bad)
 
 
@@ -99,6 +118,8 @@ def _written(codec: Codec, x: Tensor, role: Role, first: int, rounded: bool = Fa
 def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
     unit = codec.block_tokens
     for i, dim in enumerate((64, 80, 96, 128, 256)):
+        if isinstance(codec, Q40) and dim % 32:
+            continue
         for batch, count in ((1, 1), (2, 37), (1, 131)):
             x = _tokens(batch, -(-count // unit) * unit, dim, DTYPES[(i + count) % 3])
             want, got, bad = _written(codec, x, ROLES[i % 2], 3 * unit)
@@ -106,7 +127,7 @@ def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
             assert torch.equal(got, want), (dim, batch, count, x.dtype)
 
 
-@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(3, 32), UltraQuant()], ids=str)
+@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(3, 32), UltraQuant(), Octopus(), Hqmq()], ids=str)
 def test_float32_is_rounded_to_fp16(codec: Codec, variant: str) -> None:
     x = _tokens(2, 64, 96, torch.float32).clone()
     x[:, :, 20:40] *= 1e-7  # denormal in fp16

@@ -311,18 +311,23 @@ class LayerCache:
             first = x[:, :, :to_sink]
             state.sink = torch.cat([state.sink, first], 2) if state.sink.shape[2] else first.clone()
             x = x[:, :, to_sink:]
-        pending = torch.cat([state.window, x], 2) if state.window.shape[2] else x
-        unit = self._unit(state)
+        old, held = state.window, state.window.shape[2]
+        total, unit = held + x.shape[2], self._unit(state)
         unknown = state.params is None or (state.role == "key" and self.site.mean is not None and self.mean is None)
         if unknown and not waits:
-            if pending.shape[2] + state.sink.shape[2] == 0:
-                return pending
-            self._fit(state, pending, whole)
-        count = 0 if waits else unit * max(0, (pending.shape[2] - self.scheme.window) // unit)
-        if count == pending.shape[2]:
-            if state.window.shape[2]:
-                state.window = _no_tokens(*pending.shape[:2], pending.shape[3], pending.dtype, pending.device)
-            return pending
+            if total + state.sink.shape[2] == 0:
+                return x
+            self._fit(state, torch.cat([old, x], 2) if held else x, whole)
+        count = 0 if waits else unit * max(0, (total - self.scheme.window) // unit)
+        if count == total:
+            if not held:
+                return x
+            state.window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+            return torch.cat([old, x], 2)
+        if held and count <= held:  # each copied once: most steps
+            state.window = torch.cat([old.narrow(2, count, held - count), x], 2)
+            return old.narrow(2, 0, count)
+        pending = torch.cat([old, x], 2) if held else x
         # a clone: a view would keep the prefill's 16-bit tensor alive
         state.window = pending[:, :, count:].clone()
         return pending[:, :, :count]

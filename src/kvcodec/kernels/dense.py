@@ -2,8 +2,11 @@
 
 from kvcodec.codec import Codec, Dense, Role
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
+
+KINDS = ("float16", "bfloat16", "float32")
+"""As the CPU kernels number them."""
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -17,7 +20,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, Dense)
-    return CpuReader("dense", (("float16", "bfloat16", "float32").index(codec.dtype or "float16"),))
+    return CpuReader("dense", (KINDS.index(codec.dtype or "float16"),))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
@@ -26,3 +29,9 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels write 16-bit numbers, not {codec}")
     return Encoder(f"kv::EncodeDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "encode_dense.cuh")
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Dense)
+    return CpuEncoder("dense", (KINDS.index(codec.dtype or "float16"),))

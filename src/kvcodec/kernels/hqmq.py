@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader
 from kvcodec.kernels.tables import copied_bytes, half_rows
 from kvcodec.ops.quaternion import UNITS, multiply, products
@@ -62,9 +62,13 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
+    return CpuReader(f"hqmq{codec.code_bits} {codec.r}", (0, 0, *_cpu_order(codec, head_dim)), cpu_tables)
+
+
+def _cpu_order(codec: Hqmq, head_dim: int) -> tuple[int, int]:
+    """Options 2 and 3 of ``unpack_hqmq`` and ``encode_hqmq``."""
     fields = [field.name for field in codec.layout(head_dim).fields]
-    in_rows = int(-(-head_dim // 4) % 8 == 0)
-    return CpuReader(f"hqmq{codec.code_bits} {codec.r}", (0, 0, in_rows, fields.index("scale")), cpu_tables)
+    return int(-(-head_dim // 4) % 8 == 0), fields.index("scale")
 
 
 def cpu_tables(params: Params) -> Tensor:
@@ -83,6 +87,20 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
     return Encoder(name, "encode_hqmq.cuh", tables=lambda params: cell_tables(params["secondary"][0]), form="table")
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Hqmq)
+    if codec.packing != "ceil":
+        raise UnsupportedError(f"the CPU kernels write packing=ceil, not {codec}")
+    return CpuEncoder("hqmq", (codec.s, codec.r, *_cpu_order(codec, head_dim), codec.code_bits), cpu_secondary)
+
+
+def cpu_secondary(params: Params) -> Tensor:
+    """Components of each head's secondary quaternions, float32, rows of a multiple of 16: uint8 ``[H, bytes]``."""
+    rows = params["secondary"][0].float().mT
+    return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 16)).flatten(1).contiguous().view(torch.uint8)
 
 
 def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:

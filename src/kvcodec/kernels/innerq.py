@@ -3,7 +3,7 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.innerq import GROUP, InnerQ
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
@@ -42,3 +42,14 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         return Encoder(name, "encode_innerq.cuh", factor=factor, divide=True)
     name = f"kv::EncodeTokensInnerq<{head_dim}, {codec.bits}, {reading}, {flag(codec.hybrid)}>"
     return Encoder(name, "encode_blocks.cuh", factor=factor, divide=True, block=codec.block_tokens, form="blocks")
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``: the codes are those of symmetric integers of ``width`` bits."""
+    assert isinstance(codec, InnerQ)
+    if codec.hybrid or codec.symmetric == "full":
+        raise UnsupportedError(f"the CPU kernels write symmetric=literal and signed, and no hybrid, not {codec}")
+    factor = "norm" if codec.norm else ""
+    if codec.along == "channels":
+        return CpuEncoder(f"int{codec.width} symmetric", (GROUP, 0), factor=factor, divide=True)
+    return CpuEncoder(f"tokens{codec.width} symmetric", factor=factor, divide=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import SLACK, copied_bytes, half_rows, wall_table
+from kvcodec.kernels.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.split_words import runs, split_bytes
@@ -48,12 +48,9 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, Octopus)
-    fields = {field.name: field.nbytes for field in codec.layout(head_dim).fields}
-    sizes = fields.get("codes", 0), fields.get("tail", 0)
-    options = (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
     return CpuReader(
         "octopus",
-        options,
+        cpu_options(codec, head_dim),
         cpu_tables(codec, head_dim),
         factor="signs",
         order=power_of_two_divisor(head_dim),
@@ -61,10 +58,17 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     )
 
 
+def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
+    """Return the options that read_triplets.h describes."""
+    fields = {field.name: field.nbytes for field in codec.layout(head_dim).fields}
+    sizes = fields.get("codes", 0), fields.get("tail", 0)
+    return (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
+
+
 def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
     """Return the function that builds the tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
     bits, low = codec.code_bits, codec.low_bits
-    fields = [(low, bits), (0, low)] if low else [(0, bits)]
+    fields = [(low, bits, 4), (0, low, 0)] if low else [(0, bits, 4)]
     places = [cpu_places(-(-head_dim // 3), bits, low, *field).flatten() for field in fields]
 
     def build(params: Params) -> Tensor:
@@ -78,21 +82,23 @@ def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
     return build
 
 
-def cpu_places(n: int, bits: int, low: int, first: int, end: int) -> Tensor:
-    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[7, n rounded up to 16]``."""
+def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Tensor:
+    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[6, n rounded up to 16]``.
+
+    The numbers come times ``2**by``.
+    """
     codes = 8 * split_bytes(n, bits).get("codes", 0)
-    places = torch.zeros(7, -(-n // 16) * 16, dtype=torch.int32)
+    places = torch.zeros(6, -(-n // 16) * 16, dtype=torch.int32)
     where = runs(n, bits, low, "cpu")
     for code, shift, mask, byte, bit in zip(*(x.tolist() for x in where), strict=True):
         begin, stop = max(shift, first), min(shift + mask.bit_length(), end)
         if begin >= stop:
             continue
-        at = 8 * byte + bit + begin - shift
+        at, to = 8 * byte + bit + begin - shift, begin - first + by
         row, at = (0, at) if at < codes else (3, at - codes)
         unit = at // 16
-        places[row : row + 3, code] = torch.tensor([unit | (unit + 1) << 16, at % 16, (1 << stop - begin) - 1])
-        if row:
-            places[6, code] = begin - first
+        numbers = unit | (unit + 1) << 16, (to - at % 16) % 32, (1 << stop - begin) - 1 << to
+        places[row : row + 3, code] = torch.tensor(numbers)
     return places
 
 
@@ -108,6 +114,32 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         form="table",
         alike=True,
     )
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Octopus)
+    return CpuEncoder(
+        "octopus",
+        (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),
+        cpu_write_tables(codec),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
+    )
+
+
+def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
+    """Return the function that builds the tables of ``encode_octopus`` (cpu/encode_triplets.h): uint8 ``[1, bytes]``."""
+
+    def build(params: Params) -> Tensor:
+        xi, rho = params["xi"][0].double(), params["rho"][0].double()
+        square = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+        rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
+        walls = filled_walls(square, codec.direction_bits), filled_walls(midpoints(rho), codec.norm_bits)
+        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten())])[None]
+
+    return build
 
 
 def row_arguments(codec: Octopus, head_dim: int) -> str:

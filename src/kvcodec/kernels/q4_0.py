@@ -2,10 +2,16 @@
 
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.q4_0 import Q40
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, Q40)
     return CpuReader("q4_0", order=codec.order_for(head_dim))
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Q40)
+    return CpuEncoder("q4_0", order=codec.order_for(head_dim))

@@ -88,8 +88,12 @@ def walls_of(levels: Tensor) -> Tensor:
     -------
     Tensor uint8 ``[1, 8 * 2**bits]``, float64 numbers
     """
-    walls = midpoints(levels.double())
-    return torch.cat([walls, walls.new_full((1,), torch.inf)]).view(torch.uint8)[None]
+    return filled_walls(midpoints(levels.double()), len(levels).bit_length() - 1).view(torch.uint8)[None]
+
+
+def filled_walls(walls: Tensor, bits: int) -> Tensor:
+    """Walls, float64, filled up with infinity: ``[2**bits]``."""
+    return torch.cat([walls, walls.new_full(((1 << bits) - len(walls),), torch.inf)])
 
 
 def nearest_level(bits: int) -> Callable[[Params], Tensor]:
@@ -134,7 +138,7 @@ def wall_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
     inside = torch.searchsorted(walls, high, right=True) - below
     # without a wall inside the next one below or above serves as well: u is known to be on one side of it
     near = torch.where(inside > 0, below, (below - 1).clamp_min(0))
-    padded = torch.cat([walls, walls.new_full(((1 << bits) - n,), torch.inf)])
+    padded = filled_walls(walls, bits)
     wall = padded[near].float()
     wall[inside > 1] = torch.nan  # always decided in double
     if n == 0:

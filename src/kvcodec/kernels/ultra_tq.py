@@ -2,14 +2,15 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.ultra_tq import GROUP, Norm, UltraTQ
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level
+from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level, walls_of
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 
@@ -31,20 +32,35 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, UltraTQ)
-    order, blocks = power_of_two_divisor(head_dim), codec.norm == "block"
-    unit = 2.0 ** max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 1.0
-    return CpuReader(
-        "group levels", (GROUP if blocks else 0,), lambda params: group_levels(unit, params["levels"][0]), order=order
-    )
+    order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
+    return CpuReader("group levels", (group,), lambda params: group_levels(unit, params["levels"][0]), order=order)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     """As ``spec.encoder``."""
     assert isinstance(codec, UltraTQ)
-    blocks, order = codec.norm == "block", power_of_two_divisor(head_dim)
-    shift = max(0, math.ceil(math.log2(order / GROUP) / 2)) if blocks else 0
-    name = f"kv::UltraTqRow<{head_dim}, {flag(blocks)}, {shift}>"
+    order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
+    name = f"kv::UltraTqRow<{head_dim}, {flag(group > 0)}, {int(math.log2(unit))}>"
     return Encoder(name, "encode_ultra_tq.cuh", tables=nearest_level(4), order=order, form="table", alike=True)
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, UltraTQ)
+    order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
+
+    def tables(params: Params) -> Tensor:
+        walls = walls_of(params["levels"][0])
+        return torch.cat([walls, torch.tensor([[unit]], dtype=torch.float64).view(torch.uint8).to(walls)], 1)
+
+    return CpuEncoder("group levels", (group,), tables, order=order)
+
+
+def _norms(codec: UltraTQ, head_dim: int) -> tuple[int, float]:
+    """Channels that share a norm, 0 for all, and the norms' unit, 2^r of the codec."""
+    if codec.norm == "token":
+        return 0, 1.0
+    return GROUP, 2.0 ** max(0, math.ceil(math.log2(power_of_two_divisor(head_dim) / GROUP) / 2))
 
 
 def read_table(params: Params, norm: Norm) -> Tensor:

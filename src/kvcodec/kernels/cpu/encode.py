@@ -1,6 +1,6 @@
 """Encoding into packed pages by the CPU kernels: the host side of ``encode.h``."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def encode(
     *,
     common: EncodeArgsStruct,
     constants: Mapping[Role, Constants],
-    rounded: bool = False,
+    rounded: Collection[Role] = (),
 ) -> None:
     """Encode new tokens into their slots.
 
@@ -62,14 +62,14 @@ def encode(
         ``prepared``.
     constants : mapping of role to Constants
         Of the encoders.
-    rounded : bool
-        Whether float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
+    rounded : collection of Role
+        Whose float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
     """
     args = EncodeArgsStruct.from_buffer_copy(common)
     args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
     args.table_row, args.columns = table.stride(0), table.shape[1]
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
-    held = [_fill(getattr(args, role), constants[role], x, rounded) for role, x in new.items()]
+    held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.items()]
     library.library().kv_encode(args)
     del held  # alive until here
 

@@ -1,5 +1,5 @@
 // Encoders of codes of which groups of channels, or of tokens, share a map: int, kivi (kvcodec/codecs/group_int.py),
-// ultraquant.
+// innerq, ultraquant, ultra-tq, q4_0.
 #pragma once
 #include <algorithm>
 
@@ -142,6 +142,43 @@ inline void encode_e2m1(const New& n) {
     });
     pack<4>(codes, n.dim, n.at(0, t));
   }
+}
+
+// The nearest of 16 levels of y over the group's root mean square, as that is held (kvcodec/codecs/ultra_tq.py).
+// Option 0: channels of a group, 0 for all. tables, double: the walls, then the norms' unit
+inline void encode_group_levels(const New& n) {
+  double numbers[17];
+  memcpy(numbers, n.tables, sizeof numbers);
+  const Nearest<4> nearest(numbers);
+  const int group = n.options[0] ? n.options[0] : n.dim;
+  uint8_t codes[WIDEST];
+  for (int t = 0; t < n.count; ++t) {
+    for (int g = 0, first = 0; first < n.dim; ++g, first += group) {
+      const float* y = n.rows + t * n.dim + first;
+      const int size = std::min(group, n.dim - first);
+      const uint16_t norm = to_half((float)(std::sqrt(square_sum(y, size) / size) / numbers[16]));
+      memcpy(n.at(1, t) + 2 * g, &norm, 2);
+      nearest(y, size, from_half(norm) * numbers[16], codes + first);
+    }
+    pack<4>(codes, n.dim, n.at(0, t));
+  }
+}
+
+// ggml's q4_0, the operations of kvcodec/codecs/q4_0.py
+inline void encode_q4_0(const New& n) {
+  for (int t = 0; t < n.count; ++t)
+    for (int g = 0; g < n.dim / 32; ++g) {
+      const float* y = n.rows + t * n.dim + 32 * g;
+      float loudest = 0;
+      for (int c = 0; c < 32; ++c)
+        if (std::fabs(y[c]) > std::fabs(loudest)) loudest = y[c];
+      const float d = std::min(std::max(loudest / -8, -65504.0f), 65504.0f);
+      const float inverse = std::fabs(d) >= 0x1p-120f ? 1 / d : 0;
+      const uint16_t scale = to_half(d);
+      memcpy(n.at(1, t) + 2 * g, &scale, 2);
+      const auto code = [=](int c) { return (int)std::min(std::max(y[c] * inverse + 8.5f, 0.0f), 15.0f); };
+      for (int c = 0; c < 16; ++c) n.at(0, t)[16 * g + c] = (uint8_t)(code(c) | code(c + 16) << 4);
+    }
 }
 
 }  // namespace kv

@@ -1,4 +1,5 @@
-// Encoders of codes with one map per token: saw-int4 (kvcodec/codecs/saw_int4.py), turboquant and fp8.
+// Encoders of codes with one map per token: saw-int4 (kvcodec/codecs/saw_int4.py), turboquant and fp8; and of numbers
+// held dense.
 #pragma once
 #include "encoder.h"
 
@@ -36,8 +37,8 @@ inline void encode_saw(const New& n) {
   }
 }
 
-// ops/sums.py, row_norm
-inline double norm_of(const float* y, int dim) {
+// The sum of squares by halves (ops/sums.py).
+template <class T> inline double square_sum(const T* y, int dim) {
   double s[WIDEST];
   int size = 1;
   while (size < dim) size *= 2;
@@ -45,7 +46,23 @@ inline double norm_of(const float* y, int dim) {
   for (int c = dim; c < size; ++c) s[c] = 0;
   while (size /= 2)
     for (int c = 0; c < size; ++c) s[c] += s[c + size];
-  return std::sqrt(s[0]);
+  return s[0];
+}
+
+// how many of `size` - 1 walls lie below u; walls [size], ascending, size a power of two, the last one is not read
+inline int walls_below(const double* walls, int size, double u) {
+  int n = 0;
+  for (int step = size / 2; step; step /= 2)
+    if (walls[n + step - 1] < u) n += step;
+  return n;
+}
+
+// the norm over sqrt(D), in fp16 or float32
+inline void store_norm(uint8_t* to, double norm, int dim, bool wide) {
+  const float held = (float)(norm / std::sqrt((double)dim));
+  const uint16_t narrow = to_half(held);
+  if (wide) memcpy(to, &held, sizeof held);
+  else memcpy(to, &narrow, sizeof narrow);
 }
 
 // The interval of y / norm between walls, as torch.bucketize. float32 decides, and double where a number is so close to
@@ -66,12 +83,7 @@ template <int BITS> struct Nearest {
     near *= 0x1p-20f;
   }
 
-  uint8_t exactly(double u) const {
-    int n = 0;
-    for (int step = SIZE / 2; step; step /= 2)
-      if (walls[n + step - 1] < u) n += step;
-    return (uint8_t)n;
-  }
+  uint8_t exactly(double u) const { return (uint8_t)walls_below(walls, SIZE, u); }
 
   void operator()(const float* y, int dim, double norm, uint8_t* codes) const {
     int c = 0;
@@ -103,14 +115,11 @@ template <int BITS> inline void encode_levels(const New& n) {
   double walls[1 << BITS];
   memcpy(walls, n.tables, sizeof walls);
   const Nearest<BITS> nearest(walls);
-  const double root = std::sqrt((double)n.dim);
   uint8_t codes[WIDEST];
   for (int t = 0; t < n.count; ++t) {
     const float* y = n.rows + t * n.dim;
-    const double norm = norm_of(y, n.dim);
-    const float held = (float)(norm / root);
-    const uint16_t narrow = to_half(held);
-    memcpy(n.at(1, t), n.options[0] ? (const void*)&held : (const void*)&narrow, n.sizes[1]);
+    const double norm = std::sqrt(square_sum(y, n.dim));
+    store_norm(n.at(1, t), norm, n.dim, n.options[0]);
     nearest(y, n.dim, norm, codes);
     pack<BITS>(codes, n.dim, n.at(0, t));
   }
@@ -137,6 +146,23 @@ inline void encode_fp8(const New& n) {
     for (int c = 0; c < n.dim; ++c) {
       const float x = y[c] / s;
       n.at(0, t)[c] = to_e4m3(x < -448.0f ? -448.0f : x > 448.0f ? 448.0f : x);
+    }
+  }
+}
+
+// Option 0: kind of the numbers held: 0 fp16, 1 bf16, 2 float32
+inline void encode_dense(const New& n) {
+  for (int t = 0; t < n.count; ++t) {
+    const float* y = n.rows + t * n.dim;
+    uint8_t* to = n.at(0, t);
+    if (n.options[0] == 2) {
+      memcpy(to, y, sizeof(float) * n.dim);
+      continue;
+    }
+    for (int c = 0; c < n.dim; ++c, to += 2) {
+      const uint32_t u = bits_of(y[c]);
+      const uint16_t x = n.options[0] ? (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16) : to_half(y[c]);
+      memcpy(to, &x, 2);
     }
   }
 }

@@ -29,12 +29,16 @@ using Encode = void (*)(const New&);
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
-inline F min(F a, F b) { return choose(a < b, a, b); }
+inline F min(F a, F b) { return a < b ? a : b; }
 inline float smallest(F x) { return -largest(-x); }
 
-// to the nearest whole number, ties to even; |x| below 2^22. Zero loses its sign
+// to the nearest whole number, ties to even; |x| below 2^22, or 2^51 of doubles. Zero loses its sign
 inline F nearest(F x) {
   const F magic = splat(12582912.0f);
+  return (x + magic) - magic;
+}
+inline double nearest(double x) {
+  const double magic = 0x1.8p52;
   return (x + magic) - magic;
 }
 inline F clip(F x, float low, float high) { return min(max(x, splat(low)), splat(high)); }
@@ -126,5 +130,23 @@ template <int BITS> inline void pack(const uint8_t* codes, int n, uint8_t* to) {
     memcpy(to, &x, BITS);
   }
 }
+
+// A little-endian bit stream of numbers of any widths (ops/bitpack.py).
+struct Stream {
+  uint8_t* to;
+  uint64_t held = 0;
+  int bits = 0;
+
+  explicit Stream(uint8_t* to) : to(to) {}
+  // x, which is below 2^n
+  void put(uint32_t x, int n) {
+    held |= (uint64_t)x << bits;
+    for (bits += n; bits >= 8; bits -= 8, held >>= 8) *to++ = (uint8_t)held;
+  }
+  // the last byte, filled up with zeros
+  void end() {
+    if (bits) *to = (uint8_t)held;
+  }
+};
 
 }  // namespace kv

@@ -1,6 +1,8 @@
 // Encoders by name.
 #pragma once
+#include "encode_chunks.h"
 #include "encode_groups.h"
+#include "encode_triplets.h"
 
 namespace kv {
 
@@ -10,6 +12,7 @@ struct NamedEncoder {
 };
 
 inline const NamedEncoder ENCODERS[] = {
+    {"dense", encode_dense},
     {"saw", encode_saw},
     {"levels1", encode_levels<1>},
     {"levels2", encode_levels<2>},
@@ -19,6 +22,10 @@ inline const NamedEncoder ENCODERS[] = {
     {"levels6", encode_levels<6>},
     {"fp8", encode_fp8},
     {"e2m1", encode_e2m1},
+    {"group levels", encode_group_levels},
+    {"q4_0", encode_q4_0},
+    {"octopus", encode_octopus},
+    {"hqmq", encode_hqmq},
     {"int2", encode_int<2, false>},
     {"int3", encode_int<3, false>},
     {"int4", encode_int<4, false>},

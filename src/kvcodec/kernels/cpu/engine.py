@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen
@@ -30,18 +31,22 @@ class CpuEngine(Engine):
         self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
         self.readers = {"key": self.spec.key, "value": self.spec.value}
         self.encoders = {role: self.spec.encoder(role) for role in ROLES}
+        held = {role: codec.held_dtype(torch.float32) for role, codec in self.codecs.items()}
+        self.rounded = tuple(role for role in ROLES if held[role] == torch.float16)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the spec, which holds functions, and what holds numbers of this process."""
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
     def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
-        """As ``Engine.encode``; float32 tokens are rounded to fp16 first, as caches hold them."""
+        """As ``Engine.encode``; float32 tokens are rounded to fp16 first where caches hold them so."""
         if not new:
             return
         if self.common is None:
             self.common = prepared(self.spec)
-        encode(new, store.pages, store.table, first, bad, common=self.common, constants=self.writing, rounded=True)
+        encode(
+            new, store.pages, store.table, first, bad, common=self.common, constants=self.writing, rounded=self.rounded
+        )  # fmt: skip
 
     def attend(
         self,

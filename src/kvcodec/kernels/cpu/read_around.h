@@ -16,8 +16,8 @@ inline void signed_sums(float* x, int dim) {
 }
 
 // Option 6: number of the plane of signs, which the residual's length follows. Tables: the sketch's D signs, then the
-// coefficient, float32, then the stage's tables. row += the residual's estimate
-inline void add_residual(const Rows& r, int t, float* row) {
+// coefficient, float32, then the stage's tables. row, channels in this order, += the residual's estimate
+inline void add_residual(const Rows& r, int t, const int16_t* channel, float* row) {
   const int place = r.first + t, plane = r.options[6], dim = r.dim;
   const uint8_t* bits = r.row(plane, place, dim / 8);
   const float* signs = (const float*)r.tables;
@@ -25,7 +25,7 @@ inline void add_residual(const Rows& r, int t, float* row) {
   float x[WIDEST];
   for (int c = 0; c < dim; ++c) x[c] = bits[c / 8] >> c % 8 & 1 ? 1.0f : -1.0f;
   signed_sums(x, dim);
-  for (int c = 0; c < dim; ++c) row[c] += x[c] * signs[c] * size;
+  for (int p = 0; p < dim; ++p) row[p] += x[channel[p]] * signs[channel[p]] * size;
 }
 
 inline Rows stage_of(const Rows& r) {
@@ -38,6 +38,8 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
   const float* levels = (const float*)stage.tables + 1;
   const float root = float_at(stage.tables);
+  int16_t channel[WIDEST];
+  order_straight(r.options, r.dim, channel);
   for (int t = 0; t < r.count; ++t) {
     const int place = r.first + t;
     float* row = r.out + t * r.dim;
@@ -48,7 +50,7 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
       return x;
     });
     for (int c = 0; c < r.dim; c += LANES) store(row + c, table(codes<BITS>(codes_row, c)));
-    add_residual(r, t, row);
+    add_residual(r, t, channel, row);
     const float norm = (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root;
     for (int c = 0; c < r.dim; ++c) row[c] *= norm;
   }
@@ -56,12 +58,16 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
 
 inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
-  all_triplets(stage, [](int) { return 1.0f; });
+  float ones[TILE], norms[TILE];
+  for (float& one : ones) one = 1;
+  all_triplets(stage, ones);
+  triplets_norms(stage, norms);
+  int16_t channel[WIDEST];
+  order_triplets(r.options, r.dim, channel);
   for (int t = 0; t < r.count; ++t) {
     float* row = r.out + t * r.dim;
-    add_residual(r, t, row);
-    const float norm = triplets_norm(stage, t);
-    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
+    add_residual(r, t, channel, row);
+    for (int c = 0; c < r.dim; ++c) row[c] *= norms[t];
   }
 }
 

@@ -2,85 +2,105 @@
 //
 // Planes: as the layout's fields, codes and tail (one of them may be missing), then the norm. Options: 0 bits of a
 // direction, 1 bits of a length, 2 whether fields of a code are held apart, 3 whether norms are float32, 4 bytes of the
-// codes, 5 bytes of the tail. Tables, float32: sqrt(D) and three zeros; where the codes lie (below), or, with fields
-// apart, where the directions and then the lengths lie; triplets (x, y, z, 0) of all codes, or of all directions, and
-// the lengths.
+// codes, 5 bytes of the tail. Tables, float32: sqrt(D) and three zeros; where the codes' rows lie (below), or, with
+// fields apart, where the directions' rows and then the lengths lie; triplets (x, y, z, 0) of all codes, or of all
+// directions, and the lengths.
 //
-// Where n numbers of a row lie: seven rows of int32, each padded with zeros to a multiple of 16. Of bits in the codes:
-// 0 their 16-bit unit and the next one << 16, 1 the first bit, 2 a mask; of bits in the tail: 3 to 5 likewise, 6 the
-// number's bit that they begin with.
+// Where n numbers of a row lie: six rows of int32, each padded with zeros to a multiple of 16. Of bits in the codes:
+// 0 their 16-bit unit and the next one << 16, 1 by how much these 32 bits are rotated to the left, 2 a mask of what is
+// the number's then; of bits in the tail: 3 to 5 likewise. Numbers of rows come times 16, the bytes of a row.
 #pragma once
 #include "reader.h"
 #include "simd.h"
 
 namespace kv {
 
-constexpr int TRIPLETS = (WIDEST + 2) / 3 + 16;
+constexpr int TRIPLETS = 176;  // most of a row, a multiple of 16
+constexpr int SOME_ROWS = 4;  // tokens whose numbers have reached memory before they are read
 
 inline int padded16(int n) { return (n + 15) / 16 * 16; }
 
-inline float triplets_norm(const Rows& r, int t) {
-  const int plane = (r.options[4] > 0) + (r.options[5] > 0), place = r.first + t;
-  return (r.options[3] ? float_at(r.row(plane, place, 4)) : half(r.row(plane, place, 2))) * float_at(r.tables);
+// norms of all tokens
+inline void triplets_norms(const Rows& r, float* norms) {
+  const int plane = (r.options[4] > 0) + (r.options[5] > 0);
+  if (r.options[3]) memcpy(norms, r.row(plane, r.first, 4), sizeof(float) * r.count);
+  else halves(r.row(plane, r.first, 2), r.count, norms);
+  for (int t = 0; t < r.count; ++t) norms[t] *= float_at(r.tables);
 }
 
-// Where a row's bits are, and which of them make its numbers.
-struct Numbers {
-  const uint8_t* codes;
-  int held;
-  const uint8_t* tail;
-  int rest;
-  const int32_t* places;
-  int n;
+// Bits of SOME_ROWS tokens.
+struct PackedRows {
+  const uint8_t *codes[SOME_ROWS], *tail[SOME_ROWS];
+  int held, rest;
 
-  // the numbers << by; may read three bytes behind the row, in the page
-  void put(int by, uint32_t* out) const {
-#if defined(__AVX512BW__)
-    if (held <= 64 && rest <= 64) return in_registers(by, out);
-#endif
-    one_by_one(by, out);
-  }
-
-  __attribute__((noinline)) void one_by_one(int by, uint32_t* out) const {
-    const int size = padded16(n);
-    const auto bits = [=](const uint8_t* from, const int32_t* p) {
-      uint32_t pair;
-      memcpy(&pair, from + 2 * (p[0] & 0xffff), 4);
-      return pair >> p[size] & (uint32_t)p[2 * size];
-    };
-    for (int i = 0; i < n; ++i) {
-      const int32_t* p = places + i;
-      out[i] = (bits(codes, p) | bits(tail, p + 3 * size) << p[6 * size]) << by;
+  // of tokens from `first` on; the last one again where there are fewer
+  PackedRows(const Rows& r, int first) : held(r.options[4]), rest(r.options[5]) {
+    for (int k = 0; k < SOME_ROWS; ++k) {
+      const int place = r.first + (first + k < r.count ? first + k : r.count - 1);
+      codes[k] = r.row(0, place, held), tail[k] = r.row(held > 0, place, rest);
     }
   }
 
+  // put(k, i, x) gets the numbers i, i + 1, ... of token k, LANES at a time, `size` in all; may read three bytes behind
+  // a row, in the page
+  template <class Put> void numbers(const int32_t* places, int size, const Put& put) const {
 #if defined(__AVX512BW__)
-  void in_registers(int by, uint32_t* out) const {
-    const int size = padded16(n);
+    if (held <= 64 && rest <= 64) return in_registers(places, size, put);
+#endif
+    const auto bits = [=](const uint8_t* from, const int32_t* p) {
+      uint32_t pair;
+      memcpy(&pair, from + 2 * (p[0] & 0xffff), 4);
+      const int by = p[size];
+      return (pair << by | pair >> (32 - by) % 32) & (uint32_t)p[2 * size];
+    };
+    for (int i = 0; i < size; i += LANES)
+      for (int k = 0; k < SOME_ROWS; ++k) {
+        U x;
+        for (int j = 0; j < LANES; ++j)
+          x[j] = bits(codes[k], places + i + j) | bits(tail[k], places + 3 * size + i + j);
+        put(k, i, x);
+      }
+  }
+
+#if defined(__AVX512BW__)
+  template <class Put> void in_registers(const int32_t* places, int size, const Put& put) const {
     const auto row = [](const uint8_t* p, int bytes) {
       return _mm512_maskz_loadu_epi8(bytes ? ~0ull >> (64 - bytes) : 0, p);
     };
-    const __m512i front = row(codes, held), back = row(tail, rest);
-    const auto bits = [=](__m512i from, const int32_t* p) {
-      const __m512i pair = _mm512_permutexvar_epi16(_mm512_loadu_si512(p), from);
-      const __m512i shift = _mm512_loadu_si512(p + size), mask = _mm512_loadu_si512(p + 2 * size);
-      return _mm512_and_si512(_mm512_srlv_epi32(pair, shift), mask);
-    };
+    __m512i front[SOME_ROWS], back[SOME_ROWS];
+    for (int k = 0; k < SOME_ROWS; ++k) front[k] = row(codes[k], held), back[k] = row(tail[k], rest);
     for (int i = 0; i < size; i += 16) {
-      const int32_t* p = places + i;
-      const U high = (U)_mm512_sllv_epi32(bits(back, p + 3 * size), _mm512_loadu_si512(p + 6 * size));
-      const U all = ((U)bits(front, p) | high) << by;
-      memcpy(out + i, &all, sizeof all);
+      __m512i p[6];
+      for (int j = 0; j < 6; ++j) p[j] = _mm512_loadu_si512(places + j * size + i);
+      for (int k = 0; k < SOME_ROWS; ++k) {
+        const __m512i low = _mm512_rolv_epi32(_mm512_permutexvar_epi16(p[0], front[k]), p[1]);
+        const __m512i high = _mm512_rolv_epi32(_mm512_permutexvar_epi16(p[3], back[k]), p[4]);
+        put(k, i, (U)_mm512_or_si512(_mm512_and_si512(low, p[2]), _mm512_and_si512(high, p[5])));
+      }
     }
   }
 #endif
 };
 
-// triplets times scale(token)
-template <bool APART, class Scale> inline void triplets(const Rows& r, const Scale& scale) {
-  const int held = r.options[4], rest = r.options[5], n = (r.dim + 2) / 3, size = padded16(n);
+// Channels lie in order, but for whole runs of LANES triplets: their last quarter fills what the others leave.
+inline int triplets_in_runs(int dim) { return dim / 3 / LANES * LANES; }
+
+inline void order_triplets(const int32_t*, int dim, int16_t* channel) {
+  const int each = LANES / 4, whole = triplets_in_runs(dim);
+  for (int first = 0; first < whole; first += LANES)
+    for (int j = 0; j < 3; ++j)
+      for (int i = 0; i < LANES; ++i) {
+        const int triplet = first + (i % 4 < 3 ? j : 3) * each + i / 4;
+        channel[3 * first + j * LANES + i] = (int16_t)(3 * triplet + (i % 4 < 3 ? i % 4 : j));
+      }
+  for (int c = 3 * whole; c < dim; ++c) channel[c] = (int16_t)c;
+}
+
+// triplets times the token's scale, in the order of order_triplets
+template <bool APART> inline void triplets(const Rows& r, const float* scale) {
+  const int n = (r.dim + 2) / 3, size = padded16(n), whole = triplets_in_runs(r.dim);
   const int32_t* places = (const int32_t*)r.tables + 4;
-  const float* rows = (const float*)(places + (APART ? 14 : 7) * size);
+  const float* rows = (const float*)(places + (APART ? 12 : 6) * size);
   const float* lengths = rows + (4 << 2 * r.options[0]);
   const int most = (1 << r.options[1]) - 1;
   const Table<4> few([=](I i) {
@@ -88,47 +108,48 @@ template <bool APART, class Scale> inline void triplets(const Rows& r, const Sca
     for (int k = 0; k < LANES; ++k) x[k] = lengths[i[k] & most & 15];
     return x;
   });
-  constexpr int SOME = 4;  // tokens whose numbers have reached memory before they are read
-  uint32_t code[SOME][TRIPLETS] = {}, which[TRIPLETS];
-  float length[SOME][TRIPLETS] = {};
-  for (int first = 0; first < r.count; first += SOME) {
-    const int count = r.count - first < SOME ? r.count - first : SOME;
-    for (int k = 0; k < count; ++k) {
-      const int place = r.first + first + k;
-      Numbers row{r.row(0, place, held), held, r.row(held > 0, place, rest), rest, places, n};
-      row.put(4, code[k]);  // rows have 16 bytes
-      if constexpr (APART) {
-        row.places += 7 * size;
-        row.put(0, which);
-        if (most < 16)
-          for (int i = 0; i < size; i += LANES) {
-            I at;
-            memcpy(&at, which + i, sizeof at);
-            store(length[k] + i, few(at));
-          }
-        else
-          for (int i = 0; i < n; ++i) length[k][i] = lengths[which[i]];
-      }
+  alignas(64) uint32_t code[SOME_ROWS][TRIPLETS];
+  alignas(64) float length[SOME_ROWS][TRIPLETS];
+  for (int first = 0; first < r.count; first += SOME_ROWS) {
+    const PackedRows packed(r, first);
+    packed.numbers(places, size, [&](int k, int i, U x) { memcpy(code[k] + i, &x, sizeof x); });
+    if constexpr (APART) {
+      if (most < 16)
+        packed.numbers(places + 6 * size, size, [&](int k, int i, U x) { store(length[k] + i, few((I)x)); });
+      else
+        packed.numbers(places + 6 * size, size, [&](int k, int i, U x) {
+          for (int j = 0; j < LANES; ++j) length[k][i + j] = lengths[x[j]];
+        });
     }
-    for (int k = 0; k < count; ++k) {
-      const F by = splat(scale(first + k));
+    for (int k = 0; k < SOME_ROWS && first + k < r.count; ++k) {
+      const F by = splat(scale[first + k]);
+      const auto some = [&](int i) {
+        const F x = four_by_four(rows, code[k] + i);
+        return APART ? x * each_four_times(length[k] + i) : x;
+      };
       float* out = r.out + (first + k) * r.dim;
-      for (int i = 0; i < n; i += LANES / 4) {  // what lies behind the row is overwritten
-        F x = four_by_four(rows, code[k] + i);
-        if constexpr (APART) x *= each_four_times(length[k] + i);
-        store_threes(out + 3 * i, x * by);
+      int i = 0;
+      for (; i < whole; i += LANES, out += 3 * LANES) {
+        const F last = some(i + LANES / 4 * 3);
+        store(out, filled<0>(some(i), last) * by);
+        store(out + LANES, filled<1>(some(i + LANES / 4), last) * by);
+        store(out + 2 * LANES, filled<2>(some(i + LANES / 4 * 2), last) * by);
       }
+      for (; i < n; i += LANES / 4, out += LANES / 4 * 3)  // what lies behind the row is overwritten
+        store_threes(out, some(i) * by);
     }
   }
 }
 
-template <class Scale> inline void all_triplets(const Rows& r, const Scale& scale) {
+inline void all_triplets(const Rows& r, const float* scale) {
   if (r.options[2]) triplets<true>(r, scale);
   else triplets<false>(r, scale);
 }
 
 inline void unpack_octopus(const Rows& r) {
-  all_triplets(r, [&](int t) { return triplets_norm(r, t); });
+  float norms[TILE];
+  triplets_norms(r, norms);
+  all_triplets(r, norms);
 }
 
 }  // namespace kv

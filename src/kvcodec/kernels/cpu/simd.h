@@ -34,7 +34,7 @@ inline F load(const float* p) {
 }
 inline void store(float* p, F x) { memcpy(p, &x, sizeof x); }
 inline F choose(I mask, F a, F b) { return (F)(((I)a & mask) | ((I)b & ~mask)); }
-inline F max(F a, F b) { return choose(a > b, a, b); }  // NaN in a gives b
+inline F max(F a, F b) { return a > b ? a : b; }  // NaN in a gives b
 inline F convert(I x) { return __builtin_convertvector(x, F); }
 
 inline F fma(F a, F b, F c) {
@@ -99,18 +99,19 @@ inline float largest(F x) {
   return reduced(x, [](F a, F b) { return max(a, b); })[0];
 }
 
-// whether a lane of a comparison is true
-inline bool any(I mask) {
+// bit i: whether lane i of a comparison is true
+inline uint32_t which(I mask) {
 #if defined(__AVX512F__)
-  return _mm512_movepi32_mask((__m512i)mask) != 0;
+  return _mm512_movepi32_mask((__m512i)mask);
 #elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)mask) != 0;
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
 #else
-  int32_t all = 0;
-  for (int i = 0; i < LANES; ++i) all |= mask[i];
-  return all != 0;
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES; ++i) bits |= ((uint32_t)mask[i] & 1u) << i;
+  return bits;
 #endif
 }
+inline bool any(I mask) { return which(mask) != 0; }
 
 // from[at[0]], from[at[1]], ...
 inline F picked_from(const float* from, const int16_t* at) {
@@ -155,6 +156,17 @@ inline void store_threes(float* p, F x) {
   I at;
   for (int i = 0; i < LANES; ++i) at[i] = i < LANES / 4 * 3 ? i / 3 * 4 + i % 3 : i;
   store(p, KV_SHUFFLE(x, x, at));
+}
+
+// x, but every fourth lane is lane J of the same four of y
+template <int J> inline F filled(F x, F y) {
+#if defined(__AVX512F__)
+  return (F)_mm512_mask_permute_ps((__m512)x, 0x8888, (__m512)y, J << 6);
+#else
+  I at;
+  for (int i = 0; i < LANES; ++i) at[i] = i % 4 < 3 ? i : LANES + i / 4 * 4 + J;
+  return KV_SHUFFLE(x, y, at);
+#endif
 }
 
 // -- functions --------------------------------------------------------------------------------------------------------
