@@ -17,6 +17,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     cpu         decode attention on a CPU beside PyTorch's, from CPU_ATTENTION; CPU_FIGURE shows it
     key-summary, key-breaks, key-channels, key-mends, key-means
                 which presets fail on keys with biases, and what mends it, from KEY_ERRORS and the runs JUDGE
+    ghost       the own method beside the best of the others, from the run TODAY, ALL_RESULTS, ADDED and FITTED
     med3        perplexity by slots of outliers, from MED3
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
@@ -55,6 +56,10 @@ RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")
 ALL_RESULTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m.json")
 ADDED = Path("benchmarks/results/cpu/quality_smollm2-135m.json")
 """The same of presets that came later, measured on a CPU."""
+FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
+"""`ghost` on the small model with constants of `kvcodec fit`."""
+OWN, MORE_BITS = "ghost", 0.5
+"""The library's own method; others may hold so many bits more than it beside them."""
 VARIANTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json")
 QUALITY_FIGURE = Path("docs/img/all-presets.png")
 BUDGETS = (2.3, 3.3, 4.3, 5.0)
@@ -300,6 +305,43 @@ def judged_block(root: Path) -> str:
         f"\n\n{len(named)} presets and {len(rows) - len(named)} options of them on {JUDGE[0]}, "
         f"{rows[0]['items']:g} windows of 2048 tokens; uncompressed perplexity {base:.2f}, and {off} of the "
         f"presets are more than 10 % above it."
+    )
+
+
+def ghost_block(root: Path) -> str:
+    """Each preset of the own method, and the one of least loss that other methods have at about its bits."""
+    run = judge_of(root, TODAY)
+    by_task = {
+        task: {r.spec: r["value"] for r in run.rows if (r.task, r.metric, r.group) == (task, task, None)}
+        for task in ("kl", "perplexity")
+    }
+    bits = {r.spec: r["effective_bits"] for r in run.rows if (r.task, r.metric, r.group) == ("kl", "kl", None)}
+    large = [(s, bits[s], kl, by_task["perplexity"][s], "") for s, kl in by_task["kl"].items() if s != UNCOMPRESSED]
+    small = quality_rows(root)
+    fitted = rows_of(root / FITTED) if (root / FITTED).is_file() else []
+    told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small]
+    told += [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in fitted]
+    out = []
+    for title, rows, base in (
+        ("Qwen2.5-Coder-1.5B-Instruct", large, by_task["perplexity"][UNCOMPRESSED]),
+        (small[0]["model"], told, small[0]["uncompressed"]["perplexity"]),
+    ):
+        out += [f"| {title}, perplexity {base:.2f} | bits | KL | perplexity | of the others | bits | KL | perplexity |"]
+        out += [f"|---{'|---:' * 3}|---{'|---:' * 3}|"]
+        own = sorted((r for r in rows if r[0].startswith(OWN)), key=lambda r: (r[1], -r[2]))
+        for spec, held, kl, perplexity, note in own:
+            near = [r for r in rows if not r[0].startswith(OWN) and r[0] in presets() and r[1] <= held + MORE_BITS]
+            best = min(near, key=lambda r: r[2], default=None)
+            cells = [f"`{spec}`{note}", f"{held:.2f}", f"{kl:.4f}", f"{perplexity:.2f}"]
+            cells += (
+                ["–"] * 4 if best is None else [f"`{best[0]}`", f"{best[1]:.2f}", f"{best[2]:.4f}", f"{best[3]:.2f}"]
+            )
+            out.append(f"| {' | '.join(cells)} |")
+        out.append("")
+    return "\n".join(out) + (
+        f"Three windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
+        f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
+        f"on another text; the other rows take them from the prompt itself."
     )
 
 
@@ -648,6 +690,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
         f"key-{part}": (Path("docs/key-biases.md"), partial(key_block, part=part))
         for part in ("summary", "breaks", "channels", "mends", "means")
     },
+    "ghost": (Path("docs/ghost.md"), ghost_block),
     "med3": (Path("docs/key-biases.md"), med3_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),
