@@ -130,7 +130,7 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
 
 
 def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that builds the tables of ``encode_octopus`` (cpu/encode_triplets.h): uint8 ``[1, bytes]``."""
+    """Return the function that builds the tables of ``encode_octopus`` (encode_triplets.h): uint8 ``[1, bytes]``."""
 
     def build(params: Params) -> Tensor:
         xi, rho = params["xi"][0].double(), params["rho"][0].double()
