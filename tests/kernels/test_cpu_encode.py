@@ -16,9 +16,10 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.innerq import InnerQ, Reading
 from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.q4_0 import Q40
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.kernels.constants import Constants, constants_for
@@ -56,6 +57,10 @@ CODECS: tuple[Codec, ...] = (
     *(InnerQ(bits, along, reading) for bits in (2, 3) for along in ("channels", "tokens") for reading in READINGS),
     *(InnerQ(3, along, norm=True) for along in ("channels", "tokens")),
     *(UltraTQ(norm, table) for norm in ("token", "block") for table in ("gaussian", "sphere", "calibrated")),
+    *(TurboQuantQJL(bits) for bits in (2, 3, 4)),
+    TurboQuantQJL(3, "fp32"),
+    *(OctopusQJL(*bits) for bits in ((1, 1), (3, 1), (4, 2), (5, 3))),
+    OctopusQJL(5, 4, "full", "fp32"),
     *(Q40(rotation) for rotation in ("whole", "64", "none")),
 )
 HEADS = 2
@@ -105,7 +110,7 @@ def _written(codec: Codec, x: Tensor, role: Role, first: int, rounded: bool = Fa
 def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
     unit = codec.block_tokens
     for i, dim in enumerate((64, 80, 96, 128, 256)):
-        if isinstance(codec, Q40) and dim % 32:
+        if (isinstance(codec, Q40) and dim % 32) or (isinstance(codec, TurboQuantQJL | OctopusQJL) and dim & (dim - 1)):
             continue
         for batch, count in ((1, 1), (2, 37), (1, 131)):
             x = _tokens(batch, -(-count // unit) * unit, dim, DTYPES[(i + count) % 3])
@@ -197,7 +202,7 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     "name",
     [
         "saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant", "octopus-3", "hqmq-s96_r4",
-        "ultra-tq", "innerq-base", "innerq-small", "q4_0", "dense",
+        "ultra-tq", "innerq-base", "innerq-small", "q4_0", "dense", "octopus-qjl-3", "turboquant-qjl-3",
     ],
 )  # fmt: skip
 def test_the_engine_writes(name: str) -> None:

@@ -137,7 +137,7 @@ def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
         square = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
         rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
         walls = filled_walls(square, codec.direction_bits), filled_walls(midpoints(rho), codec.norm_bits)
-        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten())])[None]
+        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten(), rho.float())])[None]
 
     return build
 
