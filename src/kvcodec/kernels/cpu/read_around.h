@@ -15,8 +15,8 @@ template <int HALF = 1> inline F signed_sums(F x) {
 }
 
 // Option 6: number of the plane of signs, which the residual's length follows. Tables: the sketch's D signs, then the
-// coefficient, float32, then the stage's tables. row += the residual's estimate, channels in order, or in the one given
-inline void add_residual(const Rows& r, int t, const int16_t* channel, float* row) {
+// coefficient, float32, then the stage's tables. row becomes (row + the residual's estimate) norm
+inline void add_residual(const Rows& r, int t, float norm, float* row) {
   const int place = r.first + t, plane = r.options[6], dim = r.dim, count = dim / LANES;
   const uint8_t* bits = r.row(plane, place, dim / 8);
   const float* signs = (const float*)r.tables;
@@ -30,12 +30,10 @@ inline void add_residual(const Rows& r, int t, const int16_t* channel, float* ro
         const F a = x[j], b = x[j + step];
         x[j] = a + b, x[j + step] = a - b;
       }
-  float plain[WIDEST];
   for (int i = 0; i < count; ++i) {
-    x[i] = x[i] * load(signs + i * LANES) * size;
-    store(channel ? plain + i * LANES : row + i * LANES, channel ? x[i] : load(row + i * LANES) + x[i]);
+    float* to = row + i * LANES;
+    store(to, (load(to) + x[i] * load(signs + i * LANES) * size) * norm);
   }
-  for (int p = 0; channel && p < dim; p += LANES) store(row + p, load(row + p) + picked_from(plain, channel + p));
 }
 
 inline Rows stage_of(const Rows& r) {
@@ -58,9 +56,7 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
     float* row = r.out + t * r.dim;
     const uint8_t* codes_row = r.row(0, place, r.dim * BITS / 8);
     for (int c = 0; c < r.dim; c += LANES) store(row + c, table(codes<BITS>(codes_row, c)));
-    add_residual(r, t, nullptr, row);
-    const float norm = (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root;
-    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
+    add_residual(r, t, (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root, row);
   }
 }
 
@@ -68,15 +64,9 @@ inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
   float ones[TILE], norms[TILE];
   for (float& one : ones) one = 1;
-  all_triplets(stage, ones);
+  all_triplets(stage, ones, 0);
   triplets_norms(stage, norms);
-  int16_t channel[WIDEST];
-  order_triplets(r.options, r.dim, channel);
-  for (int t = 0; t < r.count; ++t) {
-    float* row = r.out + t * r.dim;
-    add_residual(r, t, channel, row);
-    for (int c = 0; c < r.dim; ++c) row[c] *= norms[t];
-  }
+  for (int t = 0; t < r.count; ++t) add_residual(r, t, norms[t], r.out + t * r.dim);
 }
 
 // Chunks of four channels that are held in fp16 replace what INNER unpacks. Options: 6 number of the plane of flags,
