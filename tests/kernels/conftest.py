@@ -1,4 +1,4 @@
-"""What all tests of kernels share: the emulated machine, and a look at what waits for a GPU."""
+"""What all tests of kernels share: the emulated machine, the CPU kernels, and a look at what waits for a GPU."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.kernels.cpu_variants import compiled, variant
 from tests.kernels.emulation import machine
 
-__all__ = ["machine", "unsynchronised"]
+__all__ = ["compiled", "machine", "unsynchronised", "variant"]
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 """The CPU kernels against the reference: unpacked numbers bit by bit, attention against float64."""
 
 import copy
-import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,14 +34,10 @@ from kvcodec.kernels.cpu.attend import attend as attend_pages
 from kvcodec.kernels.cpu.attend import unpack
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.scheme import page_layout
+from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn
 
 CPU = torch.device("cpu")
-KERNELS = Path(os.environ.get("CPU_KERNELS", sources.HERE))
-"""Where compiled kernels are; ``scripts/test-sanitized`` names another folder."""
-ORDER = ("portable", "avx2", "avx512")
-ABLE = [v for v in ORDER[: 1 + ORDER.index(library.variant())] if v in sources.variants()]
-"""Instruction sets that this machine runs."""
 SERVED = [spec for spec in kvcodec.presets() if not fused_refusal(kvcodec.get(spec).for_layer(8, 24), 128, CPU)]
 OTHERS = [
     SawInt4(zero="float"), *(TurboQuant(bits, "fp32") for bits in (1, 5, 6)), *(TurboQuantQJL(bits) for bits in (2, 4)),
@@ -58,20 +52,7 @@ OTHERS = [
 DIMS = (64, 80, 96, 128, 256)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    sources.compile_missing()
-
-
-@pytest.fixture(params=ABLE)
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use(request.param, monkeypatch)
-    return request.param
-
-
-def use(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of this instruction set serve from now on."""
-    monkeypatch.setattr(library, "chosen", lambda: KERNELS / sources.file_name(variant))
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

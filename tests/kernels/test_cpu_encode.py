@@ -7,26 +7,29 @@ import torch
 from torch import Tensor
 
 import kvcodec
+from kvcodec.cache.growing import GrowingCache
+from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, Role, Site
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Site
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.innerq import InnerQ, Reading
 from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.q4_0 import Q40
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu.compile import variants
+from kvcodec.kernels.cpu.compile import HERE
 from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.ops.lloyd_max import midpoints
-from kvcodec.scheme import page_layout
+from kvcodec.scheme import KVScheme, page_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 READINGS: tuple[Reading, ...] = ("literal", "signed")
@@ -42,7 +45,7 @@ CODECS: tuple[Codec, ...] = (
     GroupInt(2, 64, along="tokens"),
     *(Fp8(scaled) for scaled in (False, True)),
     *(UltraQuant(scale=scale, rotate=rotate) for scale in ("real", "pow2") for rotate in (False, True)),
-    GroupInt(4, 16, along="tokens", symmetric=True),
+    *(GroupInt(bits, 16, along="tokens", symmetric=True) for bits in (4, 8)),
     Dense("float16"),
     Dense("bfloat16"),
     Dense("float32"),
@@ -54,25 +57,14 @@ CODECS: tuple[Codec, ...] = (
     *(InnerQ(bits, along, reading) for bits in (2, 3) for along in ("channels", "tokens") for reading in READINGS),
     *(InnerQ(3, along, norm=True) for along in ("channels", "tokens")),
     *(UltraTQ(norm, table) for norm in ("token", "block") for table in ("gaussian", "sphere", "calibrated")),
+    *(TurboQuantQJL(bits) for bits in (2, 3, 4)),
+    TurboQuantQJL(3, "fp32"),
+    *(OctopusQJL(*bits) for bits in ((1, 1), (3, 1), (4, 2), (5, 3))),
+    OctopusQJL(5, 4, "full", "fp32"),
     *(Q40(rotation) for rotation in ("whole", "64", "none")),
 )
 HEADS = 2
-
-
-def _runs_here(variant: str) -> bool:
-    """Whether this machine has the instruction set: those of PyTorch's choice, and the lesser ones."""
-    order = ["portable", "avx2", "avx512"]
-    return order.index(variant) <= order.index(library.variant())
-
-
-@pytest.fixture(params=[name for name in variants() if _runs_here(name)])
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels of one instruction set serve."""
-    name: str = request.param
-    monkeypatch.setattr(library, "variant", lambda: name)
-    if reason := library.refusal(torch.device("cpu")):
-        pytest.skip(reason)
-    return name
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @cache
@@ -118,13 +110,22 @@ def _written(codec: Codec, x: Tensor, role: Role, first: int, rounded: bool = Fa
 def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
     unit = codec.block_tokens
     for i, dim in enumerate((64, 80, 96, 128, 256)):
-        if isinstance(codec, Q40) and dim % 32:
+        if (isinstance(codec, Q40) and dim % 32) or (isinstance(codec, TurboQuantQJL | OctopusQJL) and dim & (dim - 1)):
             continue
         for batch, count in ((1, 1), (2, 37), (1, 131)):
             x = _tokens(batch, -(-count // unit) * unit, dim, DTYPES[(i + count) % 3])
             want, got, bad = _written(codec, x, ROLES[i % 2], 3 * unit)
             assert bad == 0
             assert torch.equal(got, want), (dim, batch, count, x.dtype)
+
+
+def test_every_encoder_is_tested() -> None:
+    named = set()
+    for codec in CODECS:
+        spec = cpu_spec(codec, codec, 64, page_layout(codec, codec, 64, 64).page_tokens)
+        named |= {encoder.name for role in ROLES if (encoder := spec.encoder(role)) is not None}
+    lines = (HERE / "encoders.h").read_text().splitlines()
+    assert {line.split('"')[1] for line in lines if line.startswith('    {"')} == named
 
 
 @pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(3, 32), UltraQuant(), Octopus(), Hqmq()], ids=str)
@@ -147,7 +148,11 @@ def test_strides_of_the_models_tensors(codec: Codec, variant: str) -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(2, 32), GroupInt(2, 32, along="tokens")], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [SawInt4(), TurboQuant(4), GroupInt(2, 32), GroupInt(2, 32, along="tokens"), Octopus(), Hqmq()],
+    ids=str,
+)
 def test_threads_do_not_show(codec: Codec) -> None:
     x, before, pages = _tokens(2, 192, 128, torch.float32), torch.get_num_threads(), []
     try:
@@ -161,7 +166,11 @@ def test_threads_do_not_show(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 65520.0, -1e30])
-@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(4), GroupInt(3, 32, along="tokens")], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [SawInt4(), TurboQuant(4), GroupInt(3, 32, along="tokens"), Octopus(4, 2), Hqmq(24, 4)],
+    ids=str,
+)
 def test_what_cannot_be_held_is_zero_bytes_and_flagged(codec: Codec, number: float, variant: str) -> None:
     x = _tokens(1, 64, 96, torch.float32).clone()
     x[0, 1, 40, 17] = number
@@ -189,7 +198,13 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant", "octopus-3", "hqmq-s96_r4",
+        "ultra-tq", "innerq-base", "innerq-small", "q4_0", "dense", "octopus-qjl-3", "turboquant-qjl-3",
+    ],
+)  # fmt: skip
 def test_the_engine_writes(name: str) -> None:
     scheme = kvcodec.get(name).for_layer(4, 8)
     if reason := library.refusal(torch.device("cpu")):
@@ -197,6 +212,20 @@ def test_the_engine_writes(name: str) -> None:
     engine = CpuEngine(scheme.key, scheme.value, 64, 128)
     assert engine.flags_all
     assert {engine.written_by(role) for role in ROLES} == {engine.name}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("held", ["float16", "bfloat16", "float32"])
+def test_a_step_rounds_as_the_reference(held: DenseDtype, dtype: torch.dtype) -> None:
+    for scheme in (KVScheme(Dense(held), SawInt4()), KVScheme(SawInt4(), Dense(held))):
+        fused, plain = GrowingCache(scheme), LayerCache(scheme)
+        for seed in range(3):
+            k, v = torch.randn(2, 1, HEADS, 1, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            fused.append(k, v)
+            plain.append(k, v)
+        assert set(fused.kernels().values()) == {f"cpu {library.variant()}"}
+        for got, want in zip(fused.decode(), plain.decode(), strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

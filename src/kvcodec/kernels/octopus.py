@@ -130,14 +130,14 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
 
 
 def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return what builds the tables of ``encode_octopus`` (cpu/encode_triplets.h): uint8 ``[1, bytes]``."""
+    """Return the function that builds the tables of ``encode_octopus`` (encode_triplets.h): uint8 ``[1, bytes]``."""
 
     def build(params: Params) -> Tensor:
         xi, rho = params["xi"][0].double(), params["rho"][0].double()
         square = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
         rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
         walls = filled_walls(square, codec.direction_bits), filled_walls(midpoints(rho), codec.norm_bits)
-        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten())])[None]
+        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten(), rho.float())])[None]
 
     return build
 

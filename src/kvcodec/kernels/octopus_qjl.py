@@ -3,7 +3,7 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.kernels import octopus, sketch
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader
 from kvcodec.ops.hadamard import power_of_two_divisor
 
@@ -29,3 +29,8 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         order=power_of_two_divisor(head_dim),
         form="table",
     )
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    return sketch.cpu_sketch_written(octopus.cpu_encoder(codec, head_dim, role), codec, head_dim)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcodec.codec import Codec, Params
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cpu.spec import CpuReader
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Reader
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.qjl import hadamard_matrix
@@ -47,6 +47,22 @@ def cpu_sketched(stage: CpuReader, codec: Codec, dim: int) -> CpuReader:
         return torch.cat([mine, tables(params).expand(len(head), -1)], 1)
 
     options = (*stage.options, *(0,) * (6 - len(stage.options)), signs)
+    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, alike=False)
+
+
+def cpu_sketch_written(stage: CpuEncoder, codec: Codec, dim: int) -> CpuEncoder:
+    """Return the CPU kernels' encoder of a stage's keys and the sign sketch of its residual."""
+    if dim & (dim - 1):
+        raise UnsupportedError(f"the kernels sketch at head_dim 64, 128 and 256, not {dim} ({codec})")
+    tables = stage.tables
+    assert tables is not None
+    signs = [field.name for field in codec.layout(dim).fields].index("signs")
+
+    def build(params: Params) -> Tensor:
+        head = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
+        return torch.cat([head, tables(params).expand(len(head), -1)], 1)
+
+    options = (*stage.options, *(0,) * (7 - len(stage.options)), signs)
     return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, alike=False)
 
 

@@ -1,5 +1,8 @@
 """Kernels of ``turboquant`` and of its keys with a sketch: Lloyd-Max levels of rotated unit vectors."""
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
@@ -77,7 +80,15 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     """As ``cpu.spec.cpu_encoder``."""
     assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
-        raise UnsupportedError(f"the CPU kernels do not write a sketch ({codec})")
+        if codec.variant != "correct":
+            raise UnsupportedError(f"the kernels write variant=correct, not {codec}")
+
+        def walls_and_levels(params: Params) -> Tensor:
+            levels = params["levels"]
+            return torch.cat([walls_of(levels[0]), levels.float().view(torch.uint8)], 1)
+
+        stage = replace(cpu_encoder(codec.stage, head_dim, role), tables=walls_and_levels)
+        return sketch.cpu_sketch_written(stage, codec, head_dim)
     return CpuEncoder(
         f"levels{codec.bits}",
         (int(codec.norm == "fp32"),),

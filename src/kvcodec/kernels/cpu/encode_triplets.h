@@ -2,7 +2,7 @@
 //
 // Planes and options 0 to 5: as in read_triplets.h. Option 6: the rounding, an Octopus.rounding by its place in Rounding.
 // Tables: walls of the octahedral coordinates, double [2^b_dir], those of the lengths, double [2^b_nrm], each filled up
-// with infinity; then directions (x, y, z, 0), float32 [4^b_dir].
+// with infinity; then directions (x, y, z, 0), float32 [4^b_dir], and lengths, float32 [2^b_nrm].
 #pragma once
 #include "encode_linear.h"
 
@@ -40,12 +40,12 @@ struct Triplets {
   int direction, length;  // bits
   Rounding rounding;
   const double *square_walls, *length_walls;
-  const float* directions;
+  const float *directions, *lengths;
 
   explicit Triplets(const New& n)
       : direction(n.options[0]), length(n.options[1]), rounding((Rounding)n.options[6]),
         square_walls((const double*)n.tables), length_walls(square_walls + (1 << direction)),
-        directions((const float*)(length_walls + (1 << length))) {}
+        directions((const float*)(length_walls + (1 << length))), lengths(directions + (4 << 2 * direction)) {}
 
   // the code of a part of a unit vector
   uint32_t code(double x, double y, double z) const {
@@ -77,22 +77,25 @@ struct Triplets {
   }
 };
 
-inline void encode_octopus(const New& n) {
-  const Triplets triplets(n);
+// writes token t; leaves its unit vector, filled up with zeros, and the codes
+inline void encode_triplets(const New& n, const Triplets& triplets, int t, double* unit, uint32_t* codes) {
   const int count = (n.dim + 2) / 3, bits = 2 * triplets.direction + triplets.length;
   const int front = n.options[4] > 0, norm_plane = front + (n.options[5] > 0);
   const SplitWords words{2 * n.options[4], bits, n.options[2] ? triplets.length : 0};
+  const float* y = n.rows + t * n.dim;
+  const double norm = std::sqrt(square_sum(y, n.dim));
+  store_norm(n.at(norm_plane, t), norm, n.dim, n.options[3]);
+  for (int c = 0; c < n.dim; ++c) unit[c] = norm > 0 ? y[c] / norm : 0;
+  for (int c = n.dim; c < 3 * count; ++c) unit[c] = 0;
+  for (int i = 0; i < count; ++i) codes[i] = triplets.code(unit[3 * i], unit[3 * i + 1], unit[3 * i + 2]);
+  words.store(codes, count, n.at(0, t), n.at(front, t));
+}
+
+inline void encode_octopus(const New& n) {
+  const Triplets triplets(n);
   double unit[WIDEST + 2];
   uint32_t codes[WIDEST / 3 + 1];
-  for (int t = 0; t < n.count; ++t) {
-    const float* y = n.rows + t * n.dim;
-    const double norm = std::sqrt(square_sum(y, n.dim));
-    store_norm(n.at(norm_plane, t), norm, n.dim, n.options[3]);
-    for (int c = 0; c < n.dim; ++c) unit[c] = norm > 0 ? y[c] / norm : 0;
-    for (int c = n.dim; c < 3 * count; ++c) unit[c] = 0;
-    for (int i = 0; i < count; ++i) codes[i] = triplets.code(unit[3 * i], unit[3 * i + 1], unit[3 * i + 2]);
-    words.store(codes, count, n.at(0, t), n.at(front, t));
-  }
+  for (int t = 0; t < n.count; ++t) encode_triplets(n, triplets, t, unit, codes);
 }
 
 }  // namespace kv

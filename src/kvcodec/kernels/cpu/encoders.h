@@ -1,8 +1,8 @@
 // Encoders by name.
 #pragma once
+#include "encode_around.h"
 #include "encode_chunks.h"
 #include "encode_groups.h"
-#include "encode_triplets.h"
 
 namespace kv {
 
@@ -26,6 +26,10 @@ inline const NamedEncoder ENCODERS[] = {
     {"q4_0", encode_q4_0},
     {"octopus", encode_octopus},
     {"hqmq", encode_hqmq},
+    {"levels1 sketch", encode_levels_sketch<1>},
+    {"levels2 sketch", encode_levels_sketch<2>},
+    {"levels3 sketch", encode_levels_sketch<3>},
+    {"octopus sketch", encode_octopus_sketch},
     {"int2", encode_int<2, false>},
     {"int3", encode_int<3, false>},
     {"int4", encode_int<4, false>},

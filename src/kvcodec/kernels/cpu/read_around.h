@@ -5,27 +5,35 @@
 
 namespace kv {
 
-// in place, times the Hadamard matrix of +1 and -1; whole numbers stay exact
-inline void signed_sums(float* x, int dim) {
-  for (int half = 1; half < dim; half *= 2)
-    for (int i = 0; i < dim; i += 2 * half)
-      for (int j = i; j < i + half; ++j) {
-        const float a = x[j], b = x[j + half];
-        x[j] = a + b, x[j + half] = a - b;
-      }
+// times the Hadamard matrix of +1 and -1 within a vector; whole numbers stay exact
+template <int HALF = 1> inline F signed_sums(F x) {
+  I other, minus;
+  for (int i = 0; i < LANES; ++i) other[i] = i ^ HALF, minus[i] = i & HALF ? (int32_t)0x80000000 : 0;
+  x = KV_SHUFFLE(x, x, other) + (F)((I)x ^ minus);
+  if constexpr (2 * HALF < LANES) return signed_sums<2 * HALF>(x);
+  else return x;
 }
 
 // Option 6: number of the plane of signs, which the residual's length follows. Tables: the sketch's D signs, then the
-// coefficient, float32, then the stage's tables. row, channels in this order, += the residual's estimate
-inline void add_residual(const Rows& r, int t, const int16_t* channel, float* row) {
-  const int place = r.first + t, plane = r.options[6], dim = r.dim;
+// coefficient, float32, then the stage's tables. row becomes (row + the residual's estimate) norm
+inline void add_residual(const Rows& r, int t, float norm, float* row) {
+  const int place = r.first + t, plane = r.options[6], dim = r.dim, count = dim / LANES;
   const uint8_t* bits = r.row(plane, place, dim / 8);
   const float* signs = (const float*)r.tables;
-  const float size = half(r.row(plane + 1, place, 2)) * signs[dim];
-  float x[WIDEST];
-  for (int c = 0; c < dim; ++c) x[c] = bits[c / 8] >> c % 8 & 1 ? 1.0f : -1.0f;
-  signed_sums(x, dim);
-  for (int p = 0; p < dim; ++p) row[p] += x[channel[p]] * signs[channel[p]] * size;
+  const F size = splat(half(r.row(plane + 1, place, 2)) * signs[dim]);
+  F x[WIDEST / LANES];
+  for (int i = 0; i < count; ++i)
+    x[i] = signed_sums(convert((codes<1>(bits, i * LANES) & 1) * 2 - 1));
+  for (int step = 1; step < count; step *= 2)
+    for (int i = 0; i < count; i += 2 * step)
+      for (int j = i; j < i + step; ++j) {
+        const F a = x[j], b = x[j + step];
+        x[j] = a + b, x[j + step] = a - b;
+      }
+  for (int i = 0; i < count; ++i) {
+    float* to = row + i * LANES;
+    store(to, (load(to) + x[i] * load(signs + i * LANES) * size) * norm);
+  }
 }
 
 inline Rows stage_of(const Rows& r) {
@@ -38,21 +46,17 @@ template <int BITS> inline void unpack_levels_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
   const float* levels = (const float*)stage.tables + 1;
   const float root = float_at(stage.tables);
-  int16_t channel[WIDEST];
-  order_straight(r.options, r.dim, channel);
+  const Table<BITS> table([=](I q) {
+    F x;
+    for (int i = 0; i < LANES; ++i) x[i] = levels[q[i]];
+    return x;
+  });
   for (int t = 0; t < r.count; ++t) {
     const int place = r.first + t;
     float* row = r.out + t * r.dim;
     const uint8_t* codes_row = r.row(0, place, r.dim * BITS / 8);
-    const Table<BITS> table([=](I q) {
-      F x;
-      for (int i = 0; i < LANES; ++i) x[i] = levels[q[i]];
-      return x;
-    });
     for (int c = 0; c < r.dim; c += LANES) store(row + c, table(codes<BITS>(codes_row, c)));
-    add_residual(r, t, channel, row);
-    const float norm = (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root;
-    for (int c = 0; c < r.dim; ++c) row[c] *= norm;
+    add_residual(r, t, (r.options[0] ? float_at(r.row(1, place, 4)) : half(r.row(1, place, 2))) * root, row);
   }
 }
 
@@ -60,15 +64,9 @@ inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
   float ones[TILE], norms[TILE];
   for (float& one : ones) one = 1;
-  all_triplets(stage, ones);
+  all_triplets(stage, ones, 0);
   triplets_norms(stage, norms);
-  int16_t channel[WIDEST];
-  order_triplets(r.options, r.dim, channel);
-  for (int t = 0; t < r.count; ++t) {
-    float* row = r.out + t * r.dim;
-    add_residual(r, t, channel, row);
-    for (int c = 0; c < r.dim; ++c) row[c] *= norms[t];
-  }
+  for (int t = 0; t < r.count; ++t) add_residual(r, t, norms[t], r.out + t * r.dim);
 }
 
 // Chunks of four channels that are held in fp16 replace what INNER unpacks. Options: 6 number of the plane of flags,

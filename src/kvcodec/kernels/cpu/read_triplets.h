@@ -96,9 +96,9 @@ inline void order_triplets(const int32_t*, int dim, int16_t* channel) {
   for (int c = 3 * whole; c < dim; ++c) channel[c] = (int16_t)c;
 }
 
-// triplets times the token's scale, in the order of order_triplets
-template <bool APART> inline void triplets(const Rows& r, const float* scale) {
-  const int n = (r.dim + 2) / 3, size = padded16(n), whole = triplets_in_runs(r.dim);
+// triplets times the token's scale; the first `whole` in the order of order_triplets, the others straight
+template <bool APART> inline void triplets(const Rows& r, const float* scale, int whole) {
+  const int n = (r.dim + 2) / 3, size = padded16(n);
   const int32_t* places = (const int32_t*)r.tables + 4;
   const float* rows = (const float*)(places + (APART ? 12 : 6) * size);
   const float* lengths = rows + (4 << 2 * r.options[0]);
@@ -141,15 +141,15 @@ template <bool APART> inline void triplets(const Rows& r, const float* scale) {
   }
 }
 
-inline void all_triplets(const Rows& r, const float* scale) {
-  if (r.options[2]) triplets<true>(r, scale);
-  else triplets<false>(r, scale);
+inline void all_triplets(const Rows& r, const float* scale, int whole) {
+  if (r.options[2]) triplets<true>(r, scale, whole);
+  else triplets<false>(r, scale, whole);
 }
 
 inline void unpack_octopus(const Rows& r) {
   float norms[TILE];
   triplets_norms(r, norms);
-  all_triplets(r, norms);
+  all_triplets(r, norms, triplets_in_runs(r.dim));
 }
 
 }  // namespace kv

@@ -57,7 +57,7 @@ inline const Named READERS[] = {
     {"levels1 sketch", unpack_levels_sketch<1>},
     {"levels2 sketch", unpack_levels_sketch<2>},
     {"levels3 sketch", unpack_levels_sketch<3>},
-    {"octopus sketch", unpack_octopus_sketch, order_triplets},
+    {"octopus sketch", unpack_octopus_sketch},
     {"hqmq10 3 outliers", unpack_outliers<unpack_hqmq<10, 3>>},
     {"hqmq10 4 outliers", unpack_outliers<unpack_hqmq<10, 4>>},
     {"hqmq10 6 outliers", unpack_outliers<unpack_hqmq<10, 6>>},
