@@ -339,7 +339,7 @@ def ghost_block(root: Path) -> str:
             out.append(f"| {' | '.join(cells)} |")
         out.append("")
     return "\n".join(out) + (
-        f"Three windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
+        f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
         f"on another text; the other rows take them from the prompt itself."
     )
