@@ -15,7 +15,7 @@ from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for, plan
 from kvcodec.integrations.transformers.attention import kvcodec_attention, left_padding
 from kvcodec.kernels.cpu import library
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
 
 
@@ -210,3 +210,14 @@ def test_fused_on_a_cpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_public_names() -> None:
     assert kvcodec.cache_for is cache_for
+
+
+def test_a_transformers_that_renames_the_argument_for_the_cache_is_refused_by_name() -> None:
+    """As 5.24 does: a model of it takes ``cache``."""
+    model = tiny_model("llama-gqa")
+
+    def forward(input_ids: Any = None, cache: Any = None) -> None: ...
+
+    model.forward = forward
+    with pytest.raises(UnsupportedError, match=r"calls the argument for the cache 'cache'.*5\.17 to 5\.23"):
+        cache_for(model, "saw-int4")

@@ -171,7 +171,14 @@ def _check_model(name: str, model: Any, config: Any, text: Any) -> None:
     encoder = getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention")
     own_cache = text.model_type in _OWN_CACHE
     if model is not None:
-        own_cache |= "past_key_values" not in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        own_cache |= "past_key_values" not in taken
+        if own_cache and "cache" in taken:
+            raise UnsupportedError(
+                f"{name}: transformers {transformers_version} calls the argument for the cache 'cache' instead of "
+                f"'past_key_values'. Install a transformers that this version of kvcodec knows (5.17 to 5.23), or a "
+                f"newer kvcodec."
+            )
     if encoder or own_cache or not _states(text, "num_attention_heads") or not hasattr(text, "vocab_size"):
         raise UnsupportedError(
             f"{name}: a model without an attention cache (no past_key_values of keys and values); "
