@@ -232,6 +232,9 @@ def _merged(folder: Path, old: Row, new: Row) -> Row:
             f"it, or choose another --output."
         )
     merged = old | {key: new[key] for key in new if key not in (*BY_NAME, "specs", "versions")}
+    if devices := [about["device_name"] for about in (old, new) if about.get("device_name")]:
+        names = dict.fromkeys(name for device in devices for name in device.split(", "))
+        merged["device_name"] = ", ".join(names)  # of all that measured a part
     for kind in BY_NAME:
         merged[kind] = old.get(kind, {}) | new.get(kind, {})
     merged["specs"] = list(dict.fromkeys([*old.get("specs", []), *new.get("specs", [])]))

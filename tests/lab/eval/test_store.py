@@ -186,6 +186,13 @@ def test_names_limits_versions_tasks_and_specs_may_change(tmp_path):
     assert (about["versions"], about["later_versions"]) == ({"kvcodec": "1"}, [{"kvcodec": "2"}])
 
 
+def test_a_run_names_every_device_that_measured_a_part(tmp_path):
+    for device in ("NVIDIA H200", "NVIDIA H100", "NVIDIA H200"):
+        with Store(tmp_path, changed(device_name=device)):
+            pass
+    assert read_run(tmp_path).about["device_name"] == "NVIDIA H200, NVIDIA H100"
+
+
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
     with Store(tmp_path, ABOUT), pytest.raises(KVError, match="another run is writing to"):
         Store(tmp_path, ABOUT)
