@@ -5,8 +5,9 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     numbers     the README's three numbers: memory, decode, served, from SERVE_FILE, DECODE, ALL_RESULTS and RESULTS
     choose      the README's five rows, from the runs JUDGE[0] and TODAY of BOARD, ALL_RESULTS, ADDED and DECODE
     best        the best measured at each of BUDGETS, from ALL_RESULTS, ADDED and VARIANTS
-    judged      the same on the real model, from the run JUDGE[0]
+    judged      the same on the real model, from the run TODAY
     board       three sentences of the runs BOARD_RUNS on tasks
+    tasks       three of the run TODAY, and retrieved, one of them: who finds a UUID
     quality     every preset of ALL_RESULTS and ADDED; QUALITY_FIGURE shows them
     results     table of benchmarks/results/cpu/smollm2-135m.json
     columns     what its columns mean
@@ -44,7 +45,7 @@ from kvcodec_lab.eval.generation import CUDNN_OFF
 from kvcodec_lab.report import figures, pictures
 from kvcodec_lab.report.figures import SPEED_TITLES
 from kvcodec_lab.report.pages import key_errors
-from kvcodec_lab.report.pages.leaderboard import read_runs, sentences
+from kvcodec_lab.report.pages.leaderboard import found_values, read_runs, retrieval_sentences, sentences
 from kvcodec_lab.report.ranks import EXACT
 from kvcodec_lab.report.rows import UNCOMPRESSED, Results, read_rows
 from kvcodec_lab.report.tables import cell, columns_of, markdown, with_reference
@@ -292,7 +293,7 @@ def best_block(root: Path) -> str:
 
 def judged_block(root: Path) -> str:
     """The best at each budget on the real model with key biases."""
-    judge = judge_of(root)
+    judge = judge_of(root, TODAY)
     whole = [r for r in judge.rows if r.group is None]
     perplexity = {r.spec: r["value"] for r in whole if r.metric == "perplexity"}
     rows = [r for r in whole if r.metric == "kl" and r.spec not in EXACT]
@@ -300,9 +301,10 @@ def judged_block(root: Path) -> str:
     base = perplexity[UNCOMPRESSED]
     held = [(r.spec, r["effective_bits"], r["value"], perplexity[r.spec]) for r in rows]
     held = [row for row in held if row[3] < REFUSED * base]
+    options = f" and {len(rows) - len(named)} options of them" if len(rows) > len(named) else ""
     off = sum(not perplexity[spec] <= 1.1 * base for spec in named)
     return _best(held) + (
-        f"\n\n{len(named)} presets and {len(rows) - len(named)} options of them on {JUDGE[0]}, "
+        f"\n\n{len(named)} presets{options} on {judge.about['model']['name']}, "
         f"{rows[0]['items']:g} windows of 2048 tokens; uncompressed perplexity {base:.2f}, and {off} of the "
         f"presets are more than 10 % above it."
     )
@@ -381,6 +383,16 @@ def board_block(root: Path) -> str:
         return "\n".join(f"- {sentence}" for sentence in sentences(*(runs[name] for name in BOARD_RUNS)))
     except FormatError as error:
         raise MissingResultError(str(error)) from error
+
+
+def tasks_block(root: Path) -> str:
+    """Three sentences of the real model: who loses least, who finds a number, who a UUID."""
+    return "\n".join(f"- {sentence}" for sentence in retrieval_sentences(judge_of(root, TODAY)))
+
+
+def retrieved_block(root: Path) -> str:
+    """Who finds a UUID on the real model."""
+    return found_values(judge_of(root, TODAY))
 
 
 def key_block(root: Path, part: str) -> str:
@@ -678,6 +690,8 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "best": (Path("docs/choose.md"), best_block),
     "judged": (Path("docs/choose.md"), judged_block),
     "board": (Path("docs/choose.md"), board_block),
+    "tasks": (Path("docs/choose.md"), tasks_block),
+    "retrieved": (Path("docs/advise.md"), retrieved_block),
     "quality": (Path("docs/results.md"), quality_block),
     "results": (Path("docs/results.md"), results_block),
     "columns": (Path("docs/results.md"), columns_block),

@@ -1,10 +1,12 @@
 """The leaderboard says what the published runs say, and nothing before there are any."""
 
+import gzip
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,6 +186,24 @@ def test_sentences_say_who_loses_least_who_finds_and_who_holds(root: Path) -> No
     assert "with 2 of 3 presets, `saw-int4` with the fewest bits (4.50)." in found
     assert "(stress 64:1: the same model, larger keys), 1 of 3 presets stay within 10 %" in held
     assert "perplexity of 20.09, `fp8` with the fewest bits (8.25), and `int-4` goes to 2,981." in held
+
+
+def test_who_finds_a_uuid_on_the_real_model_is_counted_from_the_items() -> None:
+    run, found = ROOT / script.RUNS / readme.TODAY, defaultdict(dict)
+    for text in gzip.decompress((run / PACKED).read_bytes()).decode().splitlines():
+        line = json.loads(text)
+        if line["task"] == "kv_retrieval":
+            found[line["spec"]][line["item"]] = line["scores"]["recall"][0]
+    exact = found.pop(UNCOMPRESSED)
+    del found["dense"]
+    assert {len(items) for items in found.values()} == {10}, "every preset has every item"
+    # where every item is as good as the uncompressed model's the difference is 0; fewer than 3 lost may be chance
+    lost = {spec: sum(exact[i] > items[i] for i in exact) for spec, items in found.items()}
+    told = readme.retrieved_block(ROOT)
+    count = int(re.search(r"with (\d+) of 55 presets", told)[1])
+    assert sum(n == 0 for n in lost.values()) <= count <= sum(n < 4 for n in lost.values())
+    assert "`ghost-2` with the fewest bits (2.06)" in told
+    assert lost["ghost-2"] == 0
 
 
 def test_without_runs_nothing_is_claimed(tmp_path: Path) -> None:

@@ -296,7 +296,8 @@ def test_what_is_noise_on_the_real_model_is_best_at_nothing(monkeypatch: pytest.
         for spec, (bits, kl, perplexity) in held.items()
         for metric, value in (("kl", kl), ("perplexity", perplexity))
     ]
-    monkeypatch.setattr(script, "read_runs", lambda folder: {script.JUDGE[0]: SimpleNamespace(rows=rows)})
+    run = SimpleNamespace(rows=rows, about={"model": {"name": "qwen2.5-coder-1.5b"}})
+    monkeypatch.setattr(script, "read_runs", lambda folder: {script.TODAY: run})
     lines = script.judged_block(tmp_path).splitlines()
     assert [re.findall(r"`(.*?)`", line) for line in lines[2:6]] == [
         [],

@@ -258,6 +258,17 @@ def sentences(plain: Results, stressed: Results) -> list[str]:
     return [_least(plain), _found(plain), _held(stressed)]
 
 
+def retrieval_sentences(results: Results) -> list[str]:
+    """Three sentences of one run: who loses least at a budget of bits, who still finds a number, and who a UUID.
+
+    Raises
+    ------
+    FormatError
+        If the run lacks what they quote: perplexity, kl, needle and kv_retrieval.
+    """
+    return [_least(results), _found(results), found_values(results)]
+
+
 def _least(results: Results) -> str:
     fitting = [r for r in _rows(results, "kl", "kl") if (r["effective_bits"] or 99.0) <= BUDGET]
     if not fitting:
@@ -272,14 +283,29 @@ def _least(results: Results) -> str:
 
 
 def _found(results: Results) -> str:
-    rows = _rows(results, "needle", "recall")
-    base = _row(results, "needle", "recall", UNCOMPRESSED)
+    return _recalled(results, "needle", "A number hidden in up to {} tokens of text")
+
+
+def found_values(results: Results) -> str:
+    """Sentence: who gives back one random UUID among as many as fit.
+
+    Raises
+    ------
+    FormatError
+        If the run has no kv_retrieval.
+    """
+    return _recalled(results, "kv_retrieval", "One random UUID of as many as fit {} tokens")
+
+
+def _recalled(results: Results, task: str, what: str) -> str:
+    rows = _rows(results, task, "recall")
+    base = _row(results, task, "recall", UNCOMPRESSED)
     # None: one item, or none in common: not shown to be as good
     kept = [r for r in rows if r["difference_high"] is not None and r["difference_high"] >= 0]
     text = (
-        f"A number hidden in up to {_longest(results)} tokens of text, which the uncompressed model gives back in "
-        f"{_value(base)} of the prompts, is found no less often (the paired interval of the difference reaches 0) with "
-        f"{len(kept)} of {len(rows)} presets"
+        f"{what.format(_longest(results, task))}, which the uncompressed model gives back in {_value(base)} of the "
+        f"prompts, is found no less often (the paired interval of the difference reaches 0) with {len(kept)} of "
+        f"{len(rows)} presets"
     )
     return f"{text}{_fewest(kept)}."
 
@@ -304,10 +330,10 @@ def _fewest(rows: Sequence[Row]) -> str:
     return f", `{row.spec}` with the fewest bits ({bits_text(row['effective_bits'])})"
 
 
-def _longest(results: Results) -> str:
-    lengths = mapping(mapping(results.about.get("tasks")).get("needle")).get("lengths")
+def _longest(results: Results, task: str) -> str:
+    lengths = mapping(mapping(results.about.get("tasks")).get(task)).get("lengths")
     if not isinstance(lengths, Iterable) or not (known := [int(n) for n in lengths]):
-        raise FormatError(f"{results.folder}: {RUN} does not say the lengths of needle.")
+        raise FormatError(f"{results.folder}: {RUN} does not say the lengths of {task}.")
     return f"{max(known):,}"
 
 
