@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import kvcodec
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.progress import Progress
 from kvcodec_lab.models import load, load_text
 from kvcodec_lab.stamp import stamp
@@ -48,7 +49,7 @@ def reading(model, ids, spec, noise, scale):
     noise.generator.manual_seed(noise.seed)
     cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
     with torch.no_grad():
-        return model(torch.tensor([ids]), past_key_values=cache).logits[0].log_softmax(-1)
+        return model(torch.tensor([ids]), **passing(model, cache)).logits[0].log_softmax(-1)
 
 
 def divergence(p, q):

@@ -16,6 +16,7 @@ inputs = lm.tokenizer(prompt, return_tensors="pt")
 print(f"{inputs['input_ids'].shape[1]} tokens of a text, and how it goes on:")
 for spec in sys.argv[1:] or ["dense", "int-4", "saw-int4", "octopus-4"]:
     cache = kvcodec.cache_for(lm.model, spec)
+    # from transformers 5.24 on the argument is named `cache`; `past_key_values` works and warns
     output = lm.model.generate(**inputs, past_key_values=cache, max_new_tokens=32, do_sample=False)
     text = lm.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     report = cache.report()

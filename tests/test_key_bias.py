@@ -15,6 +15,7 @@ from torch import nn
 
 import kvcodec
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import ALTERNATIVES as SERVED
 from kvcodec.integrations.vllm.biases import Around, check_biases
@@ -107,9 +108,10 @@ def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
     assert biases is not None
     assert sorted(biases.layers) == [0, 1]
     with torch.no_grad():
-        seen = made(torch.tensor([[7]]), output_hidden_states=True, use_cache=True)
+        cache = transformers.DynamicCache(config=made.config)
+        seen = made(torch.tensor([[7]]), output_hidden_states=True, **passing(made, cache))
         queries, keys = biases.layers[0].project(seen.hidden_states[0][0])
-    cached = seen.past_key_values.layers[0].keys[0].transpose(0, 1)
+    cached = cache.layers[0].keys[0].transpose(0, 1)
     cached = cached[:, :: cached.shape[1] // keys.shape[1]]  # Falcon caches a KV head once per query head
     torch.testing.assert_close(keys, cached, rtol=1e-4, atol=1e-4)
     assert queries.shape == (1, 4, 32)
@@ -228,11 +230,11 @@ def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         with torch.no_grad():
-            model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
+            model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
         for spec, given in ((RAW, {"probe": False}), (RAW, {"probe": "off"}), ("kivi-4", {})):
             cache = kvcodec.cache_for(model, spec, **given)
             with torch.no_grad():
-                model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=2, do_sample=False)
+                model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
 
 
 def test_the_prefill_does_not_contradict_the_scores() -> None:
@@ -240,18 +242,18 @@ def test_the_prefill_does_not_contradict_the_scores() -> None:
     made, ids = tiny_model("qwen2"), prompt(2)
     with torch.no_grad():
         with pytest.raises(BrokenPresetError, match="breaks on this model's keys"):
-            made(ids, past_key_values=kvcodec.cache_for(made.config, "int-4"))
+            made(ids, **passing(made, kvcodec.cache_for(made.config, "int-4")))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             cache = kvcodec.cache_for(made, "int-4")
-            made(ids, past_key_values=cache)
+            made(ids, **passing(made, cache))
     assert cache.report()["keys"][0]["channel_error"] > 0.5
 
 
 def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
     cache = kvcodec.cache_for(model, RAW, probe="off")
     with torch.no_grad():
-        model(prompt(1, 40), past_key_values=cache)
+        model(prompt(1, 40), **passing(model, cache))
     cache.save(tmp_path / "cache")
     with pytest.warns(KVCodecWarning, match=SENTENCE):
         again = kvcodec.load_cache(tmp_path / "cache", model)

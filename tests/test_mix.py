@@ -10,6 +10,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.codec import Dense
 from kvcodec.errors import FormatError, KVError, SpecError
 from kvcodec.integrations.transformers import cache_for, load_cache
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.recipe import LayerChoice, read_choices
 from kvcodec.registry import read_recipe, scheme_of, write_recipe
 from kvcodec.scheme import Mix, mix_of
@@ -103,7 +104,7 @@ def test_a_model_is_served_saved_and_loaded_with_it(tiny, recipe, tmp_path):
     model = tiny("llama-gqa")
     ids = torch.randint(1, 128, (1, 150), generator=torch.Generator().manual_seed(3))
     cache = cache_for(model, recipe)
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(ids, **passing(model, cache), max_new_tokens=4, do_sample=False)
     for i, layer in enumerate(cache.layer_caches):
         held = kvcodec.get(recipe).for_layer(i, 2)
         for role, state in layer.roles.items():

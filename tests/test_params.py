@@ -21,6 +21,7 @@ from kvcodec.files.params import (
     same_weights,
 )
 from kvcodec.integrations.transformers import layers
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.identity import identify, load_params
 from kvcodec_lab.fit import fit_model
 from tests.lab.eval.leaning import leaning
@@ -51,7 +52,7 @@ def saved(fitted, tmp_path):
 def prefill(model, cache, n=70):
     ids = torch.randint(0, 256, (2, n), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, **passing(model, cache)).logits
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def test_a_saved_cache_keeps_the_constants_it_was_given(model, tmp_path):
     back = kvcodec.load_cache(tmp_path / "c", model.model)
     more = torch.randint(0, 256, (2, 3))
     with torch.no_grad():
-        a, b = (model.model(more, past_key_values=c).logits for c in (cache, back))
+        a, b = (model.model(more, **passing(model.model, c)).logits for c in (cache, back))
     assert torch.equal(a, b)
 
 

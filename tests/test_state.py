@@ -9,6 +9,7 @@ import kvcodec
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.integrations.transformers import layers
+from kvcodec.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 
 SAW = kvcodec.get("saw-int4")
@@ -54,9 +55,9 @@ def test_half_a_prefill_is_no_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_once(monkeypatch, 3)
     with torch.no_grad():
         with pytest.raises(MemoryError):
-            model(ids, past_key_values=cache)
+            model(ids, **passing(model, cache))
         assert len(cache.layer_caches[0]) == 0
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
     assert cache.get_seq_length() == 40
 
 

@@ -13,6 +13,7 @@ from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.ghost import CUBIC, ERRORS, FIT_TOKENS, TRIED, UNIT, Ghost, levels, scales, usual
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.cache import cache_for
 from kvcodec.ops.lloyd_max import distortion, lloyd_max
 from kvcodec.ops.widths import allot
@@ -411,7 +412,7 @@ def test_a_fit_on_a_model_is_saved_with_the_mean_and_used(tmp_path):
     cache = cache_for(model.model, "ghost-3", params=path)
     window = split_windows(tokenize(tiny_tokenizer(), TEXT, 96), 1, 96)[0]
     with torch.no_grad():
-        model.model(window[None], past_key_values=cache)
+        model.model(window[None], **passing(model.model, cache))
     for layer, held in zip(fitted, cache.layers, strict=True):
         assert held.cache.scheme.mean == "pre"
         for role in ("key", "value"):

@@ -12,6 +12,7 @@ from kvcodec.codec import FP16_MAX, Site, roundtrip
 from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.cache import cache_for
 from kvcodec.ops.lloyd_max import distortion
 from kvcodec.ops.widths import allot
@@ -313,7 +314,7 @@ def test_a_fit_on_a_model_is_saved_and_used(tmp_path):
     fitted.save(path)
     cache = cache_for(model.model, "rope-pairs-3", params=path)
     with torch.no_grad():
-        model.model(parts[0][None], past_key_values=cache)
+        model.model(parts[0][None], **passing(model.model, cache))
     for layer, held in zip(fitted, cache.layers, strict=True):
         site = held.cache.roles["key"]
         assert all(torch.equal(site.params[name], x) for name, x in fitted[layer]["key"].items())

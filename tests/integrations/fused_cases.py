@@ -16,6 +16,7 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 
@@ -44,7 +45,7 @@ def go_on(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
     if mask is not None:
         options["attention_mask"] = mask.to(model.device)
     given = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, **options}
-    return model.generate(ids.to(model.device), past_key_values=cache, return_dict_in_generate=True, **given)
+    return model.generate(ids.to(model.device), **passing(model, cache), return_dict_in_generate=True, **given)
 
 
 def assert_close(fused: Any, streamed: Any) -> None:
@@ -156,7 +157,7 @@ def case_staged(device: str) -> None:
                 for way, max_len in (("streamed", None), ("fused", None), ("fused", 320)):
                     cache = cache_for(model, spec, attention=way, max_len=max_len, probe=False)
                     with torch.no_grad():
-                        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 90), (90, 299))]
+                        parts = [model(ids[:, a:b], **passing(model, cache)).logits for a, b in ((0, 90), (90, 299))]
                     logits[way, max_len] = parts[1].float()
                     layers = len(cache.layers)
                     paths = {"exact": layers, "staged" if way == "fused" else way: layers}
@@ -263,13 +264,13 @@ def case_cuda_graph(device: str) -> None:
         logits = []
         for captured in (False, True):
             cache = cache_for(model, "saw-int4", attention="fused", max_len=128, probe=False)
-            model(prompt(2, 10).to(device), past_key_values=cache)
+            model(prompt(2, 10).to(device), **passing(model, cache))
             token = prompt(2, 1, seed=3).to(device)
             mask = torch.ones(2, 1, 1, 128, dtype=torch.bool, device=device)  # the length is the device's
             at = torch.full((2, 1), 10, device=device)
 
             def step(cache: Any = cache, token: Any = token, mask: Any = mask, at: Any = at) -> torch.Tensor:
-                out = model(token, past_key_values=cache, attention_mask=mask, position_ids=at).logits
+                out = model(token, **passing(model, cache), attention_mask=mask, position_ids=at).logits
                 token.copy_(out.argmax(-1))
                 at.add_(1)
                 return out

@@ -14,6 +14,7 @@ import kvcodec
 from kvcodec.codec import Codec
 from kvcodec.errors import FormatError, ShapeError
 from kvcodec.integrations.transformers import KVCache, cache_for, layers, load_cache
+from kvcodec.integrations.transformers.argument import passing
 from tests.conftest import tiny_config
 from tests.integrations.oracle import oracle_for
 from tests.integrations.test_generate import SPECS, assert_same, prompt, run
@@ -24,13 +25,13 @@ BLOCKED = "kivi-2:window=4"
 
 def filled(model: Any, cache: Any, batch: int = 2, tokens: int = 45) -> Any:
     with torch.no_grad():
-        model(prompt(batch, tokens), past_key_values=cache)
+        model(prompt(batch, tokens), **passing(model, cache))
     return cache
 
 
 def step_logits(model: Any, cache: Any, batch: int) -> Tensor:
     with torch.no_grad():
-        return model(prompt(batch, 7, seed=9), past_key_values=cache).logits
+        return model(prompt(batch, 7, seed=9), **passing(model, cache)).logits
 
 
 def assert_same_step(model: Any, ours: Any, theirs: Any, batch: int) -> None:
@@ -121,7 +122,7 @@ def test_window_stays_at_its_width(tiny: Any) -> None:
     cache = filled(model, _cache(model, BLOCKED), 1, 100)
     for _ in range(80):
         with torch.no_grad():
-            model(prompt(1, 1), past_key_values=cache)
+            model(prompt(1, 1), **passing(model, cache))
         slide, full, _ = cache.layer_caches
         assert len(slide) == model.config.sliding_window - 1
         widths = [s.window.shape[2] for s in full.roles.values()]
@@ -145,7 +146,7 @@ def test_sliding_crop_brings_recorded_tokens_back(tiny: Any, spec: str) -> None:
         filled(model, cache, 1, 30)
         cache.activate_past_recording()
         with torch.no_grad():
-            model(prompt(1, 6, seed=2), past_key_values=cache)
+            model(prompt(1, 6, seed=2), **passing(model, cache))
         cache.crop(-4)
     assert [len(c) for c in ours.layer_caches] == [model.config.sliding_window - 1] * 2
     assert ours.get_seq_length() == 32
@@ -172,7 +173,7 @@ def test_sliding_steps_without_crop_match_the_mask(tiny: Any) -> None:
                 cache.activate_past_recording()
             with torch.no_grad():
                 for _ in range(5):
-                    out = model(prompt(1, 1), past_key_values=cache).logits
+                    out = model(prompt(1, 1), **passing(model, cache)).logits
             logits.append(out)
         torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
@@ -189,7 +190,7 @@ def test_no_16_bit_copy_of_the_history_survives_a_step(tiny: Any, attention: str
     before = {id(x) for x in gc.get_objects() if issubclass(type(x), Tensor)}
     cache = filled(model, _cache(model, "saw-int4", attention=attention), 1, 500)
     with torch.no_grad():
-        model(prompt(1, 1), past_key_values=cache)
+        model(prompt(1, 1), **passing(model, cache))
     gc.collect()
     new = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in before]
     floats = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in new if x.is_floating_point()}

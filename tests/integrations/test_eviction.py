@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvcodec
 from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.attention import ATTENTION_NAME
 from tests.lab.eval.tiny import tiny_llama
 
@@ -42,7 +43,7 @@ def decoded_after(model, cache, tokens):
     """Logits of ``tokens``, one by one, at the positions that they have where nothing was evicted."""
     with torch.no_grad():
         places = ((tokens[:, i : i + 1], torch.tensor([[TOKENS + i]])) for i in range(tokens.shape[1]))
-        return torch.cat([model(t, past_key_values=cache, position_ids=p).logits for t, p in places], 1)
+        return torch.cat([model(t, **passing(model, cache), position_ids=p).logits for t, p in places], 1)
 
 
 @pytest.mark.parametrize("attention", ["decoded", "streamed"])
@@ -55,8 +56,8 @@ def test_what_was_kept_is_packed_once_and_decoding_reads_it(spec, attention):
     ids, later = (torch.randint(0, 256, (1, n), generator=generator) for n in (TOKENS, NEW))
     with torch.no_grad():
         full, whole = DynamicCache(config=model.config), cache_for(model, spec, attention=attention)
-        model(ids, past_key_values=full)
-        model(ids, past_key_values=whole)
+        model(ids, **passing(model, full))
+        model(ids, **passing(model, whole))
     packed, plain = cache_for(model, spec, attention=attention), CodedCache(model.config, spec)
     for i, layer in enumerate(full.layers):
         packed.update(*kept(layer), i)

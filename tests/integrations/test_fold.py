@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import kvcodec
 from kvcodec.errors import FitError, ShapeError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.fold import fold_key_norms
 
 from ..conftest import tiny_config, tiny_model
@@ -31,7 +32,7 @@ def logits_and_keys(model, ids):
 
         layer.update = update
     with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
+        logits = model(ids, **passing(model, cache)).logits
     return logits, held
 
 
@@ -39,7 +40,7 @@ def fitted(model, ids):
     """Norms that innerq-base fits on a prompt, as ``cache_for(params=)`` takes them."""
     cache = kvcodec.cache_for(model, "innerq-base", probe=False)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
     return {layer.index: {"key": layer.cache.roles["key"].params} for layer in cache.packed_layers}
 
 
@@ -101,10 +102,10 @@ def check_same_codes(model, ids, filled):
     def run(spec, params):
         cache = kvcodec.cache_for(model, spec, params=params, probe=False)
         with torch.no_grad():
-            model(ids[:, :filled], past_key_values=cache)  # attends exact keys, so each layer's input is exact
+            model(ids[:, :filled], **passing(model, cache))  # attends exact keys, so each layer's input is exact
             codes = [c.store.read("key", 0, c.roles["key"].encoded)["codes"] for c in cache.layer_caches]
             keys = [c.decode()[0] for c in cache.layer_caches]
-            steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(filled, ids.shape[1])]
+            steps = [model(ids[:, i : i + 1], **passing(model, cache)).logits for i in range(filled, ids.shape[1])]
         return codes, keys, torch.cat(steps, 1)
 
     logits, exact = logits_and_keys(model, ids)

@@ -8,6 +8,7 @@ import torch
 
 import kvcodec
 from kvcodec.codec import Dense
+from kvcodec.integrations.transformers.argument import passing
 from tests.conftest import MODELS
 from tests.integrations.oracle import oracle_for
 from tests.kernels.decode_cases import each_in_turn
@@ -23,7 +24,7 @@ def prompt(batch: int = 1, tokens: int = PROMPT, seed: int = 0) -> torch.Tensor:
 def run(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
     torch.manual_seed(7)
     given = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, **options}
-    return model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **given)
+    return model.generate(ids, **passing(model, cache), return_dict_in_generate=True, **given)
 
 
 def assert_same(ours: Any, theirs: Any, atol: float = 2e-3) -> None:
@@ -85,12 +86,12 @@ def test_two_streamed_caches_share_a_model(tiny: Any) -> None:
     caches = [cache_for(model, spec, attention="streamed") for spec in ("saw-int4", "saw-int4")]
     ids = [prompt(seed=1), prompt(seed=2)]
     with torch.no_grad():
-        logits = [model(i, past_key_values=c).logits[:, -1:] for i, c in zip(ids, caches, strict=True)]
+        logits = [model(i, **passing(model, c)).logits[:, -1:] for i, c in zip(ids, caches, strict=True)]
         for _ in range(NEW):  # one step of each in turn
             for s in (0, 1):
                 step = logits[s].argmax(-1)
                 ids[s] = torch.cat([ids[s], step], 1)
-                logits[s] = model(step, past_key_values=caches[s]).logits[:, -1:]
+                logits[s] = model(step, **passing(model, caches[s])).logits[:, -1:]
     assert torch.equal(ids[0], alone[0])
     assert torch.equal(ids[1], alone[1])
 
@@ -102,8 +103,8 @@ def test_prefill_decoded_attends_what_is_stored(tiny: Any, name: str, spec: str)
     cache = cache_for(model, spec, prefill="decoded")
     assert_same(run(model, cache, prompt(2)), run(model, oracle_for(model, spec, prefill="decoded"), prompt(2)))
     with torch.no_grad():
-        exact = model(prompt(2), past_key_values=cache_for(model, spec)).logits
-        stored = model(prompt(2), past_key_values=cache_for(model, spec, prefill="decoded")).logits
+        exact = model(prompt(2), **passing(model, cache_for(model, spec))).logits
+        stored = model(prompt(2), **passing(model, cache_for(model, spec, prefill="decoded"))).logits
         plain = model(prompt(2)).logits
     torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)
     assert (stored - plain).abs().max() > 1e-3
@@ -164,8 +165,8 @@ def test_no_scale_shared_across_sequences(tiny: Any) -> None:
     for spec in SPECS:
         both, alone = cache_for(model, spec), cache_for(model, spec)
         with torch.no_grad():
-            model(prompt(2), past_key_values=both)
-            model(prompt(2)[:1], past_key_values=alone)
+            model(prompt(2), **passing(model, both))
+            model(prompt(2)[:1], **passing(model, alone))
         for a, b in zip(both.layer_caches, alone.layer_caches, strict=True):
             for x, y in zip(a.decode(), b.decode(), strict=True):
                 torch.testing.assert_close(x[:1], y, rtol=1e-3, atol=1e-3)
@@ -214,7 +215,7 @@ def test_copied_prefix_goes_its_own_way(tiny: Any) -> None:
     model = tiny("gemma3")
     prefix = cache_for(model, "kivi-2:window=8")
     with torch.no_grad():
-        model(prompt(), past_key_values=prefix)
+        model(prompt(), **passing(model, prefix))
     twin = copy.deepcopy(prefix)
     before = prefix.report()["total_bytes"]
     ids = torch.cat([prompt(), prompt(1, 8, seed=3)], 1)

@@ -12,6 +12,7 @@ from kvcodec.cache.positions import Positions
 from kvcodec.codec import drawn, roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
@@ -36,7 +37,7 @@ def own_keys(model: Any, ids: Tensor, **more: Any) -> list[Tensor]:
     """Keys of the uncompressed model by layer, ``[B, H, n, D]``."""
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(ids, past_key_values=cache, **more)
+        model(ids, **passing(model, cache), **more)
     return [layer.keys for layer in cache.layers]
 
 
@@ -61,7 +62,7 @@ def expected(model: Any, layer: int, keys: Tensor, positions: Tensor, cache: Any
 
 def run(model: Any, cache: Any, ids: Tensor, **more: Any) -> Tensor:
     with torch.no_grad():
-        return model(ids, past_key_values=cache, **more).logits
+        return model(ids, **passing(model, cache), **more).logits
 
 
 def check(model: Any, cache: Any, keys: list[Tensor], positions: Tensor) -> None:

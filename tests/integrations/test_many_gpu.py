@@ -10,6 +10,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.attention import Seen
 from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels import flash
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.flash import score
@@ -55,7 +56,7 @@ def chunked(model: Any, way: str, spec: str, ids: Tensor, cuts: tuple[int, ...],
     with torch.no_grad():
         for end in (*cuts, ids.shape[1]):
             given = {} if mask is None else {"attention_mask": mask[:, :end]}
-            logits.append(model(ids[:, at:end], past_key_values=cache, **given).logits.float())
+            logits.append(model(ids[:, at:end], **passing(model, cache), **given).logits.float())
             at = end
     return torch.cat(logits, 1), cache.report()["paths"]
 
@@ -141,14 +142,14 @@ def test_generate(spec: str) -> None:
             outs = {}
             for way in ("streamed", "fused"):
                 cache = made(model, way, spec, max_len=max_len if way == "fused" else None)
-                first = model.generate(ids, past_key_values=cache, **{**common, **options})
+                first = model.generate(ids, **passing(model, cache), **{**common, **options})
                 if "num_beams" in options:
                     outs[way] = first.sequences_scores[None]
                     continue
                 longer = torch.cat([ids, prompt(1, 20, seed=5).to(DEVICE)], 1)
                 cache.crop(-4)
                 more = torch.cat([longer[:, : cache.get_seq_length()], prompt(1, 20, seed=5).to(DEVICE)], 1)
-                second = model.generate(more, past_key_values=cache, **{**common, **options})
+                second = model.generate(more, **passing(model, cache), **{**common, **options})
                 outs[way] = torch.stack([*first.logits[:1], *second.logits[:1]])
             assert "streamed" not in cache.report()["paths"]
             same(outs["fused"], outs["streamed"], spec)
@@ -164,7 +165,7 @@ def test_a_compiled_prompt_in_chunks() -> None:
     for disable in (True, False):
         model.generation_config.disable_compile = disable
         cache = cache_for(model, "int-4", attention="fused", probe=False, max_len=128)
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, prefill_chunk_size=16)
+        out = model.generate(ids, **passing(model, cache), max_new_tokens=8, do_sample=False, prefill_chunk_size=16)
         assert "streamed" not in cache.report()["paths"]
         wanted = out if wanted is None else wanted
     assert torch.equal(out[:, :49], wanted[:, :49])
@@ -218,7 +219,7 @@ def test_what_a_call_needs_is_bounded() -> None:
     for spec in ("int-4", "kivi-2"):
         cache = cache_for(model, spec, attention="fused", probe=False)
         with torch.no_grad():
-            model(ids[:, :2800], past_key_values=cache)
+            model(ids[:, :2800], **passing(model, cache))
             layer = cache.packed_layers[0].cache
             q = torch.randn(1, 4, 200, 128, device=DEVICE, dtype=torch.bfloat16)
             layer.attend(q)

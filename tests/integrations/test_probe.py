@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcodec.errors import BrokenPresetError, KVCodecWarning
 from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.probe import channel_error, outlier_ratio
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
@@ -87,14 +88,14 @@ def test_a_config_alone_leaves_it_to_the_prefill(tiny: Any) -> None:
     model = tiny("qwen2")
     with torch.no_grad():
         with pytest.raises(BrokenPresetError, match="int-4 breaks on this model's keys"):
-            model(prompt(2), past_key_values=cache_for(model.config, "int-4"))
+            model(prompt(2), **passing(model, cache_for(model.config, "int-4")))
         with pytest.warns(KVCodecWarning, match="int-4 breaks"):
-            model(prompt(2), past_key_values=cache_for(model.config, "int-4", probe="warn"))
+            model(prompt(2), **passing(model, cache_for(model.config, "int-4", probe="warn")))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(prompt(2), past_key_values=cache_for(model.config, "saw-int4", probe=True))
-            model(prompt(2), past_key_values=cache_for(model, "int-4", probe=False))
-            model(prompt(2), past_key_values=cache_for(model, "int-4", probe="off"))
+            model(prompt(2), **passing(model, cache_for(model.config, "saw-int4", probe=True)))
+            model(prompt(2), **passing(model, cache_for(model, "int-4", probe=False)))
+            model(prompt(2), **passing(model, cache_for(model, "int-4", probe="off")))
 
 
 def test_too_few_tokens_are_not_judged() -> None:

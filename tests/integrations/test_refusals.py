@@ -13,6 +13,7 @@ from transformers import BertConfig, JambaConfig, MambaConfig, T5Config, ViTConf
 import kvcodec
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for, plan
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.attention import kvcodec_attention, left_padding
 from kvcodec.kernels.cpu import library
 from tests.conftest import tiny_config, tiny_model
@@ -81,7 +82,7 @@ def test_windows_are_those_of_each_layer(monkeypatch: pytest.MonkeyPatch, found:
 def test_unknown_description_of_layers_is_refused(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     """A later transformers may describe layers otherwise, as 5.19 did; nothing is guessed then."""
     came = re.escape(f"LlamaConfig: transformers {transformers.__version__} describes the layers as {found};")
-    with pytest.raises(UnsupportedError, match=came + r".* Install a transformers that it knows \(5\.17 to 5\.23\)"):
+    with pytest.raises(UnsupportedError, match=came + r".* Install a transformers that it knows \(5\.17 to 5\.24\)"):
         cache_for(layers_described_as(monkeypatch, found), "saw-int4")
 
 
@@ -146,10 +147,10 @@ def test_packed_layer_is_never_taken_for_a_tensor(tiny: Any) -> None:
     model.set_attn_implementation("kvcodec")
     cache = cache_for(model, "saw-int4", attention="streamed")
     with torch.no_grad():
-        model(prompt(), past_key_values=cache)
+        model(prompt(), **passing(model, cache))
         model.set_attn_implementation("eager")
         with pytest.raises(UnsupportedError, match="keys or values that are still packed"):
-            model(prompt(1, 1), past_key_values=cache)
+            model(prompt(1, 1), **passing(model, cache))
 
 
 def test_streamed_refuses_what_it_does_not_compute() -> None:
@@ -212,12 +213,14 @@ def test_public_names() -> None:
     assert kvcodec.cache_for is cache_for
 
 
-def test_a_transformers_that_renames_the_argument_for_the_cache_is_refused_by_name() -> None:
-    """As 5.24 does: a model of it takes ``cache``."""
+def test_a_transformers_that_gives_the_argument_for_the_cache_a_third_name_is_refused_by_name() -> None:
     model = tiny_model("llama-gqa")
 
-    def forward(input_ids: Any = None, cache: Any = None) -> None: ...
+    def forward(input_ids: Any = None, kv_cache: Any = None) -> None: ...
 
     model.forward = forward
-    with pytest.raises(UnsupportedError, match=r"calls the argument for the cache 'cache'.*5\.17 to 5\.23"):
+    said = r"neither as 'cache' nor as 'past_key_values'.*gives the argument another name.*5\.17 to 5\.24"
+    with pytest.raises(UnsupportedError, match=said):
         cache_for(model, "saw-int4")
+    with pytest.raises(UnsupportedError, match="takes no cache, neither as 'cache'"):
+        passing(model, None)

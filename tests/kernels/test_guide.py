@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcodec import cache_for  # registers the attention function "kvcodec"
+from kvcodec.integrations.transformers.argument import passing
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -67,7 +68,7 @@ def off_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str) -> floa
         cache = cache_for(model, scheme, attention=attention, probe=False)
         with torch.no_grad():
             for tokens in (torch.arange(40)[None], torch.tensor([[7]]), torch.tensor([[9]])):
-                logits[attention] = model(tokens, past_key_values=cache).logits[:, -1]
+                logits[attention] = model(tokens, **passing(model, cache)).logits[:, -1]
         assert cache.report()["paths"] == {"exact": 2, attention: 4}
     return float((logits["fused"] - logits["streamed"]).abs().max() / logits["streamed"].std())
 

@@ -12,6 +12,7 @@ from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.ops.rope import Rotary
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
@@ -160,9 +161,9 @@ def test_a_model_with_key_biases_runs_on_kernels(machine: dict[str, Any]) -> Non
     for attention in ("fused", "streamed"):
         cache = kvcodec.cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
         with torch.no_grad():
-            model(prompt(1, 40), past_key_values=cache)
-            found.append([model(prompt(1, 1), past_key_values=cache).logits for _ in range(3)])
-            assert model(prompt(1, 9), past_key_values=cache).logits.isfinite().all()
+            model(prompt(1, 40), **passing(model, cache))
+            found.append([model(prompt(1, 1), **passing(model, cache)).logits for _ in range(3)])
+            assert model(prompt(1, 9), **passing(model, cache)).logits.isfinite().all()
         paths = cache.report()["paths"]
         assert set(paths) == ({"exact", "fused", "staged"} if attention == "fused" else {"exact", "streamed"})
     for a, b in zip(*found, strict=True):
@@ -182,7 +183,7 @@ def test_a_model_whose_constants_are_fitted(spec: str, near: float, machine: dic
         cache = kvcodec.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
         with torch.no_grad():
             for n in (40, 1, 230, 1, 1):
-                found.append(model(prompt(1, n), past_key_values=cache).logits[:, -1])
+                found.append(model(prompt(1, n), **passing(model, cache)).logits[:, -1])
         paths, layer = cache.report()["paths"], cache.report()["layers"][0]
         assert set(paths) == ({"exact", "fused", "staged"} if attention == "fused" else {"exact", "streamed"})
         assert layer["mean_from"] == "first tokens"

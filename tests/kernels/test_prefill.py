@@ -15,6 +15,7 @@ from kvcodec.codec import ROLES
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers import attention as attention_module
 from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.kernels import basis, flash
@@ -364,7 +365,7 @@ def chunked(model: Any, attention: str, spec: Any, ids: Tensor, cuts: tuple[int,
     with torch.no_grad():
         for end in (*cuts, ids.shape[1]):
             given = {} if mask is None else {"attention_mask": mask[:, :end]}
-            logits.append(model(ids[:, at:end], past_key_values=cache, **given).logits)
+            logits.append(model(ids[:, at:end], **passing(model, cache), **given).logits)
             at = end
     return torch.cat(logits, 1), cache.report()["paths"]
 
@@ -455,8 +456,8 @@ def test_a_mask_of_any_shape_is_scored(machine: dict[str, Any]) -> None:
     for way in ("streamed", "fused"):
         cache = cache_for(model, made, attention=way, probe=False)
         with torch.no_grad():
-            model(ids[:, :20], past_key_values=cache)
-            outs[way] = model(ids[:, 20:], past_key_values=cache, attention_mask=seen).logits
+            model(ids[:, :20], **passing(model, cache))
+            outs[way] = model(ids[:, 20:], **passing(model, cache), attention_mask=seen).logits
     layers = model.config.num_hidden_layers
     assert cache.report()["paths"] == {"exact": layers, "scored": layers}
     assert float((outs["fused"] - outs["streamed"]).abs().max()) < 0.05 * float(outs["streamed"].std())

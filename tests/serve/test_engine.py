@@ -9,6 +9,7 @@ import kvcodec
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES
+from kvcodec.integrations.transformers.argument import passing
 from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
 
 SERVED = {
@@ -28,7 +29,7 @@ def library(model: Any, spec: str, ids: list[int], new: int = NEW) -> list[int]:
     """What the library's own cache generates, every query reading what is stored."""
     cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
     with torch.no_grad():
-        out = model.generate(torch.tensor([ids]), past_key_values=cache, max_new_tokens=new, do_sample=False)
+        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
     return out[0, len(ids) :].tolist()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.integrations.transformers.argument import passing
 from tests.serve.engines import engine
 
 pytestmark = pytest.mark.nightly
@@ -53,7 +54,7 @@ def test_a_text_is_as_likely_as_through_the_librarys_cache(preset: str, real: An
     for piece in pieces:
         cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
         with torch.no_grad():
-            want.append(loss(model(torch.tensor([piece]), past_key_values=cache).logits, piece))
+            want.append(loss(model(torch.tensor([piece]), **passing(model, cache)).logits, piece))
     options = {"max_num_batched_tokens": 128, "kv_cache_memory_bytes": 1 << 27}
     with engine(folder, {"preset": preset, **SPECS[preset]}, **options) as llm:
         asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)

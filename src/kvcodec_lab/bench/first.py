@@ -29,6 +29,7 @@ import torch
 
 from kvcodec.description import describe
 from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.registry import presets
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
 from kvcodec_lab.bench.timing import synchronize
@@ -120,7 +121,7 @@ class Runner:
 
     def token(self, cache: Any, n: int) -> int:
         """Run ``n`` tokens and read the first new one back."""
-        out = self.model(self.ids[:, :n], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = self.model(self.ids[:, :n], **passing(self.model, cache), use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
     @torch.no_grad()

@@ -32,6 +32,7 @@ import torch
 
 from kvcodec.description import describe
 from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec_lab.bench.gpu_lock import GpuLock
 from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
@@ -328,7 +329,7 @@ def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> 
     n = UNCOUNTED + new_tokens
     noting = importlib.import_module("transformers").LogitsProcessorList([stamps])
     model.generate(
-        filler.ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+        filler.ids, **passing(model, cache), max_new_tokens=n, min_new_tokens=n, do_sample=False,
         attention_mask=torch.ones_like(filler.ids), logits_processor=noting,
     )  # fmt: skip
     synchronize(device)
@@ -350,9 +351,10 @@ def timed_graph(filler: Filler, make: Callable[[], Any], replays: int) -> dict[s
     cache = filler.filled(make())
     token = filler.ids[:, -1:].clone()
     position = torch.full((filler.batch, 1), filler.prompt - 1, device=device)
+    given = passing(model, cache)
 
     def step() -> None:
-        out = model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+        out = model(token, position_ids=position, **given, use_cache=True).logits
         token.copy_(out[:, -1].argmax(-1, keepdim=True))
         position.add_(1)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.recording import implementation
 
 PROMPT_TOKENS = 256
@@ -68,11 +69,11 @@ def greedy(model: Any, prompt: Tensor, new_tokens: int, cache: Any) -> Generatio
     """Continue ``prompt [n]`` by ``new_tokens`` tokens, storing K and V in ``cache``; end-of-text does not stop it."""
     tokens: list[int] = []
     steps: list[float] = []
-    ids = prompt.to(model.device)[None]
+    ids, given = prompt.to(model.device)[None], passing(model, cache)
     with torch.no_grad():
         for _ in range(new_tokens):
             start = time.perf_counter()
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=ids, **given, use_cache=True).logits[:, -1]
             ids = logits.argmax(-1, keepdim=True)
             tokens.append(int(ids.item()))
             steps.append(time.perf_counter() - start)
@@ -104,9 +105,8 @@ def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Ten
     with torch.no_grad():
         for at, piece in zip(range(0, ids.numel(), window), ids.split(window), strict=True):
             cache, placed = DynamicCache(), torch.arange(at, at + piece.numel(), device=model.device)
-            model.base_model(
-                input_ids=piece.to(model.device)[None], position_ids=placed[None], past_key_values=cache, use_cache=True
-            )
+            given = {"position_ids": placed[None], "use_cache": True, **passing(model.base_model, cache)}
+            model.base_model(input_ids=piece.to(model.device)[None], **given)
             parts.append([(layer.keys, layer.values) for layer in cache.layers])
     layers = [zip(*layer, strict=True) for layer in zip(*parts, strict=True)]
     return [(torch.cat(keys, 2), torch.cat(values, 2)) for keys, values in layers]
@@ -133,12 +133,13 @@ def in_turns(model: Any, last: int, caches: Mapping[str, tuple[Any, str]], steps
         Tokens timed, after one that is not.
     """
     ids = {name: torch.tensor([[last]], device=model.device) for name in caches}
+    given = {name: passing(model, cache) for name, (cache, _) in caches.items()}
     made = {name: Generation([], [], 0.0) for name in caches}
     for turn in range(steps + 1):
-        for name, (cache, attention) in caches.items():
+        for name, (_, attention) in caches.items():
             with implementation(model, attention):
                 start = time.perf_counter()
-                logits = model(input_ids=ids[name], past_key_values=cache, use_cache=True).logits[:, -1]
+                logits = model(input_ids=ids[name], **given[name], use_cache=True).logits[:, -1]
                 ids[name] = logits.argmax(-1, keepdim=True)
                 made[name].tokens.append(int(ids[name].item()))
                 if turn:

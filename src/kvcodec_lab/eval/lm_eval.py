@@ -42,6 +42,7 @@ from kvcodec.codec import Dense
 from kvcodec.description import describe
 from kvcodec.errors import FormatError, KVError, ModelError, SpecError, UnsupportedError
 from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.identity import load_params
 from kvcodec.integrations.transformers.recording import CacheMaker, Prefill, attention_of, packed_cache
 from kvcodec.registry import get, load_file
@@ -219,7 +220,7 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
         parts = []
         with self._cache(context) as cache, torch.no_grad(), self._autocast():
             for a, b in itertools.pairwise(_edges(self.prefill, ids.shape[1], context)):
-                parts.append(self.model(input_ids=ids[:, a:b], past_key_values=cache, use_cache=True).logits)
+                parts.append(self.model(input_ids=ids[:, a:b], **passing(self.model, cache), use_cache=True).logits)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _loglikelihood_tokens(
@@ -285,11 +286,12 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
             raise UnsupportedError("model kvcodec: prompts of unequal length in one batch; pass batch_size=1.")
         fed = context.shape[1] - 1 if self.prefill == "exact" else 0
         with self._cache(fed) as cache:
+            given = passing(self.model, cache)
             with torch.no_grad(), self._autocast():
                 for part in context[:, :fed].split(EXACT_CALL_TOKENS, 1):
                     if part.numel():
-                        self.model(input_ids=part, past_key_values=cache, use_cache=True)
-            return super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
+                        self.model(input_ids=part, **given, use_cache=True)
+            return super()._model_generate(context, max_length, stop, **given, **options)
 
     # -- results ----------------------------------------------------------------------------------------
 

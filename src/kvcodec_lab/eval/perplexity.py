@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvcodec.errors import ModelError
 from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.recording import Prefill, packed_cache
 from kvcodec.key_bias import Probe
 from kvcodec.scheme import KVScheme
@@ -236,8 +237,9 @@ def compressed_logits(
     parts = []
     options: dict[str, Any] = {"prefill": prefill, "seed": seed, "params": params, "probe": probe}
     with packed_cache(model, spec, **options) as cache, torch.no_grad():
+        given = passing(model, cache)
         for a in range(0, ids.shape[1], step):
-            parts.append(model(input_ids=ids[:, a : a + step], past_key_values=cache, use_cache=True).logits[0])
+            parts.append(model(input_ids=ids[:, a : a + step], **given, use_cache=True).logits[0])
     logits = parts[0] if len(parts) == 1 else torch.cat(parts)
     return logits[:-1], cache
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvcodec.errors import ModelError
 from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.recording import CacheMaker, Prefill
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.eval.perplexity import EXACT_CALL_TOKENS, Reference, TokenScores, positions_of
@@ -164,7 +165,7 @@ class Reader:
     def _logits(self, cache: Any, ids: Tensor, last: int | None) -> Tensor:
         """Logits ``[B, last, V]`` of the newest tokens; None: of all."""
         keep = {"logits_to_keep": last} if last is not None and self._few_logits else {}
-        logits: Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep).logits
+        logits: Tensor = self.model(input_ids=ids, **passing(self.model, cache), use_cache=True, **keep).logits
         return logits if last is None else logits[:, -last:]
 
     def _held(self, cache: Any) -> Held:

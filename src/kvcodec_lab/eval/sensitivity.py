@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import FormatError, KVError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME, plan_for
 from kvcodec.integrations.transformers.recording import attention_of, implementation
 from kvcodec.progress import Progress
@@ -209,7 +210,7 @@ def _logits(model: Any, scheme: KVScheme, ids: Tensor, seed: int) -> Tensor:
     name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
     with implementation(model, name), torch.no_grad():
         cache = cache_for(model, scheme, prefill="decoded", attention=way, seed=seed, probe=False)
-        logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1]
+        logits: Tensor = model(input_ids=ids, **passing(model, cache), use_cache=True).logits[0, :-1]
     return logits
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec_lab.bench import generate, prefill
 from kvcodec_lab.bench.packed import packed_operator
@@ -144,7 +145,9 @@ def test_a_filled_cache_takes_the_prompts_last_token_and_goes_on(model):
         cache = filler.filled(filler.dense(kind))
         assert int(cache.get_seq_length()) == 39
         mask = torch.ones_like(filler.ids)
-        out = model.generate(filler.ids, past_key_values=cache, max_new_tokens=3, do_sample=False, attention_mask=mask)
+        out = model.generate(
+            filler.ids, **passing(model, cache), max_new_tokens=3, do_sample=False, attention_mask=mask
+        )
         assert out.shape == (2, 43)
         assert int(cache.get_seq_length()) == 42
         found.append(out)

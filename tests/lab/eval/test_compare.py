@@ -7,6 +7,7 @@ import torch
 
 import kvcodec
 from kvcodec.errors import FitError, FormatError, ModelError, SpecError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec_lab.eval import compare as module
 from kvcodec_lab.eval import perplexity
 from kvcodec_lab.eval.compare import Settings, compare
@@ -67,7 +68,7 @@ def test_bytes_are_those_of_a_cache_filled_with_one_window(model, rows):
     ids = perplexity.tokenize(model.tokenizer, TEXT, 96)
     cache = kvcodec.cache_for(model.model, "saw-int4")
     with torch.no_grad():
-        model.model(ids[None], past_key_values=cache)
+        model.model(ids[None], **passing(model.model, cache))
     held = sum(t.nbytes for layer in cache.layer_caches for t in layer.tensors())
     row = rows[2]
     assert row["cache_bytes"] == held == sum(row["bytes_by_part"].values())

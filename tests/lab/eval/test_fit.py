@@ -8,6 +8,7 @@ import kvcodec
 from kvcodec.codec import Site
 from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
 from kvcodec.files.params import sites_to_fit
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.identity import load_params
 from kvcodec_lab import fit as module
 from kvcodec_lab.eval import fidelity, perplexity
@@ -36,7 +37,7 @@ def cached(model, role, layer):
     for window in windows_of():
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(window[None], past_key_values=cache)
+            model(window[None], **passing(model, cache))
         parts.append(getattr(cache.layers[layer], "keys" if role == "key" else "values"))
     return torch.cat(parts, 2).half()
 
@@ -147,7 +148,7 @@ def test_models_with_other_layers_are_fitted_where_they_cache(name):
     cache = kvcodec.cache_for(made, leaning(), params=fitted)
     assert list(fitted) == [layer.index for layer in cache.packed_layers]
     with torch.no_grad():
-        made(windows_of(1)[0][None], past_key_values=cache)
+        made(windows_of(1)[0][None], **passing(made, cache))
     assert cache.layer_caches[0].constant_bytes() > 0
 
 

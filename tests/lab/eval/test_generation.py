@@ -7,6 +7,7 @@ import torch
 
 import kvcodec
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.recording import generating_cache, implementation
 from kvcodec.kernels.cpu import library
 from kvcodec_lab.eval import generation
@@ -38,7 +39,7 @@ def test_tokens_are_those_of_generate(model, spec):
         return uncompressed_cache(model) if spec is None else kvcodec.cache_for(model, spec, probe=False)
 
     expected = model.generate(
-        prompt[None], past_key_values=cache(), do_sample=False, max_new_tokens=12, pad_token_id=0,
+        prompt[None], **passing(model, cache()), do_sample=False, max_new_tokens=12, pad_token_id=0,
         attention_mask=torch.ones(1, 70, dtype=torch.long),
     )  # fmt: skip
     made = greedy(model, prompt, 12, cache())
@@ -117,7 +118,7 @@ def test_a_context_of_one_window_is_a_prefill(model):
     ids = torch.randint(0, 256, (90,))
     whole = uncompressed_cache(model)
     with torch.no_grad():
-        model(input_ids=ids[None], past_key_values=whole, use_cache=True)
+        model(input_ids=ids[None], **passing(model, whole), use_cache=True)
     found = long_context(model, ids, 90)
     assert len(found) == len(whole.layers)
     for (keys, values), layer in zip(found, whole.layers, strict=True):
@@ -146,7 +147,7 @@ def test_a_filled_cache_goes_on_as_after_a_prefill(model, spec):
     (filled, attention), (other, _) = cache(), cache()
     fill(filled, long_context(model, ids[:-1], 300))
     with implementation(model, attention), torch.no_grad():
-        model(input_ids=ids[None, :-1], past_key_values=other, use_cache=True)
+        model(input_ids=ids[None, :-1], **passing(model, other), use_cache=True)
     found = in_turns(model, int(ids[-1]), {"filled": (filled, attention), "other": (other, attention)}, 4)
     assert found["filled"].tokens == found["other"].tokens
     assert [len(made.tokens) for made in found.values()] == [5, 5]

@@ -33,6 +33,7 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from kvcodec.integrations.transformers.argument import passing  # noqa: E402
 from kvcodec_lab.eval import lm_eval as integration  # noqa: E402
 from kvcodec_lab.eval.lm_eval import KVCodecLM  # noqa: E402
 
@@ -246,8 +247,8 @@ def test_exact_reads_fresh_what_comes_before_the_last_context_token_and_nothing_
     found = lm.loglikelihood(PAIRS[:1], disable_tqdm=True)[0][0]
     ids = torch.tensor(model.tokenizer("".join(PAIRS[0].args))["input_ids"])
     with packed_cache(model.model, INT4, prefill="exact") as cache, torch.no_grad():
-        model.model(input_ids=ids[None, :89], past_key_values=cache)
-        logits = model.model(input_ids=ids[None, 89:-1], past_key_values=cache).logits[0]
+        model.model(input_ids=ids[None, :89], **passing(model.model, cache))
+        logits = model.model(input_ids=ids[None, 89:-1], **passing(model.model, cache)).logits[0]
     assert found == pytest.approx(log_likelihood(logits, ids, 15), abs=1e-4)
     assert lm.held.calls == {"exact": 3, "decoded": 3}
 
@@ -287,10 +288,10 @@ def test_a_generation_reads_the_packed_cache(model, prefill):
     made = []
     with packed_cache(model.model, INT4, prefill=prefill) as cache, torch.no_grad():
         if prefill == "exact":
-            model.model(input_ids=ids[:, :-1], past_key_values=cache)
+            model.model(input_ids=ids[:, :-1], **passing(model.model, cache))
             ids = ids[:, -1:]
         for _ in range(12):
-            ids = model.model(input_ids=ids, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            ids = model.model(input_ids=ids, **passing(model.model, cache)).logits[:, -1].argmax(-1, keepdim=True)
             made.append(int(ids))
     assert found == [model.tokenizer.decode(made, skip_special_tokens=True)]
     assert lm.held.calls["decoded"] == 3 * 12

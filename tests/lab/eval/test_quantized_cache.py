@@ -12,6 +12,7 @@ import torch
 from transformers import cache_utils
 
 from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec_lab.cli import main
 from kvcodec_lab.eval import quantized_cache
 from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
@@ -212,15 +213,15 @@ def test_residual_tokens_are_counted_in_16_bit(model, stand_in):
     cache = maker.new_cache()
     layers, per_token = 3, 2 * 2 * 64  # K and V of two heads
     with torch.no_grad():
-        model(torch.arange(45)[None], past_key_values=cache)
+        model(torch.arange(45)[None], **passing(model, cache))
         scales = 2 * 2 * per_token // 64
         assert maker.held(cache) == (layers * 45 * (2 * per_token + scales), layers * 45 * per_token)
         for _ in range(3):
-            model(torch.tensor([[7]]), past_key_values=cache)
+            model(torch.tensor([[7]]), **passing(model, cache))
         held = layers * (45 * (2 * per_token + scales) + 3 * 2 * per_token)
         assert maker.held(cache) == (held, layers * 48 * per_token)
         for _ in range(5):  # the residual is full: all of it is quantized
-            model(torch.tensor([[7]]), past_key_values=cache)
+            model(torch.tensor([[7]]), **passing(model, cache))
         assert cache.layers[0].keys.numel() == 0 or cache.layers[0].keys.shape[-2] < 8
         assert maker.held(cache)[1] == layers * 53 * per_token
 
@@ -246,7 +247,7 @@ def test_bits_are_those_of_what_the_library_holds(backend, dtype):
         maker = QuantizedCacheMaker(model, QuantizedCacheSpec(backend, bits))
         cache = maker.new_cache()
         with torch.no_grad():
-            model(torch.randint(0, 256, (2, 64)), past_key_values=cache)
+            model(torch.randint(0, 256, (2, 64)), **passing(model, cache))
         nbytes, elements = maker.held(cache)
         assert elements == 3 * 2 * 2 * 64 * 64
         assert nbytes * 8 / elements == maker.scheme.key_bits(64) == bits + 0.5

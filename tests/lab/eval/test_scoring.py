@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcodec.errors import ModelError
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec_lab.eval import perplexity
 from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
 from kvcodec_lab.eval.perplexity import compressed_logits, uncompressed
@@ -70,7 +71,7 @@ def test_compressed_log_likelihoods_read_one_call_over_decoded_tokens(model, tok
             ids = token_ids(tokenizer, item.context + ending)
             with torch.no_grad():
                 cache = cache_for(model, spec, prefill="decoded")
-                log_p = model(torch.tensor(ids[:-1])[None], past_key_values=cache).logits[0].log_softmax(-1)
+                log_p = model(torch.tensor(ids[:-1])[None], **passing(model, cache)).logits[0].log_softmax(-1)
             wanted = sum(log_p[t - 1, ids[t]].item() for t in range(len(item.context), len(ids)))
             assert found[item.id].output.loglikelihoods[c] == pytest.approx(wanted, abs=1e-4)
 
@@ -117,8 +118,8 @@ def test_exact_prefill_reads_fresh_keys_in_the_context_only(model, tokenizer):
     context, ending = token_ids(tokenizer, CONTEXTS[1]), token_ids(tokenizer, ENDINGS[1])
     cache = cache_for(model, "int-4", prefill="exact")
     with torch.no_grad():
-        model(torch.tensor(context[:-1])[None], past_key_values=cache)
-        logits = model(torch.tensor([context[-1], *ending[:-1]])[None], past_key_values=cache).logits[0]
+        model(torch.tensor(context[:-1])[None], **passing(model, cache))
+        logits = model(torch.tensor([context[-1], *ending[:-1]])[None], **passing(model, cache)).logits[0]
     wanted = sum(p[t].item() for p, t in zip(logits.log_softmax(-1), ending, strict=True))
     found = read(Reader(model, "int-4", prefill="exact"), tokenizer, items())
     assert found["1"].output.loglikelihoods[1] == pytest.approx(wanted, abs=1e-4)
@@ -196,8 +197,8 @@ def test_answers_are_those_of_generate(model, tokenizer, prefill):
         cache = cache_for(model, "saw-int4", prefill=prefill)
         with torch.no_grad():
             if prefill == "exact":
-                model(ids[:, :-1], past_key_values=cache)
-            made = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
+                model(ids[:, :-1], **passing(model, cache))
+            made = model.generate(ids, **passing(model, cache), max_new_tokens=8, do_sample=False, pad_token_id=0)
         text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         assert found[item.id].output.text == text
         assert found[item.id].held.elements == 3 * 2 * 60 * 64 * 2, "held when the prompt was read"

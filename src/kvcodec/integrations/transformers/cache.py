@@ -3,7 +3,7 @@
 ::
 
     cache = kvcodec.cache_for(model, "saw-int4")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
     cache.report()
 
 There are three attention modes. ``decoded``: each layer's packed K and V are decoded for the time of its attention;
@@ -56,7 +56,7 @@ from kvcodec.scheme import KVScheme, Mean
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """The packed cache of a model; made by ``cache_for``, passed as ``past_key_values``.
+    """The packed cache of a model; made by ``cache_for``, passed as ``past_key_values`` or ``cache``.
 
     Everything that transformers does to a cache works on the packed bytes: beam reordering, cropping, batch selection
     and repetition, reset, further conversation turns. Each token is encoded once.

@@ -6,7 +6,6 @@ layers whose K and V are borrowed from an earlier one, hold nothing. Anything el
 and the reason.
 """
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +16,15 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.argument import cache_argument
 
 Attention = Literal["decoded", "streamed", "fused"]
 
 ATTENTION_NAME = "kvcodec"
 """Name under which the attention function is registered with transformers."""
+
+KNOWN_VERSIONS = "5.17 to 5.24"
+"""Versions of transformers that the tests ran with."""
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _STATE_ONLY = ("linear_attention", "conv")
@@ -159,7 +162,7 @@ def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]
     raise UnsupportedError(
         f"{name}: transformers {transformers_version} describes the layers as {found!r:.200}; this version of "
         f"kvcodec reads a list of layer types with one dict of options, or one for each layer, and sliding_window in "
-        f"those of sliding and chunked layers. Install a transformers that it knows (5.17 to 5.23), or a newer kvcodec."
+        f"those of sliding and chunked layers. Install a transformers that it knows ({KNOWN_VERSIONS}), or a newer kvcodec."
     )
 
 
@@ -170,19 +173,17 @@ def _check_model(name: str, model: Any, config: Any, text: Any) -> None:
         )
     encoder = getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention")
     own_cache = text.model_type in _OWN_CACHE
-    if model is not None:
-        taken = inspect.signature(model.forward).parameters
-        own_cache |= "past_key_values" not in taken
-        if own_cache and "cache" in taken:
-            raise UnsupportedError(
-                f"{name}: transformers {transformers_version} calls the argument for the cache 'cache' instead of "
-                f"'past_key_values'. Install a transformers that this version of kvcodec knows (5.17 to 5.23), or a "
-                f"newer kvcodec."
-            )
     if encoder or own_cache or not _states(text, "num_attention_heads") or not hasattr(text, "vocab_size"):
         raise UnsupportedError(
-            f"{name}: a model without an attention cache (no past_key_values of keys and values); "
-            f"kvcodec takes decoder-only models with attention."
+            f"{name}: a model without an attention cache of keys and values; kvcodec takes decoder-only models with "
+            f"attention."
+        )
+    if model is not None and cache_argument(model) is None:
+        raise UnsupportedError(
+            f"{name}: its forward takes no cache, neither as 'cache' nor as 'past_key_values'. kvcodec takes "
+            f"decoder-only models with attention; if this is one, transformers {transformers_version} gives the "
+            f"argument another name: install a transformers that this version of kvcodec knows ({KNOWN_VERSIONS}), or "
+            f"a newer kvcodec."
         )
     if (rank := getattr(text, "kv_lora_rank", None)) is not None:
         last = text.num_hidden_layers - 1

@@ -1,0 +1,47 @@
+"""The argument by which a model takes its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before.
+
+The model's signature decides, not the version: code that comes with a model may use the older name under a newer
+transformers.
+"""
+
+import inspect
+from typing import Any
+
+from kvcodec.errors import UnsupportedError
+
+NAMES = ("cache", "past_key_values")
+"""Names that are known, the newest first."""
+
+
+def cache_argument(model: Any) -> str | None:
+    """Name of the argument of ``model.forward`` that takes the cache; None: it has none of ``NAMES``."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in NAMES if name in taken), None)
+
+
+def passing(model: Any, cache: Any) -> dict[str, Any]:
+    """Keyword argument that hands a cache to a model, or to its ``generate``.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    cache : Cache
+
+    Raises
+    ------
+    UnsupportedError
+        The model takes a cache by none of the names known.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> passing(SimpleNamespace(forward=lambda input_ids, past_key_values=None: None), "a cache")
+    {'past_key_values': 'a cache'}
+    """
+    name = cache_argument(model)
+    if name is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its forward takes no cache, neither as {NAMES[0]!r} (transformers 5.24 and "
+            f"later) nor as {NAMES[1]!r}; pass a decoder-only model."
+        )
+    return {name: cache}
