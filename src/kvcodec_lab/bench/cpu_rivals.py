@@ -165,10 +165,6 @@ class _LlamaAttention:
     """One graph of one ``ggml_flash_attn_ext`` over a cache of a type, for one sequence."""
 
     def __init__(self, kind: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if q.shape[0] != 1:
-            raise KVError(
-                f"bench decode: llama.cpp's attention is timed for one sequence, not {q.shape[0]}; --batch 1."
-            )
         self.ggml = g = _ggml()
         self.context = context = g.ggml_init(_InitParams(1 << 20, None, True))
         heads, tokens, dim = k.shape[1:]
@@ -206,6 +202,8 @@ class _LlamaAttention:
 
 
 def _llama(kind: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
+    if q.shape[0] != 1:
+        raise KVError(f"bench decode: llama.cpp's attention is timed for one sequence, not {q.shape[0]}; --batch 1.")
     call = _LlamaAttention(kind, q, k, v)
     return call, call.nbytes
 

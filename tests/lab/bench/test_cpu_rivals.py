@@ -1,4 +1,4 @@
-"""Rivals of the CPU kernels: each that is installed is float32 attention up to its own rounding, and is called rightly."""
+"""Rivals of the CPU kernels: each that is installed attends as float32 SDPA does, up to the rounding of its cache."""
 
 from typing import Any
 
