@@ -100,11 +100,23 @@ CPU_ATTENTION = Path("benchmarks/results/cpu/attention.json")
 CPU_FIGURE = Path("docs/img/cpu.png")
 CPU_SHOWN = ("saw-int4", "kivi-4", "octopus-3", "hqmq-s96_r4", "int-8")
 CPU_RIVALS = {
-    ("sdpa", 32.0): "PyTorch's SDPA, float32",
-    ("sdpa", 16.0): "PyTorch's SDPA, bfloat16",
-    ("two-matmuls", 32.0): "two float32 products",
-    ("two-matmuls-kt", 32.0): "the same, keys held transposed",
+    ("sdpa", "float32"): "PyTorch's SDPA, float32",
+    ("sdpa", "bfloat16"): "PyTorch's SDPA, bfloat16",
+    ("two-matmuls", "float32"): "two float32 products",
+    ("two-matmuls-kt", "float32"): "the same, keys held transposed",
+    ("flex", "float32"): "FlexAttention, compiled, float32",
+    ("llama.cpp-f16", "float32"): "llama.cpp, f16 cache",
+    ("llama.cpp-q8_0", "float32"): "llama.cpp, q8_0 cache",
+    ("llama.cpp-q4_0", "float32"): "llama.cpp, q4_0 cache",
+    ("quantized-cache-quanto", "float32"): "QuantizedCache of transformers, quanto",
+    ("quantized-cache-hqq", "float32"): "QuantizedCache of transformers, hqq",
 }
+LLAMA = CPU_RIVALS["llama.cpp-q4_0", "float32"]
+CPU_DRAWN = (
+    "PyTorch's SDPA, float32", "PyTorch's SDPA, bfloat16", "two float32 products", "llama.cpp, q8_0 cache", LLAMA,
+    "QuantizedCache of transformers, quanto",
+)  # fmt: skip
+"""Rivals in the figure."""
 
 SERVE_FILE = "serve.json"
 SERVE_LOAD = {"input_len": 16384, "output_len": 1024, "concurrency": 256}
@@ -452,7 +464,7 @@ def cpu_curves(root: Path) -> dict[str, dict[int, dict[str, float]]]:
     keys = {"attend_us": "us", "speedup_vs_sdpa": "sdpa", "speedup_vs_two_matmuls": "products"}
     for row in rows_of(root / CPU_ATTENTION):
         if row["metric"] in keys:
-            name = CPU_RIVALS.get((row["spec"], row["effective_bits"]), row["spec"])
+            name = CPU_RIVALS.get((row["spec"], row["dtype"]), row["spec"])
             tokens = int(row["shape"].rsplit("_t", 1)[1])
             numbers = found.setdefault(name, {}).setdefault(tokens, {"bits": row["effective_bits"]})
             numbers[keys[row["metric"]]] = row["values"]["p50"]
@@ -477,17 +489,32 @@ def cpu_block(root: Path) -> str:
         cells += [f"{of[n]['us'] / 1e3:.1f}" for n in lengths]
         cells += [f"{of[n][key]:.1f}x" for key in ("sdpa", "products") for n in lengths[1:]]
         out.append(f"| {' | '.join(cells)} |")
-    machines = " and ".join(sorted({f"{r['device']}, {r['path']}" for r in rows if r["path"] != "torch"}))
+    ours = [r for r in rows if (r["spec"], r["dtype"]) not in CPU_RIVALS]
+    machines = " and ".join(sorted({f"{r['device']}, {r['path']}" for r in ours}))
+    more = ""
+    if LLAMA in curves:
+        versions = {n: v for r in rows for n, v in r["versions"].items() if n not in ours[0]["versions"]}
+        named = ", ".join(
+            f"{n} {v}" for n, v in sorted((versions | {"transformers": rows[0]["versions"]["transformers"]}).items())
+        )
+        faster = [f"{curves[LLAMA][n]['us'] / curves['saw-int4'][n]['us']:.1f}" for n in lengths[1:]]
+        at = " and ".join(f"{n // 1024}k" for n in lengths[1:])
+        more = (
+            f"\n\n`saw-int4` is {' and '.join(faster)} times as fast as llama.cpp's attention on a q4_0 cache at {at} "
+            f"tokens. Of llama.cpp the operator `ggml_flash_attn_ext` alone is timed, on as many threads, over a cache "
+            f"that lies as llama.cpp's; of transformers' cache its `update`, and SDPA on what it returns ({named})."
+        )
     return "\n".join(out) + (
         f"\n\nOne sequence, 32 query and 8 KV heads of 128 ({machines}; PyTorch {rows[0]['versions']['torch']}). "
         f"Medians of {rows[0]['repeats']} turns in which all take part. SDPA: PyTorch's attention on float32; two "
-        f"products: the faster of both arrangements, one product for all queries of a KV head."
+        f"products: the faster of both arrangements, one product for all queries of a KV head.{more}"
     )
 
 
 def write_cpu_figure(root: Path) -> None:
     """Draw CPU_FIGURE."""
-    curves, rivals = cpu_curves(root), list(CPU_RIVALS.values())
+    curves = cpu_curves(root)
+    rivals = [name for name in CPU_DRAWN if name in curves]
     shown = [*rivals, *(spec for spec in CPU_SHOWN if spec in curves)]
     styles = figures.curve_styles(shown, rivals)
     drawn = [

@@ -12,8 +12,9 @@ metric                        unit  what
 ============================  ====  ==================================================================================
 
 Rows without compression have the specs ``sdpa`` (float32 and bfloat16, in ``dtype``), ``two-matmuls`` and
-``two-matmuls-kt`` (keys held transposed). All jobs take turns, on PyTorch's threads; ``threads`` says how many. A run
-of tokens is encoded once and its bytes repeated: times do not depend on the data.
+``two-matmuls-kt`` (keys held transposed). Rows of other libraries (``cpu_rivals.py``) have the library's name as
+``path``; what is not installed is left out, and said. All jobs take turns, on PyTorch's threads; ``threads`` says how
+many. A run of tokens is encoded once and its bytes repeated: times do not depend on the data.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,9 @@ from kvcodec.cache.site import LayerSite
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import library
 from kvcodec.registry import get
+from kvcodec_lab.bench.attention_rivals import missing
 from kvcodec_lab.bench.cpu import AGREEMENT, in_turn, positive, ratios, stamped
+from kvcodec_lab.bench.cpu_rivals import cpu_rivals
 from kvcodec_lab.bench.record import Row, spread
 
 PRESETS = (
@@ -51,6 +54,7 @@ def decode_rows(
     tokens: int,
     repeats: int = 9,
     seed: int = 0,
+    libraries: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Row]:
     """Time presets and rivals at one shape.
@@ -62,6 +66,8 @@ def decode_rows(
     repeats : int
         Rounds after a warm-up.
     seed : int
+    libraries : bool
+        Whether other libraries take part.
     progress : callable, optional
 
     Returns
@@ -74,7 +80,7 @@ def decode_rows(
     UnsupportedError
         The kernels are missing, or do not read a spec.
     KVError
-        Their attention is not the reference's.
+        Their attention is not the reference's, or a library's is not SDPA's.
     """
     positive("bench", {"batch": batch, "kv_heads": kv_heads, "tokens": tokens, "repeats": repeats})
     if reason := library.refusal(torch.device("cpu")):
@@ -94,6 +100,21 @@ def decode_rows(
         _check(spec, k[:, :, :ENCODED], v[:, :, :ENCODED], q)
         bits[spec] = sum(cache.nbytes().values()) * 8 / cache.elements()
         jobs[spec] = lambda cache=cache: cache.attend(q)  # type: ignore[misc]
+    paths = dict.fromkeys(jobs, library.variant()) | dict.fromkeys(BASES, "torch")
+    own: dict[str, dict[str, str]] = {}
+    for rival in cpu_rivals() if libraries else ():
+        if rival.missing:
+            say(f"{rival.spec}: {rival.package} is not installed, left out")
+            continue
+        say(f"{rival.spec}: preparing")
+        try:
+            jobs[rival.spec], bits[rival.spec] = rival.checked(q, k, v)
+        except KVError:
+            raise
+        except Exception as error:  # e.g. no compiler for torch.compile; the others are timed
+            say(f"{rival.spec}: {missing(error)}, left out")
+            continue
+        paths[rival.spec], own[rival.spec] = rival.package, rival.version()
     device = torch.device("cpu")
     memory = torch.zeros(READ_BYTES // 4)
     say(f"timing {len(jobs)} ways of attention over {tokens} tokens, {repeats} times")
@@ -103,9 +124,9 @@ def decode_rows(
     name = f"b{batch}_hq{query_heads}_h{kv_heads}_d{head_dim}_t{tokens}"
     common = stamped(name, device, repeats, seed) | {"threads": torch.get_num_threads()}
     for job in jobs:
-        path = "torch" if job in BASES else library.variant()
         spec, _, dtype = job.partition(" ")
-        head = {"spec": spec, "effective_bits": bits[job], "dtype": dtype or "float32", "path": path}
+        head = {"spec": spec, "effective_bits": bits[job], "dtype": dtype or "float32", "path": paths[job]}
+        about = common | {"versions": common["versions"] | own.get(job, {})}
         read = [
             elements * bits[job] / 8 / t / (READ_BYTES / m) for t, m in zip(times[job], times["memory"], strict=True)
         ]
@@ -115,7 +136,7 @@ def decode_rows(
             ("speedup_vs_two_matmuls", "x", ratios(best, times[job])),
             ("read_share", "x", read),
         ):
-            yield {**head, "metric": metric, "unit": unit, "values": spread(values), **common}
+            yield {**head, "metric": metric, "unit": unit, "values": spread(values), **about}
 
 
 def _torch_jobs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:

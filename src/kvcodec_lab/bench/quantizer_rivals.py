@@ -48,7 +48,12 @@ class QuantizerRival:
 
     def nbytes(self, held: Any) -> int:
         """Bytes of the tensors held."""
-        return _NBYTES[self.module](held)
+        return held_bytes(self.module, held)
+
+
+def held_bytes(module: str, held: Any) -> int:
+    """Bytes of the tensors that a library's module holds."""
+    return _NBYTES[module](held)
 
 
 def _importable(module: str) -> bool:

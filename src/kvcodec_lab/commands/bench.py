@@ -21,8 +21,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "beside int-4, exhaustive searches, hqq and quanto (--batch, --query-heads and --dtype do not apply); decode, "
         "encode, prefill, generate, first: the GPU's kernels beside 16-bit attention, with --device cuda (first: time "
         "to the first token of a new cache, and of later turns); decode --device cpu: the CPU's kernels beside "
-        "PyTorch's float32 and bfloat16 attention; serve: load on a running OpenAI-compatible "
-        "server at URL, or on servers that --start names; page: the page of a run's folder",
+        "PyTorch's attention, and llama.cpp's and transformers' quantized caches where they are installed "
+        "(--no-libraries: without them); serve: load on a running OpenAI-compatible server at "
+        "URL, or on servers that --start names; page: the page of a run's folder",
     )
     p.add_argument("url", nargs="?", metavar="URL", help="of serve: e.g. http://localhost:8000")
     p.add_argument("--specs", type=specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> Result | int:
 
         sizes = {name: getattr(args, name) for name in ("batch", "kv_heads", "query_heads", "head_dim", "tokens")}
         more = {"repeats": args.repeats, "seed": args.seed, "progress": Progress().say}
-        rows = collected(decode_rows(args.specs or PRESETS, **sizes, **more))
+        rows = collected(decode_rows(args.specs or PRESETS, libraries=not args.no_libraries, **sizes, **more))
         return Result(rows, text(rows))
     if args.what not in ("cache", "codec"):
         from kvcodec_lab.bench import command

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import attend
 from kvcodec.cache.host import LayerCache
@@ -12,6 +14,7 @@ from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
 from kvcodec_lab.bench import cpu_decode
+from kvcodec_lab.bench.cpu_rivals import CpuRival
 from kvcodec_lab.cli import main
 
 SHAPE = {"batch": 1, "kv_heads": 2, "query_heads": 4, "head_dim": 64, "tokens": 300}
@@ -30,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return [[x] * repeats for x in (*SECONDS.values(), 1e-3)]
 
     monkeypatch.setattr(cpu_decode, "in_turn", timed)
+    monkeypatch.setattr(cpu_decode, "cpu_rivals", list)
 
 
 def test_rows() -> None:
@@ -42,6 +46,39 @@ def test_rows() -> None:
     read = 2 * 2 * 300 * 64 * 4 / 8e-3 / ((1 << 20) / 1e-3)
     assert found["sdpa", "float32", "read_share"] == pytest.approx(read, rel=1e-3)
     assert {r["path"] for r in rows if r["spec"] == "int-4"} == {library.variant()}
+
+
+def test_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is there, one is not installed, one cannot start; a wrong one ends the bench."""
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), k.nbytes
+
+    def fails(*_: Tensor) -> Any:
+        raise RuntimeError("no compiler\nand more")
+
+    rivals = [
+        CpuRival("there", "torch", "torch", 1e-4, sdpa),
+        CpuRival("absent", "absent-package", "no_such_module", 1e-4, sdpa),
+        CpuRival("failing", "torch", "torch", 1e-4, fails),
+    ]
+    monkeypatch.setattr(cpu_decode, "cpu_rivals", lambda: rivals)
+    monkeypatch.setitem(SECONDS, "there", 2e-3)
+    said: list[str] = []
+    rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3, progress=said.append))
+    there = {r["metric"]: r for r in rows if r["spec"] == "there"}
+    assert there["attend_us"]["values"]["p50"] == pytest.approx(2000)
+    assert there["attend_us"]["effective_bits"] == 16
+    assert there["attend_us"]["path"] == "torch"
+    assert "absent: absent-package is not installed, left out" in said
+    assert "failing: not available: RuntimeError: no compiler, left out" in said
+    assert not {"absent", "failing"} & {r["spec"] for r in rows}
+    monkeypatch.delitem(SECONDS, "there")
+    rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3, libraries=False))
+    assert "there" not in {r["spec"] for r in rows}
+    rivals[0] = CpuRival("wrong", "torch", "torch", 1e-4, lambda q, k, v: (lambda: torch.ones_like(q), 8))
+    with pytest.raises(KVError, match="wrong differs from SDPA"):
+        list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3))
 
 
 def test_repeated_bytes_are_a_cache() -> None:

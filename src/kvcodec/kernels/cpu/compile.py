@@ -19,6 +19,8 @@ X86: dict[str, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4",),
 }
 """Flags by instruction set; the last two are the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later."""
+ARM: dict[str, tuple[str, ...]] = {"neon": ("-march=armv8-a",)}
+"""NEON belongs to every 64-bit ARM processor."""
 FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno"),
     *("-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
@@ -30,7 +32,10 @@ QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
 
 def variants() -> dict[str, tuple[str, ...]]:
     """Instruction sets that are compiled for this kind of machine, and their flags."""
-    return X86 if platform.machine().lower() in ("x86_64", "amd64") else {"portable": ()}
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return X86
+    return ARM if machine in ("aarch64", "arm64") else {"portable": ()}
 
 
 def file_name(variant: str) -> str:

@@ -68,6 +68,8 @@ inline F rounded_to_half(F x) {
   return (F)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__AVX2__)
   return (F)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__aarch64__)
+  return (F)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x));
 #else
   for (int i = 0; i < LANES; ++i) x[i] = from_half(to_half(x[i]));
   return x;

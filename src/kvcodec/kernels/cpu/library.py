@@ -17,7 +17,7 @@ from kvcodec.kernels.cpu.compile import HERE, digest, file_name, variants
 from kvcodec.kernels.cpu.spec import OPTIONS, PLANES
 
 KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
-"""Instruction sets by PyTorch's names; everything else is ``portable``."""
+"""Instruction sets by PyTorch's names; everything else is the first of this machine's ``variants``."""
 
 
 class RoleStruct(ctypes.Structure):
@@ -95,14 +95,14 @@ def refusal(device: torch.device) -> str:
 
 
 def variant() -> str:
-    """Instruction set of the kernels on this machine: ``avx512``, ``avx2`` or ``portable``."""
+    """Instruction set of the kernels on this machine: ``avx512``, ``avx2``, ``neon`` or ``portable``."""
     return _variant(torch.backends.cpu.get_cpu_capability())
 
 
 @cache
 def _variant(capability: str) -> str:
-    found = KNOWN.get(capability.split("_")[0], "portable")
-    return found if found in variants() else "portable"
+    found, here = KNOWN.get(capability.split("_")[0], ""), variants()
+    return found if found in here else next(iter(here))
 
 
 def library() -> ctypes.CDLL:

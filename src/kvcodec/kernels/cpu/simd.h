@@ -1,5 +1,5 @@
 // Vectors of floats, as wide as the instruction set that this is compiled for: 16 (AVX-512), 8 (AVX2) or 4 lanes
-// (anything else). Compiler vectors do the arithmetic; intrinsics only what compilers do not find by themselves.
+// (NEON and anything else). Compiler vectors do the arithmetic; intrinsics only what compilers do not find by themselves.
 //
 // Nothing is contracted by the compiler (-ffp-contract=off): numbers that readers unpack are the reference's bit by
 // bit, and sums say `fma` where they mean it.
@@ -9,6 +9,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace kv {
@@ -42,6 +44,8 @@ inline F fma(F a, F b, F c) {
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -105,6 +109,8 @@ inline uint32_t which(I mask) {
   return _mm512_movepi32_mask((__m512i)mask);
 #elif defined(__AVX2__)
   return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif defined(__aarch64__)
+  return vaddvq_u32((uint32x4_t)(mask & (splat_int(1) << iota())));
 #else
   uint32_t bits = 0;
   for (int i = 0; i < LANES; ++i) bits |= ((uint32_t)mask[i] & 1u) << i;
@@ -212,6 +218,14 @@ template <class T> inline U widen(const void* p) {
 #elif defined(__AVX2__)
   if constexpr (sizeof(T) == 1) return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
   else return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  if constexpr (sizeof(T) == 1) {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return (U)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+  } else {
+    return (U)vmovl_u16(vld1_u16((const uint16_t*)p));
+  }
 #else
   typedef T V __attribute__((vector_size(sizeof(T) * LANES)));
   V x;
@@ -226,6 +240,8 @@ inline F load_halves(const void* p) {
   return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  return (F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
 #else
   const U h = widen<uint16_t>(p), sign = (h & 0x8000u) << 16, rest = h & 0x7fffu;
   const U up = (U)((F)(rest << 13) * splat(0x1p112f));
@@ -300,6 +316,13 @@ template <int BITS> struct Table {
     if (BITS < 4) return (F)low;
     const __m256 high = _mm256_permutevar8x32_ps((__m256)of[1], (__m256i)at);
     return (F)_mm256_blendv_ps(low, high, (__m256)(at << 28));
+#elif defined(__aarch64__)
+    // bytes 4 i to 4 i + 3 of the numbers' 16 to 64
+    const U bytes = (U)(at & splat_int(SIZE - 1)) * 0x04040404u + 0x03020100u;
+    const auto part = [&](int i) { return (uint8x16_t)of[i]; };
+    if constexpr (BITS <= 2) return (F)vqtbl1q_u8(part(0), (uint8x16_t)bytes);
+    else if constexpr (BITS == 3) return (F)vqtbl2q_u8({{part(0), part(1)}}, (uint8x16_t)bytes);
+    else return (F)vqtbl4q_u8({{part(0), part(1), part(2), part(3)}}, (uint8x16_t)bytes);
 #else
     float all[16];
     memcpy(all, of, sizeof all);
@@ -335,6 +358,9 @@ template <int BYTES> inline U lanes(const uint8_t* p) {
         _mm512_setr_epi32(0, 1, 2, 0, 3, 4, 5, 0, 6, 7, 8, 0, 9, 10, 11, 0), _mm512_maskz_loadu_epi32(0xfff, p));
     const __m128i apart = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
     return (U)_mm512_shuffle_epi8(all, _mm512_broadcast_i32x4(apart));
+#elif defined(__aarch64__)
+    const uint8x16_t apart = {0, 1, 2, 255, 3, 4, 5, 255, 6, 7, 8, 255, 9, 10, 11, 255};
+    return (U)vqtbl1q_u8(vcombine_u8(vld1_u8(p), vcreate_u8(load_bytes<4>(p + 8))), apart);
 #else
     U x;
     for (int i = 0; i < LANES; ++i) x[i] = load_bytes<3>(p + 3 * i);

@@ -1,0 +1,101 @@
+"""The CPU kernels of 64-bit ARM processors, emulated: the tests of the other instruction sets, at fewer shapes.
+
+What is checked is what the kernels compute, not how fast.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.codec import Codec
+from kvcodec.codecs.octopus import Octopus
+from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.kernels.cpu import compile as sources
+from kvcodec.kernels.cpu import library
+from tests.kernels import aarch64, test_cpu, test_cpu_encode
+from tests.kernels.decode_cases import two_dims_in_turn
+
+pytestmark = [
+    pytest.mark.aarch64,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("compiled"),
+    pytest.mark.skipif(bool(aarch64.missing()), reason=aarch64.missing() or "-"),
+]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[aarch64.Emulated]:
+    emulated = aarch64.Emulated()
+    yield emulated
+    emulated.close()
+
+
+@pytest.fixture(autouse=True)
+def neon(process: aarch64.Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The emulated kernels serve; readers and encoders have the same numbers everywhere."""
+    native = library.chosen()
+    monkeypatch.setattr(library, "chosen", lambda: native)
+    monkeypatch.setattr(library, "library", lambda: process)
+    monkeypatch.setattr(library, "variant", lambda: "neon")
+    monkeypatch.setattr(test_cpu, "ABLE", ["neon"])
+    monkeypatch.setattr(test_cpu, "use", lambda *_: None)
+    with process.watching(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize("spec", [*test_cpu.SERVED, *test_cpu.OTHERS], ids=str)
+def test_readers(spec: str | Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_cpu, "DIMS", (64, 80))
+    test_cpu.test_unpacks_what_the_codec_decodes(spec, monkeypatch)
+
+
+@pytest.mark.parametrize("codec", test_cpu_encode.CODECS, ids=str)
+def test_encoders(codec: Codec) -> None:
+    test_cpu_encode.test_bytes_are_the_references(codec, "neon")
+
+
+@pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(test_cpu.SERVED, (64, 80)))
+def test_attention(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_cpu.test_attention_is_as_exact_as_float32(spec, dim, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])
+def test_caches(kind: Any) -> None:
+    test_cpu.test_caches_attend_as_the_reference("kivi-sink-2", kind, "neon")
+    assert "cpu neon" in test_cpu.filled(FusedLayerCache, "saw-int4").kernels().values()
+
+
+def test_splits() -> None:
+    test_cpu.test_splits_over_threads(5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_queries(dtype: torch.dtype) -> None:
+    test_cpu.test_16_bit_queries(dtype, "neon")
+
+
+def test_nan_stays_in_its_row() -> None:
+    test_cpu.test_nan_stays_in_its_row("neon")
+
+
+@pytest.mark.parametrize("codec", [SawInt4(), Octopus(4, 2)], ids=str)
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf, 65520.0])
+def test_what_cannot_be_held(codec: Codec, number: float) -> None:
+    test_cpu_encode.test_what_cannot_be_held_is_zero_bytes_and_flagged(codec, number, "neon")
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_chosen_on_arm(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever PyTorch calls its own kernels there."""
+    monkeypatch.undo()
+    monkeypatch.setattr(sources.platform, "machine", lambda: machine)
+    library._variant.cache_clear()
+    try:
+        assert list(sources.variants()) == ["neon"]
+        assert {library._variant(name) for name in ("DEFAULT", "SVE256", "NO AVX")} == {"neon"}
+    finally:
+        library._variant.cache_clear()

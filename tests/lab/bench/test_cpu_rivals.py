@@ -1,0 +1,68 @@
+"""Rivals of the CPU kernels: each that is installed attends as float32 SDPA does, up to the rounding of its cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcodec.errors import KVError
+from kvcodec_lab.bench import cpu_rivals
+from kvcodec_lab.bench.cpu_rivals import CpuRival
+
+RIVALS = {rival.spec: rival for rival in cpu_rivals.cpu_rivals()}
+BITS = {
+    "flex": 32.0, "llama.cpp-f16": 16.0, "llama.cpp-q8_0": 8.5, "llama.cpp-q4_0": 4.5,
+    "quantized-cache-quanto": 5.0, "quantized-cache-hqq": 5.0,
+}  # fmt: skip
+
+
+def kv(tokens: int = 513) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, h, n, 64, generator=generator) for h, n in ((6, 1), (2, tokens), (2, tokens)))  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", BITS)
+def test_attention_of_what_is_installed(spec: str) -> None:
+    rival = RIVALS[spec]
+    if rival.missing:
+        pytest.skip(f"needs {rival.package}")
+    q, k, v = kv()
+    call, bits = rival.checked(q, k, v)
+    assert bits == pytest.approx(BITS[spec], rel=0.01)
+    assert list(rival.version()) == [rival.package]
+    first = call().clone()
+    assert first.shape == q.shape
+    assert torch.equal(call(), first)  # it does not grow from call to call
+    q.neg_()
+    if spec.startswith("llama"):
+        assert torch.equal(call(), first)  # it has its own
+    else:
+        assert not torch.allclose(call(), first)
+
+
+def test_every_rival_is_known() -> None:
+    assert set(RIVALS) == set(BITS)
+
+
+def test_a_wrong_result_is_not_timed() -> None:
+    def make(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return lambda: torch.ones_like(q), 8
+
+    with pytest.raises(KVError, match="bench decode: odd differs from SDPA by"):
+        CpuRival("odd", "odd", "torch", 0.1, make).checked(*kv())
+
+
+def test_missing() -> None:
+    assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, cpu_rivals._flex).missing
+    assert CpuRival("a", "a", "no_such_module", 0.1, cpu_rivals._flex).missing
+    assert not CpuRival("a", "a", "torch.nn", 0.1, cpu_rivals._flex).missing
+
+
+def test_llama_takes_one_sequence() -> None:
+    if RIVALS["llama.cpp-f16"].missing:
+        pytest.skip("needs llama-cpp-python")
+    q, k, v = (x.expand(2, -1, -1, -1).contiguous() for x in kv())
+    with pytest.raises(KVError, match="for one sequence, not 2"):
+        RIVALS["llama.cpp-f16"].checked(q, k, v)
