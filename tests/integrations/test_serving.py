@@ -221,9 +221,12 @@ def test_blocks_in_another_order_are_refused() -> None:
         layer.pages(torch.zeros(12, HEADS, BLOCK, 9, dtype=torch.uint8))
 
 
-def test_kernels_are_refused_where_there_are_none() -> None:
-    with pytest.raises(UnsupportedError, match=r"saw-int4: device cpu is not a CUDA GPU"):
-        made("saw-int4").engine(64)
+def test_on_a_gpu_nothing_falls_back_to_the_reference() -> None:
+    layer = made("polarquant-3")
+    layer.device = torch.device("cuda")
+    with pytest.raises(UnsupportedError, match=r"polarquant-3: no CUDA kernel reads PolarQuant"):
+        layer.find_kernels(64)
+    assert layer.unserved == ""
 
 
 GIVEN = ["--additional-config", '{"kvcodec": {"preset": "saw-int4"}}']

@@ -19,7 +19,7 @@ SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq
 def emulated(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """CUDA engines are chosen although tensors lie on the CPU."""
     monkeypatch.setattr(
-        served, "choose_cuda", lambda s, dim, device, tokens, *, static: CudaEngine(s.key, s.value, dim, tokens)
+        served, "choose", lambda s, dim, device, tokens, *, static: CudaEngine(s.key, s.value, dim, tokens)
     )
     return machine
 

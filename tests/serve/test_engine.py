@@ -94,7 +94,7 @@ def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypat
         found = forward(self, layer, query, key, value, cache, meta, output, **more)
         if meta is not None:
             index = int(layer.layer_name.split(".")[2])
-            n = meta.chunks[0][2]
+            n = meta.chunks[-1][2] if meta.chunks else meta.decodes
             seen.setdefault(index, []).append(
                 (query[:n].clone(), key[:n].clone(), value[:n].clone(), output.view(-1, 4, 64)[:n].clone())
             )

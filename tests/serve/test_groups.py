@@ -33,7 +33,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     def watch(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, meta: Any, output: Any, **more: Any) -> Any:
         found = forward(self, layer, q, k, v, cache, meta, output, **more)
         if meta is not None and layer.layer_name.split(".")[2] == str(LAYER):
-            for row, a, b, length in meta.chunks:
+            steps = [(row, row, row + 1, int(meta.seq_lens[row])) for row in range(meta.decodes)]
+            for row, a, b, length in [*steps, *meta.chunks]:
                 parts = (x[a:b].reshape(b - a, -1, 64).clone() for x in (q, k, v, output))
                 seen.append((length, *parts, meta.table[row].clone()))
         return found

@@ -10,6 +10,7 @@ from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Role
+from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.basis import out_of_codes
 from kvcodec.kernels.constants import NO_CONSTANTS, joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
@@ -17,7 +18,9 @@ from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import Turned, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
+from kvcodec.kernels.history_groups import attend_groups
 from kvcodec.kernels.mean import KeyMean
 from kvcodec.kernels.spec import decode_spec, encode_spec, reader
 
@@ -147,6 +150,47 @@ class CudaEngine(Engine):
         packed = self.packed(store.pages, store.table, placed)
         history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window))
         return attend_history(q, history, scale, seen=seen, sinks=sinks)
+
+    def attend_pages(
+        self,
+        q: Tensor,
+        store: PageStore,
+        length: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_pages``: by flash attention, or with a soft cap by scores in PyTorch."""
+        history = History(self.packed(store.pages, store.table), 0, length)
+        return attend_history(q, history, scale, seen=seen, sinks=sinks, flash=flash)
+
+    def attend_groups(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        store: PageStore,
+        length: int,
+        group: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_groups``, by flash attention.
+
+        Raises
+        ------
+        UnsupportedError
+            With a soft cap or a window.
+        """
+        if not seen.plain:
+            raise UnsupportedError("chunks over groups of tokens take neither a soft cap nor a window")
+        packed = self.packed(store.pages, store.table)
+        return attend_groups(q, key, value, packed, length, group, scale, sinks=sinks, flash=flash)
 
     def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
         """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them.

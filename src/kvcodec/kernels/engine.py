@@ -15,6 +15,7 @@ from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
+from kvcodec.kernels.flash import Flash
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
@@ -119,8 +120,12 @@ class Engine(ABC):
         dense_v: Tensor | None = None,
         dense_lens: Tensor | None = None,
         dense_start: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``decode.decode_attention``."""
+        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``decode.decode_attention``.
+
+        ``workspace``: memory for an engine that must not allocate.
+        """
 
     @abstractmethod
     def attend_many(
@@ -134,6 +139,44 @@ class Engine(ABC):
         seen: Seen,
     ) -> Tensor:
         """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
+
+    @abstractmethod
+    def attend_pages(
+        self,
+        q: Tensor,
+        store: PageStore,
+        length: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """Attention of the newest ``q [1, HQ, n, D]`` over the ``length`` tokens of a sequence that is all in pages.
+
+        ``flash``: what a GPU attends with, if not PyTorch's.
+        """
+
+    @abstractmethod
+    def attend_groups(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        store: PageStore,
+        length: int,
+        group: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """Attention of the newest ``q [1, HQ, n, D]`` of ``length`` tokens; arguments as ``attend_pages``.
+
+        A query reads its own group of tokens, up to itself, from ``key, value [1, H, t, D]``, and every group before it
+        from pages.
+        """
 
     @abstractmethod
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:

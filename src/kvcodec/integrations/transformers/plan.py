@@ -162,7 +162,8 @@ def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]
     raise UnsupportedError(
         f"{name}: transformers {transformers_version} describes the layers as {found!r:.200}; this version of "
         f"kvcodec reads a list of layer types with one dict of options, or one for each layer, and sliding_window in "
-        f"those of sliding and chunked layers. Install a transformers that it knows ({KNOWN_VERSIONS}), or a newer kvcodec."
+        f"those of sliding and chunked layers. Install a transformers that it knows ({KNOWN_VERSIONS}), or a newer "
+        f"kvcodec."
     )
 
 

@@ -6,6 +6,7 @@ of different schemes (outer layers, recipes) may share blocks: vLLM gives each i
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -37,13 +38,18 @@ from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
-from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_refusal, page_step, refusal
+from kvcodec.integrations.vllm.servable import (
+    BLOCK,
+    PAGE_STEP,
+    group_tokens,
+    page_refusal,
+    page_step,
+    preferred_page,
+    refusal,
+)
 from kvcodec.kernels.build import LEAST
 
 logger = init_logger("vllm.kvcodec")
-
-BLOCK = 64
-"""Block size that kernels read fastest; used unless the user passes ``--block-size``."""
 
 
 @lru_cache(maxsize=8)
@@ -98,7 +104,8 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the block size if the user gives none."""
-        return -(-BLOCK // _step()) * _step()
+        options = current_options()
+        return BLOCK if options is None else preferred_page(options.scheme)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -233,12 +240,14 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
                 "kvcodec: layers with and without a sliding window take different numbers of bytes per token, which "
                 "vLLM evens out with gaps between pages; use a preset that treats all layers alike, such as saw-int4."
             )
-        self.fused = device.type != "cpu"
-        if self.fused:
-            self._init_reorder_batch_threshold(1)
         scheduler = vllm_config.scheduler_config
         context = vllm_config.compilation_config.static_forward_context
         impls = [context[name].impl for name in layer_names]
+        # decode steps of all requests at once; the reference attends request by request
+        self.fused = not any(impl.packed.unserved for impl in impls)
+        if self.fused:
+            self._init_reorder_batch_threshold(1)
+        _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         for impl in impls:
@@ -285,6 +294,18 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             rows = range(decodes, c.num_reqs)
             chunks = [(i, at[i], at[i + 1], lengths[i]) for i in rows if at[i + 1] > at[i]]
         return PackedMetadata(decodes, chunks, c.block_table_tensor, c.seq_lens)
+
+
+def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
+    """Say in the log what serves the layers, and why where that is the reference."""
+    served = [layer.engine(page_tokens) for layer in layers if not layer.unserved]
+    for name, count in Counter(engine.name for engine in served).items():
+        logger.info("kvcodec: %d of %d layers are served by the kernels %r", count, len(layers), name)
+    slow = Counter(layer.unserved for layer in layers if layer.unserved)
+    for why, count in slow.items():
+        logger.warning(
+            "kvcodec: %d of %d layers are served by the reference, which is slow: %s", count, len(layers), why
+        )
 
 
 def _metadata(layer: Any) -> PackedMetadata | None:
@@ -372,7 +393,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             raise UnsupportedError(f"kvcodec: {why}")
         if self.packed.device.type != "cpu":
             self.packed.flash = flash_for(self.head_size)
-            self.packed.engine(-(-BLOCK // self.packed.step) * self.packed.step)  # raises before memory is allocated
+            self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
         unit = group_tokens(self.packed.scheme)
         layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
 
@@ -403,7 +424,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return
         packed = self._packed()
         key, value = key[:count], value[:count]
-        if kv_cache.device.type == "cpu":
+        if packed.unserved:
             packed.write(key, value, kv_cache, slot_mapping)
             return
         slots = self.slots
@@ -447,7 +468,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return output
         if m.decodes:
             out[: m.decodes] = self._decode(packed, query[: m.decodes], kv_cache, m)
-        attend = packed.attend if kv_cache.device.type == "cpu" else packed.prefill
+        attend = packed.attend if packed.unserved else packed.prefill
         for row, first, last, length in m.chunks:
             out[first:last] = attend(query[first:last], kv_cache, m.table[row], length, self.rules)
         return output
@@ -463,7 +484,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             space = self._workspace(packed, q, cache, m)
             given = (cache, m.table[:n], m.seq_lens[:n], pending, self.rules, space)
             out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
-        kernels = cache.device.type != "cpu"
+        kernels = not packed.unserved
         attend = packed.prefill_own if kernels else packed.attend_own
         for row, first, last, length in m.chunks:
             slot = pending.slot[row : row + 1]
@@ -481,7 +502,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         space = self._workspace(packed, q, kv_cache, m)
         return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, space)
 
-    def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
+    def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
+        """Memory for decode steps that a graph captures; a CPU's kernels have their own."""
+        if not q.is_cuda:
+            return None
         slots = self.slots
         assert slots is not None
         if slots.workspace is None:  # the first call is a profiling run, outside of any graph

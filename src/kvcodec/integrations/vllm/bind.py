@@ -18,7 +18,7 @@ from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import EngineLayer
 from kvcodec.integrations.vllm.options import Options
-from kvcodec.integrations.vllm.servable import group_tokens, refusal
+from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -112,7 +112,7 @@ def bind(
     # pipeline stages alternate between batches: each batch needs its own slots
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
     with _plain_torch():
-        return (partial(GroupedLayer, slots=slots) if grouped else EngineLayer)(
+        made = (partial(GroupedLayer, slots=slots) if grouped else EngineLayer)(
             scheme,
             layer=index,
             heads=heads,
@@ -123,6 +123,9 @@ def bind(
             seed=options.seed,
             params=params,
         )
+        if device.type == "cpu":  # constants of the kernels are made here as well
+            made.find_kernels(preferred_page(scheme))
+    return made
 
 
 @contextmanager

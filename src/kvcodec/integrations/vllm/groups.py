@@ -9,13 +9,13 @@ library's own cache a complete group is read decoded, even by its own tokens of 
 is always dense, also for the token that completes it.
 
 =========  ====================================  ====================================================================
-where      a group in                            attention
+by         a group in                            attention
 =========  ====================================  ====================================================================
-CPU        the codec itself                      the reference, ``attention.attend``, over decoded groups and the
-                                                 chunk's tokens beside each other, with a mask
-CUDA GPU   ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``, the slot's tokens as dense ones;
-           of all slots, those that are not      chunks: ``cuda.prefill_groups``
-           complete to nowhere
+kernels    ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``, the slot's tokens as dense ones;
+           of all slots, those that are not      chunks: ``Engine.attend_groups``, on a GPU with a sliding window or a
+           complete to nowhere                   soft cap the reference
+reference  the codec itself                      ``attention.attend_parts``, over decoded groups and the chunk's tokens
+                                                 beside each other, with a mask
 =========  ====================================  ====================================================================
 """
 
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.attention import Seen
 from kvcodec.codec import ROLES, Role, storage_dtype
 from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import group_tokens
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.scheme import KVScheme
 
 
@@ -83,7 +85,7 @@ class GroupedLayer(EngineLayer):
         slot : Tensor int64 ``[1]``
             The request's.
         kernels : bool
-            Encode with kernels instead of the codec itself; nothing synchronises then.
+            Encode with kernels instead of the codec itself; on a GPU nothing synchronises then.
 
         Returns
         -------
@@ -108,16 +110,9 @@ class GroupedLayer(EngineLayer):
                 key, value = (groups[role][0].transpose(0, 1) for role in ROLES)
                 self.encode_chunk(key, value, cache, row, begin + whole)
             else:
-                self._write_groups(groups, cache, row, begin)
+                for role, x in groups.items():
+                    self.write_run(role, x, cache, row, begin)
         return own
-
-    def _write_groups(self, groups: dict[Role, Tensor], cache: Tensor, row: Tensor, begin: int) -> None:
-        """Encode whole groups ``[1, H, n, D]`` into a request's blocks from token ``begin`` on, with the codec."""
-        page_tokens = cache.shape[2]
-        for role, x in groups.items():
-            step = self.scheme.codec(role).block_tokens
-            at = torch.arange(begin, begin + x.shape[2], step, device=row.device)
-            self._put(role, x, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None])
 
     def attend_own(
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
@@ -145,24 +140,20 @@ class GroupedLayer(EngineLayer):
     def prefill_own(
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
     ) -> Tensor:
-        """As ``attend_own``, by flash attention over unpacked pages where the kernels support it.
-
-        Soft caps and sliding windows use the reference.
-        """
-        from kvcodec.kernels.history_groups import attend_groups
-
-        engine = self.engine(cache.shape[2])
-        if rules.softcap or rules.window:
+        """As ``attend_own``, by kernels; on a GPU soft caps and sliding windows use the reference."""
+        engine, seen = self.engine(cache.shape[2]), Seen(window=rules.window, softcap=rules.softcap)
+        if isinstance(engine, CudaEngine) and not seen.plain:
             return self.attend_own(q, cache, row, length, rules, own)
-        out = attend_groups(
+        out = engine.attend_groups(
             q.transpose(0, 1)[None],
             own["key"],
             own["value"],
-            engine.packed(self.pages(cache)[1], row[None]),
+            self._store(cache, row[None]),
             length,
             self.unit,
-            rules.scale,
+            scale=rules.scale,
             sinks=rules.sinks,
+            seen=seen,
             flash=self.flash,
         )
         return out[0].transpose(0, 1)
@@ -208,8 +199,7 @@ class GroupedLayer(EngineLayer):
             self.slot_rows[role][slot, :, place] = x.to(self.slot_rows[role].dtype)
             dense[role] = self.slot_rows[role].index_select(0, slot)
         # an incomplete group is sent behind its page, where nothing is stored
-        store = self._store(cache, pending.page[:n, None])
-        self.engine(cache.shape[2]).encode(dense, store, pending.first[:n], self.bad)
+        self._encode(dense, cache, pending.page[:n, None], pending.first[:n])
         start = dense_start = None
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)

@@ -4,13 +4,16 @@ An engine's block of N tokens of one KV head, N x C bytes, is a page of N tokens
 of the keys, then of the values. Nothing is converted: the engine holds the bytes that the library writes.
 
 =========  ========================================  ================================================================
-where      tokens in                                 attention
+by         tokens in                                 attention
 =========  ========================================  ================================================================
-CPU        the codec itself, ``pages.write_blocks``  the reference, ``attention.attend``, request by request
-CUDA GPU   ``Engine.encode``: decode steps, a        one token per request: ``Engine.attend`` for all requests at once;
-           sequence per token; a chunk of a prompt,  chunks of a prompt: unpacked, flash attention, one request at a
-           one sequence                              time
+kernels    ``Engine.encode``: decode steps, a        one token per request: ``Engine.attend`` for all requests at once;
+           sequence per token; a chunk of a prompt,  chunks of a prompt: ``Engine.attend_pages``, one request at a time
+           one sequence                              (on a GPU unpacked, for flash attention)
+reference  the codec itself, ``pages.write_blocks``  ``attention.attend_parts``, request by request
 =========  ========================================  ================================================================
+
+The reference serves on a CPU only, the layers that its kernels do not read, or where they are not compiled;
+``EngineLayer.unserved`` says why.
 
 Every token attends to what the pages hold, in a prefill too, so chunked prefill and prefix-cache hits do not change
 results.
@@ -29,10 +32,10 @@ from kvcodec.cache.site import LayerSite
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
-from kvcodec.kernels.choose import choose_cuda
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.choose import choose
+from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
-from kvcodec.kernels.history import History, attend_history, workspace_bytes
+from kvcodec.kernels.history import workspace_bytes
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
@@ -92,6 +95,8 @@ class EngineLayer:
 
     holds_dense = False
     """Whether decode steps attend to dense tokens beside the pages."""
+    unserved = ""
+    """Why the reference serves the layer, on a CPU, and not kernels; see ``find_kernels``."""
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class EngineLayer:
         self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
         self.site = LayerSite(self.scheme, layer, seed, params, first_head)
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
-        self.engines: dict[int, CudaEngine] = {}
+        self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -170,13 +175,22 @@ class EngineLayer:
         """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``."""
         layout, pages = self.pages(cache)
         site = self.roles[role]
-        rows = rows.to(site.codec.held_dtype(self.dtype)).float()
         good = (rows.abs() <= FP16_MAX).all(-1)
+        rows = rows.to(site.codec.held_dtype(self.dtype)).float()
         payload = site.encode(rows.masked_fill(~good[..., None], 0.0))
         if not bool(good.all()):
             bad = ~good.unflatten(2, (-1, site.codec.block_tokens)).all(-1)
             payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
         write_blocks(layout, pages, role, slots, payload)
+
+    def write_run(self, role: Role, rows: Tensor, cache: Tensor, row: Tensor, begin: int) -> None:
+        """Encode whole blocks of tokens ``[1, H, n, D]`` into a request's pages from token ``begin`` on, as ``write``.
+
+        ``row``: block ids of the request.
+        """
+        step, page_tokens = self.scheme.codec(role).block_tokens, cache.shape[2]
+        at = torch.arange(begin, begin + rows.shape[2], step, device=row.device)
+        self._put(role, rows, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None])
 
     def attend(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """Attention of one request's newest queries by the reference.
@@ -228,7 +242,22 @@ class EngineLayer:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
-    def engine(self, page_tokens: int) -> CudaEngine:
+    def find_kernels(self, page_tokens: int) -> None:
+        """Look up the kernels for pages of this size.
+
+        Raises
+        ------
+        UnsupportedError
+            A GPU's kernels do not support the layer. On a CPU ``unserved`` says why instead.
+        """
+        try:
+            self.engine(page_tokens)
+        except UnsupportedError as error:
+            if self.device.type != "cpu":
+                raise
+            self.unserved = str(error)
+
+    def engine(self, page_tokens: int) -> Engine:
         """Kernels for pages of this size, with their constants; cached.
 
         Raises
@@ -238,7 +267,9 @@ class EngineLayer:
         """
         if page_tokens not in self.engines:
             try:
-                found = choose_cuda(self.scheme, self.head_dim, self.device, page_tokens, static=True)
+                found = choose(
+                    self.scheme, self.head_dim, self.device, page_tokens, static=self.device.type != "cpu"
+                )  # fmt: skip
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.scheme}: {error}.") from error
             found.prepare(self.roles)
@@ -250,7 +281,7 @@ class EngineLayer:
         return PageStore.over(layout, pages, table)
 
     def encode(self, keys: Tensor, values: Tensor, cache: Tensor, page: Tensor, place: Tensor) -> None:
-        """Encode tokens into their slots with kernels; nothing synchronises.
+        """Encode tokens into their slots with kernels; nothing synchronises on a GPU.
 
         Parameters
         ----------
@@ -259,10 +290,19 @@ class EngineLayer:
         page, place : Tensor int32 ``[T]``
             Block and place in it; a token of place N is not stored.
         """
-        engine, store = self.engine(cache.shape[2]), self._store(cache, page[:, None])
         # each token is passed as a sequence of one page, because an engine gives slots, not sequences
-        new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
-        engine.encode(new, store, place, self.bad)
+        self._encode({"key": keys[:, :, None], "value": values[:, :, None]}, cache, page[:, None], place)
+
+    def _encode(self, new: Mapping[Role, Tensor], cache: Tensor, table: Tensor, first: Tensor) -> None:
+        """Encode tokens ``[B, H, n, D]`` into the slots from ``first [B]`` on of the blocks ``table [B, M]``."""
+        engine = self.engine(cache.shape[2])
+        rest = [role for role in new if engine.encoders[role] is None]  # only on a CPU, where nothing synchronises
+        written = {role: x for role, x in new.items() if role not in rest}
+        engine.encode(written, self._store(cache, table), first, self.bad)
+        for role in rest:
+            for b, begin in enumerate(first.tolist()):
+                if begin < table.shape[1] * cache.shape[2]:
+                    self.write_run(role, new[role][b : b + 1], cache, table[b], begin)
 
     def encode_chunk(self, keys: Tensor, values: Tensor, cache: Tensor, row: Tensor, length: int) -> None:
         """Encode a request's newest tokens with kernels; nothing synchronises.
@@ -278,7 +318,7 @@ class EngineLayer:
         """
         first = _on_device(length - keys.shape[0], cache.device)
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
-        self.engine(cache.shape[2]).encode(new, self._store(cache, row[None]), first, self.bad)
+        self._encode(new, cache, row[None], first)
 
     def decode(
         self,
@@ -340,14 +380,14 @@ class EngineLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, from unpacked pages: by flash attention, or with a soft cap by scores in PyTorch."""
-        packed = self.engine(cache.shape[2]).packed(self.pages(cache)[1], row[None])
-        out = attend_history(
+        """As ``attend``, by kernels."""
+        out = self.engine(cache.shape[2]).attend_pages(
             q.transpose(0, 1)[None],
-            History(packed, 0, length),
-            rules.scale,
-            seen=Seen(window=rules.window, softcap=rules.softcap),
+            self._store(cache, row[None]),
+            length,
+            scale=rules.scale,
             sinks=rules.sinks,
+            seen=Seen(window=rules.window, softcap=rules.softcap),
             flash=self.flash,
         )
         return out[0].transpose(0, 1)

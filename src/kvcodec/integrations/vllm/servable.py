@@ -19,6 +19,10 @@ PAGE_STEP = 16
 """Page sizes are multiples of it: planes then need no padding, and kernels support them."""
 
 
+BLOCK = 64
+"""Tokens of a page that kernels read fastest, if it is a multiple of ``page_step``."""
+
+
 def group_tokens(scheme: KVScheme) -> int:
     """Tokens that a scheme or mixture encodes together; 1: each alone."""
     layers = scheme.layer_schemes
@@ -28,6 +32,12 @@ def group_tokens(scheme: KVScheme) -> int:
 def page_step(scheme: KVScheme) -> int:
     """A page must be a multiple of this many tokens."""
     return math.lcm(PAGE_STEP, group_tokens(scheme))
+
+
+def preferred_page(scheme: KVScheme) -> int:
+    """Tokens of a page that kernels read fastest."""
+    step = page_step(scheme)
+    return -(-BLOCK // step) * step
 
 
 def page_refusal(scheme: KVScheme, page_tokens: int) -> str:

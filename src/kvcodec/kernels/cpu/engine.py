@@ -13,10 +13,11 @@ from kvcodec.codec import ROLES, Role
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.attend import Piece, attend, workspace_bytes
 from kvcodec.kernels.cpu.encode import encode, prepared
-from kvcodec.kernels.cpu.held import attend_held
+from kvcodec.kernels.cpu.held import attend_held, ranges
 from kvcodec.kernels.cpu.library import EncodeArgsStruct
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.flash import Flash
 
 
 class CpuEngine(Engine):
@@ -62,8 +63,9 @@ class CpuEngine(Engine):
         dense_v: Tensor | None = None,
         dense_lens: Tensor | None = None,
         dense_start: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
-        """As ``Engine.attend``."""
+        """As ``Engine.attend``; the kernels have memory of their own, so ``workspace`` is not used."""
         batch = q.shape[0]
         first, last = _numbers(start, batch, 0), seq_lens.tolist()
         dense = 0 if dense_k is None else dense_k.shape[2]
@@ -72,11 +74,57 @@ class CpuEngine(Engine):
             [(max(0, last[b] - first[b]), first[b], first[b]), (max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
         ]
-        out, _ = attend(
-            q, store.pages, store.table, pieces, spec=self.spec, key=self.reading["key"], value=self.reading["value"],
-            dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks,
+        return self._attend(
+            q, store, pieces, dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks
         )  # fmt: skip
+
+    def attend_pages(
+        self,
+        q: Tensor,
+        store: PageStore,
+        length: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_pages``; ``flash`` is a GPU's."""
+        return self._attend(
+            q, store, [[(length, 0, 0)]], scale=scale, softcap=seen.softcap, sinks=sinks,
+            seen=ranges(seen, 1, q.shape[2], length),
+        )  # fmt: skip
+
+    def attend_groups(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        store: PageStore,
+        length: int,
+        group: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_groups``, group by group; ``flash`` is a GPU's."""
+        n, begin, out = q.shape[2], length - key.shape[2], torch.empty_like(q)
+        for base in range(begin, length, group):
+            first, last = max(base, length - n), min(base + group, length)
+            rows = slice(first - length + n, last - length + n)
+            out[:, :, rows] = self._attend(
+                q[:, :, rows], store, [[(base, 0, 0), (last - base, begin - base - 1, begin - base - 1)]],
+                dense_k=key, dense_v=value, scale=scale, softcap=seen.softcap, sinks=sinks,
+                seen=ranges(seen, 1, last - first, last),
+            )  # fmt: skip
         return out
+
+    def _attend(self, q: Tensor, store: PageStore, pieces: list[list[Piece]], **options: Any) -> Tensor:
+        """Attention over pieces of the pages and of dense tokens; options as ``attend.attend``."""
+        key, value = self.reading["key"], self.reading["value"]
+        return attend(q, store.pages, store.table, pieces, spec=self.spec, key=key, value=value, **options)[0]
 
     def attend_many(
         self,

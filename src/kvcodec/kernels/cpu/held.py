@@ -110,7 +110,7 @@ def attend_held(
     out, _ = attend(
         q, store.pages, store.table, [pieces] * batch, spec=spec, key=key, value=value, scale=scale,
         dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
-        seen=_ranges(seen, batch, q.shape[2], total), mask=_additive(seen.mask),
+        seen=ranges(seen, batch, q.shape[2], total), mask=_additive(seen.mask),
     )  # fmt: skip
     return out
 
@@ -153,7 +153,7 @@ def _dense(state: "RoleState") -> Tensor | None:
     return torch.cat([state.sink, state.window], 2) if state.sink.shape[2] else state.window
 
 
-def _ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] | None:
+def ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] | None:
     """Tokens ``[low, high)`` that each of the newest n queries of ``batch`` sequences sees; None: all of them."""
     if seen.mask is not None or (n == 1 and not (seen.window or seen.chunk or any(seen.start))):
         return None
