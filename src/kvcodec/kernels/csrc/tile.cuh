@@ -81,22 +81,26 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
-// A reader may have ways to unpack that suit a head's tables: ways(table) is the last that does, 0 to 2, and Way<n> a
-// reader that takes way n, for tiles without dead slots. Way 0, the reader itself, suits all.
-template <class R> KV_CONSTEXPR auto has_ways(int) -> decltype(R::ways(nullptr), true) { return true; }
-template <class R> KV_CONSTEXPR bool has_ways(...) { return false; }
-template <class R, bool DEAD, int WAY, bool HAS = has_ways<R>(0)> struct UnpacksBy {
-  using Reader = typename Unpacks<R, DEAD>::Reader;
-};
-template <class R, int WAY> struct UnpacksBy<R, false, WAY, true> { using Reader = typename R::template Way<WAY>; };
-template <class R> KV_DEV int ways(const uint8_t* table) {
-  if constexpr (has_ways<R>(0)) return R::ways(table);
-  else return 2;
+// A reader may HOLD in registers what a lane needs of its tables: hold_keys(table, part, lane) or hold_values, which it
+// then gets in the place of the table, and its scales as well.
+template <class R> KV_CONSTEXPR auto holds(int) -> decltype(R::HOLDS) { return R::HOLDS; }
+template <class R> KV_CONSTEXPR bool holds(...) { return false; }
+template <class K> KV_DEV auto held_of_keys(const uint8_t* table, int part, int lane) {
+  if constexpr (holds<K>(0)) return K::hold_keys(table, part, lane);
+  else return table;
 }
-
-// A reader may be IN_TWOS: two_keys and two_values unpack two tokens at once.
-template <class R> KV_CONSTEXPR auto is_in_twos(int) -> decltype(R::IN_TWOS) { return R::IN_TWOS; }
-template <class R> KV_CONSTEXPR bool is_in_twos(...) { return false; }
+template <class V> KV_DEV auto held_of_values(const uint8_t* table, int part, int lane) {
+  if constexpr (holds<V>(0)) return V::hold_values(table, part, lane);
+  else return table;
+}
+template <class K, class P, class H> KV_DEV float key_scale(const P& planes, const H& held, int token, int group) {
+  if constexpr (holds<K>(0)) return K::k_scale(planes, held, token, group);
+  else return K::k_scale(planes, token, group);
+}
+template <class V, class P, class H> KV_DEV float value_scale(const P& planes, const H& held, int token) {
+  if constexpr (holds<V>(0)) return V::v_scale(planes, held, token);
+  else return V::v_scale(planes, token);
+}
 
 // A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its tables:
 // model_channel(table, c) and source_channel(source, c) give the model's channel of c, by the tables in shared and in
