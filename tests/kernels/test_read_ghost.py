@@ -85,7 +85,7 @@ def test_every_kind_of_pair(bits: float, dim: int) -> None:
     codec, rng = Ghost(bits), torch.Generator().manual_seed(dim)
     steep = torch.linspace(0, 8, 12)[:, None]
     cost = torch.exp(steep * torch.randn(12, dim, generator=rng)).double().sort(-1, descending=True).values
-    widths, places = share_bits(cost, codec.total)
+    widths, _ = share_bits(cost, codec.total)
     full = widths.view(12, -1, 2)[:, : dim // 2 - PARTS].flatten(0, 1).unique(dim=0).tolist()
     assert [tuple(x) for x in full] == kinds(codec.total)
     heads, ones = len(widths), torch.ones(1, len(widths), dim)

@@ -11,19 +11,19 @@ holds it. Values lose their mean m; as attention's weights sum to 1, it comes ba
 square. For keys f_c is the mean square of the queries, which multiply the error; for values f = 1. RoPE turns channels
 p and p + D/2 as a pair, so v and f of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
 normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
-falling W, and the i-th shares T = 2 b bits with the i-th from the end: two channels, T bits, wherever they lie in a row.
-A pair has widths h_k and l_k = T - h_k of one of a few kinds, h_k = ceil(b) + k up to 7 or T; the kind rises as long as
-the loud channel gains more than the quiet one loses::
+falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
+look-up for a kernel. It is of one of a few kinds k, with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k; k
+rises as long as the loud channel gains more than the quiet one loses::
 
     m_k = number of i < D/2 - 4 with W_i (d(h_(k-1)) - d(h_k)) > W_(D-1-i) (d(l_k) - d(l_(k-1)))
     pair i has the last kind with i < m_k; as W falls, so do kinds
 
-Four pairs give a bit to the scale: h = ceil((T - 1)/2), l = floor((T - 1)/2). They stand where h - l falls into the order:
-behind kind 1 where T is even, else last. Against widths of any sum this loses 0 to 5 % of the error on models, and
-every pair is one look-up.
+Four pairs give a bit to the scale: h = ceil((T - 1)/2), l = floor((T - 1)/2). They stand where h - l falls into the
+order: behind kind 1 where T is even, else last. Bits that go wherever they like would save 0 to 5 % of the error of
+heads of models.
 
 (3) *Levels.* Lloyd-Max levels of a normal variable are nearly a cubic function of their number. So here they are one,
-the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel computes them, it looks nothing up. At 3 bits its
+the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel may compute them or look them up. At 3 bits its
 error is 0.2 % above Lloyd-Max's, at 5 bits 6 %; that of equidistant levels is 8 % and 40 % above.
 
 (4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how loud the token
@@ -39,9 +39,9 @@ loud channel wants another scale than a normal one::
 
 Block (one token of one head)::
 
-    codes   uint8  [b D/8]   D/2 fields of T bits, a little-endian stream (kvcodec/ops/bitpack.py). Field p has the codes
-                             of places 2p (low bits) and 2p + 1, the louder channel first. The highest bit of field
-                             D/2 - 4 + t, t in 0..3, is bit t of the scale's number
+    codes   uint8  [b D/8]   D/2 fields of T bits, a little-endian stream (kvcodec/ops/bitpack.py). Field p has the
+                             codes of places 2p (low bits) and 2p + 1, the louder channel first. The highest bit of
+                             field D/2 - 4 + t, t in 0..3, is bit t of the scale's number
 
 The four short pairs have the last four fields. The others, in their order, have what is left of fields 0, D/8, D/4,
 3D/8, then 1, D/8 + 1, and so on: so the lanes of a tensor-core fragment, which read a quarter or an eighth of a row
