@@ -20,9 +20,9 @@ def level_bytes(total: int) -> int:
     """Bytes of shared memory of ``kv::GhostPairs``: of the levels of all kinds of pairs of ``total`` bits.
 
     >>> [level_bytes(t) // 1024 for t in range(4, 11)]
-    [8, 16, 40, 80, 64, 64, 64]
+    [8, 16, 40, 80, 96, 64, 64]
     """
-    blocks = len(kinds(total)) + 1 if total < 8 else 2 if total == 8 else 1
+    blocks = len(kinds(total)) + 1 if total < 8 else 3 if total == 8 else 1
     return blocks * (128 if total < 10 else 64) * 2**total
 
 

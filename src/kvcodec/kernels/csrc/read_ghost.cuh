@@ -24,21 +24,21 @@ template <int T> struct GhostPairs {
   KV_CONST int LINE_SHIFT = T < 10 ? 7 : 6;
   KV_CONST int LINE = 1 << LINE_SHIFT;  // bytes
   KV_CONST int BLOCK = LINE << T;
-  KV_CONST int BLOCKS = T < 8 ? KINDS : T == 8 ? 2 : 1;
+  KV_CONST int BLOCKS = T < 8 ? KINDS : T == 8 ? 3 : 1;
   KV_CONST int BYTES = BLOCKS * BLOCK;
-  KV_FUNCTION int block(int kind) { return T < 8 ? kind : T == 8 && kind > 0 ? 1 : 0; }
+  KV_FUNCTION int block(int kind) { return kind < BLOCKS ? kind : BLOCKS - 1; }
   // the first of its words in a line, and how many
   KV_FUNCTION int word(int kind) {
     if (T < 8) return 0;
-    if (T == 10) return 4 * kind;
-    const int k = T == 8 ? kind - 1 : kind;
-    return k <= 0 ? 0 : k == 1 ? 16 : k == 2 ? 24 : 28;
+    if (T == 8) return kind < 3 ? 0 : 8 * kind - 8;
+    if (T == 9) return kind == 0 ? 0 : kind == 3 ? 28 : 8 + 8 * kind;
+    return 4 * kind;
   }
   KV_FUNCTION int copies(int kind) {
     if (T < 8) return 32;
-    if (T == 10) return 4;
-    const int k = T == 8 ? kind - 1 : kind;
-    return k < 0 ? 32 : k == 0 ? 16 : k == 1 ? 8 : 4;
+    if (T == 8) return kind < 2 ? 32 : kind == 2 ? 16 : 8;
+    if (T == 9) return kind == 0 ? 16 : kind == 1 ? 8 : 4;
+    return 4;
   }
 
   KV_FUNCTION float slope(int w) {
