@@ -36,11 +36,11 @@ template <class R, bool VALUES> KV_DEV void unpacked(const uint8_t* tile, const 
     if constexpr (VALUES) {{
       const auto held = R::hold_values(table, g, lane);
       R::values(planes, held, token, g, lane, r);
-      scale = R::v_scale(planes, held, token);
+      scale = R::v_scale(planes, token);
     }} else {{
       const auto held = R::hold_keys(table, j, lane);
       R::keys(planes, held, token, j, lane, r);
-      scale = R::k_scale(planes, held, token, 0);
+      scale = R::k_scale(planes, token, 0);
     }}
     for (int e = 0; e < 2 * REGS; ++e) {{
       float& to = out[token * {dim} + kv::model_channel<R>(table, VALUES ? R::v_channel(g, e) : R::k_channel(j, e))];

@@ -20,9 +20,9 @@ def level_bytes(total: int) -> int:
     """Bytes of shared memory of ``kv::GhostPairs``: of the levels of all kinds of pairs of ``total`` bits.
 
     >>> [level_bytes(t) // 1024 for t in range(4, 11)]
-    [8, 16, 40, 80, 96, 64, 64]
+    [8, 16, 40, 80, 128, 64, 64]
     """
-    blocks = len(kinds(total)) + 1 if total < 8 else 3 if total == 8 else 1
+    blocks = len(kinds(total)) + 1 if total < 8 else 4 if total == 8 else 1
     return blocks * (128 if total < 10 else 64) * 2**total
 
 
@@ -34,7 +34,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     codec.layout(head_dim)  # refuses what does not fill quarters
     values = role == "value"
     name = f"kv::ReadGhost<{head_dim}, {codec.total}, {flag(values)}"
-    own = 64 + align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
+    own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
     return Reader(
         f"{name}>",
         "read_ghost.cuh",

@@ -35,7 +35,7 @@
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
-//  of either role: ORDERED, CENTRED, HOLDS: see tile.cuh
+//  of either role: ORDERED, CENTRED, HOLDS, NUMBERED: see tile.cuh
 // Where a cache is decoded, unpack.cuh asks a blocked reader for the numbers of one channel; its V_BLOCK_ZERO says
 // whether there is a v_bzero.
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
@@ -114,6 +114,7 @@ struct Decoder {
                           uint8_t* scratch = nullptr) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
+    const TileNumbers<K, V, T> numbers(keys, values, lane);
     const int g = lane / 4;
     float s[SUBS][2 * N], vs[SUBS][2];
     uint32_t block_q[K::K_REGS];
@@ -129,7 +130,8 @@ struct Decoder {
         constexpr int EACH = K::BLOCK / 16;
         if (sub % EACH == 0) enter_block<K, D, HEADS>(block_q, block_zero, q, keys, sub / EACH, lane);
       }
-      scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_held, 16 * sub, lane, block_q, block_zero);
+      scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_held, 16 * sub, lane, block_q, block_zero,
+                                  numbers);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
       }
@@ -144,7 +146,8 @@ struct Decoder {
         const bool live = !MASKED || (token >= live_from && token < live_to);
         KV_UNROLL
         for (int n = 0; n < N; ++n) s[sub][N * half + n] = live ? s[sub][N * half + n] : minus_infinity();
-        if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? value_scale<V>(values, v_held, token) : 0.0f;
+        if constexpr (is_numbered<V>(0)) vs[sub][half] = live ? numbers.value_scale(2 * sub + half) : 0.0f;
+        else if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? V::v_scale(values, token) : 0.0f;
         else vs[sub][half] = 1.0f;
       }
     }

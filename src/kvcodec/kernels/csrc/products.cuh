@@ -37,9 +37,10 @@ KV_DEV void dots(float (&d)[HEADS / 2], const uint32_t (&x)[K::K_REGS], const ui
 }
 
 // scores of 16 tokens: the lane's heads for token g, then for token g + 8
-template <class K, int D, int HEADS, bool MASKED, class P, class H>
+template <class K, int D, int HEADS, bool MASKED, class P, class H, class NUMBERS>
 KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& planes, const H& held, int token,
-                   int lane, const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[2]) {
+                   int lane, const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[2],
+                   const NUMBERS& numbers) {
   constexpr int PER = K::K_REGS / K::GROUPS, N = HEADS / 4;
   const int j = lane % 4, at = token + lane / 4;
   uint32_t x[K::K_REGS], y[K::K_REGS];
@@ -49,11 +50,14 @@ KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& 
   if constexpr (k_scale_unit<K>(0) != 0.0f) {
     K::k_scales(planes, at, sx);
     K::k_scales(planes, at + 8, sy);
+  } else if constexpr (is_numbered<K>(0)) {
+    sx[0] = numbers.key_scale(token / 8);
+    sy[0] = numbers.key_scale(token / 8 + 1);
   } else if constexpr (!K::K_BLOCKED) {
     KV_UNROLL
     for (int group = 0; group < K::GROUPS; ++group) {
-      sx[group] = key_scale<K>(planes, held, at, group);
-      sy[group] = key_scale<K>(planes, held, at + 8, group);
+      sx[group] = K::k_scale(planes, at, group);
+      sy[group] = K::k_scale(planes, at + 8, group);
     }
   }
   KV_UNROLL

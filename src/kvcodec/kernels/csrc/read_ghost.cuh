@@ -11,8 +11,9 @@
 namespace kv {
 
 // Kinds of pairs of T bits, the last one being that of a pair that gives one to the scale, and their tables of levels.
-// A line holds the entry of the same bits of one kind or more, in as many copies as there are words for it, so that
-// lanes do not meet in a bank; those of kinds that are rare have fewer.
+// A line of 32 words, as many as there are banks, holds the entry of the same bits of one kind in 32 copies: a lane
+// reads its own bank. Where that takes too much room, rare kinds share lines. Short pairs keep own banks there, as few
+// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes).
 template <int T> struct GhostPairs {
   KV_CONST int WIDEST = 7;
   KV_CONST int EVEN = (T + 1) / 2;  // the wider one's bits of the most even kind
@@ -24,21 +25,29 @@ template <int T> struct GhostPairs {
   KV_CONST int LINE_SHIFT = T < 10 ? 7 : 6;
   KV_CONST int LINE = 1 << LINE_SHIFT;  // bytes
   KV_CONST int BLOCK = LINE << T;
-  KV_CONST int BLOCKS = T < 8 ? KINDS : T == 8 ? 3 : 1;
+  KV_CONST int BLOCKS = T < 8 ? KINDS : T == 8 ? 4 : 1;
   KV_CONST int BYTES = BLOCKS * BLOCK;
   KV_FUNCTION int block(int kind) { return kind < BLOCKS ? kind : BLOCKS - 1; }
-  // the first of its words in a line, and how many
-  KV_FUNCTION int word(int kind) {
-    if (T < 8) return 0;
-    if (T == 8) return kind < 3 ? 0 : 8 * kind - 8;
-    if (T == 9) return kind == 0 ? 0 : kind == 3 ? 28 : 8 + 8 * kind;
-    return 4 * kind;
+  // words of such a line that are not the short pairs': 0, 1, 2, 4, 5, 6, 8, ... below 28, by their number; how many a
+  // kind has, and which is its first
+  KV_FUNCTION int copies(int kind) { return T == 8 ? 16 : T == 9 ? (kind == 0 ? 12 : kind == 1 ? 6 : 3) : 4; }
+  KV_FUNCTION int first(int kind) { return T == 8 ? 0 : T == 9 ? (kind == 0 ? 0 : kind == 1 ? 12 : 18) : 4 * kind; }
+  // the kind whose entry is in a word of a line of the last block
+  KV_FUNCTION int kind_at(int word) {
+    if (T == 10) return word / 4;
+    if (word % 4 == 3 || word >= 28) return FULL;
+    const int n = word - word / 4;
+    for (int kind = FULL - 1; kind > 0; --kind)
+      if (block(kind) == BLOCKS - 1 && n >= first(kind)) return kind;
+    return T == 8 ? FULL - 1 : 0;
   }
-  KV_FUNCTION int copies(int kind) {
-    if (T < 8) return 32;
-    if (T == 8) return kind < 2 ? 32 : kind == 2 ? 16 : 8;
-    if (T == 9) return kind == 0 ? 16 : kind == 1 ? 8 : 4;
-    return 4;
+  // where a lane reads a kind's entries, in words of a line
+  KV_FUNCTION int word(int kind, int lane) {
+    if (kind < BLOCKS - 1 || T < 8) return lane;
+    if (T == 10) return 4 * kind + (kind == FULL ? lane / 4 + lane : lane) % 4;
+    if (kind == FULL) return lane % 4 == 3 || lane >= 28 ? lane : lane / 4 * 4 + 3;
+    const int n = first(kind) + lane % copies(kind);
+    return n + n / 3;
   }
 
   KV_FUNCTION float slope(int w) {
@@ -54,22 +63,32 @@ template <int T> struct GhostPairs {
     return u * (slope(w) + bend(w) * (u * u));
   }
 
+  KV_DEV static uint32_t entry(int kind, int bits) {
+    return pack_half2(level(high(kind), bits), level(low(kind), bits >> high(kind)));
+  }
   KV_DEV static void fill(uint8_t* to, int thread, int threads) {
     check_shared_base();
     for (int line = thread; line < BLOCKS << T; line += threads) {
       const int bits = line & ((1 << T) - 1), own = line >> T;
-      uint32_t x[KINDS];
-      KV_UNROLL
-      for (int kind = 0; kind < KINDS; ++kind)
-        if (own == block(kind)) x[kind] = pack_half2(level(high(kind), bits), level(low(kind), bits >> high(kind)));
-      KV_UNROLL
-      for (int i = 0; i < LINE / 16; ++i) {
-        const int at = (i + thread) % (LINE / 16);  // neighbouring threads begin at different banks
-        uint32_t y = 0;
+      uint8_t* at = to + LINE * line;
+      if (T >= 8 && own == BLOCKS - 1) {
+        uint32_t x[KINDS];
+        KV_UNROLL
+        for (int kind = 0; kind < KINDS; ++kind) x[kind] = block(kind) == BLOCKS - 1 ? entry(kind, bits) : 0u;
+        for (int i = 0; i < LINE / 4; ++i) {
+          const int to_word = (i + thread) % (LINE / 4), of = kind_at(to_word);  // neighbours begin at different banks
+          uint32_t y = x[FULL];
+          KV_UNROLL
+          for (int kind = 0; kind < FULL; ++kind) y = of == kind ? x[kind] : y;
+          ((uint32_t*)at)[to_word] = y;
+        }
+      } else {
+        uint32_t x = 0;
         KV_UNROLL
         for (int kind = 0; kind < KINDS; ++kind)
-          if (own == block(kind) && 4 * at >= word(kind) && 4 * at < word(kind) + copies(kind)) y = x[kind];
-        ((Words4*)(to + LINE * line))[at] = {y, y, y, y};
+          if (own == kind) x = entry(kind, bits);
+        KV_UNROLL
+        for (int i = 0; i < LINE / 16; ++i) ((Words4*)at)[(i + thread) % (LINE / 16)] = {x, x, x, x};
       }
     }
   }
@@ -77,11 +96,8 @@ template <int T> struct GhostPairs {
   KV_DEV static uint32_t origin(int kind, int lane) {
     uint32_t at = 0;
     KV_UNROLL
-    for (int k = 0; k < KINDS; ++k) {
-      // four or eight lanes read a short pair: by token or by part of the row
-      const int copy = k == FULL && copies(k) < 32 ? (lane / 4 + lane) % copies(k) : lane % copies(k);
-      if (kind == k) at = (uint32_t)(block(k) * BLOCK + 4 * (word(k) + copy));
-    }
+    for (int k = 0; k < KINDS; ++k)
+      if (kind == k) at = (uint32_t)(block(k) * BLOCK + 4 * word(k, lane));
     return at;
   }
 
@@ -131,15 +147,13 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
   // float [D] means over sizes, by place
   KV_CONST int CENTRE = align16(D + D / 2);
   KV_CONST int SOURCE = CENTRE + (VALUES ? 4 * D : 0);  // bytes
-  // shared: levels, unless they are borrowed; float [16] scales; and the same
-  KV_CONST int LEVELS = BORROWS ? 0 : Pairs::BYTES;
-  KV_CONST int SCALES = LEVELS, ORDER = SCALES + 64;
+  // shared: levels, unless they are borrowed; and the same
+  KV_CONST int ORDER = BORROWS ? 0 : Pairs::BYTES;
   KV_CONST int TABLE = ORDER + SOURCE;
-  KV_CONST int KEYS_TABLE = Pairs::BYTES + 64 + CENTRE;
+  KV_CONST int KEYS_TABLE = Pairs::BYTES + CENTRE;
 
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     if (!BORROWS) Pairs::fill(to, thread, threads);
-    if (thread < 16) ((float*)(to + SCALES))[thread] = thread ? exp2_fast(0.25f * (float)(thread - 6)) : 0.0f;
     for (int i = thread; i < SOURCE / 16; i += threads) ((Words4*)(to + ORDER))[i] = ((const Words4*)from)[i];
   }
   // channels have places: the model's channel of place c, by the table in shared memory; of the same table in global
@@ -166,27 +180,34 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
   KV_CONST bool HOLDS = true;
   template <int REGS> struct Held {
     uint32_t origins[REGS];
-    const uint8_t *levels, *scales;
+    const uint8_t* levels;
   };
   KV_DEV static Held<K_REGS> hold_keys(const uint8_t* table, int part, int lane) {
-    Held<K_REGS> held{{}, table, table + SCALES};
+    Held<K_REGS> held{{}, table};
     KV_UNROLL
     for (int i = 0; i < K_REGS; ++i) held.origins[i] = Pairs::origin(table[ORDER + D + k_channel(part, 2 * i) / 2], lane);
     return held;
   }
   KV_DEV static Held<V_REGS> hold_values(const uint8_t* table, int part, int lane) {
-    Held<V_REGS> held{{}, BORROWS ? table - KEYS_TABLE : table, table + SCALES};
+    Held<V_REGS> held{{}, BORROWS ? table - KEYS_TABLE : table};
     KV_UNROLL
     for (int i = 0; i < V_REGS; ++i) held.origins[i] = Pairs::origin(table[ORDER + D + v_channel(part, 2 * i) / 2], lane);
     return held;
   }
 
-  // the highest bits of the row's last four fields, times what moves them side by side
-  template <class P, class H> KV_DEV static float scale(const P& planes, const H& held, int token) {
+  // a token's scale by its number: the highest bits of the row's last four fields, times what moves them side by side
+  KV_CONST bool NUMBERED = true;
+  template <class P> KV_DEV static uint32_t number(const P& planes, int token) {
     constexpr uint32_t BITS = 1u << 31 | 1u << (31 - TWICE) | 1u << (31 - 2 * TWICE) | 1u << (31 - 3 * TWICE);
     constexpr uint32_t MOVE = 1u | 1u << (TWICE - 1) | 1u << (2 * TWICE - 2) | 1u << (3 * TWICE - 3);
     const uint32_t last = *(const uint32_t*)(planes[0] + token * ROW + (ROW - 4));
-    return ((const float*)held.scales)[(last & BITS) * MOVE >> 28];
+    return (last & BITS) * MOVE >> 28;
+  }
+  // 2^((n - 6) / 4), 0 for n = 0; n: the lowest four bits
+  KV_DEV static float scale_of(uint32_t n) {
+    const float wide = bits_float(and_or(n, 15u, 0x4b000000u));  // 2^23 + n
+    const float power = exp2_fast(fma(wide, 0.25f, -2097153.5f));
+    return wide == 8388608.0f ? 0.0f : power;
   }
 
   KV_CONST bool K_BLOCKED = false;
@@ -200,8 +221,8 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
     Part::load(planes[0] + token * ROW, part, w);
     Pairs::template look_up<0>(w, held.levels, held.origins, r);
   }
-  template <class P> KV_DEV static float k_scale(const P& planes, const Held<K_REGS>& held, int token, int) {
-    return scale(planes, held, token);
+  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) {
+    return scale_of(number(planes, token));
   }
 
   KV_CONST bool V_BLOCKED = false;
@@ -218,9 +239,7 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
     else Part::load(planes[0] + token * ROW, part, w);
     Pairs::template look_up<0>(w, held.levels, held.origins, r);
   }
-  template <class P> KV_DEV static float v_scale(const P& planes, const Held<V_REGS>& held, int token) {
-    return scale(planes, held, token);
-  }
+  template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale_of(number(planes, token)); }
 };
 
 }  // namespace kv

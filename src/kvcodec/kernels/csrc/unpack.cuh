@@ -50,7 +50,7 @@ KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, c
     KV_UNROLL
     for (int e = 0; e < 2 * R::K_REGS; ++e) {
       const int group = e / 2 / (R::K_REGS / R::GROUPS);
-      x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::k_weight(e) * key_scale<R>(planes, held, token, group);
+      x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::k_weight(e) * R::k_scale(planes, token, group);
       if constexpr (R::HAS_K_ZERO) x[e] += R::k_zero(planes, token, group);
     }
   }
@@ -73,7 +73,7 @@ KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes,
         x[e] *= R::v_bscale(planes, token / 32, c);
         if constexpr (R::V_BLOCK_ZERO) x[e] += R::v_bzero(planes, token / 32, c);
       } else {
-        if constexpr (R::HAS_V_SCALE) x[e] *= value_scale<R>(planes, held, token);
+        if constexpr (R::HAS_V_SCALE) x[e] *= R::v_scale(planes, token);
         if constexpr (R::HAS_V_ZERO) x[e] += R::v_zero(planes, token);
       }
     }
