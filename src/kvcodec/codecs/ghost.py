@@ -10,14 +10,20 @@ holds it. Values lose their mean m; as attention's weights sum to 1, it comes ba
 (2) *Bits by reverse water-filling.* What is left of channel c has variance v_c, and an error in it costs f_c times its
 square. For keys f_c is the mean square of the queries, which multiply the error; for values f = 1. RoPE turns channels
 p and p + D/2 as a pair, so v and f of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
-normal channel of w bits has the error d(w); together they cost the sum of v_c f_c d(w_c). Channels are sorted by
-falling v_c f_c and cut into quads of 4, whose channels share a width::
+normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
+falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
+look-up for a kernel. It is of one of a few kinds k, with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k; k
+rises as long as the loud channel gains more than the quiet one loses::
 
-    w_j in 0..7: one bit at a time to the quad with the largest W_j (d(w_j) - d(w_j + 1)), until sum w_j = b D/4 - 1
-    W_j = sum of v_c f_c over the quad
+    m_k = number of i < D/2 - 4 with W_i (d(h_(k-1)) - d(h_k)) > W_(D-1-i) (d(l_k) - d(l_(k-1)))
+    pair i has the last kind with i < m_k; as W falls, so do kinds
+
+Four pairs give a bit to the scale: h = ceil((T - 1)/2), l = floor((T - 1)/2). They stand where h - l falls into the
+order: behind kind 1 where T is even, else last. Bits that go wherever they like would save 0 to 5 % of the error of
+heads of models.
 
 (3) *Levels.* Lloyd-Max levels of a normal variable are nearly a cubic function of their number. So here they are one,
-the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel computes them, it looks nothing up. At 3 bits its
+the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel may compute them or look them up. At 3 bits its
 error is 0.2 % above Lloyd-Max's, at 5 bits 6 %; that of equidistant levels is 8 % and 40 % above.
 
 (4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how loud the token
@@ -33,10 +39,13 @@ loud channel wants another scale than a normal one::
 
 Block (one token of one head)::
 
-    codes   uint8  [b D/8]   four streams of b D/4 bits: channel j of the sorted order is in stream j mod 4, after those
-                             before it; a code's low bit first; the last bit of stream t is bit t of the scale's number.
-                             A unit is the largest of 4, 2, 1 bytes that divides a stream; the row is unit 0 of streams
-                             0, 1, 2, 3, then unit 1, and so on
+    codes   uint8  [b D/8]   D/2 fields of T bits, a little-endian stream (kvcodec/ops/bitpack.py). Field p has the
+                             codes of places 2p (low bits) and 2p + 1, the louder channel first. The highest bit of
+                             field D/2 - 4 + t, t in 0..3, is bit t of the scale's number
+
+The four short pairs have the last four fields. The others, in their order, have what is left of fields 0, D/8, D/4,
+3D/8, then 1, D/8 + 1, and so on: so the lanes of a tensor-core fragment, which read a quarter or an eighth of a row
+each, meet the same kinds at the same time.
 
 ``transform=klt`` encodes uncorrelated channels instead, for a product with a [D, D] matrix per token. S is the
 covariance of the keys (values), H = E q q^T (values: I), both moved by half to their diagonals, H with a ridge of 0.1
@@ -45,14 +54,12 @@ of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes no
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
 No norm, no zero point, no padding: the printed bits are the bytes, for every head and width. Bits: b; b = 3, D = 128:
-48 bytes, 3.0. The order of channels is free, as queries follow it. Since the four channels of a quad share a width, all
-streams have the same shifts: the four lanes that hold a row in a tensor-core fragment run one program over words of
-their own, and on a CPU a vector of four words does. Widths fall along a stream.
+48 bytes, 3.0. Which channel has which place is free, as queries follow it.
 
-Constants: ``order [1, H, D]`` int16, the channels as sorted; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
-float32, v f over the head's largest, in that order; ``widths [1, H, D/4]`` uint8; of values ``centre [1, H, D]``
-float32, m / sqrt(v) in that order. klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns
-of ``matrix`` have length 1 and are multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys,
+Constants, by place: ``order [1, H, D]`` int16, the channels; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
+float32, W over the head's largest; ``widths [1, H, D]`` uint8; of values ``centre [1, H, D]`` float32, m / sqrt(v).
+klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns of ``matrix`` have length 1 and are
+multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys,
 values and queries (f: the queries' energies). Without its file each sequence's first 256 tokens do, and the leading
 dimension is B: the cache keeps tokens dense until as many have come, so that no byte is written twice. No query is at
 hand there: f of keys comes from the weights where they add a bias to keys (queries of random states), else f is
@@ -77,6 +84,7 @@ Not for: fewer than 256 tokens without a file.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -85,16 +93,17 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Payload, Site, check_fitted
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
+from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
 from kvcodec.ops.sums import sum_by_halves, token_chunks
-from kvcodec.ops.widths import allot, channel_squares, nearest_in, ordered, put_back, width_cuts
+from kvcodec.ops.widths import channel_squares, nearest_in, ordered, put_back, width_cuts
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
 Transform = Literal["channels", "klt"]
 ALLOWED = (2, 2.5, 3, 3.5, 4, 4.5, 5)
-LANES = 4
-"""Streams of a row, and channels that share a width."""
+PARTS = 4
+"""Quarters of a row, and pairs that give a bit to the scale."""
 CUBIC = (
     (1.5958, 0.0),
     (0.89289, 0.050693),
@@ -223,37 +232,67 @@ def query_energy(queries: Tensor, heads: int) -> Tensor:
     return _over_pairs(channel_squares(own) / own.shape[2])
 
 
-def stream_bytes(head_dim: int, bits: float) -> int:
-    """Bytes of one of the four streams of a row."""
-    return int(head_dim * bits) // (8 * LANES)
+def kinds(total: int) -> list[tuple[int, int]]:
+    """Widths of the two channels of a pair that shares ``total`` bits, the most even first.
+
+    >>> kinds(6), kinds(9)
+    ([(3, 3), (4, 2), (5, 1), (6, 0)], [(5, 4), (6, 3), (7, 2)])
+    """
+    return [(high, total - high) for high in range((total + 1) // 2, min(WIDEST, total) + 1)]
 
 
-def stream_unit(size: int) -> int:
-    """Bytes of a stream of so many that stand side by side in a row."""
-    return next(unit for unit in (4, 2, 1) if size % unit == 0)
+def short_kind(total: int) -> tuple[int, int]:
+    """Widths of a pair that gives one of ``total`` bits to the scale.
+
+    >>> short_kind(6), short_kind(9)
+    ((3, 2), (4, 4))
+    """
+    return total // 2, (total - 1) // 2
 
 
-def _streams(row: Tensor) -> Tensor:
-    """The four streams of rows ``[..., 4 n]``: ``[..., 4, n]``."""
-    size = row.shape[-1] // LANES
-    return row.unflatten(-1, (-1, LANES, stream_unit(size))).transpose(-3, -2).flatten(-2)
+def share_bits(cost: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Widths of channels, and which place of a row each has.
+
+    Parameters
+    ----------
+    cost : Tensor float64 ``[..., D]``
+        W, falling.
+    total : int
+        T, bits of a pair.
+
+    Returns
+    -------
+    (Tensor, Tensor) int64
+        Width of each place ``[..., D]``; the number, by falling cost, of the channel there ``[..., D]``.
+    """
+    dim = cost.shape[-1]
+    full = dim // 2 - PARTS
+    loud, quiet = cost[..., :full], cost.flip(-1)[..., :full]
+    own = kinds(total)
+    rises = [
+        (loud * (ERRORS[a] - ERRORS[high]) > quiet * (ERRORS[low] - ERRORS[b])).sum(-1, keepdim=True)
+        for (a, b), (high, low) in pairwise(own)
+    ]
+    rank = torch.arange(dim // 2, device=cost.device)
+    short = rises[0] if total % 2 == 0 else torch.full_like(rises[0], full)
+    behind = rank - PARTS * (rank >= short)  # which of the full pairs
+    kind = torch.stack([behind < m for m in rises]).sum(0)
+    cut = (rank >= short) & (rank < short + PARTS)
+    table = torch.tensor([*own, short_kind(total)], device=cost.device)
+    widths = table[torch.where(cut, len(own), kind)]
+    # full pairs first, then the short ones, each kind in its order
+    found = cut.to(torch.int8).sort(dim=-1, stable=True).indices
+    field = _fields(dim, cost.device)
+    pair = torch.empty_like(found).scatter_(-1, field.expand_as(found), found)
+    channels = torch.stack([pair, dim - 1 - pair], -1).flatten(-2)
+    return widths.gather(-2, pair.unsqueeze(-1).expand_as(widths)).flatten(-2), channels
 
 
-def _joined(streams: Tensor) -> Tensor:
-    """Rows ``[..., 4 n]`` of streams ``[..., 4, n]``."""
-    return streams.unflatten(-1, (-1, stream_unit(streams.shape[-1]))).transpose(-3, -2).flatten(-3)
-
-
-def _places(params: Params) -> tuple[Tensor, Tensor]:
-    """Where the codes of each quad begin in their streams: byte, and bit of it; int64 ``[1 or B, H, 1, 1, D/4]``."""
-    widths = params["widths"].long()
-    first = (widths.cumsum(-1) - widths)[:, :, None, None]
-    return first >> 3, first & 7
-
-
-def _widths(params: Params) -> Tensor:
-    """w of each channel as sorted: int64 ``[1 or B, H, D]``."""
-    return params["widths"].long().repeat_interleave(LANES, -1)
+def _fields(dim: int, device: torch.device) -> Tensor:
+    """The field of each pair, full ones first: int64 ``[D/2]``."""
+    by_turn = torch.arange(dim // 2, device=device).view(PARTS, -1).T.flatten()
+    last = by_turn >= dim // 2 - PARTS
+    return torch.cat([by_turn[~last], by_turn[last]])
 
 
 @dataclass(frozen=True)
@@ -304,13 +343,18 @@ class Ghost(Codec):
         return FIT_TOKENS
 
     def layout(self, head_dim: int) -> Layout:
-        """The four streams of one token."""
-        if head_dim < 2 * LANES or head_dim % (2 * LANES) or head_dim * self.bits % (8 * LANES):
+        """The pairs of one token."""
+        if head_dim < 2 * PARTS or head_dim % (2 * PARTS) or head_dim * self.bits % (8 * PARTS):
             raise ShapeError(
-                f"ghost: head_dim={head_dim} at {self.bits} bits does not fill four streams of whole bytes; "
+                f"ghost: head_dim={head_dim} at {self.bits} bits does not fill four quarters of whole bytes; "
                 f"head_dim x bits must be a multiple of 32: use 64 or 128, or at 2, 3, 4 or 5 bits 96, 192 or 256."
             )
         return Layout(head_dim, 1, (Field("codes", "uint8", (int(head_dim * self.bits) // 8,)),), self.bits)
+
+    @property
+    def total(self) -> int:
+        """T, bits of a pair."""
+        return int(2 * self.bits)
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Fit each sequence of the sample on its own, on its first 256 tokens; f of keys is sqrt(v).
@@ -318,7 +362,7 @@ class Ghost(Codec):
         Returns
         -------
         dict
-            ``order [B, H, D]`` int16, ``factor``, ``weight [B, H, D]`` float32, ``widths [B, H, D/4]`` uint8, of values
+            ``order [B, H, D]`` int16, ``factor``, ``weight [B, H, D]`` float32, ``widths [B, H, D]`` uint8, of values
             ``centre [B, H, D]`` float32.
 
         Raises
@@ -369,11 +413,12 @@ class Ghost(Codec):
         """Constants of means m, variances v and costs f, ``[B, H, D]`` each."""
         size = variance.sqrt().clamp_min(SMALLEST)
         ranked = (size * size * asked).sort(dim=-1, descending=True, stable=True)
-        cost, order = ranked.values, ranked.indices
+        widths, places = share_bits(ranked.values, self.total)
+        order = ranked.indices.gather(-1, places)
         params = {"order": order.to(torch.int16), "factor": (1 / size).gather(-1, order).float()}
         if site.role == "value":
             params["centre"] = (mean / size).gather(-1, order).float()
-        return self._with_widths(site, params, cost)
+        return self._with_widths(site, params, ranked.values, widths, places)
 
     def _bases(self, site: Site, mean: Tensor, rows: Tensor, count: Tensor, queries: Tensor) -> Params:
         """Constants of the KLT, from rows without their mean ``[1, H, N, D]``, ``count`` of which are not zeroed."""
@@ -384,6 +429,8 @@ class Ghost(Codec):
             asked = own.mT @ own / own.shape[1]
         found = [klt(s, h) for s, h in zip(covariance, asked, strict=True)]
         turn, cost = torch.stack([matrix for matrix, _ in found]), torch.stack([cost for _, cost in found])
+        widths, places = share_bits(cost, self.total)
+        turn = turn.gather(-1, places.unsqueeze(-2).expand_as(turn))
         length = turn.norm(dim=1, keepdim=True)
         matrix = cut_rotation(turn / length)
         params = {
@@ -393,18 +440,19 @@ class Ghost(Codec):
         }
         if site.role == "value":
             params["centre"] = (mean.cpu().unsqueeze(2) @ turn).squeeze(2).float()
-        return self._with_widths(site, params, cost[None])
+        return self._with_widths(site, params, cost[None], widths[None], places[None])
 
-    def _with_widths(self, site: Site, params: dict[str, Tensor], cost: Tensor) -> Params:
-        """Add what follows from the costs v f, falling ``[B, H, D]``."""
-        quads = sum_by_halves(cost.unflatten(-1, (-1, LANES))).squeeze(-1)
-        total = 8 * stream_bytes(site.head_dim, self.bits) - 1
-        params["weight"] = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0).float()
-        params["widths"] = allot(quads, ERRORS, total).to(torch.uint8)
+    def _with_widths(
+        self, site: Site, params: dict[str, Tensor], cost: Tensor, widths: Tensor, places: Tensor
+    ) -> Params:
+        """Add widths, and the weights that follow from the costs W, falling ``[B, H, D]``."""
+        weight = torch.where(cost[..., :1] > 0, cost / cost[..., :1], 1.0)
+        params["weight"] = weight.gather(-1, places).float()
+        params["widths"] = widths.to(torch.uint8)
         return {name: value.to(site.device) for name, value in params.items()}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Channels as sorted, or uncorrelated ones; each over its size."""
+        """Channels in their places, or uncorrelated ones; each over its size."""
         if self.transform == "klt":
             return rotate_exactly(x, params["matrix"][0]) * params["factor"].unsqueeze(2)
         return ordered(x, params["order"]).float() * params["factor"].unsqueeze(2)
@@ -424,23 +472,20 @@ class Ghost(Codec):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
-        byte, bit = _places(params)
-        size, lanes = stream_bytes(x.shape[-1], self.bits), torch.arange(LANES, device=x.device)
+        upper = params["widths"][..., ::2].long().unsqueeze(2)  # where the second code of a field begins
+        fields, turns = x.shape[-1] // 2, torch.arange(PARTS, device=x.device)
         parts = []
         for piece in token_chunks(x):
             y = piece - params["centre"].unsqueeze(2) if "centre" in params else piece
             codes, number = self._quantize(y, params)
-            codes = codes.unflatten(-1, (-1, LANES)).transpose(-2, -1) << bit  # a code lies in two bytes at most
-            at = byte.expand(codes.shape)
-            streams = codes.new_zeros(*codes.shape[:-1], size + 1)
-            streams.scatter_add_(-1, at, codes & 255).scatter_add_(-1, at + 1, codes >> 8)
-            streams[..., size - 1] += (number >> lanes & 1) << 7
-            parts.append(_joined(streams[..., :size]).to(torch.uint8))
+            pairs = codes[..., ::2] | codes[..., 1::2] << upper
+            pairs[..., fields - PARTS :] |= (number >> turns & 1) << (self.total - 1)
+            parts.append(pack(pairs, self.total))
         return {"codes": torch.cat(parts, 2)}
 
     def _quantize(self, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Codes ``[B, H, N, D]`` and the scale's number ``[B, H, N, 1]`` of least cost, int64."""
-        widths = _widths(params)
+        widths = params["widths"].long()
         cuts = width_cuts(levels()).float().to(y.device)[widths]
         tables = (2**widths - 1).unsqueeze(2)
         table, held = levels().to(y.device), scales().to(y.device)
@@ -465,15 +510,13 @@ class Ghost(Codec):
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look levels up and scale them; of values add the mean."""
-        widths = _widths(params)
-        byte, bit = _places(params)
-        streams = torch.nn.functional.pad(_streams(payload["codes"]), (0, 1)).int()
-        at = byte.expand(*streams.shape[:-1], byte.shape[-1])
-        codes = (streams.gather(-1, at) | streams.gather(-1, at + 1) << 8) >> bit.int()
-        codes = (codes & (2 ** params["widths"].int() - 1)[:, :, None, None]).transpose(-2, -1).flatten(-2)
-        number = (streams[..., -2] >> 7 << torch.arange(LANES, device=streams.device)).sum(-1, keepdim=True)
+        widths = params["widths"].long().unsqueeze(2)
+        first, second = widths[..., ::2], widths[..., 1::2]
+        fields = unpack(payload["codes"], self.total, widths.shape[-1] // 2).long()
+        number = (fields[..., -PARTS:] >> (self.total - 1) << torch.arange(PARTS, device=fields.device)).sum(-1, True)
+        codes = torch.stack([fields & (1 << first) - 1, fields >> first & (1 << second) - 1], -1).flatten(-2)
         table, held = levels().to(codes.device), scales().to(codes.device)
-        y = table[(2**widths - 1).unsqueeze(2) + codes] * held[number]
+        y = table[2**widths - 1 + codes] * held[number]
         return y + params["centre"].unsqueeze(2) if "centre" in params else y
 
 

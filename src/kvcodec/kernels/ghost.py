@@ -1,7 +1,7 @@
-"""Kernels of ``ghost``: widths that differ by channel, cubic levels, channels in an order of their own.
+"""Kernels of ``ghost``: pairs of channels that share bits, each kind with a table of its own.
 
-The tables of a head are bytes: the channels of the model as sorted, ``uint8 [D]``, then the widths of the quads,
-``uint8 [D / 4]``. The kernels make of them what they need. Factors are in the model's order.
+The tables of a head are bytes: the channels of the model by place, ``uint8 [D]``, then the kinds of the pairs, ``uint8
+[D / 2]``. The kernels compute the levels. Factors are in the model's order.
 """
 
 from functools import lru_cache
@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
-from kvcodec.codecs.ghost import LANES, SCALES, UNIT, Ghost, levels, power, scales, stream_bytes, stream_unit
+from kvcodec.codecs.ghost import PARTS, SCALES, UNIT, Ghost, kinds, levels, power, scales
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.spec import Encoder, Reader, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
 
-LEVEL_BYTES = 128 * 2 * 2**8
-"""Bytes of shared memory of the levels of two codes of up to four bits."""
+
+def level_bytes(total: int) -> int:
+    """Bytes of shared memory of ``kv::GhostPairs``: of the levels of all kinds of pairs of ``total`` bits.
+
+    >>> [level_bytes(t) // 1024 for t in range(4, 11)]
+    [8, 16, 40, 80, 128, 64, 64]
+    """
+    blocks = len(kinds(total)) + 1 if total < 8 else 4 if total == 8 else 1
+    return blocks * (128 if total < 10 else 64) * 2**total
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -24,18 +31,18 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     assert isinstance(codec, Ghost)
     if codec.transform != "channels":
         raise UnsupportedError(f"the kernels read transform=channels, not {codec}")
-    codec.layout(head_dim)  # refuses what does not fill streams
+    codec.layout(head_dim)  # refuses what does not fill quarters
     values = role == "value"
-    name = f"kv::ReadGhost<{head_dim}, {int(2 * codec.bits)}, {flag(values)}"
-    own = (9 if values else 5) * head_dim + 16
+    name = f"kv::ReadGhost<{head_dim}, {codec.total}, {flag(values)}"
+    own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
     return Reader(
         f"{name}>",
         "read_ghost.cuh",
-        shared=own + LEVEL_BYTES,
-        lends="levels of pairs",
+        shared=own + level_bytes(codec.total),
+        lends=f"levels of pairs of {codec.total} bits",
         borrower=f"{name}, true>",
         own_shared=own,
-        tables=read_tables,
+        tables=lambda params: read_tables(params, codec.total),
         factor=sizes,
         team_warps=0,  # constants may be those of a sequence
     )
@@ -47,13 +54,16 @@ def sizes(params: Params) -> Tensor:
 
 
 def _put_back(x: Tensor, params: Params) -> Tensor:
-    """Channels as sorted ``[B or 1, H, D]``, in the model's order."""
+    """Channels by place ``[B or 1, H, D]``, in the model's order."""
     return put_back(x.unsqueeze(2), params["order"]).squeeze(2)
 
 
-def read_tables(params: Params) -> Tensor:
-    """Tables of ``kv::ReadGhost``: order and widths, of values then the means over sizes; ``[B or 1, H, bytes]``."""
-    head = _padded(torch.cat([params["order"].to(torch.uint8), params["widths"]], -1))
+def read_tables(params: Params, total: int) -> Tensor:
+    """Tables of ``kv::ReadGhost``: order and kinds, of values then the means over sizes; ``[B or 1, H, bytes]``."""
+    own = kinds(total)
+    kind = params["widths"][..., ::2] - own[0][0]
+    kind[..., -PARTS:] = len(own)
+    head = _padded(torch.cat([params["order"].to(torch.uint8), kind], -1))
     return torch.cat([head, _bytes(params["centre"])], -1) if "centre" in params else head
 
 
@@ -63,11 +73,10 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if codec.transform != "channels":
         raise UnsupportedError(f"the kernels write transform=channels, not {codec}")
     codec.layout(head_dim)
-    size = stream_bytes(head_dim, codec.bits)
     return Encoder(
-        f"kv::GhostRow<{head_dim}, {int(2 * codec.bits)}>",
+        f"kv::GhostRow<{head_dim}, {codec.total}>",
         "encode_ghost.cuh",
-        tables=lambda params: write_tables(params, size),
+        tables=write_tables,
         factor=inverse_sizes,
         form="table",
     )
@@ -78,19 +87,15 @@ def inverse_sizes(params: Params) -> Tensor:
     return _put_back(params["factor"], params)
 
 
-def write_tables(params: Params, size: int) -> Tensor:
-    """Tables of ``kv::GhostRow`` for streams of ``size`` bytes: uint8 ``[B or 1, H, bytes]``."""
+def write_tables(params: Params) -> Tensor:
+    """Tables of ``kv::GhostRow``: uint8 ``[B or 1, H, bytes]``."""
     order, widths, weight = params["order"], params["widths"], params["weight"]
     centre = params["centre"] if "centre" in params else torch.zeros_like(weight)
     same, walls, held = _of_all_heads(order.device)
-    walls = LANES * (widths > 0).sum(-1, keepdim=True) * walls  # the reference's product, number by number
+    walls = (widths > 0).sum(-1, keepdim=True) * walls  # the reference's product, number by number
     walls = torch.nn.functional.pad(walls, (0, 2), value=torch.inf)
-    ends = widths.long().cumsum(-1)
-    units = torch.arange(0, 8 * size, 8 * stream_unit(size), device=order.device)
-    first = (ends.unsqueeze(-2) <= units[:, None]).sum(-1)
     numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, held, centre, weight)]
-    places = [order.to(torch.uint8), widths, _bytes((ends - widths).to(torch.int16)), first.to(torch.uint8)]
-    return _padded(torch.cat([*map(_bytes, numbers), *places], -1))
+    return _padded(torch.cat([*map(_bytes, numbers), order.to(torch.uint8), widths], -1))
 
 
 @lru_cache(maxsize=16)

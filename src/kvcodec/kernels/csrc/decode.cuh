@@ -35,7 +35,7 @@
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
-//  of either role: ORDERED, CENTRED, IN_TWOS, ways(table): see tile.cuh
+//  of either role: ORDERED, CENTRED, HOLDS, NUMBERED: see tile.cuh
 // Where a cache is decoded, unpack.cuh asks a blocked reader for the numbers of one channel; its V_BLOCK_ZERO says
 // whether there is a v_bzero.
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
@@ -107,13 +107,14 @@ struct Decoder {
     else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
   }
 
-  // WAY_K, WAY_V: of unpacking, see tile.cuh
-  template <bool MASKED, int WAY_K = 0, int WAY_V = 0>
+  // k_held, v_held: tables, or what of them a lane holds
+  template <bool MASKED, class KH, class VH>
   KV_DEV static void tile(State& st, const Query<K, D, HEADS>& q, const DecodeArgs& a, const uint8_t* at,
-                          const uint8_t* k_table, const uint8_t* v_table, int lane, int live_from,
-                          int live_to, const Mean& mean, uint8_t* scratch = nullptr) {
+                          const KH& k_held, const VH& v_held, int lane, int live_from, int live_to, const Mean& mean,
+                          uint8_t* scratch = nullptr) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
+    const TileNumbers<K, V, T> numbers(keys, values, lane);
     const int g = lane / 4;
     float s[SUBS][2 * N], vs[SUBS][2];
     uint32_t block_q[K::K_REGS];
@@ -129,7 +130,8 @@ struct Decoder {
         constexpr int EACH = K::BLOCK / 16;
         if (sub % EACH == 0) enter_block<K, D, HEADS>(block_q, block_zero, q, keys, sub / EACH, lane);
       }
-      scores<K, D, HEADS, MASKED, WAY_K>(s[sub], q, keys, k_table, 16 * sub, lane, block_q, block_zero);
+      scores<K, D, HEADS, MASKED>(s[sub], q, keys, k_held, 16 * sub, lane, block_q, block_zero,
+                                  numbers);
       if constexpr (scratch_bytes<K>(0) > 0) {
         if (more_keys) K::add_scores(s[sub], q.r, q.scale, keys, scratch, 16 * sub, lane);
       }
@@ -144,7 +146,8 @@ struct Decoder {
         const bool live = !MASKED || (token >= live_from && token < live_to);
         KV_UNROLL
         for (int n = 0; n < N; ++n) s[sub][N * half + n] = live ? s[sub][N * half + n] : minus_infinity();
-        if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? V::v_scale(values, token) : 0.0f;
+        if constexpr (is_numbered<V>(0)) vs[sub][half] = live ? numbers.value_scale(2 * sub + half) : 0.0f;
+        else if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? V::v_scale(values, token) : 0.0f;
         else vs[sub][half] = 1.0f;
       }
     }
@@ -192,13 +195,13 @@ struct Decoder {
       if constexpr (PAIRED) {
         add_pairs<V, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
       } else if constexpr (!V::V_BLOCKED) {
-        add_values<V, HEADS, MASKED, WAY_V>(st.out, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED>(st.out, p16[sub], values, v_held, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales
                  (!MASKED || (live_from < 16 * sub + 16 && live_to > 16 * sub - 16))) {
         float fresh[V::V_REGS / 2][Sum::HALVES][4], mass[4];
         enter_values<V, HEADS>(fresh, mass, p16[sub - 1], p16[sub]);
-        add_values<V, HEADS, MASKED>(fresh, p16[sub - 1], values, v_table, 16 * sub - 16, lane, live_from, live_to);
-        add_values<V, HEADS, MASKED>(fresh, p16[sub], values, v_table, 16 * sub, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED>(fresh, p16[sub - 1], values, v_held, 16 * sub - 16, lane, live_from, live_to);
+        add_values<V, HEADS, MASKED>(fresh, p16[sub], values, v_held, 16 * sub, lane, live_from, live_to);
         leave_values<V, HEADS>(st.out, fresh, mass, values, sub / 2, lane);
       }
     }
@@ -347,8 +350,8 @@ struct Decoder {
     if constexpr (DENSE >= 2) {
       DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
-    const int k_ways = ways<K>(k_table), v_ways = ways<V>(v_table);
-    const int way = !k_ways || !v_ways ? 0 : k_ways + v_ways == 3 && k_ways == 2 ? 2 : k_ways + v_ways;
+    const auto k_held = held_of_keys<K>(k_table, lane % 4, lane);
+    const auto v_held = held_of_values<V>(v_table, lane / 4, lane);
     int stage = 0;
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
@@ -356,15 +359,8 @@ struct Decoder {
       sync_warp();
       const uint8_t* at = ring + stage * TILE;
       const bool whole = t * T >= begin && t * T + T <= end;
-      if constexpr (has_ways<K>(0) || has_ways<V>(0)) {
-        if (whole && way == 4) tile<false, 2, 2>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
-        else if (whole && way == 3) tile<false, 1, 2>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
-        else if (whole && way == 2) tile<false, 1, 1>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
-        else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
-      } else {
-        if (whole) tile<false>(st, q, a, at, k_table, v_table, lane, 0, T, mean, scratch);
-        else tile<true>(st, q, a, at, k_table, v_table, lane, begin - t * T, end - t * T, mean, scratch);
-      }
+      if (whole) tile<false>(st, q, a, at, k_held, v_held, lane, 0, T, mean, scratch);
+      else tile<true>(st, q, a, at, k_held, v_held, lane, begin - t * T, end - t * T, mean, scratch);
       sync_warp();  // all lanes have read this stage before it is filled again
       if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);

@@ -1,33 +1,29 @@
 // Ghost (codecs/ghost.py, transform=channels): six scales around a row's root mean square are tried, the one of least
 // weighted error is kept. All in fp32 and operation by operation as the reference does it, sums by halves over the
-// channels as sorted.
+// places.
 //
 // Table of a head, made by kernels/ghost.py:
 //   float levels [256]        of width w from 2^w - 1 on
 //   float cuts [256]          between them, 2^w - 1 from 2^w on
 //   float walls [16]          of the energy, between the scales' numbers; infinite behind the last
 //   float scales [16]
-//   float centre [D], weight [D]        of the channels as sorted; zeros of keys
-//   uint8 order [D], widths [D / 4]
-//   uint16 begin [D / 4]      the bit of the streams where a quad's codes begin
-//   uint8 first [UNITS]       the first quad that ends behind the begin of a unit of a stream
+//   float centre [D], weight [D]        by place; zeros of keys
+//   uint8 order [D], widths [D]         by place
 #pragma once
 #include "encode_table.cuh"
 
 namespace kv {
 
-// TWICE: 2 b
+// TWICE: 2 b, bits of a pair
 template <int D, int TWICE> struct GhostRow : TableRow {
-  KV_CONST int DIM = D, N = D / 8, QUADS = D / 4;
-  KV_CONST int STREAM = D * TWICE / 64;  // bytes
-  KV_CONST int UNIT = STREAM % 4 == 0 ? 4 : STREAM % 2 == 0 ? 2 : 1;
-  KV_CONST int UNITS = STREAM / UNIT;    // of a stream
+  KV_CONST int DIM = D, N = D / 8, PAIRS = D / 2;
+  KV_CONST int WORDS = D * TWICE / 64;   // of a row
   KV_CONST int PLANES = 1;
   KV_CONST bool BY_SEQUENCE = true;
-  KV_FUNCTION int plane_bytes(int) { return 4 * STREAM; }
+  KV_FUNCTION int plane_bytes(int) { return 4 * WORDS; }
   KV_CONST int CUTS = 1024, WALLS = 2048, SCALES = WALLS + 64, CENTRE = SCALES + 64, WEIGHT = CENTRE + 4 * D;
-  KV_CONST int ORDER = WEIGHT + 4 * D, WIDTHS = ORDER + D, BEGIN = WIDTHS + QUADS, FIRST = BEGIN + 2 * QUADS;
-  KV_CONST int TABLE = align16(FIRST + UNITS);
+  KV_CONST int ORDER = WEIGHT + 4 * D, WIDTHS = ORDER + D;
+  KV_CONST int TABLE = align16(WIDTHS + D);
   KV_CONST int ROW = 4 * D;              // bytes of scratch
   KV_CONST int SCRATCH = 4 * ROW;
 
@@ -67,14 +63,14 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
     sync_warp();
     float y[N], cost[N];
-    uint32_t widths = 0, best[D / 32];  // three bits of each quad; codes of a quad as bytes
+    uint32_t widths[D / 32], best[D / 32];  // of four neighbouring places, as bytes; so are codes
     float energy[N];
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
-      const int q = 8 * i + part, w = table[WIDTHS + q];
-      widths |= (uint32_t)w << 3 * i;
+      const int q = 8 * i + part;
+      widths[i] = ((const uint32_t*)(table + WIDTHS))[q];
       best[i] = 0;
       KV_UNROLL for (int e = 0; e < 4; e++) {
-        const int c = 4 * q + e, k = 4 * i + e;
+        const int c = 4 * q + e, k = 4 * i + e, w = widths[i] >> 8 * e & 255;
         y[k] = sub(((const float*)own)[table[ORDER + c]], centre[c]);
         const float square = mul(y[k], y[k]);
         energy[k] = w ? square : 0.0f;
@@ -91,10 +87,9 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       const float scale = scales[n];
       uint32_t found[D / 32];
       KV_UNROLL for (int i = 0; i < D / 32; i++) {
-        const int w = widths >> 3 * i & 7;
         found[i] = 0;
         KV_UNROLL for (int e = 0; e < 4; e++) {
-          const int k = 4 * i + e;
+          const int k = 4 * i + e, w = widths[i] >> 8 * e & 255;
           const uint32_t x = code(table, w, div(y[k], scale));
           const float error = sub(y[k], mul(scale, levels[(1 << w) - 1 + x]));
           cost[k] = mul(weight[32 * i + 4 * part + e], mul(error, error));
@@ -110,20 +105,16 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     sync_warp();  // all have read the row
     KV_UNROLL for (int i = 0; i < D / 32; i++) ((uint32_t*)own)[8 * i + part] = best[i];
     sync_warp();
-    const uint16_t* begin = (const uint16_t*)(table + BEGIN);
-    for (int u = part; u < 4 * UNITS; u += 8) {
-      const int stream = u % 4, from = u / 4 * 8 * UNIT;
+    for (int u = part; u < WORDS; u += 8) {
       uint32_t bits = 0;
-      for (int q = table[FIRST + u / 4]; q < QUADS && begin[q] < from + 8 * UNIT; q++) {
-        const uint32_t x = own[4 * q + stream];
-        bits |= begin[q] < from ? x >> (from - begin[q]) : x << (begin[q] - from);
+      for (int p = 32 * u / TWICE; p < PAIRS && p * TWICE < 32 * u + 32; p++) {
+        uint32_t x = own[2 * p] | (uint32_t)own[2 * p + 1] << table[WIDTHS + 2 * p];
+        if (p >= PAIRS - 4) x |= (uint32_t)(number >> (p - PAIRS + 4) & 1) << (TWICE - 1);
+        const int from = p * TWICE - 32 * u;
+        bits |= from < 0 ? x >> -from : x << from;
       }
-      if (u / 4 == UNITS - 1) bits |= (uint32_t)(number >> stream & 1) << (8 * UNIT - 1);
       bits &= keep;
-      if (!live) continue;
-      if (UNIT == 4) ((uint32_t*)at[0])[u] = bits;
-      else if (UNIT == 2) ((uint16_t*)at[0])[u] = (uint16_t)bits;
-      else at[0][u] = (uint8_t)bits;
+      if (live) ((uint32_t*)at[0])[u] = bits;
     }
     sync_warp();
   }

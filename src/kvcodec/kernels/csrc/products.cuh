@@ -37,23 +37,22 @@ KV_DEV void dots(float (&d)[HEADS / 2], const uint32_t (&x)[K::K_REGS], const ui
 }
 
 // scores of 16 tokens: the lane's heads for token g, then for token g + 8
-template <class K, int D, int HEADS, bool MASKED, int WAY, class P>
-KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& planes, const uint8_t* table, int token,
-                   int lane, const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[2]) {
+template <class K, int D, int HEADS, bool MASKED, class P, class H, class NUMBERS>
+KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& planes, const H& held, int token,
+                   int lane, const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[2],
+                   const NUMBERS& numbers) {
   constexpr int PER = K::K_REGS / K::GROUPS, N = HEADS / 4;
   const int j = lane % 4, at = token + lane / 4;
   uint32_t x[K::K_REGS], y[K::K_REGS];
-  using Reader = typename UnpacksBy<K, MASKED, WAY>::Reader;
-  if constexpr (is_in_twos<Reader>(0)) {
-    Reader::two_keys(planes, table, at, at + 8, j, lane, x, y);
-  } else {
-    Reader::keys(planes, table, at, j, lane, x);
-    Reader::keys(planes, table, at + 8, j, lane, y);
-  }
+  Unpacks<K, MASKED>::Reader::keys(planes, held, at, j, lane, x);
+  Unpacks<K, MASKED>::Reader::keys(planes, held, at + 8, j, lane, y);
   float sx[K::GROUPS], sy[K::GROUPS];
   if constexpr (k_scale_unit<K>(0) != 0.0f) {
     K::k_scales(planes, at, sx);
     K::k_scales(planes, at + 8, sy);
+  } else if constexpr (is_numbered<K>(0)) {
+    sx[0] = numbers.key_scale(token / 8);
+    sy[0] = numbers.key_scale(token / 8 + 1);
   } else if constexpr (!K::K_BLOCKED) {
     KV_UNROLL
     for (int group = 0; group < K::GROUPS; ++group) {
@@ -157,9 +156,9 @@ KV_DEV void add_rows(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], con
 }
 
 // out += V^T P of 16 tokens, P by `weights`; dead tokens' numbers are dropped when MASKED
-template <class V, int HEADS, bool MASKED, int WAY = 0, class P>
+template <class V, int HEADS, bool MASKED, class P, class H>
 KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], const uint32_t (&b)[2], const P& planes,
-                       const uint8_t* table, int token, int lane, int live_from, int live_to) {
+                       const H& held, int token, int lane, int live_from, int live_to) {
   const int g = lane / 4, j = lane % 4;
   KV_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
@@ -168,13 +167,8 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], c
     const int place = is_turned<V>(0) ? (int)((odd ? 0x6431u : 0x7520u) >> (4 * j) & 15u) : 2 * j + odd;
     const int at = token + place;
     uint32_t x[V::V_REGS], y[V::V_REGS];
-    using Reader = typename UnpacksBy<V, MASKED, WAY>::Reader;
-    if constexpr (is_in_twos<Reader>(0)) {
-      Reader::two_values(planes, table, at, at + 8, g, lane, x, y);
-    } else {
-      Reader::values(planes, table, at, g, lane, x);
-      Reader::values(planes, table, at + 8, g, lane, y);
-    }
+    Unpacks<V, MASKED>::Reader::values(planes, held, at, g, lane, x);
+    Unpacks<V, MASKED>::Reader::values(planes, held, at + 8, g, lane, y);
     if (MASKED) {
       const bool keep_x = at >= live_from && at < live_to, keep_y = at + 8 >= live_from && at + 8 < live_to;
       KV_UNROLL

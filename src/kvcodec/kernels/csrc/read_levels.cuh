@@ -12,8 +12,7 @@
 
 namespace kv {
 
-// A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words. Runs that
-// begin inside a word read up to one word behind their end: the norms' plane follows.
+// A part's RUN bits of a row that is cut into PARTS runs, first bit lowest; rows are whole 32-bit words.
 template <int RUN, int PARTS> struct PartStream {
   KV_CONST int WORDS = (RUN + 31) / 32;
   KV_FUNCTION int words_read() {
@@ -46,12 +45,12 @@ template <int RUN, int PARTS> struct PartStream {
       KV_UNROLL
       for (int i = 0; i < WORDS; ++i) w[i] = ((const uint32_t*)at)[i];
     } else {
-      constexpr int READ = words_read();
+      constexpr int READ = words_read(), ROW = RUN * PARTS / 32, SURE = ROW - RUN * (PARTS - 1) / 32;
       const uint32_t* from = (const uint32_t*)row + part * RUN / 32;
       const int shift = part * RUN % 32;
       uint32_t x[READ];
       KV_UNROLL
-      for (int i = 0; i < READ; ++i) x[i] = from[i];
+      for (int i = 0; i < READ; ++i) x[i] = from[i < SURE ? i : part * RUN / 32 + i < ROW ? i : 0];
       KV_UNROLL
       for (int i = 0; i < WORDS; ++i) w[i] = funnel(x[i], i + 1 < READ ? x[i + 1] : 0u, shift);
     }

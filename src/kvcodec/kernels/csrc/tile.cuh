@@ -81,22 +81,43 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
-// A reader may have ways to unpack that suit a head's tables: ways(table) is the last that does, 0 to 2, and Way<n> a
-// reader that takes way n, for tiles without dead slots. Way 0, the reader itself, suits all.
-template <class R> KV_CONSTEXPR auto has_ways(int) -> decltype(R::ways(nullptr), true) { return true; }
-template <class R> KV_CONSTEXPR bool has_ways(...) { return false; }
-template <class R, bool DEAD, int WAY, bool HAS = has_ways<R>(0)> struct UnpacksBy {
-  using Reader = typename Unpacks<R, DEAD>::Reader;
-};
-template <class R, int WAY> struct UnpacksBy<R, false, WAY, true> { using Reader = typename R::template Way<WAY>; };
-template <class R> KV_DEV int ways(const uint8_t* table) {
-  if constexpr (has_ways<R>(0)) return R::ways(table);
-  else return 2;
+// A reader may HOLD in registers what a lane needs of its tables: hold_keys(table, part, lane) or hold_values, which it
+// then gets in the place of the table.
+template <class R> KV_CONSTEXPR auto holds(int) -> decltype(R::HOLDS) { return R::HOLDS; }
+template <class R> KV_CONSTEXPR bool holds(...) { return false; }
+template <class K> KV_DEV auto held_of_keys(const uint8_t* table, int part, int lane) {
+  if constexpr (holds<K>(0)) return K::hold_keys(table, part, lane);
+  else return table;
 }
-
-// A reader may be IN_TWOS: two_keys and two_values unpack two tokens at once.
-template <class R> KV_CONSTEXPR auto is_in_twos(int) -> decltype(R::IN_TWOS) { return R::IN_TWOS; }
-template <class R> KV_CONSTEXPR bool is_in_twos(...) { return false; }
+template <class V> KV_DEV auto held_of_values(const uint8_t* table, int part, int lane) {
+  if constexpr (holds<V>(0)) return V::hold_values(table, part, lane);
+  else return table;
+}
+// A reader may be NUMBERED: a token's scale is scale_of(number), of a number(planes, token) below 16. Then the lanes of a
+// warp read the numbers of a tile together, a token or two each, instead of four lanes the same one.
+template <class R> KV_CONSTEXPR auto is_numbered(int) -> decltype(R::NUMBERED) { return R::NUMBERED; }
+template <class R> KV_CONSTEXPR bool is_numbered(...) { return false; }
+template <class K, class V, int T> struct TileNumbers {
+  KV_CONST bool ANY = is_numbered<K>(0) || is_numbered<V>(0);
+  KV_CONST int LANES = T < 32 ? T : 32;
+  uint32_t of[ANY ? LANES / 8 : 1];  // of token 8 i + g in bits 0-3 (keys) and 4-7, of the one 32 further above
+  KV_DEV TileNumbers(const Planes<K, T>& keys, const Planes<V, T>& values, int lane) {
+    if constexpr (ANY) {
+      uint32_t own = 0;
+      KV_UNROLL
+      for (int turn = 0; turn < T / LANES; ++turn) {
+        const int token = 32 * turn + lane % LANES;
+        if constexpr (is_numbered<K>(0)) own |= K::number(keys, token) << 8 * turn;
+        if constexpr (is_numbered<V>(0)) own |= V::number(values, token) << (8 * turn + 4);
+      }
+      KV_UNROLL
+      for (int i = 0; i < LANES / 8; ++i) of[i] = float_bits(shfl(bits_float(own), 8 * i + lane / 4));
+    }
+  }
+  // of token 8 n + g
+  KV_DEV float key_scale(int n) const { return K::scale_of(of[n % (LANES / 8)] >> n / 4 * 8); }
+  KV_DEV float value_scale(int n) const { return V::scale_of(of[n % (LANES / 8)] >> (n / 4 * 8 + 4)); }
+};
 
 // A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its tables:
 // model_channel(table, c) and source_channel(source, c) give the model's channel of c, by the tables in shared and in

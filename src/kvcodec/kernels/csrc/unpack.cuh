@@ -32,11 +32,11 @@ KV_DEV uint16_t round16(float x, int kind) {
   return kind == 0 ? half_bits(minimum(maximum(x, -65504.0f), 65504.0f)) : bf16_bits(x);
 }
 
-template <class R, int T>
-KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
-                        int part, int lane) {
+template <class R, int T, class H>
+KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, const H& held, int token, int part,
+                        int lane) {
   uint32_t r[R::K_REGS];
-  Unpacks<R, true>::Reader::keys(planes, table, token, part, lane, r);  // dead slots as well
+  Unpacks<R, true>::Reader::keys(planes, held, token, part, lane, r);  // dead slots as well
   if constexpr (R::K_BLOCKED) {
     uint32_t s[R::K_REGS], z[R::K_REGS];
     R::k_block(planes, token / R::BLOCK, part, s, z);
@@ -56,14 +56,14 @@ KV_DEV void unpack_keys(float (&x)[2 * R::K_REGS], const Planes<R, T>& planes, c
   }
 }
 
-template <class R, int T>
-KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const uint8_t* table, int token,
-                          int part, int lane) {
+template <class R, int T, class H>
+KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes, const H& held, int token, int part,
+                          int lane) {
   if constexpr (is_paired<R>(0)) {
     R::floats(planes, token, part, x);
   } else {
     uint32_t r[R::V_REGS];
-    Unpacks<R, true>::Reader::values(planes, table, token, part, lane, r);
+    Unpacks<R, true>::Reader::values(planes, held, token, part, lane, r);
     KV_UNROLL
     for (int e = 0; e < 2 * R::V_REGS; ++e) {
       x[e] = half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * R::v_weight(e);
@@ -197,12 +197,14 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     if (!mine) return;
     const Planes<K, T> key_planes{tile};
     const Planes<V, T> value_planes{tile + planes_bytes<K>(T)};
+    const auto k_held = held_of_keys<K>(k_table, j, lane);
+    const auto v_held = held_of_values<V>(v_table, g, lane);
     KV_NO_UNROLL
     for (int sub = 0; sub < T; sub += 16) {
       KV_UNROLL
       for (int half = 0; half < 2; ++half) {
         float x[2 * K::K_REGS];
-        unpack_keys<K, T>(x, key_planes, k_table, sub + 8 * half + g, j, lane);
+        unpack_keys<K, T>(x, key_planes, k_held, sub + 8 * half + g, j, lane);
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
@@ -222,7 +224,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       for (int turn = 0; turn < 4; ++turn) {
         const int token = 4 * turn + j;
         float x[2 * V::V_REGS];
-        unpack_values<V, T>(x, value_planes, v_table, sub + token, g, lane);
+        unpack_values<V, T>(x, value_planes, v_held, sub + token, g, lane);
         KV_UNROLL
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
