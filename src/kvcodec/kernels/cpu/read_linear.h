@@ -44,7 +44,8 @@ template <int BITS, class LookOf> inline void look_up(const Codes& rows, int fir
   const auto each = [&](int c, const auto& unpack) {
     const uint8_t* row = rows.row + c * BITS / 8;
     float* out = rows.out + c;
-    for (int t = 0; t < rows.count; ++t, row += rows.bytes, out += rows.dim) {
+    const int64_t bytes = rows.bytes, dim = rows.dim;  // for all that the compiler knows, `out` may lie over rows
+    for (int t = 0, count = rows.count; t < count; ++t, row += bytes, out += dim) {
       const auto look = look_of(t);
       unpack(row, [&](int j, I x) { store(out + j * LANES, look(x, c + j * LANES)); });
     }
@@ -84,7 +85,7 @@ template <int BITS> inline void order_row(const int32_t*, int dim, int16_t* chan
 inline void unpack_saw(const Rows& r) {
   float scales[2 * TILE];
   halves(r.row(1, r.first, 4), 2 * r.count, scales);
-  look_up<4>(Codes(r, 4), 0, r.dim, [&](int t) {
+  look_up<4>(Codes(r, 4), 0, r.dim, [scales = (const float*)scales](int t) {
     const F s = splat(scales[2 * t]), z = splat(scales[2 * t + 1]);
     return Table<4>([=](I q) { return s * (convert(q) - z); });
   });

@@ -73,19 +73,23 @@ inline F picked(F a, F b, I mask) {
 
 // Lanes whose number has the bit HALF are b's, the others a's; to each is added the lane HALF away.
 template <int HALF> inline F fold(F a, F b) {
-  I same, other;
-  for (int i = 0; i < LANES; ++i) {
-    const int from = i & HALF ? LANES : 0;
-    same[i] = from + i, other[i] = from + (i ^ HALF);
-  }
-  return KV_SHUFFLE(a, b, same) + KV_SHUFFLE(a, b, other);
+  I other;
+  for (int i = 0; i < LANES; ++i) other[i] = (i & HALF ? LANES : 0) + (i ^ HALF);
+#if defined(__AVX512F__)  // a blend runs on two ports, a shuffle on one
+  constexpr __mmask16 B = HALF == 8 ? 0xff00 : HALF == 4 ? 0xf0f0 : HALF == 2 ? 0xcccc : 0xaaaa;
+  const F first = (F)_mm512_mask_blend_ps(B, (__m512)a, (__m512)b);
+#else
+  I same;
+  for (int i = 0; i < LANES; ++i) same[i] = (i & HALF ? LANES : 0) + i;
+  const F first = KV_SHUFFLE(a, b, same);
+#endif
+  return first + KV_SHUFFLE(a, b, other);
 }
 
-// lane i: the sum of x[i]'s lanes; x has LANES vectors and is overwritten
-template <int HALF = LANES / 2> inline F sums(F* x) {
-  for (int i = 0; i < HALF; ++i) x[i] = fold<HALF>(x[i], x[i + HALF]);
-  if constexpr (HALF > 1) return sums<HALF / 2>(x);
-  else return x[0];
+// lane i: the sum of x[i]'s lanes; x has LANES vectors. Depth first, so that few of them are held at a time
+template <int HALF = 1> inline F sums(const F* x, int first = 0) {
+  if constexpr (HALF == LANES) return x[first];
+  else return fold<HALF>(sums<2 * HALF>(x, first), sums<2 * HALF>(x, first + HALF));
 }
 
 // x's lanes joined in pairs, then pairs of pairs, ...; every lane has the result
