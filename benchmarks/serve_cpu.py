@@ -5,7 +5,8 @@
 Each way is a process with the engine inside, on one thread; they take turns of a few steps, so that another load of the
 machine falls on all. The model has random weights. The keys and values of the prompts are random numbers that go into
 the blocks by the engine's own call; no prompt is computed, which would take most of an hour. A step is timed from the
-scheduler to the sampled tokens; CPU seconds beside it, which wait for nobody.
+scheduler to the sampled tokens; CPU seconds beside it, which do not count waiting. Results:
+``benchmarks/results/cpu/serve-SHAPE.json``; docs/serve.md quotes them.
 """
 
 import argparse
