@@ -2,10 +2,10 @@
 
     .venv-serve/bin/python benchmarks/serve_cpu.py [--out FILE] [--preset saw-int4] [--shape smollm2] [--tokens 8192]
 
-Each way is a process with the engine inside, on one thread (``--threads``); they take turns of a few steps, so that another load of the
-machine falls on all. The model has random weights. The keys and values of the prompts are random numbers that go into
-the blocks by the engine's own call; no prompt is computed, which would take most of an hour. A step is timed from the
-scheduler to the sampled tokens; CPU seconds beside it, which do not count waiting. Results:
+Each way is a process with the engine inside, on one thread (``--threads``); they take turns of a few steps, so that
+another load of the machine falls on all. The model has random weights. The keys and values of the prompts are random
+numbers that go into the blocks by the engine's own call; no prompt is computed, which would take most of an hour. A
+step is timed from the scheduler to the sampled tokens; CPU seconds beside it, which do not count waiting. Results:
 ``benchmarks/results/cpu/serve-SHAPE.json``; docs/serve.md quotes them.
 """
 
@@ -211,7 +211,7 @@ def compare(given: argparse.Namespace) -> None:
 
         from kvcodec_lab.stamp import stamp
 
-        options = {name: getattr(given, name) for name in ("preset", "shape", "tokens", "requests", "rounds", "threads")}
+        options = {name: x for name, x in vars(given).items() if name not in ("out", "way", "model", "ways")}
         found = {**stamp(torch.device("cpu"), 0), "options": options, "load_average": load, "rows": rows}
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 
