@@ -2,10 +2,11 @@
 
     .venv-serve/bin/python benchmarks/serve_cpu.py [--out FILE] [--preset saw-int4] [--shape smollm2] [--tokens 8192]
 
-Each way is a process with the engine inside, on one thread; they take turns of a few steps, so that another load of the
-machine falls on all. The model has random weights. The keys and values of the prompts are random numbers that go into
-the blocks by the engine's own call; no prompt is computed, which would take most of an hour. A step is timed from the
-scheduler to the sampled tokens; CPU seconds beside it, which wait for nobody.
+Each way is a process with the engine inside, on one thread (``--threads``); they take turns of a few steps, so that
+another load of the machine falls on all. The model has random weights. The keys and values of the prompts are random
+numbers that go into the blocks by the engine's own call; no prompt is computed, which would take most of an hour. A
+step is timed from the scheduler to the sampled tokens; CPU seconds beside it, which do not count waiting. Results:
+``benchmarks/results/cpu/serve-SHAPE.json``; docs/serve.md quotes them.
 """
 
 import argparse
@@ -30,7 +31,6 @@ SHAPES = {
     },
 }  # fmt: skip
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--as", dest="way", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -74,7 +75,7 @@ def serve(given: argparse.Namespace) -> None:
         from kvcodec.kernels.cpu import library
 
         library.chosen = lambda: Path("left-out.so")
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
     forward = GPUModelRunner._model_forward
     generator = torch.Generator().manual_seed(0)
 
@@ -137,10 +138,11 @@ def tell(what: dict[str, Any]) -> None:
 class Way:
     """A process that serves one way."""
 
-    def __init__(self, way: str, argv: list[str]) -> None:
+    def __init__(self, way: str, argv: list[str], threads: int) -> None:
         self.name, self.wall, self.cpu = way, [], []
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *argv, "--as", way], env={**os.environ, **ENVIRONMENT}, text=True,
+            [sys.executable, __file__, *argv, "--as", way], text=True,
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -171,11 +173,11 @@ def compare(given: argparse.Namespace) -> None:
         )
         config.save_pretrained(folder)
         argv = ["--model", folder]
-        for name in ("preset", "shape", "tokens", "requests"):
+        for name in ("preset", "shape", "tokens", "requests", "threads"):
             argv += [f"--{name}", str(getattr(given, name))]
         ways, about = [], {}
         for name in given.ways.split(","):  # one after another: loading takes memory
-            ways.append(Way(name, argv))
+            ways.append(Way(name, argv, given.threads))
             about[name] = ways[-1].told()
             print(f"{name}: {about[name]}", file=sys.stderr, flush=True)
         load = [os.getloadavg()[0]]
@@ -209,8 +211,8 @@ def compare(given: argparse.Namespace) -> None:
 
         from kvcodec_lab.stamp import stamp
 
-        options = {name: getattr(given, name) for name in ("preset", "shape", "tokens", "requests", "rounds")}
-        found = {**stamp(torch.device("cpu"), 0), "options": options, "load_average": load, "threads": 1, "rows": rows}
+        options = {name: x for name, x in vars(given).items() if name not in ("out", "way", "model", "ways")}
+        found = {**stamp(torch.device("cpu"), 0), "options": options, "load_average": load, "rows": rows}
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -70,7 +70,7 @@ def test_what_cannot_be_stored_is_zero_bytes() -> None:
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("spec", ALONE)
 def test_attention_is_the_references(spec: str, rules: str) -> None:
-    """Decode steps of three requests, one of them without tokens, and chunks of a prompt; pages before a window freed."""
+    """Decode steps of three requests, one of them without tokens, and chunks of a prompt, with pages freed."""
     layer, rule = single.made(spec), RULES[rules]
     cache, lengths = filled(layer), [TOKENS, 0, 17]
     table = torch.zeros(3, 6, dtype=torch.int32)

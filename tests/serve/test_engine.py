@@ -1,5 +1,6 @@
 """The real engine on the CPU, in this process: the library's tokens, whatever the scheduler does with the requests."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.kernels.cpu import library
 from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
 
 SERVED = {
@@ -25,7 +27,7 @@ SERVED = {
 IDS = prompts(40, 7, 33)
 
 
-def library(model: Any, spec: str, ids: list[int], new: int = NEW) -> list[int]:
+def generated(model: Any, spec: str, ids: list[int], new: int = NEW) -> list[int]:
     """What the library's own cache generates, every query reading what is stored."""
     cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
     with torch.no_grad():
@@ -40,7 +42,7 @@ def spec_of(preset: str) -> str:
 @pytest.mark.parametrize("preset", SERVED)
 def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> None:
     """In one call per prompt or in chunks of 16 tokens, with others or alone, and with a prefix that is cached."""
-    want = [library(llama.model, spec_of(preset), ids) for ids in IDS]
+    want = [generated(llama.model, spec_of(preset), ids) for ids in IDS]
     with engine(llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=16) as llm:
         assert generate(llm, IDS) == want
         assert metric(llm, "prefix_cache_hits") == 0
@@ -61,7 +63,7 @@ def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> 
 def test_windows_and_hybrids(name: str, saved: Any) -> None:
     """Sliding and full layers in groups of their own; sliding ones alone; keys with a large bias."""
     made = saved(name)
-    want = [library(made.model, "int-8", ids) for ids in IDS]
+    want = [generated(made.model, "int-8", ids) for ids in IDS]
     with engine(made.folder, {"preset": "int-8"}, max_num_batched_tokens=16, block_size=16) as llm:
         assert generate(llm, IDS) == want
         assert generate(llm, IDS) == want
@@ -121,6 +123,30 @@ def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypat
             for role in ROLES:
                 for name, field in store.read(role, 0, tokens).items():
                     assert torch.equal(held.read(role, 0, tokens)[name], field), (role, name)
+
+
+@pytest.mark.parametrize("preset", ["saw-int4", "octopus-3"])
+def test_without_compiled_kernels_the_reference_serves_and_says_so(
+    preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcodec.integrations.vllm import backend
+
+    told: list[str] = []
+    monkeypatch.setattr(backend.logger, "info", lambda text, *given: told.append(text % given))
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *given: told.append(text % given))
+    want = [generated(llama.model, spec_of(preset), ids) for ids in IDS]
+    given = {"preset": preset, **SERVED[preset]}
+    for compiled in (True, False):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(library, "chosen", lambda: Path("missing.so"))
+            with engine(llama.folder, given, max_num_batched_tokens=16, block_size=16) as llm:
+                assert generate(llm, IDS) == want
+        said = " ".join(told)
+        assert ("are served by the kernels 'cpu" in said) == compiled
+        assert ("layers are served by the reference, which is slow: " in said) != compiled
+        assert ("the CPU kernels are not compiled (missing.so is missing)" in said) != compiled
+        told.clear()
 
 
 def test_without_a_preset_the_engine_is_as_it_was(llama: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.serve.engines import ENVIRONMENT, prompts
-from tests.serve.test_engine import library
+from tests.serve.test_engine import generated
 
 SCRIPT = """
 import json, sys
@@ -38,4 +38,4 @@ def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path:
     )  # fmt: skip
     found = [line for line in done.stdout.splitlines() if "TOKENS" in line]
     assert found, done.stdout[-2000:] + done.stderr[-3000:]
-    assert json.loads(found[0].split("TOKENS", 1)[1]) == [library(llama.model, preset, own) for own in ids]
+    assert json.loads(found[0].split("TOKENS", 1)[1]) == [generated(llama.model, preset, own) for own in ids]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.kernels.cpu import library
 from tests.serve.engines import Server, prompts
-from tests.serve.test_engine import library
+from tests.serve.test_engine import generated
 
 PRESETS = {"saw-int4": {}, "ultraquant": {}, "octopus-3": {"window": 0}}
 F32 = torch.float32
@@ -41,6 +42,8 @@ def servers(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 def test_a_server_streams_what_the_library_generates(preset: str, servers: Any, llama: Any) -> None:
     server = servers[preset]
     assert server.wait() is None, server.text()[-3000:]
+    assert f"layers are served by the kernels 'cpu {library.variant()}'" in server.text()
+    assert "the reference" not in server.text()
     spec = ":".join([preset, *(f"{k}={v}" for k, v in PRESETS[preset].items())])
     scheme = kvcodec.get(spec)
     block = sum(
@@ -50,7 +53,7 @@ def test_a_server_streams_what_the_library_generates(preset: str, servers: Any, 
     assert int(server.setting("num_gpu_blocks")) == MEMORY // block
     assert int(server.setting("block_size")) == BLOCK
     (ids,) = prompts(70)
-    want = [f"t{i}" for i in library(llama.model, spec, ids)]
+    want = [f"t{i}" for i in generated(llama.model, spec, ids)]
     for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
         assert "".join(server.complete(ids)).split() == want
         assert server.metric("prefix_cache_hits_total") == hits

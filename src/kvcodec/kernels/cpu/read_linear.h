@@ -12,7 +12,7 @@ namespace kv {
 // Whether a row of codes is read in blocks: a lane has the codes of BYTES bytes, whose first ones are the lanes of one
 // vector, the next ones of the next, so that a shift and a look-up make a vector.
 template <int BITS, int BYTES>
-constexpr bool BLOCKS = BITS == 3 ? BYTES == 3 : (BYTES == 4 || BYTES == 1) && (BITS == 4 || BITS == 2 || BITS == 1);
+constexpr bool BLOCKS = BITS == 3 ? BYTES == 3 : BYTES != 3 && (BITS == 4 || BITS == 2 || BITS == 1);
 
 // `with(c, constant)` gets the blocks of channels [first, end) by their first channel and the bytes of a lane
 template <int BITS, class With> inline int in_blocks(int first, int end, const With& with) {
@@ -22,6 +22,7 @@ template <int BITS, class With> inline int in_blocks(int first, int end, const W
   };
   of(std::integral_constant<int, 4>());
   of(std::integral_constant<int, 3>());
+  of(std::integral_constant<int, 2>());
   of(std::integral_constant<int, 1>());
   return first;
 }
