@@ -185,13 +185,15 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost 
   KV_DEV static Held<K_REGS> hold_keys(const uint8_t* table, int part, int lane) {
     Held<K_REGS> held{{}, table};
     KV_UNROLL
-    for (int i = 0; i < K_REGS; ++i) held.origins[i] = Pairs::origin(table[ORDER + D + k_channel(part, 2 * i) / 2], lane);
+    for (int i = 0; i < K_REGS; ++i)
+      held.origins[i] = Pairs::origin(table[ORDER + D + k_channel(part, 2 * i) / 2], lane);
     return held;
   }
   KV_DEV static Held<V_REGS> hold_values(const uint8_t* table, int part, int lane) {
     Held<V_REGS> held{{}, BORROWS ? table - KEYS_TABLE : table};
     KV_UNROLL
-    for (int i = 0; i < V_REGS; ++i) held.origins[i] = Pairs::origin(table[ORDER + D + v_channel(part, 2 * i) / 2], lane);
+    for (int i = 0; i < V_REGS; ++i)
+      held.origins[i] = Pairs::origin(table[ORDER + D + v_channel(part, 2 * i) / 2], lane);
     return held;
   }
 

@@ -93,8 +93,8 @@ template <class V> KV_DEV auto held_of_values(const uint8_t* table, int part, in
   if constexpr (holds<V>(0)) return V::hold_values(table, part, lane);
   else return table;
 }
-// A reader may be NUMBERED: a token's scale is scale_of(number), of a number(planes, token) below 16. Then the lanes of a
-// warp read the numbers of a tile together, a token or two each, instead of four lanes the same one.
+// A reader may be NUMBERED: a token's scale is scale_of(number), of a number(planes, token) below 16. Then the lanes of
+// a warp read the numbers of a tile together, a token or two each, instead of four lanes the same one.
 template <class R> KV_CONSTEXPR auto is_numbered(int) -> decltype(R::NUMBERED) { return R::NUMBERED; }
 template <class R> KV_CONSTEXPR bool is_numbered(...) { return false; }
 template <class K, class V, int T> struct TileNumbers {
