@@ -331,7 +331,7 @@ struct Decoder {
     KV_NO_UNROLL
     for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
 
-    if (codes && !filled) fill_tables(a, shared, b, h);
+    if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
     if (TEAMS > 1 && !filled) sync_threads();
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
