@@ -74,6 +74,7 @@ struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;  // heads of a lane
+  KV_CONST int THREADS = TEAMS * WARPS * 32;
   // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;
@@ -259,7 +260,6 @@ struct Decoder {
     const uint8_t* keys = source_of<K>(a.key.table, a.key.table_head, b, h);
     const uint8_t* values = source_of<V>(a.value.table, a.value.table_head, b, h);
     const int mine = opaque(thread());  // what follows from it is not held in registers from piece to piece
-    constexpr int THREADS = TEAMS * WARPS * 32;
     constexpr int FIRST = K::TABLE && V::TABLE && THREADS > 32 ? THREADS / 64 * 32 : 0;  // who fills the keys' alone
     if constexpr (FIRST > 0) {
       if (mine < FIRST) K::fill(shared, keys, mine, FIRST);
@@ -269,7 +269,7 @@ struct Decoder {
       if (V::TABLE) V::fill(shared + align16(K::TABLE), values, mine, THREADS);
     }
     if constexpr (PAIRS > 0)
-      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, mine, TEAMS * WARPS * 32);
+      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, mine, THREADS);
   }
 
   // tiles [from, to) of a piece, of those that hold tokens [begin, end)

@@ -155,12 +155,13 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
                       end - 1};
     const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
                       end - 1};
-    uint32_t next_x[R::K_REGS], next_y[R::K_REGS];  // keys of the next tile, under way
+    uint32_t next_x[R::K_REGS], next_y[R::K_REGS];  // keys of the next tile, under way where registers allow
     auto fetch = [&](int t) {
       keys(k_rows.row(begin + 16 * t + g), j, next_x);
       keys(k_rows.row(begin + 16 * t + g + 8), j, next_y);
     };
-    fetch(live.from);
+    constexpr bool AHEAD = Loop::THREADS <= 384;
+    if (AHEAD) fetch(live.from);
     Loop::sync();  // all warps have read the codes' query
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 0, 1};
@@ -171,6 +172,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     for (int t = live.from; t < tiles; t += live.step) {
       const int first = begin + 16 * t;
       uint32_t x[R::K_REGS], y[R::K_REGS];
+      if (!AHEAD) fetch(t);
       KV_UNROLL
       for (int k = 0; k < R::K_REGS; ++k) x[k] = R::half2(next_x[k]), y[k] = R::half2(next_y[k]);
       uint32_t u[2][V::V_REGS], w[2][V::V_REGS];  // under way while scores are made
@@ -183,7 +185,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] = 0.0f;
       dots<R, D, HEADS>(s, x, y, q.r, 0, R::K_REGS);
-      if (t + live.step < tiles) fetch(t + live.step);
+      if (AHEAD && t + live.step < tiles) fetch(t + live.step);
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] *= q.scale[i % N];
       if (CAP) soft_cap(s, a.softcap);
