@@ -260,7 +260,8 @@ struct Decoder {
     const uint8_t* keys = source_of<K>(a.key.table, a.key.table_head, b, h);
     const uint8_t* values = source_of<V>(a.value.table, a.value.table_head, b, h);
     const int mine = opaque(thread());  // what follows from it is not held in registers from piece to piece
-    constexpr int FIRST = K::TABLE && V::TABLE && THREADS > 32 ? THREADS / 64 * 32 : 0;  // who fills the keys' alone
+    // tables of one size are filled side by side, the keys' by the first half of the warps
+    constexpr int FIRST = K::TABLE && K::TABLE == V::TABLE && THREADS > 32 ? THREADS / 64 * 32 : 0;
     if constexpr (FIRST > 0) {
       if (mine < FIRST) K::fill(shared, keys, mine, FIRST);
       else V::fill(shared + align16(K::TABLE), values, mine - FIRST, THREADS - FIRST);
