@@ -191,6 +191,26 @@ def test_a_short_sequence_is_split_less(spec: str, splits: list[int]) -> None:
     assert [launch.config_for(pair, 4, capacity, launch.H200).splits for capacity in tokens] == splits
 
 
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("saw-int4", (32, 1, 8)),
+        ("octopus-2", (32, 2, 8)),
+        ("octopus-4", (32, 1, 8)),
+        ("hqmq-s24_r3", (32, 2, 8)),
+        ("hqmq-s48_r4", (16, 2, 8)),
+        ("hqmq-s192_r4", (16, 2, 8)),
+    ],
+)
+def test_many_short_sequences_go_to_eight_teams(spec: str, wanted: tuple[int, int, int]) -> None:
+    """128 x 1,024 tokens, 8 KV heads: eight pieces for a multiprocessor, in one round; tile, warps, teams."""
+    made = kvcodec.get(spec)
+    pair = specs.decode_spec(made.key, made.value, 128, 64)
+    config = launch.config_for(pair, 1024, 1024, launch.H200, heads=4)
+    assert (config.tile, config.warps, config.teams) == wanted
+    assert launch.shared_bytes(pair, config, heads=4) <= launch.H200.shared_block
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,26 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
     assert merged == ([(3 * heads * group, 1, 1)] if slots > 1 else [])
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
+    """Their query lies in the ring; the host counts the same shared memory as the program, which asserts it."""
+    made, dim, heads, group, page, lens = kvcodec.get("hqmq-s48_r4"), 64, 2, 3, 64, [130, 0, 37, 64, 1]
+    store, params, (k, v) = fill(made.key, made.value, dim, heads, lens, page)
+    pair = specs.decode_spec(made.key, made.value, dim, page)
+    q = torch.randn(len(lens), heads * group, 1, dim, generator=torch.Generator().manual_seed(2))
+    config = launch.Config(16, 2, stages, 1, 1, 2)
+    key, value = (constants_for(s, params[r], heads, dim) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
+    got, lse = attention.decode_attention(
+        q, store.pages, store.table, torch.tensor(lens, dtype=torch.int32), spec=attention.text_of(pair), key=key,
+        value=value, scale=dim**-0.5, num_kv_heads=heads, config=config,
+    )  # fmt: skip
+    want, want_lse = reference(q, k, v, None, lens, [0] * len(lens), None, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-3)
+    ((_, threads, shared, _),) = machine["kv_decode"].launches
+    assert (threads, shared) == (4 * 32, launch.shared_bytes(pair, config, heads=4))
+
+
 def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> None:
     store, params, (k, v) = fill(SAW.key, SAW.value, 64, 1, [50], 64)
     pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)

@@ -17,7 +17,7 @@ from kvcodec.kernels.spec import reader as reader_of
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.split_words import pack_split
 from tests.kernels import harness
-from tests.kernels.decode_cases import CASES, Side, check_all, each_in_turn, two_dims_in_turn
+from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels
 
 DIMS = [64, 96, 128, 192, 256]
@@ -284,6 +284,19 @@ def test_hqmq_beside_another_codec(role: Role) -> None:
     check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_teams_share_tables(stages: int) -> None:
+    """More pieces than teams, pieces with fewer tiles than stages, pieces of dense tokens alone."""
+    for codec in (Hqmq(24, 3), Hqmq(48, 4)):
+        key, value = hqmq_side(codec, "key"), hqmq_side(codec, "value")
+        for teams, warps in ((2, 2), (3, 1)):
+            cases = (
+                Case((130, 7, 64, 0, 200, 33, 1), heads=2, group=8),
+                Case((130, 7, 64, 300), heads=2, group=3, splits=2, dense=(3, 0, 17, 1), sinks=True, order=5),
+            )
+            check_all(key, value, 64, cases, Geometry(tile=16, warps=warps, teams=teams, stages=stages))
+
+
 DECODER = """
 #include "decode.cuh"
 #include "read_hqmq.cuh"
@@ -306,6 +319,7 @@ KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
             (Octopus(4, 2), 4, 40, 1.8),
             (Octopus(5, 3), 4, 36, 2.4),
             (Hqmq(24, 3), 4, 32, 2.35),
+            (Hqmq(48, 4), 4, 32, 2.8),
         ]
     ),
     ids=str,

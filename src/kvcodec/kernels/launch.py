@@ -66,12 +66,13 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128) + tile_bytes(spec.pairs, config.tile)
     rows = 4 * (heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
-    query += team_bytes(spec.pairs, heads, config.warps)
-    scratch = max(spec.key.scratch, spec.value.scratch)
-    ring = config.warps * (config.stages * align(spec.tile_bytes(config.tile), 128) + scratch)
+    stage = config.warps * align(spec.tile_bytes(config.tile), 128)
+    later = (config.stages - 1) * stage
+    brief = config.teams > 1 and spec.key.shared + spec.value.shared > 0  # later stages take the query's place
+    team = stage + (max(query, later) if brief else query + later)
+    team += team_bytes(spec.pairs, heads, config.warps) + config.warps * max(spec.key.scratch, spec.value.scratch)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
-    shared_out = tables + config.teams * max(query + ring, merge)
-    need = shared_out if config.teams > 1 else max(tables + query + ring, merge)
+    need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
         need = max(need, align(32 * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
     return max(need, spec.key.reach, spec.value.reach)
@@ -160,10 +161,13 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
             config = Config(tile, warps, 2, 1, 1, teams)
             if warps * teams > spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
                 continue
+            many = warps * teams > 8
+            if many and tile * spec.head_dim > 4096:  # registers
+                continue
             rounds = units / (machine.sms * teams)
             whole = math.ceil(rounds)
             score = rounds / whole / (1 + 0.08 * (whole - 1)) * (0.75 + warps * teams / 64)
-            score *= 0.85 if tile < min(32, longest) else 1
+            score *= 1 if tile >= min(32, longest) else 0.92 if many else 0.85
             if score > most:
                 best, most = config, score
     return best

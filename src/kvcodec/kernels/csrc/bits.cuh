@@ -136,13 +136,15 @@ template <int ENTRIES, int BUDGET, int BESIDE = 1> struct Table8 {
   // DOWN: the last row first
   template <bool DOWN = false> KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     check_shared_base();
-    constexpr int AHEAD = 4;  // loads in flight
+    constexpr int AHEAD = 6;  // loads in flight
+    const int turn = thread * (STRIDE < 128 ? STRIDE : 128) / 128;
     const Words2* entries = (const Words2*)from;
     KV_NO_UNROLL
     for (int first = thread; first < ENTRIES; first += AHEAD * threads) {
       Words2 x[AHEAD];
       KV_UNROLL
-      for (int n = 0; n < AHEAD; ++n) x[n] = entries[first + n * threads < ENTRIES ? first + n * threads : 0];
+      for (int n = 0; n < AHEAD; ++n)
+        if (first + n * threads < ENTRIES) x[n] = entries[first + n * threads];
       KV_UNROLL
       for (int n = 0; n < AHEAD; ++n) {
         if (first + n * threads >= ENTRIES) continue;
@@ -151,8 +153,8 @@ template <int ENTRIES, int BUDGET, int BESIDE = 1> struct Table8 {
           ((Words2*)to)[i] = x[n];
         } else {
           KV_UNROLL
-          for (int c = 0; c < COPIES / 2; ++c)  // neighbouring threads begin at different copies: different banks
-            ((Words4*)to)[i * (STRIDE / 16) + (c + thread) % (COPIES / 2)] = Words4{x[n].a, x[n].b, x[n].a, x[n].b};
+          for (int c = 0; c < COPIES / 2; ++c)  // eight neighbouring threads, and entries, in all banks
+            ((Words4*)to)[i * (STRIDE / 16) + (c + turn) % (COPIES / 2)] = Words4{x[n].a, x[n].b, x[n].a, x[n].b};
         }
       }
     }

@@ -74,6 +74,7 @@ struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;  // heads of a lane
+  KV_CONST int THREADS = TEAMS * WARPS * 32;
   // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;
@@ -82,7 +83,11 @@ struct Decoder {
   KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  KV_CONST int TEAM = QUERY + Mean::SHARED + WARPS * (STAGES * TILE + SCRATCH);
+  // the ring, stage by stage of all warps. Teams that share tables have their query where its later stages will be.
+  KV_CONST bool BRIEF = TEAMS > 1 && CODEBOOKS > 0;
+  KV_CONST int STAGE = WARPS * TILE, LATER = (STAGES - 1) * STAGE;
+  KV_CONST int RING = BRIEF ? STAGE + (QUERY > LATER ? QUERY : LATER) : QUERY + STAGE + LATER;
+  KV_CONST int TEAM = RING + Mean::SHARED + WARPS * SCRATCH;
   // the warps' results, which overwrite everything else; those of a team, in its own memory
   KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
   KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
@@ -255,10 +260,17 @@ struct Decoder {
     const uint8_t* keys = source_of<K>(a.key.table, a.key.table_head, b, h);
     const uint8_t* values = source_of<V>(a.value.table, a.value.table_head, b, h);
     const int mine = opaque(thread());  // what follows from it is not held in registers from piece to piece
-    if (K::TABLE) K::fill(shared, keys, mine, TEAMS * WARPS * 32);
-    if (V::TABLE) V::fill(shared + align16(K::TABLE), values, mine, TEAMS * WARPS * 32);
+    // tables of one size are filled side by side, the keys' by the first half of the warps
+    constexpr int FIRST = K::TABLE && K::TABLE == V::TABLE && THREADS > 32 ? THREADS / 64 * 32 : 0;
+    if constexpr (FIRST > 0) {
+      if (mine < FIRST) K::fill(shared, keys, mine, FIRST);
+      else V::fill(shared + align16(K::TABLE), values, mine - FIRST, THREADS - FIRST);
+    } else {
+      if (K::TABLE) K::fill(shared, keys, mine, THREADS);
+      if (V::TABLE) V::fill(shared + align16(K::TABLE), values, mine, THREADS);
+    }
     if constexpr (PAIRS > 0)
-      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, mine, TEAMS * WARPS * 32);
+      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, mine, THREADS);
   }
 
   // tiles [from, to) of a piece, of those that hold tokens [begin, end)
@@ -300,10 +312,10 @@ struct Decoder {
     ask_early(a, filled, split, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
-    float* query = (float*)own;
-    uint8_t* means = own + QUERY;
-    uint8_t* ring = means + Mean::SHARED + warp * (STAGES * TILE + SCRATCH);
-    uint8_t* scratch = ring + STAGES * TILE;
+    float* query = (float*)(own + (BRIEF ? STAGE : 0));
+    uint8_t* ring = own + (BRIEF ? 0 : QUERY) + warp * TILE;
+    uint8_t* means = own + RING;
+    uint8_t* scratch = means + Mean::SHARED + warp * SCRATCH;
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
 
@@ -319,7 +331,7 @@ struct Decoder {
         const int next = fetched + WARPS;
         const int ahead = next < to ? row[next * T / P] : 0;
         const uint8_t* at = a.pages + ((int64_t)page * a.heads + h) * stride;
-        fetch_tile<K, V, P, T>(ring + stage * TILE, at, fetched * T % P, lane);
+        fetch_tile<K, V, P, T>(ring + stage * STAGE, at, fetched * T % P, lane);
         page = ahead;
         fetched = next;
       }
@@ -329,9 +341,9 @@ struct Decoder {
     const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
-    for (int stage = 0; stage < STAGES; ++stage) fetch(stage);
+    for (int stage = 0; stage < (BRIEF ? 1 : STAGES); ++stage) fetch(stage);
 
-    if (codes && !filled) fill_tables(a, shared, b, h);
+    if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
     if (TEAMS > 1 && !filled) sync_threads();
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
@@ -353,11 +365,16 @@ struct Decoder {
     const auto k_held = held_of_keys<K>(k_table, lane % 4, lane);
     const auto v_held = held_of_values<V>(v_table, lane / 4, lane);
     int stage = 0;
+    if constexpr (BRIEF) {
+      sync();  // the query has been taken
+      KV_NO_UNROLL
+      for (int later = 1; later < STAGES; ++later) fetch(later);
+    }
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
       copy_wait<STAGES - 1>();
       sync_warp();
-      const uint8_t* at = ring + stage * TILE;
+      const uint8_t* at = ring + stage * STAGE;
       const bool whole = t * T >= begin && t * T + T <= end;
       if (whole) tile<false>(st, q, a, at, k_held, v_held, lane, 0, T, mean, scratch);
       else tile<true>(st, q, a, at, k_held, v_held, lane, begin - t * T, end - t * T, mean, scratch);

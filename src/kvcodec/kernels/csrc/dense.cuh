@@ -71,9 +71,13 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     KV_DEV const uint8_t* row(int token) const { return base + (token < last ? token : last) * stride; }
   };
 
+  // two channels to a word, as they are in memory; of keys in the order of ReadDense
   KV_DEV static void keys(const uint8_t* row, int part, uint32_t (&r)[R::K_REGS]) {
-    const uint8_t* planes[1] = {row};
-    R::keys(planes, nullptr, 0, part, 0, r);
+    KV_UNROLL
+    for (int i = 0; i < R::K_REGS; i += 4) {
+      const Words4 w = *(const Words4*)(row + i * 16 + part * 16);
+      r[i] = w.a, r[i + 1] = w.b, r[i + 2] = w.c, r[i + 3] = w.d;
+    }
   }
   // whether a part's elements are runs of n neighbouring channels, each from a multiple of n on
   KV_FUNCTION bool in_runs(int n) {
@@ -86,7 +90,6 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     return 2 * V::V_REGS % n == 0;
   }
   KV_CONST int RUN = in_runs(8) ? 8 : in_runs(4) ? 4 : 1;
-  // two channels to a word, as they are in memory
   KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V::V_REGS]) {
     if constexpr (RUN == 1) {
       KV_UNROLL
@@ -148,22 +151,30 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     const Live live(a, b, split, warp);
     const int begin = live.begin, end = live.end, tiles = live.tiles;
     if (!Live::any(a, tiles, split)) return;
+    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
+                      end - 1};
+    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
+                      end - 1};
+    uint32_t next_x[R::K_REGS], next_y[R::K_REGS];  // keys of the next tile, under way where registers allow
+    auto fetch = [&](int t) {
+      keys(k_rows.row(begin + 16 * t + g), j, next_x);
+      keys(k_rows.row(begin + 16 * t + g + 8), j, next_y);
+    };
+    constexpr bool AHEAD = Loop::THREADS <= 384;
+    if (AHEAD) fetch(live.from);
     Loop::sync();  // all warps have read the codes' query
     Query<R, D, HEADS> q;
     const Side model{nullptr, nullptr, 0, 0, 0, 1};
     stage_query<R, D, WARPS>(shared, query_rows, a, model, h, live_heads, warp);
     Loop::sync();
     take_query<R, D>(q, shared, nullptr, a);
-    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
-                      end - 1};
-    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
-                      end - 1};
     KV_NO_UNROLL
     for (int t = live.from; t < tiles; t += live.step) {
       const int first = begin + 16 * t;
       uint32_t x[R::K_REGS], y[R::K_REGS];
-      keys(k_rows.row(first + g), j, x);
-      keys(k_rows.row(first + g + 8), j, y);
+      if (!AHEAD) fetch(t);
+      KV_UNROLL
+      for (int k = 0; k < R::K_REGS; ++k) x[k] = R::half2(next_x[k]), y[k] = R::half2(next_y[k]);
       uint32_t u[2][V::V_REGS], w[2][V::V_REGS];  // under way while scores are made
       KV_UNROLL
       for (int odd = 0; odd < 2; ++odd) {
@@ -174,6 +185,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] = 0.0f;
       dots<R, D, HEADS>(s, x, y, q.r, 0, R::K_REGS);
+      if (AHEAD && t + live.step < tiles) fetch(t + live.step);
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] *= q.scale[i % N];
       if (CAP) soft_cap(s, a.softcap);

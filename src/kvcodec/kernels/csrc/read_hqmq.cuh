@@ -100,6 +100,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
     KV_DEV static void apart(const P& planes, const uint8_t* table, int token, int own, int part, int lane,
                              uint32_t* r) {
       constexpr int EIGHTH = Fields::EIGHTH, BITS = Fields::BITS ? Fields::BITS : 1;
+      constexpr bool TWO = EIGHTH % 4 == 0;  // chunks k and k + 2 have their signs in one word
       const Stream<CHUNKS * Fields::LOW / 8, N * Fields::LOW> low(planes[0], token, own, part);
       const Stream<CHUNKS / 2, 4 * N> radii(planes[1], token, own, part);
       const Stream<BITS * EIGHTH, 8 * BITS * EIGHTH> bits(planes[Fields::BITS ? 2 : 1], token, own, 0);
@@ -111,20 +112,21 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
           at = address(low.w[k / 4], k % 4, bits.w[i / 4] >> g, i % 4, lane);
         } else {
           const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO);
-          at = ((PLACE == VALUES ? ~x : x) & LAST << TO) | Codebook::copy(lane);
+          at = and_or(PLACE == VALUES ? ~x : x, LAST << TO, Codebook::copy(lane));
         }
-        // four chunks: bytes of radii doubled
-        const uint32_t x = prmt(radii.w[k / 8], 0u, k / 4 % 2 ? 0x3322 : 0x1100);
         uint32_t lengths;
-        if (Fields::SIGNED) {
+        if (Fields::SIGNED) {  // four chunks: bytes doubled
+          const uint32_t x = prmt(radii.w[k / 8], 0u, k / 4 % 2 ? 0x3322 : 0x1100);
           lengths = (k % 2 ? x : x << 4) & 0x80708070u;
-        } else {
-          const int n = (BITS - 1) * EIGHTH + i, to = 15 + k % 4 / 2 * 16;  // the sign's byte, and where it belongs
-          const uint32_t sign = funnel(bits.w[n / 4], bits.w[n / 4], (uint32_t)(32 + n % 4 * 8 - to + g));
-          lengths = x & (k % 2 ? 0x00f000f0u : 0x000f000fu);
-          lengths = and_or(sign, 0x80008000u, lengths);
+        } else {  // of chunks `first` and `second`: a radius, and above it a byte whose highest bit is the sign
+          const int first = TWO ? k - k % 4 / 2 * 2 : k, second = TWO ? first + 2 : k;
+          const int m = (BITS - 1) * EIGHTH + first % EIGHTH, n = (BITS - 1) * EIGHTH + second % EIGHTH;
+          const uint32_t x = radii.w[k / 8] & (k % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
+          const uint32_t signs = bits.w[m / 4] << (7 - g) & 0x80808080u;
+          const int low = first % 8 / 2 | (4 + m % 4) << 4, high = second % 8 / 2 | (4 + n % 4) << 4;
+          lengths = prmt(x, signs, (uint32_t)(low | high << 8));
         }
-        times(r + 2 * k, Codebook::get(begin(table), bounded(at, MOST)), lengths, k % 4 / 2);
+        times(r + 2 * k, Codebook::get(begin(table), bounded(at, MOST)), lengths, (Fields::SIGNED || TWO) && k % 4 / 2);
       }
     }
     // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`
