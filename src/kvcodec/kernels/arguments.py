@@ -128,7 +128,7 @@ class UnpackArgs(ctypes.Structure):
     )
 
 
-MOST_PARTS = 4
+MOST_PARTS = 5
 """Of ``BasisArgs``."""
 
 

@@ -69,9 +69,17 @@ def change_basis(parts: Sequence[Part]) -> None:
 
 def into_codes(q: Tensor, key: Constants) -> Tensor:
     """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
+    q, parts = queries_to_change(q, key)
+    change_basis(parts)
+    return q
+
+
+def queries_to_change(q: Tensor, key: Constants) -> tuple[Tensor, list[Part]]:
+    """As ``into_codes``, for who launches ``change_basis`` later: the result, and what fills it."""
     if key.order == 1 and key.factor is None and q.dtype == torch.float16:
-        return q
-    return _changed(q, key, MULTIPLY, torch.float16)
+        return q, []
+    part = _copied(q, key, MULTIPLY, torch.float16)
+    return part.out, [part]
 
 
 def out_of_codes(x: Tensor, value: Constants, dtype: torch.dtype | None = None) -> Tensor:
@@ -83,13 +91,14 @@ def out_of_codes(x: Tensor, value: Constants, dtype: torch.dtype | None = None) 
         dtype = x.dtype if value.factor is None else torch.float32
     if value.order == 1 and value.factor is None:
         return x.to(dtype)
-    return _changed(x, value, MULTIPLY_AFTER, dtype)
+    part = _copied(x, value, MULTIPLY_AFTER, dtype)
+    change_basis([part])
+    return part.out
 
 
-def _changed(x: Tensor, side: Constants, way: int, dtype: torch.dtype) -> Tensor:
-    """A copy whose heads of a token lie side by side."""
+def _copied(x: Tensor, side: Constants, way: int, dtype: torch.dtype) -> Part:
+    """Rows to be changed to a copy in which the heads of a token lie side by side."""
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
     out = torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2)
-    change_basis([Part(x, out, side, way)])
-    return out
+    return Part(x, out, side, way)
