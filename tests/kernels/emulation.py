@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels import basis, build, encode
+from kvcodec.kernels import basis, build, encode, ghost
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.build import Program
@@ -20,7 +20,12 @@ extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, in
 """
 
 
-ARGS = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs", "kv_basis": "kv::BasisArgs"}
+ARGS = {
+    "kv_encode": "kv::EncodeArgs",
+    "kv_unpack": "kv::UnpackArgs",
+    "kv_basis": "kv::BasisArgs",
+    "kv_fit": "kv::FitGhostArgs",
+}
 
 
 class Emulated:
@@ -43,7 +48,7 @@ def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emula
 
 def forget() -> None:
     """Programs loaded for another machine."""
-    for kept in (attention._plan, basis._kernel, encode._launches, prefill._kernel, prefill._plan):
+    for kept in (attention._plan, basis._kernel, encode._launches, ghost._fit_kernel, prefill._kernel, prefill._plan):
         kept.cache_clear()
 
 
@@ -58,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         made.update(zip(names, kernels, strict=True))
         return kernels
 
-    for module in (attention, basis, encode, prefill):
+    for module in (attention, basis, encode, ghost, prefill):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()

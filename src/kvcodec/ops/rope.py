@@ -47,6 +47,10 @@ class Rotary:
         """Cosines and sines at ``positions [B, n]`` by which ``turn`` multiplies: float32 ``[B, n, R / 2]`` each."""
         return self._angles(positions, self.scaling, 1.0)
 
+    def angles_back(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``angles``, of ``turn_back``."""
+        return self._angles(positions, 1.0 / self.scaling, -1.0)
+
     @cached_property
     def name(self) -> Hashable:
         """Equal for rotary embeddings that turn alike; looks at the frequencies."""
