@@ -16,8 +16,8 @@ metric              unit  what
 The rival is DynamicCache, both as torch chooses the backend of its attention and with cuDNN's switched off; the faster
 of the two then takes turns with every preset, because a host's times move by half within a minute. A preset's time is
 compared with the mean of the two turns of the rival beside it, so what slows both cancels: ``vs_dynamic`` is the median
-of these ratios, ``beyond_ms`` the median of time - 1.5 x rival in the same pairs, ``dynamic_ms`` the rival's median. For
-a first cache, which is timed once, ``vs_dynamic`` is the ratio to DynamicCache's median. ``paths`` are those of the
+of these ratios, ``beyond_ms`` that of time - 1.5 x rival in the same pairs, ``dynamic_ms`` the rival's median. For a
+first cache, which is timed once, ``vs_dynamic`` is the ratio to DynamicCache's median. ``paths`` are those of the
 cache's report.
 """
 
