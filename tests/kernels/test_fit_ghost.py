@@ -99,3 +99,18 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
         found = ghost.fit(Ghost(3), 64, role, Sample(x, 256)).params
         assert torch.equal(found["order"].sort(-1).values, torch.arange(64).expand(BATCH, HEADS, -1).short())
         assert (found["widths"].long().sum(-1) == 64 * 3 - 4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "bits"), [(64, 3), (128, 4)])
+def test_on_a_gpu(head_dim: int, bits: float) -> None:
+    turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
+    x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
+    there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())
+    for role in ROLES:
+        keys = role == "key"
+        found = ghost.fit(Ghost(bits), head_dim, role, Sample(there[0], 256, there[1], there[2] if keys else None))
+        want, mean = fitted(Ghost(bits), role, x, 256, padding, turn if keys else None, None)
+        assert mean is None or torch.equal(found.mean.cpu(), mean)
+        for name, one in want.items():
+            assert torch.equal(found.params[name].cpu(), one), (role, name)
