@@ -25,7 +25,7 @@ from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
-from kvcodec.kernels import basis, build, encode, ghost
+from kvcodec.kernels import basis, build, encode, ghost, innerq
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.choose import refusal
@@ -70,7 +70,7 @@ class Idle:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that do nothing, on a machine where every look at a number waits."""
-    for module in (attention, basis, encode, ghost, prefill):
+    for module in (attention, basis, encode, ghost, innerq, prefill):
         monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()
@@ -79,7 +79,14 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for kept in (attention._plan, basis._kernel, encode._launches, ghost._fit_kernel, prefill._kernel):
+    for kept in (
+        attention._plan,
+        basis._kernel,
+        encode._launches,
+        ghost._fit_kernel,
+        innerq._fit_kernel,
+        prefill._kernel,
+    ):
         kept.cache_clear()
 
 

@@ -148,21 +148,25 @@ class GrowingCache(DeviceCache):
         return max(0, -first - sink)
 
     def _fit(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
-        if (found := self._fitted_by_kernel(state, pending)) is None:
+        if (found := self._fitted_by_kernel(state, pending, whole)) is None:
             super()._fit(state, pending, whole)
             return
         state.params = found.params
         if found.mean is not None:
             self.mean = found.mean
 
-    def _fitted_by_kernel(self, state: RoleState, pending: Tensor) -> Fitted | None:
+    def _fitted_by_kernel(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> Fitted | None:
         """Fit a role's constants, and the keys' mean, on the first tokens; None: the reference has to.
 
-        ``pending`` as in ``_fit``.
+        Arguments as in ``_fit``.
         """
         engine, slots, sink, tokens = self.engine, self.slots, state.sink.shape[2], self.site.fit_tokens
         mean = self.site.mean if state.role == "key" else None
-        if not isinstance(engine, CudaEngine) or slots is None or tokens <= 1 or state.params is not None:
+        if not isinstance(engine, CudaEngine) or state.params is not None or not engine.fits(state.role):
+            return None
+        if tokens <= 1 and mean is None:  # all that came
+            return engine.fit(state.role, Sample(torch.cat([state.sink, pending], 2) if whole is None else whole))
+        if tokens <= 1 or slots is None:
             return None
         if self.start or self.slots_freed or sink != self.scheme.sink:  # slot 0 is not the first token behind the sink
             return None

@@ -128,6 +128,16 @@ class UnpackArgs(ctypes.Structure):
     )
 
 
+class FitNormArgs(ctypes.Structure):
+    """``kv::FitNormArgs``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "reciprocal")),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "tokens")),
+        *((name, ctypes.c_int32) for name in ("kind", "heads")),
+    )
+
+
 class FitGhostArgs(ctypes.Structure):
     """``kv::FitGhostArgs``."""
 

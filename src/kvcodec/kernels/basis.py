@@ -23,12 +23,18 @@ MOST_BLOCKS = 2048
 
 
 class Part(NamedTuple):
-    """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out`` of the same shape."""
+    """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out [B, H, T, D]``.
+
+    By default all of ``x``; otherwise ``tokens`` of them from ``first`` on. They go to ``out`` from ``to`` on.
+    """
 
     x: Tensor
     out: Tensor
     side: Constants
     way: int
+    first: int = 0
+    tokens: int | None = None
+    to: int = 0
 
 
 def program(head_dim: int) -> Program:
@@ -47,16 +53,21 @@ def _kernel(head_dim: int, device: torch.device) -> Kernel:
 
 def change_basis(parts: Sequence[Part]) -> None:
     """Change up to ``MOST_PARTS`` tensors of the same batch and head_dim in one launch."""
-    parts = [part for part in parts if part.x.numel()]
+    parts = [part for part in parts if part.x.numel() and part.tokens != 0]
     if not parts:
         return
     assert len(parts) <= MOST_PARTS
     args, most = BasisArgs(), 0
-    for rows, (x, out, side, way) in zip(args.parts, parts, strict=False):
+    for rows, (x, out, side, way, first, chosen, to) in zip(args.parts, parts, strict=False):
         batch, heads, tokens, dim = x.shape
-        rows.x, rows.out, rows.block, rows.way = x.data_ptr(), out.data_ptr(), side.order, way
+        if chosen is not None:
+            tokens = chosen
         rows.batch, rows.head, rows.token, _ = x.stride()
         rows.out_batch, rows.out_head, rows.out_token, _ = out.stride()
+        # without slices: each takes the host as long as filling this struct
+        rows.x = x.data_ptr() + first * rows.token * x.itemsize
+        rows.out = out.data_ptr() + to * rows.out_token * out.itemsize
+        rows.block, rows.way = side.order, way
         rows.kind, rows.out_kind = KINDS[x.dtype], KINDS[out.dtype]
         rows.heads, rows.tokens, rows.group = heads, tokens, 1
         if (factor := side.factor) is not None:

@@ -15,7 +15,7 @@ from kvcodec.kernels.basis import out_of_codes
 from kvcodec.kernels.constants import NO_CONSTANTS, joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
-from kvcodec.kernels.encode import Turned, encode_to_pages
+from kvcodec.kernels.encode import Turned, encode_checked, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
@@ -50,11 +50,14 @@ class CudaEngine(Engine):
         other.own = {}
         return other
 
-    def fit(self, role: Role, sample: Sample) -> Fitted | None:
-        """Fit a role's constants by a kernel, to the reference's numbers; None: PyTorch has to."""
+    def fits(self, role: Role) -> bool:
+        """Whether a kernel fits a role's constants, to the reference's numbers."""
+        return fitter(self.codecs[role]) is not None
+
+    def fit(self, role: Role, sample: Sample) -> Fitted:
+        """Fit a role's constants, whose kernel ``fits`` them."""
         fit = fitter(self.codecs[role])
-        if fit is None:
-            return None
+        assert fit is not None
         found = self.own[role] = fit(self.codecs[role], self.head_dim, role, sample)
         return found
 
@@ -98,7 +101,7 @@ class CudaEngine(Engine):
         self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
     ) -> None:
         """As ``Engine.encode``; ``less``: what is subtracted from the keys, if they are held without a mean."""
-        encode_to_pages(
+        encode_checked(
             new.get("key"),
             new.get("value"),
             store.pages,

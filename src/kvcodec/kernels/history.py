@@ -252,10 +252,10 @@ class History(NamedTuple):
         for dense, begin in ((self.sink, 0), (self.window, before + count)):
             if dense is None or not (held := dense[0].shape[2]) or low >= begin + held or high <= begin:
                 continue
-            part, at = slice(max(low - begin, 0), min(high - begin, held)), max(begin - low, 0)
-            to = slice(at, at + part.stop - part.start)
-            for x, side, out in zip(dense, (packed.key, packed.value), (k, v), strict=True):
-                parts.append(Part(x[:, :, part], out[:, :, to], side, DIVIDE))
+            part, to = max(low - begin, 0), max(begin - low, 0)
+            tokens = min(high - begin, held) - part
+            parts.append(Part(dense[0], k, packed.key, DIVIDE, part, tokens, to))
+            parts.append(Part(dense[1], v, packed.value, DIVIDE, part, tokens, to))
         change_basis(parts)
         return k, v
 

@@ -230,7 +230,7 @@ class Sample(NamedTuple):
     x : Tensor ``[B, H, n, D]``
         Model basis; the last axis contiguous.
     tokens : int
-        How many are taken.
+        How many are taken; 0: all.
     padding : Tensor int32 ``[B]``, optional
         How many before them are not.
     angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
@@ -244,7 +244,7 @@ class Sample(NamedTuple):
     """
 
     x: Tensor
-    tokens: int
+    tokens: int = 0
     padding: Tensor | None = None
     angles: tuple[Tensor, Tensor] | None = None
     back: tuple[Tensor, Tensor] | None = None
