@@ -43,20 +43,24 @@ BF16 = attention.KINDS[torch.bfloat16]
 
 
 def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Program]:
-    """Programs that decode at a shape, encode, and unpack; none where no kernel reads the scheme."""
+    """Programs that fit, encode, decode at a shape, and unpack; none where no kernel reads the scheme."""
     dim = shape.head_dim
     page = scheme.page_layout(dim).page_tokens
     key, value = (scheme.codec(role).for_dtype(torch.bfloat16) for role in ROLES)
     if specs.kernels_for(scheme, dim)["decode"] == "none":
         return
-    pair = specs.decode_spec(key, value, dim, page)
+    less = key.without_mean and shape.name == "first"  # other benches give keys without it
+    pair = specs.decode_spec(key, value, dim, page, dim // 2 if less else 0)
     holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     # the number of splits, which depends on the capacity, is not part of the program
     heads = pair.heads(shape.group)
     config = launch.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
     yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
-    yield from encode.programs(specs.encode_spec(key, value, dim, page)).values()
+    yield from encode.programs(specs.encode_spec(key, value, dim, page, mean=less)).values()
+    for role, codec in zip(ROLES, (key, value), strict=True):
+        if less and (fit := specs.of_module(type(codec).__module__, "fit_program")):
+            yield fit(codec, dim, role)
     yield prefill.program(pair)
     yield basis.program(dim)
 

@@ -169,8 +169,8 @@ class OutlierProbe:
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
             engine = _cuda_engine(one.cache)
-            written = "" if engine is None else engine.encode_spec
-            alike = one.cache.roles["key"].codec, written, one.sample.shape, one.sample.device
+            kernels = None if engine is None else (engine.encode_spec, engine.decode_spec)
+            alike = one.cache.roles["key"].codec, kernels, one.sample.shape, one.sample.device
             groups.setdefault(alike, []).append(one)
         for group in groups.values():
             for part in _foldable(group):

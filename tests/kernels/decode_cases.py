@@ -84,7 +84,7 @@ class Means:
             for head in range(case.heads):
                 gone = torch.randperm(dim // 2, generator=rng)[self.few :]
                 mean[:, head, channels[gone].flatten()] = 0.0
-        made = key_mean(mean, theta, scaling=self.scaling, interleaved=self.interleaved)
+        made = key_mean(mean, theta.tolist(), scaling=self.scaling, interleaved=self.interleaved)
         return made, mean.double().expand(len(case.lens), -1, -1), theta.double()
 
     def turned(self, mean: Tensor, theta: Tensor, positions: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels import basis, build, encode
+from kvcodec.kernels import basis, build, encode, ghost, innerq
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.build import Program
@@ -20,7 +20,11 @@ extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, in
 """
 
 
-ARGS = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs", "kv_basis": "kv::BasisArgs"}
+ARGS = {
+    "kv_encode": "kv::EncodeArgs",
+    "kv_unpack": "kv::UnpackArgs",
+    "kv_basis": "kv::BasisArgs",
+}
 
 
 class Emulated:
@@ -43,7 +47,15 @@ def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emula
 
 def forget() -> None:
     """Programs loaded for another machine."""
-    for kept in (attention._plan, basis._kernel, encode._launches, prefill._kernel, prefill._plan):
+    for kept in (
+        attention._plan,
+        basis._kernel,
+        encode._launches,
+        ghost._fit_kernel,
+        innerq._fit_kernel,
+        prefill._kernel,
+        prefill._plan,
+    ):
         kept.cache_clear()
 
 
@@ -54,11 +66,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
         args = ARGS.get(names[0], "kv::DecodeArgs")
+        if names[0] == "kv_fit":
+            args = "kv::FitGhostArgs" if "ghost" in program.source else "kv::FitNormArgs"
         kernels = emulated(program, tuple(names), args)
         made.update(zip(names, kernels, strict=True))
         return kernels
 
-    for module in (attention, basis, encode, prefill):
+    for module in (attention, basis, encode, ghost, innerq, prefill):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()

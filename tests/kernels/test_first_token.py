@@ -25,7 +25,7 @@ from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
-from kvcodec.kernels import basis, build, encode
+from kvcodec.kernels import basis, build, encode, ghost, innerq
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.choose import refusal
@@ -35,7 +35,7 @@ from kvcodec.kernels.hqmq import cell_tables
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.decode_cases import each_in_turn
 
@@ -70,7 +70,7 @@ class Idle:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that do nothing, on a machine where every look at a number waits."""
-    for module in (attention, basis, encode, prefill):
+    for module in (attention, basis, encode, ghost, innerq, prefill):
         monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
     monkeypatch.setattr(build, "refusal", lambda device: "")
     forget()
@@ -79,7 +79,14 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for kept in (attention._plan, basis._kernel, encode._launches, prefill._kernel):
+    for kept in (
+        attention._plan,
+        basis._kernel,
+        encode._launches,
+        ghost._fit_kernel,
+        innerq._fit_kernel,
+        prefill._kernel,
+    ):
         kept.cache_clear()
 
 
@@ -163,6 +170,41 @@ def test_a_layer_of_a_second_cache_asks_once_for_its_constants(
                     assert tokens != 128 or counted.seen.total() <= (12 if cache.layer_caches[layer].holds_dense else 2)
     if not cache.layer_caches[0].holds_dense:
         assert counted.seen.total() == 0
+
+
+@pytest.mark.parametrize("spec", ["ghost-3", "ghost-2:sink=0"])
+def test_constants_of_the_first_tokens_cost_few_operations(
+    spec: str, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel fits ghost; layers share angles; the first layer alone looks at the positions."""
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(arrivals.Arrivals, "_refuse", lambda *_: None)  # nobody wrote the means
+    model = tiny_model("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS)
+    model.set_attn_implementation("kvcodec")
+    launched, counts = Counter[str](), []
+    launch, update = Idle.launch, layers.PackedCacheLayer.update
+    monkeypatch.setattr(Idle, "launch", lambda *given, **more: launched.update(["x"]) or launch(*given, **more))
+
+    def counted(*given: Any) -> Any:
+        launched.clear()
+        with Counted() as mode:
+            found = update(*given)
+        counts.append((mode.seen, launched.total()))
+        return found
+
+    monkeypatch.setattr(layers.PackedCacheLayer, "update", counted)
+    for _turn in range(2):
+        cache = cache_for(model, spec, attention="fused")
+        counts.clear()
+        with torch.no_grad():
+            model(torch.arange(300)[None] % 100, past_key_values=cache)
+        assert cache.layer_caches[0].roles["key"].encoded
+    seen, kernels = counts[LAYERS // 2]
+    assert not [name for name in LOOKS if seen[name]], seen
+    assert sum(counts[0][0][name] for name in LOOKS) <= 1
+    assert seen.total() - seen["empty"] <= 40, seen
+    assert kernels == 4  # keys and values are fitted, and encoded
+    assert counts[-1][0].total() - seen.total() <= 80  # the probe, by kernels
 
 
 def test_hqmqs_tables_take_few_operations_for_all_heads() -> None:

@@ -46,6 +46,8 @@ def fields_of(struct: type[ctypes.Structure], before: str = "", at: int = 0) -> 
         ("encode_args.cuh", arguments.EncodeArgs),
         ("unpack.cuh", arguments.UnpackArgs),
         ("basis.cuh", arguments.Rows),
+        ("fit_ghost.cuh", arguments.FitGhostArgs),
+        ("fit_innerq.cuh", arguments.FitNormArgs),
     ],
 )
 def test_structs_are_laid_out_as_the_compiler_does(header: str, struct: type[ctypes.Structure]) -> None:

@@ -344,7 +344,7 @@ def test_an_engine_holds_keys_without_their_mean_on_a_gpu(dim: int) -> None:
 def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
     scheme, mean, theta = kvcodec.get("int-8"), torch.randn(1, 2, 64), 1e4 ** (-torch.arange(0, 64, 2) / 64)
     store, params, _ = fill(scheme.key, scheme.value, 64, 2, [64], 64)
-    held, placed = key_mean(mean, theta), torch.zeros(1, dtype=torch.int32)
+    held, placed = key_mean(mean, theta.tolist()), torch.zeros(1, dtype=torch.int32)
 
     def attend(pairs: int, mean: KeyMean | None, placed: Tensor | None) -> None:
         pair = specs.decode_spec(scheme.key, scheme.value, 64, 64, pairs)
@@ -358,12 +358,12 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
         with pytest.raises(UnsupportedError, match=f"the spec is of {pairs} pairs of channels"):
             attend(pairs, given, placed)
     with pytest.raises(ShapeError, match="do not fit 1 sequences and 2 KV heads"):
-        attend(32, key_mean(mean.expand(3, -1, -1), theta), placed)
+        attend(32, key_mean(mean.expand(3, -1, -1), theta.tolist()), placed)
     for wrong in (None, placed.long(), torch.zeros(2, dtype=torch.int32)):
         with pytest.raises(ShapeError, match=r"position of slot 0 of each sequence, contiguous int32 \[1\]"):
             attend(32, held, wrong)
     with pytest.raises(ShapeError, match=r"expected \[1 or B, H, D\]"):
-        key_mean(mean, torch.ones(33))
+        key_mean(mean, [1.0] * 33)
 
     def write(subtracts: bool, less: encode.Turned | None) -> None:
         target = specs.encode_spec(scheme.key, scheme.value, 64, 64, mean=subtracts)

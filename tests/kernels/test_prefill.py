@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
 
 import kvcodec
 from kvcodec.attention import Partial, Seen, attend, merge, with_sinks
@@ -518,4 +519,32 @@ def test_layers_share_what_was_read_of_a_mask(machine: dict[str, Any], monkeypat
     monkeypatch.setattr(attention_module, "_read_mask", lambda *given: reads.append(given) or _read_mask(*given))
     model = kvcodec_model("gemma3")  # two windows of the same size, and a layer without
     chunked(model, "fused", scheme("int-8"), prompt(1, 40), (20,))
-    assert len(reads) == 2
+    assert len(reads) == 1  # of the windows; without one there is no mask
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_turn_without_padding_makes_no_mask(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors have the mask that torch needs: another cache, or decoded keys and values."""
+    model, ids, masks = kvcodec_model("llama-gqa"), prompt(2, 40), []
+    attended = attention_module.kvcodec_attention
+
+    def noted(*given: Any, **more: Any) -> Any:
+        masks.append(given[4])
+        return attended(*given, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "kvcodec", noted)
+    seen = torch.ones(2, 40, dtype=torch.long)
+    seen[0, :3] = 1 - padded
+    found = []
+    for name in ("kvcodec", "sdpa"):
+        model.set_attn_implementation(name)
+        for cache in (DynamicCache(config=model.config), cache_for(model, "dense", attention="decoded")):
+            with torch.no_grad():
+                model(ids[:, :20], past_key_values=cache, attention_mask=seen[:, :20])
+                masks.clear()
+                out = model(ids[:, 20:], past_key_values=cache, **({"attention_mask": seen} if padded else {}))
+                found.append(out.logits)
+            assert all((mask is not None) == padded for mask in masks)
+            assert len(masks) == (model.config.num_hidden_layers if name == "kvcodec" else 0)
+    for a, b in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(a, b)

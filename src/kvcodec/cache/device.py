@@ -461,7 +461,9 @@ def _hold_without(engine: Engine, mean: MeanRemoval, numbers: Tensor) -> None:
     turn = mean.rotary
     assert turn is not None
     assert isinstance(engine, CudaEngine)
-    engine.hold_without(key_mean(numbers, turn.frequencies, scaling=turn.scaling, interleaved=turn.interleaved))
+    # a mean of the first tokens has no pair that is zero
+    look = mean.given is not None
+    engine.hold_without(key_mean(numbers, turn.radians, scaling=turn.scaling, interleaved=turn.interleaved, look=look))
 
 
 def _tensors(ready: _Ready) -> list[Tensor]:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import stream_of
 from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
 from kvcodec.codec import Params, Role, check_tensors
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.spec import Fitted, Sample
 
 
 class State(NamedTuple):
@@ -138,11 +141,60 @@ class GrowingCache(DeviceCache):
         if moved := token - self.scheme.sink - self.slots_freed - slot:
             self.slots, self.slots_freed = self.slots.moved(moved), self.slots_freed + moved
 
+    def _most_padding(self, sink: int) -> int:
+        if self.slots is None or self.start:
+            return super()._most_padding(sink)
+        first = self.slots.least - self.scheme.sink - self.slots_freed  # position of the first token
+        return max(0, -first - sink)
+
+    def _fit(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
+        if (found := self._fitted_by_kernel(state, pending, whole)) is None:
+            super()._fit(state, pending, whole)
+            return
+        state.params = found.params
+        if found.mean is not None:
+            self.mean = found.mean
+
+    def _fitted_by_kernel(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> Fitted | None:
+        """Fit a role's constants, and the keys' mean, on the first tokens; None: the reference has to.
+
+        Arguments as in ``_fit``.
+        """
+        engine, slots, sink, tokens = self.engine, self.slots, state.sink.shape[2], self.site.fit_tokens
+        mean = self.site.mean if state.role == "key" else None
+        if not isinstance(engine, CudaEngine) or state.params is not None or not engine.fits(state.role):
+            return None
+        if tokens <= 1 and mean is None:  # all that came
+            return engine.fit(state.role, Sample(torch.cat([state.sink, pending], 2) if whole is None else whole))
+        if tokens <= 1 or slots is None:
+            return None
+        if self.start or self.slots_freed or sink != self.scheme.sink:  # slot 0 is not the first token behind the sink
+            return None
+        angles = back = None
+        padded = self._most_padding(sink)
+        if mean is not None:
+            if mean.rotary is None or mean.kind != "pre" or self.mean is not None:
+                return None
+            leaving = (pending.shape[2] - self.scheme.window) // self.unit * self.unit  # as ``_less`` will ask
+            count = max(tokens + padded, leaving)
+            angles = slots.angles(mean.rotary, 0, count)
+            back = None if mean.rotary.scaling == 1.0 else mean.rotary.angles_back(slots.of(0, count))
+        padding = self._padding(sink).to(torch.int32).expand(pending.shape[0]).contiguous() if padded else None
+        energy = None
+        if state.role == "key" and self.site.energy is not None:
+            energy = self.site.energy.to(pending.device)
+        turned = mean is not None and mean.rotary is not None and mean.rotary.interleaved
+        return engine.fit(state.role, Sample(pending, tokens, padding, angles, back, turned, energy))
+
+    def mean_of_newest(self, n: int) -> Tensor | None:
+        """As ``LayerCache.mean_of_newest``; layers share the angles."""
+        return self._removed(self.start + self.length - n - self.scheme.sink - self.slots_freed, n)
+
     def _removed(self, slot: int, count: int) -> Tensor | None:
         mean = self.site.mean
-        if mean is None or self.slots is None:
+        if mean is None or mean.rotary is None or self.slots is None or self.mean is None:
             return None
-        return mean.at(self.mean, self.slots.of(slot, count))
+        return mean.rotary.turned(self.mean[:, :, None], *self.slots.angles(mean.rotary, slot, count))
 
     def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:
         mean = self.site.mean

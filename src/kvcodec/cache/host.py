@@ -253,7 +253,11 @@ class LayerCache:
             return False
         fresh = len(self.positions) - self.length
         sink = self.roles["key"].sink.shape[2] + min(max(self.scheme.sink - self.start - self.length, 0), fresh)
-        return len(self.positions) < sink + wanted + int(self._padding(sink).max())
+        return len(self.positions) < sink + wanted + self._most_padding(sink)
+
+    def _most_padding(self, sink: int) -> int:
+        """Largest number of ``_padding``."""
+        return int(self._padding(sink).max())
 
     def _padding(self, sink: int) -> Tensor:
         """Tokens behind the ``sink`` first ones that are left padding: int64 ``[B]``, or ``[1]`` for all."""

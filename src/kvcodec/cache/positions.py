@@ -1,6 +1,7 @@
 """Positions of the tokens that a cache holds: what RoPE turned each key by."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,7 @@ def _call_of(positions: Tensor) -> _Call:
 
 
 class SlotPositions:
-    """Positions of the slots of a layer on a GPU, for kernels; nothing here synchronises.
+    """Positions of the slots of a layer on a GPU, for kernels; only ``least`` synchronises.
 
     Slot s of a sequence has position ``placed + s``. What does not go on where the last call ended raises ``broken``.
     Layers that begin with the same ``shared`` positions have one, so that each step's check and angles are computed
@@ -159,9 +160,17 @@ class SlotPositions:
     def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """``Rotary.angles`` of ``count`` slots from ``slot`` on."""
         last = self._angles
-        if last is None or last[0] is not rotary or last[1:3] != (slot, count):
+        if last is None or last[0] is not rotary or not last[1] <= slot <= slot + count <= last[1] + last[2]:
             last = self._angles = rotary, slot, count, rotary.angles(self.of(slot, count))
-        return last[3]
+        if last[1:3] == (slot, count):
+            return last[3]
+        cosines, sines = (part.narrow(1, slot - last[1], count) for part in last[3])
+        return cosines, sines
+
+    @cached_property
+    def least(self) -> int:
+        """Smallest of ``placed``: one look for all layers that share this."""
+        return int(self.placed.min())
 
     def of(self, slot: int, count: int) -> Tensor:
         """Positions of ``count`` slots from ``slot`` on, ``[B, count]``."""

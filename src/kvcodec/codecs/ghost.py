@@ -183,7 +183,7 @@ def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
         squares = (wide - mean).square()
         variance = sum_by_halves(squares * kept, 2) / count
         if paired:
-            variance = _over_pairs(variance)
+            variance = over_pairs(variance)
         level = sum_by_halves(variance) / variance.shape[-1]
         variance = torch.where(level > 0, torch.maximum(variance, level / count), 1.0)
         if turn < ROUNDS:
@@ -191,7 +191,7 @@ def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
     return mean.squeeze(2), variance.squeeze(2), used
 
 
-def _over_pairs(x: Tensor) -> Tensor:
+def over_pairs(x: Tensor) -> Tensor:
     """Mean of channels p and p + D/2, for both."""
     low, high = x.unflatten(-1, (2, -1)).unbind(-2)
     return torch.cat([low + high, low + high], -1) / 2
@@ -229,7 +229,7 @@ def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
 def query_energy(queries: Tensor, heads: int) -> Tensor:
     """f of a KV head's channels: mean square of the queries of its group over each RoPE pair; float64 ``[1, H, D]``."""
     own = queries.transpose(0, 1).unflatten(0, (heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, all queries, D]
-    return _over_pairs(channel_squares(own) / own.shape[2])
+    return over_pairs(channel_squares(own) / own.shape[2])
 
 
 def kinds(total: int) -> list[tuple[int, int]]:
@@ -390,7 +390,7 @@ class Ghost(Codec):
         mean, variance, _ = usual(sample[:, :, :FIT_TOKENS], paired=site.role == "key")
         asked = torch.ones_like(variance)
         if site.role == "key":
-            asked = variance.sqrt() if energy is None else _over_pairs(energy.double()).expand_as(variance)
+            asked = variance.sqrt() if energy is None else over_pairs(energy.double()).expand_as(variance)
         return self._constants(site, mean, variance, asked)
 
     def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:

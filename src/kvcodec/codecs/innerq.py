@@ -166,7 +166,8 @@ class InnerQ(Codec):
                 "Pass a sample to fit, or use norm=false."
             )
         pairs = sample.unflatten(-1, (2, -1))
-        norm = torch.linalg.vector_norm(pairs, torch.inf, (2, 3), dtype=torch.float32).sqrt_()  # one launch for both
+        most = torch.linalg.vector_norm(pairs, torch.inf, (2, 3), dtype=torch.float32)
+        norm = most.double().sqrt_().float()  # torch's root of a float is not rounded alike on all machines
         norm.masked_fill_(norm == 0, 1.0)
         return {"norm": torch.cat([norm, norm], -1).to(site.device)}
 

@@ -128,7 +128,31 @@ class UnpackArgs(ctypes.Structure):
     )
 
 
-MOST_PARTS = 4
+class FitNormArgs(ctypes.Structure):
+    """``kv::FitNormArgs``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "reciprocal")),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "tokens")),
+        *((name, ctypes.c_int32) for name in ("kind", "heads")),
+    )
+
+
+class FitGhostArgs(ctypes.Structure):
+    """``kv::FitGhostArgs``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "padding", "cosines", "sines", "back_cosines", "back_sines")),
+        *((name, ctypes.c_void_p) for name in ("energy", "same", "rows", "mean", "order", "factor", "weight")),
+        *((name, ctypes.c_void_p) for name in ("centre", "widths", "sizes", "inverse", "read", "write")),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "turn_batch", "turn_token")),
+        ("errors", ctypes.c_double * 8),
+        *((name, ctypes.c_double) for name in ("trim", "smallest")),
+        *((name, ctypes.c_int32) for name in ("kind", "tokens", "heads", "turning", "interleaved", "rounds")),
+    )
+
+
+MOST_PARTS = 5
 """Of ``BasisArgs``."""
 
 

@@ -23,12 +23,18 @@ MOST_BLOCKS = 2048
 
 
 class Part(NamedTuple):
-    """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out`` of the same shape."""
+    """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out [B, H, T, D]``.
+
+    By default all of ``x``; otherwise ``tokens`` of them from ``first`` on. They go to ``out`` from ``to`` on.
+    """
 
     x: Tensor
     out: Tensor
     side: Constants
     way: int
+    first: int = 0
+    tokens: int | None = None
+    to: int = 0
 
 
 def program(head_dim: int) -> Program:
@@ -47,16 +53,21 @@ def _kernel(head_dim: int, device: torch.device) -> Kernel:
 
 def change_basis(parts: Sequence[Part]) -> None:
     """Change up to ``MOST_PARTS`` tensors of the same batch and head_dim in one launch."""
-    parts = [part for part in parts if part.x.numel()]
+    parts = [part for part in parts if part.x.numel() and part.tokens != 0]
     if not parts:
         return
     assert len(parts) <= MOST_PARTS
     args, most = BasisArgs(), 0
-    for rows, (x, out, side, way) in zip(args.parts, parts, strict=False):
+    for rows, (x, out, side, way, first, chosen, to) in zip(args.parts, parts, strict=False):
         batch, heads, tokens, dim = x.shape
-        rows.x, rows.out, rows.block, rows.way = x.data_ptr(), out.data_ptr(), side.order, way
+        if chosen is not None:
+            tokens = chosen
         rows.batch, rows.head, rows.token, _ = x.stride()
         rows.out_batch, rows.out_head, rows.out_token, _ = out.stride()
+        # without slices: each takes the host as long as filling this struct
+        rows.x = x.data_ptr() + first * rows.token * x.itemsize
+        rows.out = out.data_ptr() + to * rows.out_token * out.itemsize
+        rows.block, rows.way = side.order, way
         rows.kind, rows.out_kind = KINDS[x.dtype], KINDS[out.dtype]
         rows.heads, rows.tokens, rows.group = heads, tokens, 1
         if (factor := side.factor) is not None:
@@ -69,9 +80,17 @@ def change_basis(parts: Sequence[Part]) -> None:
 
 def into_codes(q: Tensor, key: Constants) -> Tensor:
     """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
+    q, parts = queries_to_change(q, key)
+    change_basis(parts)
+    return q
+
+
+def queries_to_change(q: Tensor, key: Constants) -> tuple[Tensor, list[Part]]:
+    """As ``into_codes``, for who launches ``change_basis`` later: the result, and what fills it."""
     if key.order == 1 and key.factor is None and q.dtype == torch.float16:
-        return q
-    return _changed(q, key, MULTIPLY, torch.float16)
+        return q, []
+    part = _copied(q, key, MULTIPLY, torch.float16)
+    return part.out, [part]
 
 
 def out_of_codes(x: Tensor, value: Constants, dtype: torch.dtype | None = None) -> Tensor:
@@ -83,13 +102,14 @@ def out_of_codes(x: Tensor, value: Constants, dtype: torch.dtype | None = None) 
         dtype = x.dtype if value.factor is None else torch.float32
     if value.order == 1 and value.factor is None:
         return x.to(dtype)
-    return _changed(x, value, MULTIPLY_AFTER, dtype)
+    part = _copied(x, value, MULTIPLY_AFTER, dtype)
+    change_basis([part])
+    return part.out
 
 
-def _changed(x: Tensor, side: Constants, way: int, dtype: torch.dtype) -> Tensor:
-    """A copy whose heads of a token lie side by side."""
+def _copied(x: Tensor, side: Constants, way: int, dtype: torch.dtype) -> Part:
+    """Rows to be changed to a copy in which the heads of a token lie side by side."""
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
     out = torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2)
-    change_basis([Part(x, out, side, way)])
-    return out
+    return Part(x, out, side, way)

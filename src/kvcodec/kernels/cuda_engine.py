@@ -1,7 +1,7 @@
 """The engine of NVIDIA GPUs."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -9,20 +9,20 @@ from torch import Tensor
 from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import ROLES, Role
+from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.basis import out_of_codes
 from kvcodec.kernels.constants import NO_CONSTANTS, joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
-from kvcodec.kernels.encode import Turned, encode_to_pages
+from kvcodec.kernels.encode import Turned, encode_checked, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.history_groups import attend_groups
 from kvcodec.kernels.mean import KeyMean
-from kvcodec.kernels.spec import decode_spec, encode_spec, reader
+from kvcodec.kernels.spec import Fitted, Sample, decode_spec, encode_spec, fitter, reader
 
 
 class CudaEngine(Engine):
@@ -39,6 +39,35 @@ class CudaEngine(Engine):
     adds_mean = True
     mean: KeyMean | None = None
     """The mean that keys are held without; see ``hold_without``."""
+
+    def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
+        super().__init__(key, value, head_dim, page_tokens)
+        self.own: dict[Role, Fitted] = {}
+
+    def fresh(self) -> Self:
+        """As ``Engine.fresh``."""
+        other = super().fresh()
+        other.own = {}
+        return other
+
+    def fits(self, role: Role) -> bool:
+        """Whether a kernel fits a role's constants, to the reference's numbers."""
+        return fitter(self.codecs[role]) is not None
+
+    def fit(self, role: Role, sample: Sample) -> Fitted:
+        """Fit a role's constants, whose kernel ``fits`` them."""
+        fit = fitter(self.codecs[role])
+        assert fit is not None
+        found = self.own[role] = fit(self.codecs[role], self.head_dim, role, sample)
+        return found
+
+    def take_fitted(self, role: Role, params: Params | None) -> bool:
+        """As ``Engine.take_fitted``."""
+        own = self.own.get(role)
+        if own is None or own.params is not params:
+            return False
+        self.reading[role], self.writing[role] = own.reading, own.writing
+        return True
 
     def _find(self) -> None:
         """Look up the specs of the codecs and register them with the launches."""
@@ -72,7 +101,7 @@ class CudaEngine(Engine):
         self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
     ) -> None:
         """As ``Engine.encode``; ``less``: what is subtracted from the keys, if they are held without a mean."""
-        encode_to_pages(
+        encode_checked(
             new.get("key"),
             new.get("value"),
             store.pages,
@@ -89,26 +118,35 @@ class CudaEngine(Engine):
         """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
 
         Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
+        Keys are without their mean already, if they have one.
         """
-        unlike = not all(engine.ready and engine.mean is None for engine in engines)
-        if self.encoders["key"] is None or unlike:
+        if self.encoders["key"] is None or not all(engine.ready for engine in engines):
             return None
         heads, count = store.heads, keys.shape[2]
         write = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
         read = {role: joined([engine.reading[role] for engine in engines], heads) for role in ROLES}
         page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
+        begin = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        less = mean = None
+        if self.mean is not None:  # the programs of the layers, with a mean of zeros
+            none = keys.new_zeros(1, keys.shape[1], self.head_dim, dtype=torch.float32)
+            angle = none.new_zeros(1, count, self.head_dim // 2)
+            less, mean = Turned(none, angle, angle), KeyMean(none, self.mean.table[:1], self.mean.pairs)
         # passed as values as well: the program for both roles is compiled already
         encode_to_pages(
             keys,
             None if self.encoders["value"] is None else keys,
             page.pages,
             page.table,
-            torch.zeros(1, dtype=torch.int32, device=keys.device),
+            begin,
             spec=self.encode_spec,
             key=write["key"],
             value=write["value"],
+            less=less,
         )
-        found, _ = unpack(Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"]), 0, count)
+        placed = None if mean is None else begin
+        packed = Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"], mean, placed)
+        found, _ = unpack(packed, 0, count)
         return out_of_codes(found, read["key"])
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:

@@ -145,7 +145,7 @@ def text_of(spec: EncodeSpec) -> str:
     return text
 
 
-def _rows(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
     """Align for vector loads: contiguous channels, strides in multiples of four elements, start at 16 bytes."""
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 4 for stride in x.stride()[:3]):
         return x.clone(memory_format=torch.contiguous_format)
@@ -159,7 +159,7 @@ def _encode(
 ) -> None:  # fmt: skip
     spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
-    x = {role: _rows(part) for role, part in given.items() if part is not None and part.numel()}
+    x = {role: aligned_rows(part) for role, part in given.items() if part is not None and part.numel()}
     if not x:
         return
     some = next(iter(x.values()))
@@ -278,6 +278,23 @@ def encode_to_pages(
         _check_turned(name, known, less, keys)
     if keys is not None and values is not None and keys.dtype != values.dtype:
         raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
+    encode_checked(keys, values, pages, table, first, spec=spec, key=key, value=value, bad=bad, less=less)
+
+
+def encode_checked(
+    keys: Tensor | None,
+    values: Tensor | None,
+    pages: Tensor,
+    table: Tensor,
+    first: Tensor,
+    *,
+    spec: str,
+    key: Constants,
+    value: Constants,
+    bad: Tensor | None = None,
+    less: Turned | None = None,
+) -> None:
+    """As ``encode_to_pages``, of arguments that fit each other, as those of a cache do."""
     run = _op if torch.compiler.is_compiling() else _encode
     turned = (None, None, None, False) if less is None else less
     run(keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, *turned)

@@ -13,7 +13,7 @@ from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import RoleSite
-from kvcodec.codec import ROLES, Codec, Role
+from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
 from kvcodec.kernels.flash import Flash
 
@@ -72,6 +72,8 @@ class Engine(ABC):
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
         for role in ROLES:
+            if self.take_fitted(role, roles[role].params):
+                continue
             for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
                 if found is None:  # PyTorch encodes it
                     kept[role] = NO_CONSTANTS
@@ -82,6 +84,10 @@ class Engine(ABC):
                     found, self.codecs[role], state.site, state.params, kept.get(role), drawn=state.drawn
                 )
         self.ready = True
+
+    def take_fitted(self, role: Role, params: Params | None) -> bool:
+        """Set the constants of a role that the engine fitted itself; False: these are not."""
+        return False
 
     @property
     def flags_all(self) -> bool:

@@ -19,6 +19,8 @@ SCORE_BYTES = 1 << 28
 """Most bytes of their scores, unless a single row takes more."""
 
 
+_forward = torch.ops.aten._flash_attention_forward.default  # which of the overloads need not be found at each call
+
 Flash = Callable[[Tensor, Tensor, Tensor, float], Partial]
 """(q ``[1, HQ, n, D]``, k, v ``[1, H, t, D]``, scale) to causal attention of the newest n of t tokens; n <= t."""
 
@@ -36,7 +38,7 @@ def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT)
     if seen.start:
         return _ragged(q, k.to(q.dtype), v.to(q.dtype), scale, seen)
     # the operator's tensors are [B, tokens, heads, D]
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = _forward(
         q.transpose(1, 2), k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2), None, None, q.shape[2],
         k.shape[2], 0.0, seen.causal and not seen.window, False, scale=scale, **_window(seen),
     )  # fmt: skip
@@ -62,7 +64,7 @@ def _ragged(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> Partia
     pitch = k.stride(0) // k.stride(2) if batch > 1 else t
     rows = (batch - 1) * pitch + t
     k, v = (x.as_strided((rows, heads, dim), (x.stride(2), x.stride(1), 1)) for x in (k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = _forward(
         q.transpose(1, 2).reshape(-1, hq, dim), k, v, *_edges(seen.start, n, t, pitch, str(q.device)), n, t, 0.0,
         seen.causal and not seen.window, False, scale=scale, **_window(seen),
     )  # fmt: skip

@@ -2,6 +2,9 @@
 
 The tables of a head are bytes: the channels of the model by place, ``uint8 [D]``, then the kinds of the pairs, ``uint8
 [D / 2]``. The kernels compute the levels. Factors are in the model's order.
+
+Constants without a file are fitted by a kernel too: the reference's fit is some hundreds of small operations, in every
+layer of every prompt.
 """
 
 from functools import lru_cache
@@ -10,9 +13,27 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role
-from kvcodec.codecs.ghost import PARTS, SCALES, UNIT, Ghost, kinds, levels, power, scales
+from kvcodec.codecs.ghost import (
+    ERRORS,
+    PARTS,
+    ROUNDS,
+    SCALES,
+    SMALLEST,
+    TRIM,
+    UNIT,
+    Ghost,
+    kinds,
+    levels,
+    over_pairs,
+    power,
+    scales,
+)
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.spec import Encoder, Reader, align, flag
+from kvcodec.kernels.arguments import FitGhostArgs
+from kvcodec.kernels.build import Kernel, Program, load
+from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.decode import KINDS
+from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
 
 
@@ -117,3 +138,82 @@ def _bytes(x: Tensor) -> Tensor:
 def _padded(x: Tensor) -> Tensor:
     """Rows of whole 16 bytes."""
     return torch.nn.functional.pad(x, (0, align(x.shape[-1]) - x.shape[-1]))
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+
+def fit_program(codec: Codec, head_dim: int, role: Role) -> Program:
+    """Return the source of ``kv_fit``."""
+    assert isinstance(codec, Ghost)
+    name = f"kv::FitGhost<{head_dim}, {codec.total}, {flag(role == 'value')}>"
+    return Program(
+        f"""#include "fit_ghost.cuh"
+using Fit = {name};
+static_assert(Fit::THREADS == {fit_threads(head_dim)}, "threads as the host counts them");
+KV_KERNEL void KV_BOUNDS({fit_threads(head_dim)}, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostArgs a) {{ Fit::run(a); }}
+""",
+        fma=False,
+    )
+
+
+def fit_threads(head_dim: int) -> int:
+    """``kv::FitGhost::THREADS``."""
+    return head_dim * (8 if head_dim <= 64 else 4 if head_dim <= 128 else 2)
+
+
+@lru_cache(maxsize=64)
+def _fit_kernel(codec: Codec, head_dim: int, role: Role, device: torch.device) -> Kernel:
+    return load(fit_program(codec, head_dim, role), ("kv_fit",), device, f"fitting {codec}")[0]
+
+
+@lru_cache(maxsize=16)
+def _numbers_of_fit(device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.cat(_of_all_heads(device))
+
+
+def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
+    """As ``Ghost.fit`` or ``fit_with`` of the sample, and the mean before; one launch, no look at a number."""
+    assert isinstance(codec, Ghost)
+    x, device, values = sample.x, sample.x.device, role == "value"
+    batch, heads = x.shape[:2]
+    args = FitGhostArgs()
+
+    def room(name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        made = torch.empty(batch, heads, count, dtype=dtype, device=device)
+        setattr(args, name, made.data_ptr())
+        return made
+
+    scratch = room("rows", sample.tokens * head_dim)
+    params = {
+        "order": room("order", head_dim, torch.int16),
+        "factor": room("factor", head_dim),
+        "weight": room("weight", head_dim),
+        "widths": room("widths", head_dim, torch.uint8),
+        **({"centre": room("centre", head_dim)} if values else {}),
+    }
+    reading = room("read", align(head_dim * 3 // 2) + 4 * head_dim * values, torch.uint8)
+    writing = room("write", align(2048 + 128 + 10 * head_dim), torch.uint8)
+    factors = room("sizes", head_dim), room("inverse", head_dim)
+    mean = room("mean", head_dim) if sample.angles is not None else None
+    args.x, args.same = x.data_ptr(), _numbers_of_fit(device).data_ptr()
+    args.kind, args.heads, args.tokens = KINDS[x.dtype], heads, sample.tokens
+    args.batch, args.head, args.token, _ = x.stride()
+    if sample.padding is not None:
+        args.padding = sample.padding.data_ptr()
+    if sample.angles is not None:
+        cosines, sines = sample.angles
+        args.cosines, args.sines = cosines.data_ptr(), sines.data_ptr()
+        args.turn_batch, args.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
+        args.turning, args.interleaved = 2 * cosines.shape[2], sample.interleaved
+    if sample.back is not None:
+        args.back_cosines, args.back_sines = (part.data_ptr() for part in sample.back)
+    energy = None if sample.energy is None else over_pairs(sample.energy.double()).contiguous()
+    if energy is not None:
+        args.energy = energy.data_ptr()
+    args.errors[:] = ERRORS
+    args.trim, args.smallest, args.rounds = TRIM * head_dim, SMALLEST, ROUNDS
+    _fit_kernel(codec, head_dim, role, device).launch((heads, batch, 1), fit_threads(head_dim), 0, args)
+    del scratch
+    return Fitted(params, Constants(reading, factors[0], 1), Constants(writing, factors[1], 1), mean)

@@ -12,7 +12,7 @@ Decode attention does not round codes to 16 bits and this does, so the two agree
 over decoded keys and values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
 from kvcodec.errors import ShapeError
 from kvcodec.kernels.arguments import UnpackArgs
-from kvcodec.kernels.basis import DIVIDE, Part, change_basis, into_codes, out_of_codes
+from kvcodec.kernels.basis import DIVIDE, Part, change_basis, into_codes, out_of_codes, queries_to_change
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
@@ -233,8 +233,11 @@ class History(NamedTuple):
         behind = 0 if self.window is None else self.window[0].shape[2]
         return self.before + self.last - self.first + behind
 
-    def staged(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, high - low, D]`` of the tokens ``[low, high)`` in the basis of the codes, fp16."""
+    def staged(self, low: int, high: int, beside: Sequence[Part] = ()) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, high - low, D]`` of the tokens ``[low, high)`` in the basis of the codes, fp16.
+
+        ``beside`` is changed in the same launch as the tokens held dense.
+        """
         packed, before, count = self.packed, self.before, self.last - self.first
         spec = decode_spec_of(packed.spec)
         batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
@@ -245,14 +248,14 @@ class History(NamedTuple):
             _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
         if skip:
             k, v = k[:, :, skip:], v[:, :, skip:]
-        parts = []
+        parts = [*beside]
         for dense, begin in ((self.sink, 0), (self.window, before + count)):
             if dense is None or not (held := dense[0].shape[2]) or low >= begin + held or high <= begin:
                 continue
-            part, at = slice(max(low - begin, 0), min(high - begin, held)), max(begin - low, 0)
-            to = slice(at, at + part.stop - part.start)
-            for x, side, out in zip(dense, (packed.key, packed.value), (k, v), strict=True):
-                parts.append(Part(x[:, :, part], out[:, :, to], side, DIVIDE))
+            part, to = max(low - begin, 0), max(begin - low, 0)
+            tokens = min(high - begin, held) - part
+            parts.append(Part(dense[0], k, packed.key, DIVIDE, part, tokens, to))
+            parts.append(Part(dense[1], v, packed.value, DIVIDE, part, tokens, to))
         change_basis(parts)
         return k, v
 
@@ -287,11 +290,11 @@ def attend_history(
     outs = []
     for row, end, low in _runs(q, total, packed.pages.shape[1], seen):
         high = total - n + end if seen.causal and seen.mask is None else total
-        part = into_codes(q if end - row == n else q[:, :, row:end], packed.key)
+        rows = q if end - row == n else q[:, :, row:end]
         if flash is None or staged is None:
-            found = _over(part, history, low, high, scale, seen.of_rows(row, end))
+            found = _over(rows, history, low, high, scale, seen.of_rows(row, end))
         else:
-            found = flash(part, staged[0][:, :, :high], staged[1][:, :, :high], scale)
+            found = flash(into_codes(rows, packed.key), staged[0][:, :, :high], staged[1][:, :, :high], scale)
         outs.append(out_of_codes(with_sinks(found, sinks), packed.value, q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -316,7 +319,7 @@ def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float,
         Model basis.
     """
     history = History(packed, first, last)
-    found = _over(into_codes(q, packed.key), history, 0, last - first, scale, Seen(causal=causal))
+    found = _over(q, history, 0, last - first, scale, Seen(causal=causal))
     return Partial(out_of_codes(found.out, packed.value), found.lse)
 
 
@@ -335,16 +338,18 @@ def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, 
 
 
 def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
-    """Attention of ``q [B, HQ, n, D]``, in the codes' basis, over the tokens ``[low, high)``, unpacked part by part.
+    """Attention of ``q [B, HQ, n, D]`` over the tokens ``[low, high)``, unpacked part by part; the result in the
+    basis of the values' codes.
 
     The last query belongs to the last token. With a causal mask no part has fewer tokens than there are queries, so
     only the last part needs the causal mask.
     """
     count = -(-(high - low) // _tokens_at_once(q, history.packed.pages.shape[1], seen))
     total: Partial | None = None
+    q, parts = queries_to_change(q, history.packed.key)
     for i in range(count):
         begin, end = (low + (high - low) * x // count for x in (i, i + 1))
-        k, v = history.staged(begin, end)
+        k, v = history.staged(begin, end, () if i else parts)
         if seen.mask is not None:
             part = Seen(causal=False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
         else:

@@ -1,10 +1,22 @@
 """Kernels of ``innerq``: keys in groups along channels, values in groups along tokens, norms of channels."""
 
+from functools import lru_cache
+
+import torch
+
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.innerq import GROUP, InnerQ
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.arguments import FitNormArgs
+from kvcodec.kernels.build import Kernel, Program, load
+from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
-from kvcodec.kernels.spec import Encoder, Reader, flag
+from kvcodec.kernels.decode import KINDS
+from kvcodec.kernels.encode import aligned_rows
+from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, flag
+
+FIT_THREADS = 1024
+"""``kv::FIT_NORM_THREADS``."""
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -53,3 +65,31 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     if codec.along == "channels":
         return CpuEncoder(f"int{codec.width} symmetric", (GROUP, 0), factor=factor, divide=True)
     return CpuEncoder(f"tokens{codec.width} symmetric", factor=factor, divide=True)
+
+
+def fit_program(codec: Codec, head_dim: int, role: Role) -> Program:
+    """Return the source of ``kv_fit``, which depends on the head_dim alone."""
+    return Program(
+        '#include "fit_innerq.cuh"\n'
+        f"KV_KERNEL void KV_BOUNDS({FIT_THREADS}, 1) kv_fit(KV_GRID_CONSTANT kv::FitNormArgs a) "
+        f"{{ kv::fit_norms<{head_dim}>(a); }}\n",
+        fma=False,
+    )
+
+
+@lru_cache(maxsize=64)
+def _fit_kernel(codec: Codec, head_dim: int, role: Role, device: torch.device) -> Kernel:
+    return load(fit_program(codec, head_dim, role), ("kv_fit",), device, f"fitting {codec}")[0]
+
+
+def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
+    """As ``InnerQ.fit`` of all tokens; one launch, no look at a number."""
+    x = aligned_rows(sample.x)
+    batch, heads, tokens, _ = x.shape
+    norm = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=x.device)
+    reciprocal = torch.empty(batch, heads, head_dim, dtype=torch.float64, device=x.device)
+    args = FitNormArgs(x=x.data_ptr(), norm=norm.data_ptr(), reciprocal=reciprocal.data_ptr())
+    args.batch, args.head, args.token, _ = x.stride()
+    args.tokens, args.kind, args.heads = tokens, KINDS[x.dtype], heads
+    _fit_kernel(codec, head_dim, role, x.device).launch((heads, batch, 1), FIT_THREADS, 0, args)
+    return Fitted({"norm": norm}, Constants(None, norm, 1), Constants(None, reciprocal, 1))

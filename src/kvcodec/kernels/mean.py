@@ -9,6 +9,7 @@ be cut to those before it is subtracted.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,42 +43,48 @@ class KeyMean(NamedTuple):
     pairs: int
 
 
-def key_mean(mean: Tensor, frequencies: Tensor, *, scaling: float = 1.0, interleaved: bool = False) -> KeyMean:
-    """Make the constants of a layer; looks at the values of ``mean``, so it synchronises.
+def key_mean(
+    mean: Tensor, frequencies: Sequence[float], *, scaling: float = 1.0, interleaved: bool = False, look: bool = True
+) -> KeyMean:
+    """Make the constants of a layer.
 
     Parameters
     ----------
     mean : Tensor ``[1 or B, H, D]``
         What was subtracted from the keys, before RoPE.
-    frequencies : Tensor ``[R / 2]``
-        Of RoPE, radians a token; the first R channels turn. The same for all positions.
+    frequencies : sequence of float
+        R / 2 of RoPE, radians a token; the first R channels turn. The same for all positions.
     scaling : float
         What the model multiplies cosines and sines by (YaRN).
     interleaved : bool
         Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
+    look : bool
+        Leave pairs out whose mean is zero, which takes a look at the numbers, so it synchronises.
 
     Raises
     ------
     ShapeError
     """
-    if mean.ndim != 3 or mean.shape[2] % 32 or frequencies.ndim != 1 or 2 * len(frequencies) > mean.shape[2]:
+    if mean.ndim != 3 or mean.shape[2] % 32 or 2 * len(frequencies) > mean.shape[2]:
         raise ShapeError(
-            f"key_mean: mean {list(mean.shape)} and frequencies {list(frequencies.shape)}; expected [1 or B, H, D], D "
-            f"a multiple of 32, and [R / 2] with R at most D."
+            f"key_mean: mean {list(mean.shape)} and {len(frequencies)} frequencies; expected [1 or B, H, D], D a "
+            f"multiple of 32, and R / 2 with R at most D."
         )
     dim, turning = mean.shape[2], 2 * len(frequencies)
     channels = pairs_of(dim, turning, interleaved)
-    theta = (*frequencies.double().tolist(), *[0.0] * ((dim - turning) // 2))
+    theta = (*frequencies, *[0.0] * ((dim - turning) // 2))
     scaled = mean.float().clone()
-    scaled[..., :turning] *= scaling
-    there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, D / 2]
-    count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
-    if count >= dim // 2:
-        rows: list[tuple[int, ...]] = [tuple(range(dim // 2))]
-    else:  # pairs that have a mean, and as many others as make whole products
-        rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
-        rows = rows[:1] if len(set(rows)) == 1 else rows
-    table = torch.stack([_table(theta, channels, row, str(mean.device)) for row in rows])
+    if scaling != 1.0:
+        scaled[..., :turning] *= scaling
+    rows: list[tuple[int, ...]] = [tuple(range(dim // 2))]
+    if look:
+        there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, D / 2]
+        count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
+        if count < dim // 2:  # pairs that have a mean, and as many others as make whole products
+            rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
+            rows = rows[:1] if len(set(rows)) == 1 else rows
+    tables = [_table(theta, channels, row, str(mean.device)) for row in rows]
+    table = torch.stack(tables) if len(tables) > 1 else tables[0][None]
     return KeyMean(scaled.contiguous(), table, len(rows[0]))
 
 

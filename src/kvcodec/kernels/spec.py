@@ -24,6 +24,7 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.kernels.build import CSRC
+from kvcodec.kernels.constants import Constants
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
@@ -219,6 +220,51 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if found is None:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     return _asked(found, codec, head_dim, role)
+
+
+class Sample(NamedTuple):
+    """First tokens of keys or values, and how they are turned: what a role's constants are fitted on.
+
+    Parameters
+    ----------
+    x : Tensor ``[B, H, n, D]``
+        Model basis; the last axis contiguous.
+    tokens : int
+        How many are taken; 0: all.
+    padding : Tensor int32 ``[B]``, optional
+        How many before them are not.
+    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
+        ``Rotary.angles`` of ``x``: keys are held without their mean before RoPE, which is fitted as well.
+    back : (Tensor, Tensor), optional
+        Those of the inverse rotation; None: the same angles, mirrored.
+    interleaved : bool
+        As in ``Rotary``.
+    energy : Tensor ``[1, H, D]``, optional
+        As in ``Codec.fit_with``.
+    """
+
+    x: Tensor
+    tokens: int = 0
+    padding: Tensor | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+    back: tuple[Tensor, Tensor] | None = None
+    interleaved: bool = False
+    energy: Tensor | None = None
+
+
+class Fitted(NamedTuple):
+    """Constants of a role, for the reference and for the kernels; the mean before RoPE if there is one."""
+
+    params: Params
+    reading: Constants
+    writing: Constants
+    mean: Tensor | None = None
+
+
+def fitter(codec: Codec) -> Callable[[Codec, int, Role, Sample], Fitted] | None:
+    """Return what fits a codec's constants by a kernel, to the numbers of the reference; None: PyTorch does."""
+    found: Callable[[Codec, int, Role, Sample], Fitted] | None = of_module(type(codec).__module__, "fit")
+    return found
 
 
 def of_module(module: str, name: str) -> Any:

@@ -37,28 +37,38 @@ class Rotary:
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turn ``x [B, H, n, D]`` (each size may be 1) to ``positions [B, n]``: float32 ``[B, H, n, D]``."""
-        return self._turned(x.float(), positions, self.scaling, 1.0)
+        return self.turned(x, *self.angles(positions.to(x.device)))
 
     def turn_back(self, x: Tensor, positions: Tensor) -> Tensor:
         """The inverse of ``turn``."""
-        return self._turned(x.float(), positions, 1.0 / self.scaling, -1.0)
+        return self.turned(x, *self.angles_back(positions.to(x.device)))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at ``positions [B, n]`` by which ``turn`` multiplies: float32 ``[B, n, R / 2]`` each."""
         return self._angles(positions, self.scaling, 1.0)
 
+    def angles_back(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``angles``, of ``turn_back``."""
+        return self._angles(positions, 1.0 / self.scaling, -1.0)
+
+    @cached_property
+    def radians(self) -> tuple[float, ...]:
+        """The frequencies as numbers; looks at them."""
+        return tuple(self.frequencies.tolist())
+
     @cached_property
     def name(self) -> Hashable:
         """Equal for rotary embeddings that turn alike; looks at the frequencies."""
-        return tuple(self.frequencies.tolist()), self.scaling, self.interleaved
+        return self.radians, self.scaling, self.interleaved
 
     def _angles(self, positions: Tensor, factor: float, sign: float) -> tuple[Tensor, Tensor]:
         angle = positions.double()[..., None] * self.frequencies.to(positions.device).double()
         return (angle.cos() * factor).float(), (angle.sin() * (factor * sign)).float()
 
-    def _turned(self, x: Tensor, positions: Tensor, factor: float, sign: float) -> Tensor:
-        width = 2 * self.frequencies.shape[0]
-        cos, sin = (part[:, None] for part in self._angles(positions.to(x.device), factor, sign))
+    def turned(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Turn ``x [B, H, n, D]`` (each size may be 1) by ``angles``: float32 ``[B, H, n, D]``."""
+        x, width = x.float(), 2 * self.frequencies.shape[0]
+        cos, sin = cosines[:, None], sines[:, None]
         turned, rest = x[..., :width], x[..., width:]
         a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
         first, second = a * cos - b * sin, b * cos + a * sin

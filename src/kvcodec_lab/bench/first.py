@@ -14,8 +14,11 @@ metric              unit  what
 ==================  ====  ============================================================================================
 
 The rival is DynamicCache, both as torch chooses the backend of its attention and with cuDNN's switched off; the faster
-of the two then takes turns with every preset, because a process's host time grows as it lives: ``dynamic_ms`` is its
-median in these turns, ``vs_dynamic`` the ratio of the medians. ``paths`` are those of the cache's report.
+of the two then takes turns with every preset, because a host's times move by half within a minute. A preset's time is
+compared with the mean of the two turns of the rival beside it, so what slows both cancels: ``vs_dynamic`` is the median
+of these ratios, ``beyond_ms`` that of time - 1.5 x rival in the same pairs, ``dynamic_ms`` the rival's median. For a
+first cache, which is timed once, ``vs_dynamic`` is the ratio to DynamicCache's median. ``paths`` are those of the
+cache's report.
 """
 
 import importlib
@@ -23,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +44,8 @@ FIRST_PROMPT = 1024
 HELD, NEW = 14336, (1024, 128)
 REPEATS, SECONDS = 7, 3.0
 """Number of caches per median; at least two, but fewer if they take longer than this."""
+ALLOWED = 1.5
+"""Of DynamicCache's time: ``beyond_ms`` is what goes beyond it."""
 
 
 def served() -> list[str]:
@@ -156,7 +162,7 @@ class Runner:
 def repeated(
     one: Callable[[], tuple[float, Any]], repeats: int, rival: Callable[[], float] | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Spread of the times of ``one``, and what the last cache reports; with a rival that takes turns with it."""
+    """Spread of the times of ``one``, and what the last cache reports; with a rival that goes before and after each."""
     times: list[float] = []
     others: list[float] = []
     begun = time.monotonic()
@@ -168,9 +174,25 @@ def repeated(
         ms, cache = one()
         times.append(ms)
     report = cache.report() if hasattr(cache, "report") else {}
+    del cache
     found = {key: report[key] for key in ("effective_bits", "paths") if key in report}
-    found |= _compared(spread(times), spread(others)["p50"] if others else None)
+    if rival is not None:
+        found |= beside(times, [*others, rival()])
     return spread(times), found | {"caches": len(times)}
+
+
+def beside(times: Sequence[float], rivals: Sequence[float]) -> dict[str, float]:
+    """Compare each time with the mean of the rival's before and after it; medians of what the pairs say.
+
+    >>> beside([6.0, 14.0], [3.0, 5.0, 9.0])
+    {'vs_dynamic': 1.75, 'beyond_ms': 1.75, 'dynamic_ms': 5.0}
+    """
+    pairs = [(ms, (before + after) / 2) for ms, before, after in zip(times, rivals[:-1], rivals[1:], strict=True)]
+    return {
+        "vs_dynamic": round(median(ms / other for ms, other in pairs), 3),
+        "beyond_ms": round(median(ms - ALLOWED * other for ms, other in pairs), 3),
+        "dynamic_ms": round(median(rivals), 4),
+    }
 
 
 def first_rows(
@@ -266,8 +288,9 @@ def _subject_rows(
         ms, _ = runner.first(subject.make, first_prompt)
         if not dense:  # DynamicCache's first call includes the start-up of the process
             values = dict.fromkeys(("p20", "p50", "p80"), round(ms, 3))
-            known = dynamic.get(f"first_token_ms {shape}")
-            told = _compared(values, None if known is None else known.ms)
+            told = {}
+            if (known := dynamic.get(f"first_token_ms {shape}")) is not None:
+                told = {"vs_dynamic": round(ms / known.ms, 3), "dynamic_ms": known.ms}
             yield recorder.add(subject.spec, None, metric, "ms", shape, values, caches_before=before, **told, **common)
         for metric, shape, n, one in plan:
             if dense:
@@ -290,10 +313,3 @@ def _subject_rows(
             raise DeviceLostError(f"bench first: {subject.spec} broke the CUDA context.") from error
         if not isinstance(error, KVError | RuntimeError | ValueError):
             recorder.say(f"unexpected {type(error).__name__}; the row says what")
-
-
-def _compared(values: dict[str, float], dynamic: float | None) -> dict[str, float]:
-    """How a time compares with DynamicCache's; empty where that was not timed."""
-    if dynamic is None:
-        return {}
-    return {"vs_dynamic": round(values["p50"] / dynamic, 3), "dynamic_ms": dynamic}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvcodec.attention import Seen, attend, partial, with_sinks
 from kvcodec.cache.device import DeviceCache
@@ -101,6 +101,9 @@ def kvcodec_attention(
             way = _token if query.shape[2] == 1 else _chunk_apart if torch.compiler.is_compiling() else _chunk
         out = way(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
     elif s_aux is None and not softcap:
+        n, held = query.shape[2], key.shape[2]
+        if attention_mask is None and causal and 1 < n < held:  # torch would let the first query see one key
+            attention_mask = torch.ones(n, held, dtype=torch.bool, device=query.device).tril(held - n)
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, is_causal=causal)
         return out, None
     else:
@@ -299,14 +302,41 @@ def _dense(
 
 
 def kvcodec_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' SDPA mask; for one query token it also carries the start of each sequence.
+    """transformers' SDPA mask; None where queries see all tokens up to their own, the newest ones being theirs.
 
-    The fused kernel needs only the starts: they are reduced from the mask once here, not in every layer.
+    For one query token the mask also carries the start of each sequence: the fused kernel needs only the starts, which
+    are reduced from the mask once here, not in every layer.
     """
+    if _is_causal(**kwargs):
+        return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     if mask is not None and mask.shape[-2] == 1 and not torch.compiler.is_compiling():
         setattr(mask, START, left_padding(mask))
     return mask
+
+
+def _is_causal(
+    *,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    **_more: Any,
+) -> bool:
+    """Whether a mask of these arguments says no more than causal; False where a number would have to be looked at."""
+    return (
+        allow_is_causal_skip
+        and not torch.compiler.is_compiling()
+        and attention_mask is None
+        and local_size is None
+        and mask_function is causal_mask_function
+        and isinstance(q_offset, int)
+        and q_offset + q_length == kv_offset + kv_length
+    )
 
 
 AttentionInterface.register(ATTENTION_NAME, kvcodec_attention)

@@ -19,7 +19,7 @@ struct Rows {
   int32_t way;              // of the factor: multiplies (0) or divides (1) before the rotation, multiplies after it (2)
 };
 struct BasisArgs {
-  Rows parts[4];
+  Rows parts[5];  // queries, keys and values of the sink, of the window
 };
 
 KV_DEV float row_number(const void* from, int64_t at, int kind) {

@@ -1,0 +1,116 @@
+"""Constants of ghost fitted by a kernel, on the emulated machine: the reference's, number by number."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcodec.cache.site import MeanRemoval
+from kvcodec.codec import ROLES, Role, Site
+from kvcodec.codecs.ghost import Ghost
+from kvcodec.kernels import ghost
+from kvcodec.kernels.constants import constants_for
+from kvcodec.kernels.spec import Sample, encoder, reader
+from kvcodec.ops.rope import Rotary
+
+HEADS, BATCH = 2, 2
+
+
+def rows(head_dim: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Tokens of channels of very different sizes and means; some unlike all others, some channels silent."""
+    draw = torch.Generator().manual_seed(head_dim)
+    x = torch.randn(BATCH, tokens, HEADS, head_dim, generator=draw)
+    x = x * (2 * torch.randn(BATCH, 1, HEADS, head_dim, generator=draw)).exp()
+    x = x + 3 * torch.randn(BATCH, 1, HEADS, head_dim, generator=draw)
+    x[:, 5::61] *= 9
+    x[0, :, 1, 7 :: head_dim // 2] = 0
+    x[1, :, 0, 3] = x[1, :, 0, 4]  # equals: the first comes first
+    return x.to(dtype).transpose(1, 2)
+
+
+def fitted(codec: Ghost, role: Role, x: Tensor, tokens: int, padding: Tensor | None, turn: Rotary | None,
+           energy: Tensor | None) -> Any:  # fmt: skip
+    """As ``LayerCache`` fits: the mean before RoPE of the sample, then the constants of what is left."""
+    at = torch.arange(tokens)[None] + (torch.zeros(BATCH, 1, dtype=torch.long) if padding is None else padding[:, None])
+    sample = x.gather(2, at[:, None, :, None].expand(-1, HEADS, -1, x.shape[3]))
+    mean = None
+    if turn is not None:
+        removal = MeanRemoval("pre", turn)
+        mean = removal.of(sample, at - 3)
+        sample = sample.float() - removal.at(mean, at - 3)
+    site = Site(0, role, HEADS, x.shape[3])
+    return (codec.fit(site, sample) if energy is None else codec.fit_with(site, sample, energy)), mean
+
+
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "tokens", "dtype", "case"),
+    [
+        (3, 64, 256, torch.bfloat16, "turned"),
+        (4, 128, 256, torch.bfloat16, "turned, padded"),
+        (2, 96, 256, torch.float16, "turned, interleaved, scaled, padded"),
+        (3.5, 64, 100, torch.float16, "turned in part, energy"),
+        pytest.param(5, 256, 256, torch.bfloat16, "turned", marks=pytest.mark.wide),
+        pytest.param(3, 192, 37, torch.float32, "energy", marks=pytest.mark.wide),
+        pytest.param(4.5, 128, 256, torch.bfloat16, "silent", marks=pytest.mark.wide),
+    ],
+)
+def test_the_references_constants(
+    bits: float, head_dim: int, tokens: int, dtype: torch.dtype, case: str, machine: dict[str, Any]
+) -> None:
+    codec, x = Ghost(bits), rows(head_dim, 280, dtype)
+    if case == "silent":
+        x = torch.zeros_like(x)
+    padding = torch.tensor([20, 3], dtype=torch.int32) if "padded" in case else None
+    energy = torch.rand(1, HEADS, head_dim) if "energy" in case else None
+    turn = back = angles = None
+    if "turned" in case:
+        width = head_dim // 4 if "in part" in case else head_dim // 2
+        frequencies = 10_000.0 ** -(torch.arange(width) / width)
+        turn = Rotary(frequencies, 1.25 if "scaled" in case else 1.0, "interleaved" in case)
+        places = (torch.arange(280) - 3).expand(BATCH, -1)
+        angles = turn.angles(places)
+        back = turn.angles_back(places) if "scaled" in case else None
+    for role in ROLES:
+        keys = role == "key"
+        sample = Sample(x, tokens, padding, *((angles, back) if keys else (None, None)),
+                        turn is not None and turn.interleaved, energy if keys else None)  # fmt: skip
+        found = ghost.fit(codec, head_dim, role, sample)
+        want, mean = fitted(codec, role, x, tokens, padding, turn if keys else None, energy if keys else None)
+        assert set(found.params) == set(want)
+        if mean is not None:
+            assert torch.equal(found.mean, mean)
+        assert keys or found.mean is None
+        for name, one in want.items():
+            assert found.params[name].dtype == one.dtype, name
+            assert torch.equal(found.params[name], one), (role, name)
+        for made, kernel in ((found.reading, reader), (found.writing, encoder)):
+            built = constants_for(kernel(codec, head_dim, role), want, HEADS, head_dim)
+            assert built.order == made.order
+            assert torch.equal(built.tables, made.tables), (role, kernel)
+            assert torch.equal(built.factor, made.factor), (role, kernel)
+
+
+def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[str, Any]) -> None:
+    """It is refused at the pass's end; until then kernels read tables made of it."""
+    x = rows(64, 256, torch.bfloat16).clone()
+    x[0, 0, 9, 3:6], x[0, 1, 200] = torch.nan, torch.inf
+    for role in ROLES:
+        found = ghost.fit(Ghost(3), 64, role, Sample(x, 256)).params
+        assert torch.equal(found["order"].sort(-1).values, torch.arange(64).expand(BATCH, HEADS, -1).short())
+        assert (found["widths"].long().sum(-1) == 64 * 3 - 4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "bits"), [(64, 3), (128, 4)])
+def test_on_a_gpu(head_dim: int, bits: float) -> None:
+    turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
+    x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
+    there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())
+    for role in ROLES:
+        keys = role == "key"
+        found = ghost.fit(Ghost(bits), head_dim, role, Sample(there[0], 256, there[1], there[2] if keys else None))
+        want, mean = fitted(Ghost(bits), role, x, 256, padding, turn if keys else None, None)
+        assert mean is None or torch.equal(found.mean.cpu(), mean)
+        for name, one in want.items():
+            assert torch.equal(found.params[name].cpu(), one), (role, name)
