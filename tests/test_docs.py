@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from xml.etree import ElementTree
 
@@ -130,6 +131,22 @@ def test_what_the_docs_say_of_the_soak_is_what_was_measured() -> None:
         f"in each of {len(found['pool_used_when_idle'])} idle moments",
         f"({held / 1000:.1f} GB) grew by {grown['mb']:.1f} MB in the last {grown['seconds'] / 60:.0f} minutes",
         f"commit {found['commit'][:7]}",
+    ):
+        assert told in text, told
+
+
+def test_what_the_docs_say_of_serving_on_a_cpu_is_what_was_measured() -> None:
+    found = json.loads((ROOT / "benchmarks/results/cpu/serve-smollm2.json").read_text())
+    text = " ".join((ROOT / "docs/serve.md").read_text().split())
+    rows = {row["way"]: row for row in found["rows"]}
+    assert rows["kernels"]["by"].startswith("cpu avx512")
+    cpu = {way: 1e3 * median(row["step_cpu_seconds"]) for way, row in rows.items()}
+    assert cpu["kernels"] < cpu["16 bit"]
+    for told in (
+        f"Four requests of {found['options']['tokens']:,} tokens",
+        f"take {cpu['kernels']:.0f} ms of CPU time a decode step with `{found['options']['preset']}`",
+        f"{cpu['16 bit']:.0f} ms with vLLM's own 16-bit cache, {cpu['reference']:,.0f} ms by the reference",
+        f"holds {rows['kernels']['tokens'] / rows['16 bit']['tokens']:.2f} times the tokens",
     ):
         assert told in text, told
 
