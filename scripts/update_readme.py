@@ -98,7 +98,7 @@ VLLM_ATTENTION = SPEED / "vllm_attention.json"
 
 CPU_ATTENTION = Path("benchmarks/results/cpu/attention.json")
 CPU_FIGURE = Path("docs/img/cpu.png")
-CPU_SHOWN = ("saw-int4", "kivi-4", "octopus-3", "hqmq-s96_r4", "int-8")
+CPU_SHOWN = ("saw-int4", "kivi-4", "octopus-3", "hqmq-s96_r4")
 CPU_RIVALS = {
     ("sdpa", "float32"): "PyTorch's SDPA, float32",
     ("sdpa", "bfloat16"): "PyTorch's SDPA, bfloat16",
@@ -113,7 +113,7 @@ CPU_RIVALS = {
 }
 LLAMA = CPU_RIVALS["llama.cpp-q4_0", "float32"]
 CPU_DRAWN = (
-    "PyTorch's SDPA, float32", "PyTorch's SDPA, bfloat16", "two float32 products", "llama.cpp, q8_0 cache", LLAMA,
+    "PyTorch's SDPA, float32", "PyTorch's SDPA, bfloat16", "two float32 products", LLAMA,
     "QuantizedCache of transformers, quanto",
 )  # fmt: skip
 """Rivals in the figure."""
