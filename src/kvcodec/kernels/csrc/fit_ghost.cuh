@@ -173,8 +173,10 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
       int some = 0;
       for (int i = 0; i < tokens; ++i) some += kept[i];
       const double count = some > 1 ? (double)some : 1.0;
-      if (VALUES)
-        mean = div(over_tokens(tokens, sums, [&](int i) { return mul((double)rows[i * D + c], (double)kept[i]); }), count);
+      if (VALUES) {
+        mean = over_tokens(tokens, sums, [&](int i) { return mul((double)rows[i * D + c], (double)kept[i]); });
+        mean = div(mean, count);
+      }
       variance = div(over_tokens(tokens, sums, [&](int i) {
         const double x = sub((double)rows[i * D + c], mean);
         return mul(mul(x, x), (double)kept[i]);

@@ -1,7 +1,9 @@
 // Norms of InnerQ's keys (codecs/innerq.py) for one head of one sequence: sqrt(max over the tokens |x|), 1 for 0, which
 // both channels of a rotary pair share; and their reciprocals in double, as the encoder takes them.
 //
-//     KV_KERNEL void KV_BOUNDS(kv::FIT_NORM_THREADS, 1) kv_fit(KV_GRID_CONSTANT kv::FitNormArgs a) { kv::fit_norms<128>(a); }
+//     KV_KERNEL void KV_BOUNDS(kv::FIT_NORM_THREADS, 1) kv_fit(KV_GRID_CONSTANT kv::FitNormArgs args) {
+//       kv::fit_norms<128>(args);
+//     }
 //
 // Grid (H, B, 1).
 #pragma once
