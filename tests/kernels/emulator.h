@@ -32,6 +32,7 @@
 #define KV_GRID_CONSTANT const
 #define KV_UNROLL
 #define KV_NO_UNROLL
+#define KV_UNROLL_8
 #define KV_SHARED(type, name, count) alignas(16) static type name[count]
 #define KV_DYNAMIC_SHARED(name) unsigned char* name = kv::emulated::machine.shared
 

@@ -34,7 +34,7 @@ struct FitGhostArgs {
   int64_t turn_batch, turn_token;      // of the cosines and sines
   double errors[8];         // d(w)
   double trim, smallest;    // TRIM D, SMALLEST
-  int32_t kind;             // of x: 0 fp16, 1 bf16, 2 fp32
+  int32_t kind;             // of x: 0 fp16, 1 bf16
   int32_t tokens, heads;
   int32_t turning, interleaved;        // R; 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
   int32_t rounds;           // in which tokens are left out
@@ -49,29 +49,21 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
   KV_CONST int RUNS = D <= 64 ? 2 : D <= 128 ? 4 : 8;  // of 32 channels, a power of two
   KV_CONST int MOST_TOKENS = 256;
 
-  // the lowest `bits` bits of x in reverse order
-  KV_DEV static int reversed(int x, int bits) {
-    int y = 0;
-    for (int i = 0; i < bits; ++i) y |= (x >> i & 1) << (bits - 1 - i);
-    return y;
+  // sum of leaf(token) over the tokens of a channel, by halves. Thread part * D + channel sums every PARTS-th token.
+  // The tree has no loop, so that its loads are under way together; tokens behind the last are zeros
+  template <int FIRST, int STEP, int COUNT, class Leaf>
+  KV_DEV static double tree(int tokens, int part, const Leaf& leaf) {
+    if constexpr (COUNT == 1) {
+      const int i = FIRST * PARTS + part;
+      return i < tokens ? leaf(i) : 0.0;
+    } else {
+      return add(tree<FIRST, 2 * STEP, COUNT / 2>(tokens, part, leaf),
+                 tree<FIRST + STEP, 2 * STEP, COUNT / 2>(tokens, part, leaf));
+    }
   }
-
-  // sum of leaf(token) over the tokens of a channel, by halves. Thread part * D + channel sums every PARTS-th token:
-  // tokens in bit-reversed order are neighbours in the tree
   template <class Leaf> KV_DEV static double over_tokens(int tokens, double* sums, const Leaf& leaf) {
     const int part = thread() / D;
-    int bits = 0;
-    while (PARTS << bits < tokens) ++bits;
-    double held[10];
-    int n = 0;
-    KV_NO_UNROLL
-    for (int j = 0; j < 1 << bits; ++j) {
-      const int i = reversed(j, bits) * PARTS + part;
-      double s = i < tokens ? leaf(i) : 0.0;
-      for (int t = j; t & 1; t >>= 1) s = add(held[--n], s);
-      held[n++] = s;
-    }
-    sums[thread()] = held[0];
+    sums[thread()] = tree<0, 1, MOST_TOKENS / PARTS>(tokens, part, leaf);
     for (int half = PARTS / 2; half; half /= 2) {
       sync_threads();
       if (part < half) sums[thread()] = add(sums[thread()], sums[thread() + half * D]);
@@ -82,20 +74,36 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     return total;
   }
 
-  // sum of leaf(channel) over the channels, by halves, in every lane of a warp
-  template <class Leaf> KV_DEV static double over_channels(const Leaf& leaf) {
+  // sums of leaf(n, channel) over the channels, by halves, of N rows at once, in every lane of a warp
+  template <int N, class Leaf> KV_DEV static void over_channels(double (&sum)[N], const Leaf& leaf) {
     const int lane = thread() % 32;
-    double run[RUNS];
+    double run[N][RUNS];
     KV_UNROLL
-    for (int i = 0; i < RUNS; ++i) run[i] = 32 * i < D ? leaf(32 * i + lane) : 0.0;
-    KV_UNROLL
-    for (int half = RUNS / 2; half; half /= 2) {
+    for (int n = 0; n < N; ++n) {
       KV_UNROLL
-      for (int i = 0; i < half; ++i) run[i] = add(run[i], run[i + half]);
+      for (int i = 0; i < RUNS; ++i) run[n][i] = 32 * i < D ? leaf(n, 32 * i + lane) : 0.0;
     }
     KV_UNROLL
-    for (int mask = 16; mask; mask /= 2) run[0] = add(run[0], shfl_xor(run[0], mask));
-    return run[0];
+    for (int n = 0; n < N; ++n) {
+      KV_UNROLL
+      for (int half = RUNS / 2; half; half /= 2) {
+        KV_UNROLL
+        for (int i = 0; i < half; ++i) run[n][i] = add(run[n][i], run[n][i + half]);
+      }
+      sum[n] = run[n][0];
+    }
+    KV_UNROLL
+    for (int mask = 16; mask; mask /= 2) {
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) sum[n] = add(sum[n], shfl_xor(sum[n], mask));
+    }
+  }
+
+  // without a branch, so that loads are under way together
+  KV_DEV static float number(const void* x, int64_t at, int kind) {
+    const uint16_t bits = ((const uint16_t*)x)[at];
+    const float half = half_float(bits), bf16 = bf16_float(bits);
+    return kind ? bf16 : half;
   }
 
   // whether a comes before b where numbers fall, the first of equals first; NaN before all, so that places are distinct
@@ -144,34 +152,49 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
 
     // -- the mean before RoPE, and the tokens without it
     if (a.cosines) {
-      const double sum = over_tokens(tokens, sums, [&](int i) {
-        const float x = row_number(a.x, from + i * a.token + c, a.kind);
-        if (turn.pair < 0) return (double)x;
-        const int64_t at = angle + i * a.turn_token + turn.pair;
-        const float with = row_number(a.x, from + i * a.token + turn.other, a.kind);
-        if (a.back_cosines) return (double)turn.of(x, with, a.back_cosines[at], a.back_sines[at]);
-        return (double)turn.of(x, with, a.cosines[at], -a.sines[at]);
-      });
+      const bool own = a.back_cosines != nullptr;  // or the same angles, mirrored
+      const float *cosines = own ? a.back_cosines : a.cosines, *sines = own ? a.back_sines : a.sines;
+      const float sign = own ? 1.0f : -1.0f;
+      KV_UNROLL_8
+      for (int i = part; i < tokens; i += PARTS) {
+        float x = number(a.x, from + i * a.token + c, a.kind);
+        if (turn.pair >= 0) {
+          const int64_t at = angle + i * a.turn_token + turn.pair;
+          x = turn.of(x, number(a.x, from + i * a.token + turn.other, a.kind), cosines[at], mul(sign, sines[at]));
+        }
+        rows[i * D + c] = x;
+      }
+      const double sum = over_tokens(tokens, sums, [&](int i) { return (double)rows[i * D + c]; });
       if (part == 0) a.mean[head * D + c] = mu[c] = (float)div(sum, (double)tokens);
       sync_threads();
     }
+    KV_UNROLL_8
     for (int i = part; i < tokens; i += PARTS) {
-      float x = row_number(a.x, from + i * a.token + c, a.kind);
+      float x = number(a.x, from + i * a.token + c, a.kind);
       if (a.cosines) {
-        const int64_t at = angle + i * a.turn_token + turn.pair;
-        x = sub(x, turn.pair < 0 ? mu[c] : turn.of(mu[c], mu[turn.other], a.cosines[at], a.sines[at]));
+        float own = mu[c];
+        if (turn.pair >= 0) {
+          const int64_t at = angle + i * a.turn_token + turn.pair;
+          own = turn.of(own, mu[turn.other], a.cosines[at], a.sines[at]);
+        }
+        x = sub(x, own);
       }
       rows[i * D + c] = x;
     }
-    for (int i = thread(); i < tokens; i += THREADS) kept[i] = 1;
+    for (int i = thread(); i < MOST_TOKENS; i += THREADS) kept[i] = i < tokens;
     sync_threads();
 
     // -- mean and variance of each channel, without tokens unlike all others
     double mean = 0.0, variance = 1.0;
     KV_NO_UNROLL
     for (int round = 0; round <= a.rounds; ++round) {
-      int some = 0;
-      for (int i = 0; i < tokens; ++i) some += kept[i];
+      uint32_t some = 0;
+      KV_UNROLL
+      for (int i = 0; i < MOST_TOKENS / 16; ++i) {
+        const Words4 four = ((const Words4*)kept)[i];
+        some = dot4(four.a, 0x01010101u, dot4(four.b, 0x01010101u, some));
+        some = dot4(four.c, 0x01010101u, dot4(four.d, 0x01010101u, some));
+      }
       const double count = some > 1 ? (double)some : 1.0;
       if (VALUES) {
         mean = over_tokens(tokens, sums, [&](int i) { return mul((double)rows[i * D + c], (double)kept[i]); });
@@ -190,20 +213,27 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
         sync_threads();
       }
       if (warp == 0) {
-        const double sum = over_channels([&](int k) { return variances[k]; });
-        if (thread() == 0) level[0] = div(sum, (double)D);
+        double sum[1];
+        over_channels(sum, [&](int, int k) { return variances[k]; });
+        if (thread() == 0) level[0] = div(sum[0], (double)D);
       }
       sync_threads();
       variance = level[0] > 0.0 ? maximum(variance, div(level[0], count)) : 1.0;
       if (part == 0) variances[c] = variance;
       sync_threads();
       if (round == a.rounds) break;
-      for (int i = warp; i < tokens; i += WARPS) {
-        const double sum = over_channels([&](int k) {
-          const double x = sub((double)rows[i * D + k], means[k]);
+      constexpr int AT_ONCE = D <= 128 ? 4 : 2;
+      KV_NO_UNROLL
+      for (int i = AT_ONCE * warp; i < tokens; i += AT_ONCE * WARPS) {
+        double sum[AT_ONCE];
+        over_channels(sum, [&](int n, int k) {
+          const int own = i + n < tokens ? i + n : i;
+          const double x = sub((double)rows[own * D + k], means[k]);
           return div(mul(x, x), variances[k]);
         });
-        if (thread() % 32 == 0) kept[i] = sum <= a.trim;
+        KV_UNROLL
+        for (int n = 0; n < AT_ONCE; ++n)
+          if (thread() % 32 == 0 && i + n < tokens) kept[i + n] = sum[n] <= a.trim;
       }
       sync_threads();
     }

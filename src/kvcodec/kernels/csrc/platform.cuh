@@ -31,6 +31,7 @@ using int64_t = long long;
 #define KV_GRID_CONSTANT const __grid_constant__
 #define KV_UNROLL _Pragma("unroll")
 #define KV_NO_UNROLL _Pragma("unroll 1")
+#define KV_UNROLL_8 _Pragma("unroll 8")
 #define KV_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define KV_SHARED(type, name, count) __shared__ __align__(16) type name[count]  // of a block, inside a function
 
