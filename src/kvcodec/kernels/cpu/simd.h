@@ -194,7 +194,7 @@ inline F exp(F x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.0f);
-  const F y = (F)((I)p + ((I)t << 23));
+  const F y = (F)((U)p + ((U)t << 23));  // any number where x is out of range
   return choose(x < splat(-87.0f), F{}, choose(x == x, y, x));
 }
 
