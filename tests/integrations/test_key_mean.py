@@ -16,6 +16,8 @@ from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
+from kvcodec.kernels.cpu import compile as sources
+from kvcodec.kernels.cpu import library
 from kvcodec.scheme import mix_of
 from kvcodec_lab.fit import fit_model
 from kvcodec_lab.models import LoadedModel
@@ -243,12 +245,6 @@ def test_what_has_no_mean_or_cannot_add_it_is_refused(model: Any) -> None:
     with pytest.raises(FitError, match="pass the model itself"):
         kvcodec.cache_for(model.config, SPEC)
     assert "a server's attention does not add" in refusal(kvcodec.get(SPEC))
-    model.set_attn_implementation("kvcodec")
-    try:
-        with pytest.raises(UnsupportedError, match=r"mean before RoPE, which no cpu .* kernel adds to the scores"):
-            kvcodec.cache_for(model, SPEC, attention="fused")
-    finally:
-        model.set_attn_implementation("sdpa")
 
 
 def test_rope_that_changes_with_the_length_is_refused() -> None:
@@ -334,13 +330,40 @@ def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
     assert "mean" not in caches[0].scheme.to_json()  # older versions read its file
 
 
-def test_auto_says_so_where_no_kernel_adds_it(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("spec", "mean"),
+    [("saw-int4", "pre"), ("saw-int4:mean=post", "post"), ("turboquant-4", "pre"), ("int-4:mean=pre", "pre"),
+     ("ghost-3", "pre"), ("ghost-4:mean=none", "none")],
+)  # fmt: skip
+def test_cpu_kernels_serve_it(model: Any, spec: str, mean: str) -> None:
+    """By default where the model attends with kvcodec: the report names them, and they agree with the reference."""
+    sources.compile_missing()
+    ids = prompt(2, 300)
+    ids[0, :7] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
     model.set_attn_implementation("kvcodec")
+    found = []
     try:
-        with pytest.raises(UnsupportedError, match=r"mean before RoPE, which no cpu .* kernel adds to the scores"):
-            kvcodec.cache_for(model, "saw-int4", attention="fused")
+        for attention in (None, "streamed"):
+            cache = kvcodec.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
+            made = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            report = cache.report()
+            assert {layer["mean"] for layer in report["layers"]} == {mean}
+            if attention is None:
+                assert (report["attention"], report["unfused"]) == ("fused", "")
+                assert {layer["kernels"]["decode"] for layer in report["layers"]} == {f"cpu {library.variant()}"}
+                assert report["paths"]["fused"]
+            found.append((made.sequences, torch.stack(made.logits), [layer.decode() for layer in cache.layer_caches]))
     finally:
         model.set_attn_implementation("sdpa")
+    (tokens, logits, held), (same_tokens, wanted, same) = found
+    assert torch.equal(tokens, same_tokens)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-3 * float(wanted.std()))
+    assert all(torch.equal(a, b) for a, b in zip(held[0], same[0], strict=True))  # later layers differ by roundings
 
 
 def test_a_recipe_decides_layer_by_layer(model: Any) -> None:

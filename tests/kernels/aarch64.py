@@ -28,7 +28,7 @@ MACHINES = ("qemu-aarch64", "qemu-aarch64-static")
 DRIVER = Path(__file__).parent / "aarch64_driver.cpp"
 BUILT = Path(__file__).parents[2] / ".pytest_cache" / "aarch64"
 ATTEND, ENCODE, UNPACK = range(3)
-PIECE_BYTES = 24
+PIECE_BYTES = 32
 
 
 def missing() -> str:

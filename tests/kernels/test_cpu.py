@@ -15,6 +15,7 @@ from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Role, Site
+from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import BITS, GroupInt
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.innerq import InnerQ
@@ -30,9 +31,11 @@ from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import held, library
+from kvcodec.kernels.cpu.attend import Piece, unpack
 from kvcodec.kernels.cpu.attend import attend as attend_pages
-from kvcodec.kernels.cpu.attend import unpack
+from kvcodec.kernels.cpu.mean import cpu_mean
 from kvcodec.kernels.cpu.spec import cpu_spec
+from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import page_layout
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn
@@ -43,12 +46,14 @@ OTHERS = [
     SawInt4(zero="float"), *(TurboQuant(bits, "fp32") for bits in (1, 5, 6)), *(TurboQuantQJL(bits) for bits in (2, 4)),
     *(GroupInt(bits, 32, along, symmetric) for bits in BITS for along in ("channels", "tokens")
       for symmetric in (False, True)), GroupInt(3, 48), GroupInt(4, 0, symmetric=True),
+    *(Ghost(bits) for bits in ALLOWED),
     Octopus(5, 4), Octopus(3, 1, norm="fp32"), Octopus(1, 1), OctopusQJL(2, 2), UltraQuant(scale="real"),
     UltraTQ(norm="block"), Q40("none"), Hqmq(192, 6, codebook="int8"), Med(Hqmq(24, 3), 2.0),
     *(Med(Hqmq(s, r), 1.5, 1) for s in (24, 48, 96, 192) for r in (3, 4, 6)),
     *(Med(GroupInt(bits, 0), 1.5) for bits in BITS),
     *(InnerQ(bits, "tokens", reading, hybrid=True) for bits in (2, 3) for reading in ("literal", "full")),
 ]  # fmt: skip
+MEANS = ["saw-int4", "int-4", "kivi-2", "turboquant-3", "octopus-3", "innerq-base", "hqmq-s24_r3", "ghost-3", "fp8"]
 DIMS = (64, 80, 96, 128, 256)
 
 
@@ -148,7 +153,7 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
             store.write(role, 0, codec.encode(codec.to_code(x, params), params))
             sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
             decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
-        pieces = [[(n, 0, 0)] for n in lengths]
+        pieces = [[Piece(n, 0, 0)] for n in lengths]
         results = []
         for variant in ABLE:
             use(variant, monkeypatch)
@@ -165,6 +170,92 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
             limit = 2 * error(_sdpa(q[b : b + 1], *one), wanted) + 2e-7
             for variant, (found, _) in zip(ABLE, results, strict=True):
                 assert error(found[b : b + 1], wanted) <= limit, (variant, group, n)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        Rotary(1e6 ** -(torch.arange(0, 1, 1 / 32))),
+        Rotary(1e4 ** -(torch.arange(0, 1, 1 / 16)), scaling=1.2, interleaved=True),
+        Rotary(5e5 ** -(torch.arange(0, 1, 1 / 48))),
+        NOT_TURNED,
+    ],
+    ids=["all of 64", "half of 64", "all of 96", "after RoPE"],
+)
+@pytest.mark.parametrize("spec", MEANS)
+def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few channels or of all, one for all sequences or one each; far positions and those of padding."""
+    dim, heads = 96 if len(turn.frequencies) == 48 else 64, 2
+    key, value = (codec for _, codec in codecs(spec))
+    page = page_layout(key, value, dim, dim)
+    read = cpu_spec(key, value, dim, page.page_tokens)
+    unit = page.page_tokens
+    errors: dict[str, list[tuple[float, float]]] = {variant: [] for variant in ABLE}
+    for group, lengths, first, few in (
+        (1, (2 * unit, 3), (100_037, -2), True),
+        (3, (2 * unit - 3, 1), (0, 2_000_000), False),
+        (4, (unit - 1, unit + 9), (-40, 17), True),
+        (6, (2 * unit, 70), (16_384, 5), False),
+    ):
+        mean = 350 * draw(2 if group % 2 else 1, heads, dim, seed=group).sign()
+        if few:
+            mean[..., torch.arange(dim) % 11 > 0] = 0
+        k, v = draw(2, 2, heads, 2 * unit, dim, seed=group)
+        n = 1 if few else 5
+        q = draw(2, heads * group, n, dim, seed=group + 1)
+        store = PageStore(page, 2, heads, CPU, 2 * unit)
+        store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
+        sides, decoded = [], []
+        for role, codec, x in (("key", key, k), ("value", value, v)):
+            params = codec.fit(Site(0, role, heads, dim), x)
+            store.write(role, 0, codec.encode(codec.to_code(x, params), params))
+            sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
+            decoded.append(codec.from_code(codec.decode(store.read(role, 0, 2 * unit), params), params))
+        positions = torch.tensor(first)[:, None] + torch.arange(2 * unit)
+        k32, k64 = (
+            decoded[0] + turn.turn(mean[:, :, None], positions),
+            decoded[0] + turned_exactly(mean, turn, positions),
+        )
+        pieces = [[Piece(tokens, 0, 0, at)] for tokens, at in zip(lengths, first, strict=True)]
+        for variant in ABLE:
+            use(variant, monkeypatch)
+            found, _ = attend_pages(
+                q, store.pages, store.table, pieces, spec=read, key=sides[0], value=sides[1], scale=dim**-0.5,
+                mean=cpu_mean(mean, turn),
+            )  # fmt: skip
+            for b, tokens in enumerate(lengths):
+                one = [x[b : b + 1, :, :tokens] for x in (k32, k64, decoded[1])]
+                wanted = _sdpa(q[b : b + 1].double(), one[1], one[2].double())
+                theirs = _sdpa(q[b : b + 1], one[0], one[2])
+                errors[variant].append((error(found[b : b + 1], wanted), error(theirs, wanted)))
+    for variant, pairs in errors.items():  # of all cases: a score of hundreds is off by one rounding or by none
+        ours, sdpas = torch.tensor(pairs).square().mean(0).sqrt().tolist()
+        assert ours <= 2 * sdpas + 2e-7, (variant, ours, sdpas)
+
+
+def turned_exactly(mean: Tensor, turn: Rotary, positions: Tensor) -> Tensor:
+    """R_t mu in float64, from RoPE's definition: ``[B, H, n, D]``."""
+    angle = positions.double()[:, None, :, None] * turn.frequencies.double()
+    cos, sin, x = angle.cos() * turn.scaling, angle.sin() * turn.scaling, mean.double()[:, :, None]
+    turns = 2 * len(turn.frequencies)
+    out = x.expand(len(positions), -1, positions.shape[1], -1).clone()
+    a, b = slice(turns // 2), slice(turns // 2, turns)
+    if turn.interleaved:
+        a, b = slice(0, turns, 2), slice(1, turns, 2)
+    out[..., a], out[..., b] = x[..., a] * cos - x[..., b] * sin, x[..., b] * cos + x[..., a] * sin
+    return out
+
+
+def test_pairs_without_a_mean_are_left_out() -> None:
+    turn, mean = Rotary(1e6 ** -(torch.arange(0, 1, 1 / 64))), torch.zeros(1, 2, 128)
+    assert cpu_mean(mean, turn).turning is None
+    mean[0, 1, 3] = mean[0, 0, 100] = 1
+    made = cpu_mean(mean, turn)
+    assert made.turning is not None
+    assert made.turning.shape == (1, 2, 2, 16)
+    assert made.turning.count_nonzero() == 2
+    mean[:] = 1
+    assert cpu_mean(mean, turn).turning.shape == (1, 2, 2, 64)  # type: ignore[union-attr]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

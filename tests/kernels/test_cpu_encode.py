@@ -12,6 +12,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Site
 from kvcodec.codecs.fp8 import Fp8
+from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.innerq import InnerQ, Reading
@@ -28,7 +29,9 @@ from kvcodec.kernels.cpu.compile import HERE
 from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cpu.spec import cpu_spec
+from kvcodec.kernels.encode import Turned
 from kvcodec.ops.lloyd_max import midpoints
+from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import KVScheme, page_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,6 +47,7 @@ CODECS: tuple[Codec, ...] = (
     *(GroupInt(bits, 32, along="tokens") for bits in (2, 3, 4, 8)),
     GroupInt(2, 64, along="tokens"),
     *(Fp8(scaled) for scaled in (False, True)),
+    *(Ghost(bits) for bits in ALLOWED),
     *(UltraQuant(scale=scale, rotate=rotate) for scale in ("real", "pow2") for rotate in (False, True)),
     *(GroupInt(bits, 16, along="tokens", symmetric=True) for bits in (4, 8)),
     Dense("float16"),
@@ -85,24 +89,40 @@ def _tokens(batch: int, count: int, dim: int, dtype: torch.dtype) -> Tensor:
     return x.clamp(-most, most).to(dtype)
 
 
-def _written(codec: Codec, x: Tensor, role: Role, first: int, rounded: bool = False) -> tuple[Tensor, Tensor, int]:
-    """Pages as the reference and as the kernels leave them, and the flag."""
-    dim = x.shape[3]
+def _written(
+    codec: Codec,
+    x: Tensor,
+    role: Role,
+    first: int,
+    rounded: bool = False,
+    removed: tuple[Rotary, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """Pages as the reference and as the kernels leave them, and the flag; ``removed``: mean and positions."""
+    dim, less = x.shape[3], None
     layout = page_layout(codec, codec, dim, dim)
     spec = cpu_spec(codec, codec, dim, layout.page_tokens)
-    params = codec.fit(Site(0, role, HEADS, dim), x.float())
+    rest = x.float()
+    if removed is not None:
+        turn, mean, positions = removed
+        less = Turned(mean, *turn.angles(positions), turn.interleaved)
+        rest = rest - turn.turn(mean[:, :, None], positions)
+    params = codec.fit(Site(0, role, HEADS, dim), rest)
     slots = first + x.shape[2]
     stores = [PageStore(layout, x.shape[0], HEADS, x.device, slots) for _ in range(2)]
     for store in stores:
         store.pages.copy_(torch.arange(store.pages.numel()).view(store.pages.shape) % 251)  # whatever was there
     clean = (x.half() if rounded else x).float().nan_to_num(0.0, 0.0, 0.0)
+    if removed is not None:
+        clean = clean - turn.turn(mean[:, :, None], positions)
     stores[0].write(role, first, codec.encode(codec.to_code(clean, params), params))
     bad, at = torch.zeros(1, dtype=torch.int32), torch.full((x.shape[0],), first, dtype=torch.int32)
     encoder = spec.encoder(role)
     assert encoder is not None
     own = {role: constants_for(encoder, params, HEADS, dim)}
     common, rounds = prepared(spec), (role,) if rounded else ()
-    encode({role: x}, stores[1].pages, stores[1].table, at, bad, common=common, constants=own, rounded=rounds)
+    encode(
+        {role: x}, stores[1].pages, stores[1].table, at, bad, common=common, constants=own, rounded=rounds, less=less
+    )
     return stores[0].pages, stores[1].pages, int(bad)
 
 
@@ -112,11 +132,42 @@ def test_bytes_are_the_references(codec: Codec, variant: str) -> None:
     for i, dim in enumerate((64, 80, 96, 128, 256)):
         if (isinstance(codec, Q40) and dim % 32) or (isinstance(codec, TurboQuantQJL | OctopusQJL) and dim & (dim - 1)):
             continue
+        if isinstance(codec, Ghost) and dim * codec.total % 64:
+            continue
         for batch, count in ((1, 1), (2, 37), (1, 131)):
             x = _tokens(batch, -(-count // unit) * unit, dim, DTYPES[(i + count) % 3])
             want, got, bad = _written(codec, x, ROLES[i % 2], 3 * unit)
             assert bad == 0
             assert torch.equal(got, want), (dim, batch, count, x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("turn", "dim"),
+    [
+        (Rotary(1e6 ** -(torch.arange(0, 1, 1 / 64))), 128),
+        (Rotary(1e4 ** -(torch.arange(0, 1, 1 / 16)), scaling=1.2, interleaved=True), 64),
+        (NOT_TURNED, 96),
+    ],
+    ids=["all of 128", "half of 64", "after RoPE"],
+)
+@pytest.mark.parametrize(
+    "codec",
+    [SawInt4(), TurboQuant(3), GroupInt(2, 32, along="tokens"), Octopus(), Hqmq(), Ghost(3), Fp8(), Dense("float16")],
+    ids=str,
+)
+def test_keys_lose_their_mean(codec: Codec, turn: Rotary, dim: int, variant: str) -> None:
+    """To the bytes of the reference, which subtracts what RoPE's definition gives; a mean for all, or one each."""
+    rng, unit = torch.Generator().manual_seed(3), codec.block_tokens
+    for batch, count, dtype in ((1, 1, torch.float16), (2, 70, torch.float32), (3, 33, torch.bfloat16)):
+        tokens = -(-count // unit) * unit
+        mean = 40 * torch.randn(1 if batch == 2 else batch, HEADS, dim, generator=rng)
+        mean[..., ::3] = 0
+        positions = torch.tensor([-3, 100_000, 0][:batch])[:, None] + torch.arange(tokens)
+        x = torch.randn(batch, HEADS, tokens, dim, generator=rng) + turn.turn(mean[:, :, None], positions)
+        removed = (turn, mean, positions)
+        want, got, bad = _written(codec, x.to(dtype), "key", unit, dtype == torch.float32, removed)
+        assert bad == 0
+        assert torch.equal(got, want), (batch, count)
 
 
 def test_every_encoder_is_tested() -> None:

@@ -25,6 +25,7 @@ from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
+from kvcodec.ops.rope import Rotary
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 from tests.kernels.test_operators import fill, reference, target_of
@@ -304,8 +305,8 @@ def check_engine(dim: int, last: int, device: torch.device) -> None:
     engine = CudaEngine(site.scheme.key, site.scheme.value, dim, 64)
     for seed in (4, 5):
         rng = torch.Generator().manual_seed(seed)
-        held, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
-        engine.hold_without(held._replace(mean=held.mean.to(device), table=held.table.to(device)))
+        _, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
+        engine.hold_without(mean.float().to(device), Rotary(theta.to(device)))
         engine.prepare(roles)
         turned = turned_back(means, mean, theta, tokens)
         keys, values = torch.randn(2, 2, heads, tokens, dim, generator=rng) + torch.stack([turned, turned * 0]).float()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
+from kvcodec.attention import attend
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
@@ -21,6 +22,14 @@ from tests.test_key_bias import biased
 DIM, HEADS, BATCH = 64, 2, 2
 PADDED = torch.tensor([[5], [0]])
 """Left padding of the two sequences."""
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def served(request: pytest.FixtureRequest) -> str:
+    """The kernels of GPUs, emulated, or those of CPUs."""
+    request.getfixturevalue("machine" if request.param == "cuda" else "compiled")
+    name: str = request.param
+    return name
 
 
 def rotary(**changed: Any) -> Rotary:
@@ -73,14 +82,16 @@ class Pair:
         torch.testing.assert_close(found[1], want[1], rtol=0, atol=0)
         q = torch.randn(BATCH, 3 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(9)).half()
         near = {"rtol": 0, "atol": 6e-3}
-        torch.testing.assert_close(self.fused.attend(q), self.plain.attend(q), **near)
+        torch.testing.assert_close(self.fused.attend(q), attend(q, self.plain), **near)
+        torch.testing.assert_close(self.plain.attend(q), attend(q, self.plain), **near)
         n = min(5, len(self.fused))
         q = torch.randn(BATCH, 3 * HEADS, n, DIM, generator=torch.Generator().manual_seed(9)).half()
-        torch.testing.assert_close(self.fused.attend(q), self.plain.attend(q), **near)
+        torch.testing.assert_close(self.fused.attend(q), attend(q, self.plain), **near)
+        torch.testing.assert_close(self.plain.attend(q), attend(q, self.plain), **near)
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "kivi-4:window=32"])
-def test_every_operation_keeps_the_term_right(spec: str, machine: dict[str, Any]) -> None:
+def test_every_operation_keeps_the_term_right(spec: str, served: str) -> None:
     """Left padding, chunks, steps, beams, crops and evictions, with pages that are freed."""
     pair = Pair(spec, rotary())
     pair.append(90)
@@ -105,7 +116,7 @@ def test_every_operation_keeps_the_term_right(spec: str, machine: dict[str, Any]
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "kivi-4", "ghost-3"])
-def test_constants_of_the_first_tokens(spec: str, machine: dict[str, Any]) -> None:
+def test_constants_of_the_first_tokens(spec: str, served: str) -> None:
     """Tokens stay dense until a mean, or all constants, can be taken of them; then the bytes are the reference's."""
     pair = Pair(spec, rotary(), given=False)
     wanted = pair.fused.site.fit_tokens
@@ -131,7 +142,7 @@ def test_constants_of_the_first_tokens(spec: str, machine: dict[str, Any]) -> No
     pair.fused.check()
 
 
-def test_beams_take_their_positions_along(machine: dict[str, Any]) -> None:
+def test_beams_take_their_positions_along(served: str) -> None:
     pair = Pair("saw-int4", rotary())
     pair.append(40)
     for cache in (pair.fused, pair.plain):
@@ -146,14 +157,14 @@ def test_beams_take_their_positions_along(machine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"interleaved": True}, {"scaling": 1.3}])
-def test_rotary_embeddings(changed: dict[str, Any], machine: dict[str, Any]) -> None:
+def test_rotary_embeddings(changed: dict[str, Any], served: str) -> None:
     pair = Pair("saw-int4", rotary(**changed))
     pair.append(70)
     pair.append(1)
     pair.agree()
 
 
-def test_a_model_with_key_biases_runs_on_kernels(machine: dict[str, Any]) -> None:
+def test_a_model_with_key_biases_runs_on_kernels(served: str) -> None:
     """Prefill, steps and a second turn by default, the mean from the weights; steps agree with the reference."""
     model = biased()
     model.set_attn_implementation("kvcodec")
@@ -171,7 +182,7 @@ def test_a_model_with_key_biases_runs_on_kernels(machine: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("spec", "near"), [("saw-int4:mean=pre", 0.02), ("ghost-4", 0.3)])
-def test_a_model_whose_constants_are_fitted(spec: str, near: float, machine: dict[str, Any]) -> None:
+def test_a_model_whose_constants_are_fitted(spec: str, near: float, served: str) -> None:
     """A short prompt stays dense, a second turn brings enough tokens; attention agrees with the reference.
 
     Of ghost up to widths: a rounding of the tokens may give a channel one bit more.
@@ -192,7 +203,7 @@ def test_a_model_whose_constants_are_fitted(spec: str, near: float, machine: dic
         torch.testing.assert_close(a, b, rtol=0, atol=near * float(b.std()))
 
 
-def test_positions_that_do_not_go_on_are_refused(machine: dict[str, Any]) -> None:
+def test_positions_that_do_not_go_on_are_refused(served: str) -> None:
     for wrong in (placed(41, 44), placed(40, 43)[:, [0, 2, 1]]):
         pair = Pair("saw-int4", rotary())
         pair.append(40)
@@ -217,5 +228,26 @@ def test_what_kernels_do_not_follow_is_refused(machine: dict[str, Any]) -> None:
         both("saw-int4", rotary(), capacity=64)
     with pytest.raises(UnsupportedError, match=r"fits its constants on the first 256 tokens.* static cache does not"):
         FusedLayerCache(kvcodec.get("ghost-3:mean=none"), capacity=512)
-    with pytest.raises(UnsupportedError, match="after RoPE, which no kernel adds"):
-        FusedLayerCache(kvcodec.get("saw-int4:mean=post"))
+    with pytest.raises(UnsupportedError, match="after RoPE, which no cuda kernel adds"):
+        FusedLayerCache(kvcodec.get("saw-int4:mean=post")).append(*torch.ones(2, 1, HEADS, 3, DIM).half())
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16,sink=2", "kivi-4"])
+def test_means_after_rope_on_a_cpu(spec: str, given: bool, compiled: None) -> None:
+    made = kvcodec.get(spec + (":" if ":" not in spec else ",") + "mean=post")
+    site = LayerSite(made, mean=MeanRemoval("post", None, mean_of_keys() if given else None))
+    fused, plain = FusedLayerCache(site), LayerCache(site)
+    for n in (150, 1, 1, 40):
+        k, v = torch.randn(2, BATCH, HEADS, n, DIM, generator=torch.Generator().manual_seed(n))
+        for cache in (fused, plain):
+            cache.append(k + mean_of_keys()[:, :, None], v)
+    for cache in (fused, plain):
+        cache.evict(32)
+    assert all(torch.equal(a, b) for a, b in zip(fused.decode(0, 100), plain.decode(0, 100), strict=True))
+    for n in (1, 7):
+        q = torch.randn(BATCH, 3 * HEADS, n, DIM, generator=torch.Generator().manual_seed(n))
+        want = attend(q, plain)
+        assert plain.unfused() == ""
+        torch.testing.assert_close(plain.attend(q), want, rtol=0, atol=3e-5)
+        torch.testing.assert_close(fused.attend(q), want, rtol=0, atol=3e-5)

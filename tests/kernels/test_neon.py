@@ -12,10 +12,12 @@ import torch
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import Codec
+from kvcodec.codecs.ghost import Ghost
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
+from kvcodec.ops.rope import Rotary
 from tests.kernels import aarch64, test_cpu, test_cpu_encode
 from tests.kernels.decode_cases import two_dims_in_turn
 
@@ -61,6 +63,13 @@ def test_encoders(codec: Codec) -> None:
 @pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(test_cpu.SERVED, (64, 80)))
 def test_attention(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_cpu.test_attention_is_as_exact_as_float32(spec, dim, monkeypatch)
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "ghost-3"])
+def test_means(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Rotary(1e4 ** -(torch.arange(0, 1, 1 / 16)), scaling=1.2, interleaved=True)
+    test_cpu.test_means_of_350_are_as_exact_as_float32(spec, turn, monkeypatch)
+    test_cpu_encode.test_keys_lose_their_mean(SawInt4() if spec == "saw-int4" else Ghost(3), turn, 64, "neon")
 
 
 @pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])

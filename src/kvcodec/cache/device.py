@@ -18,13 +18,11 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Seen
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import LayerSite, MeanRemoval, RoleSite
+from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, SHARED, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
-from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.mean import key_mean
 from kvcodec.scheme import KVScheme
 
 ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
@@ -44,12 +42,11 @@ def mean_refusal(site: LayerSite, *, static: bool = False, engine: Engine | None
     """
     if (mean := site.mean) is not None:
         why, use = "", "Use"
-        if mean.kind == "post":
-            why = "after RoPE, which no kernel adds to the scores"
-        elif static:
-            why, use = "before RoPE, which a static cache does not follow", "Leave max_len (capacity) out, or use"
-        elif engine is not None and not engine.adds_mean:
-            why = f"before RoPE, which no {engine.name} kernel adds to the scores"
+        side = "before" if mean.kind == "pre" else "after"
+        if static:
+            why, use = f"{side} RoPE, which a static cache does not follow", "Leave max_len (capacity) out, or use"
+        elif engine is not None and mean.kind not in engine.adds_mean:
+            why = f"{side} RoPE, which no {engine.name} kernel adds to the scores"
         if why:
             return f"holds keys without their mean {why}. {use} attention='decoded' or 'streamed', or mean=none."
     return fit_refusal(site.fit_tokens) if static else ""
@@ -161,7 +158,7 @@ class DeviceCache(LayerCache):
             roles = site.roles(heads, (head_dim, head_dim), keys.dtype, keys.device)
             engine = chosen.engine.fresh()
             if mean is not None and mean.given is not None:
-                _hold_without(engine, mean, mean.given.to(keys.device))
+                engine.hold_without(mean.given.to(keys.device), mean.turning)
             if all(role.params is not None for role in roles.values()) and (mean is None or mean.given is not None):
                 engine.prepare(roles)
             return _Ready(roles, engine)
@@ -191,7 +188,7 @@ class DeviceCache(LayerCache):
                 return False
             mean = self.site.mean
             if mean is not None and mean.given is None and self.mean is not None:
-                _hold_without(self.engine, mean, self.mean)
+                self.engine.hold_without(self.mean, mean.turning, look=False)  # of first tokens no pair is zero
             self.engine.prepare(self.roles)
         return True
 
@@ -454,16 +451,6 @@ class DeviceCache(LayerCache):
                 f"crop({first}) cuts a block of {self.unit} tokens that is encoded already, behind which the fused "
                 f"kernels cannot go on; crop to {first - over}, or use attention='streamed'."
             )
-
-
-def _hold_without(engine: Engine, mean: MeanRemoval, numbers: Tensor) -> None:
-    """Let an engine hold keys without this mean, float32 ``[1 or B, H, D]``."""
-    turn = mean.rotary
-    assert turn is not None
-    assert isinstance(engine, CudaEngine)
-    # a mean of the first tokens has no pair that is zero
-    look = mean.given is not None
-    engine.hold_without(key_mean(numbers, turn.radians, scaling=turn.scaling, interleaved=turn.interleaved, look=look))
 
 
 def _tensors(ready: _Ready) -> list[Tensor]:

@@ -198,10 +198,11 @@ class GrowingCache(DeviceCache):
 
     def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:
         mean = self.site.mean
-        if mean is None or mean.rotary is None or self.slots is None or self.mean is None or "key" not in new:
+        if mean is None or self.slots is None or self.mean is None or "key" not in new:
             return {}
-        angles = self.slots.angles(mean.rotary, self.roles["key"].next_slot, new["key"].shape[2])
-        return {"less": Turned(self.mean, *angles, mean.rotary.interleaved)}
+        turning = mean.turning
+        angles = self.slots.angles(turning, self.roles["key"].next_slot, new["key"].shape[2])
+        return {"less": Turned(self.mean, *angles, turning.interleaved)}
 
     def _placed(self) -> dict[str, Any]:
         return {} if self.slots is None or self.site.mean is None else {"placed": self.slots.placed}

@@ -18,10 +18,11 @@ from torch import Tensor
 from kvcodec.attention import Seen, attend, checked_mask
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
-from kvcodec.cache.site import LayerSite, RoleSite
+from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, RoleSite
 from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
+from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
 
 
@@ -443,15 +444,18 @@ class LayerCache:
         assert self.store is not None
         assert isinstance(self._held_attention, HeldAttention)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        seen = Seen(causal=causal, mask=mask)
-        return self._held_attention.attend(q, self.roles, self.store, scale=scale, seen=seen, sinks=sinks)
+        mean = self.site.mean
+        return self._held_attention.attend(
+            q, self.roles, self.store, scale=scale, seen=Seen(causal=causal, mask=mask), sinks=sinks,
+            mean=self.mean, rotary=NOT_TURNED if mean is None else mean.turning, runs=self.positions.runs,
+        )  # fmt: skip
 
     def unfused(self) -> str:
         """Return why ``attend`` uses the PyTorch reference, or ``""`` if it uses the CPU kernels."""
         if self.store is None:
             return "the cache is empty"
-        if self.site.mean is not None:
-            return f"{self.scheme} holds keys without their mean, and no kernel adds it to the scores"
+        if self.site.mean is not None and self.site.mean.kind == "pre" and self.site.mean.rotary is None:
+            return WITHOUT_MODEL
         if self._held_attention is None:
             try:
                 self._held_attention = HeldAttention(self.roles, self.store)

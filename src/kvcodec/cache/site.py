@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Payload, Role, Site, drawn
 from kvcodec.errors import FitError, UnsupportedError
-from kvcodec.ops.rope import Rotary
+from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.ops.sums import sum_by_halves
 from kvcodec.scheme import KVScheme
 
@@ -68,6 +68,17 @@ class MeanRemoval:
         if mean is None:
             raise UnsupportedError(WITHOUT_MODEL)
         return mean[:, :, None] if self.kind == "post" else self._known().turn(mean[:, :, None], positions)
+
+    @property
+    def turning(self) -> Rotary:
+        """How the mean turns with the positions: after RoPE it does not.
+
+        Raises
+        ------
+        UnsupportedError
+            As ``at``.
+        """
+        return NOT_TURNED if self.kind == "post" else self._known()
 
     def _known(self) -> Rotary:
         if self.rotary is None:

@@ -21,8 +21,9 @@ from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.history_groups import attend_groups
-from kvcodec.kernels.mean import KeyMean
+from kvcodec.kernels.mean import KeyMean, key_mean
 from kvcodec.kernels.spec import Fitted, Sample, decode_spec, encode_spec, fitter, reader
+from kvcodec.ops.rope import Rotary
 
 
 class CudaEngine(Engine):
@@ -36,7 +37,7 @@ class CudaEngine(Engine):
 
     name = "cuda"
     refuses_at_once = False
-    adds_mean = True
+    adds_mean = ("pre",)
     mean: KeyMean | None = None
     """The mean that keys are held without; see ``hold_without``."""
 
@@ -84,23 +85,21 @@ class CudaEngine(Engine):
         own = super().tensors()
         return own if self.mean is None else [*own, self.mean.mean, self.mean.table]
 
-    def hold_without(self, mean: KeyMean) -> None:
-        """Hold keys without this mean: before any key is written, or the same for other sequences of the batch.
-
-        Existing tensors keep their addresses if shapes allow.
-        """
+    def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
+        """As ``Engine.hold_without``; existing tensors keep their addresses if shapes allow."""
         old = self.mean
-        if old is not None and (old.mean.shape, old.table.shape) == (mean.mean.shape, mean.table.shape):
-            old.mean.copy_(mean.mean)
-            old.table.copy_(mean.table)
+        new = key_mean(mean, rotary.radians, scaling=rotary.scaling, interleaved=rotary.interleaved, look=look)
+        if old is not None and (old.mean.shape, old.table.shape) == (new.mean.shape, new.table.shape):
+            old.mean.copy_(new.mean)
+            old.table.copy_(new.table)
             return
-        self.mean = mean
+        self.mean = new
         self._find()
 
     def encode(
         self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
     ) -> None:
-        """As ``Engine.encode``; ``less``: what is subtracted from the keys, if they are held without a mean."""
+        """As ``Engine.encode``."""
         encode_checked(
             new.get("key"),
             new.get("value"),
@@ -150,7 +149,7 @@ class CudaEngine(Engine):
         return out_of_codes(found, read["key"])
 
     def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
-        """As ``Engine.attend``, and any other option of ``decode_attention``; ``placed`` with a mean."""
+        """As ``Engine.attend``, and any other option of ``decode_attention``."""
         out, _ = decode_attention(
             q,
             store.pages,
@@ -182,7 +181,7 @@ class CudaEngine(Engine):
         seen: Seen,
         placed: Tensor | None = None,
     ) -> Tensor:
-        """As ``Engine.attend_many``; ``placed``: as ``packed``."""
+        """As ``Engine.attend_many``."""
         key, value = roles["key"], roles["value"]
         first, last = key.runs[0] if key.runs else (0, 0)
         packed = self.packed(store.pages, store.table, placed)

@@ -15,7 +15,10 @@ from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
+from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.flash import Flash
+from kvcodec.ops.rope import Rotary
+from kvcodec.scheme import Mean
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
@@ -35,8 +38,8 @@ class Engine(ABC):
     """What reports call the kernels."""
     refuses_at_once: bool
     """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
-    adds_mean = False
-    """Whether kernels read keys that are held without their mean before RoPE, and encode them so."""
+    adds_mean: tuple[Mean, ...]
+    """Means without which kernels read keys, and encode them so."""
     ready = False
     """Whether the constants of both roles are on the device."""
     readers: "Mapping[Role, Reader | CpuReader]"
@@ -89,6 +92,19 @@ class Engine(ABC):
         """Set the constants of a role that the engine fitted itself; False: these are not."""
         return False
 
+    @abstractmethod
+    def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
+        """Hold keys without this mean: before any key is written, or the same for other sequences of the batch.
+
+        Parameters
+        ----------
+        mean : Tensor float32 ``[1 or B, H, D]``
+        rotary : Rotary
+            How it turns with the positions.
+        look : bool
+            Whether some pairs of channels may have no mean, so that it is worth the look, which synchronises.
+        """
+
     @property
     def flags_all(self) -> bool:
         """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
@@ -104,11 +120,14 @@ class Engine(ABC):
         return [x for side in held for x in (side.tables, side.factor) if x is not None]
 
     @abstractmethod
-    def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
+    def encode(
+        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+    ) -> None:
         """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
 
         Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
-        cannot hold, and to 2 by tokens behind the pages.
+        cannot hold, and to 2 by tokens behind the pages. ``less``: what is subtracted from the keys, if they are held
+        without a mean.
         """
 
     @abstractmethod
@@ -127,10 +146,12 @@ class Engine(ABC):
         dense_lens: Tensor | None = None,
         dense_start: Tensor | None = None,
         workspace: Tensor | None = None,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``decode.decode_attention``.
 
-        ``workspace``: memory for an engine that must not allocate.
+        ``workspace``: memory for an engine that must not allocate. ``placed``: with a mean, the position of slot 0 of
+        each sequence, int32 ``[B]``.
         """
 
     @abstractmethod
@@ -143,8 +164,12 @@ class Engine(ABC):
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
+        placed: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window."""
+        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window.
+
+        ``placed``: as in ``attend``.
+        """
 
     @abstractmethod
     def attend_pages(

@@ -21,6 +21,7 @@ from kvcodec.codecs.ghost import (
     SMALLEST,
     TRIM,
     UNIT,
+    WIDEST,
     Ghost,
     kinds,
     levels,
@@ -32,9 +33,13 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.arguments import FitGhostArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.decode import KINDS
 from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
+
+CPU_LEAST = 32
+"""Channels of a head of which even and odd places each fill the widest vector."""
 
 
 def level_bytes(total: int) -> int:
@@ -101,6 +106,55 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         factor=inverse_sizes,
         form="table",
     )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``."""
+    assert isinstance(codec, Ghost)
+    _check_cpu(codec, head_dim, "read")
+    return CpuReader(f"ghost{codec.total}", (int(role == "value"),), tables=cpu_read_tables, factor=sizes)
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """As ``cpu.spec.cpu_encoder``."""
+    assert isinstance(codec, Ghost)
+    _check_cpu(codec, head_dim, "write")
+    options = codec.total, int(role == "value")
+    return CpuEncoder("ghost", options, tables=cpu_write_tables, factor=inverse_sizes)
+
+
+def _check_cpu(codec: Ghost, head_dim: int, verb: str) -> None:
+    if codec.transform != "channels":
+        raise UnsupportedError(f"the CPU kernels {verb} transform=channels, not {codec}")
+    if head_dim < CPU_LEAST:
+        raise UnsupportedError(f"the CPU kernels {verb} ghost of a head_dim of {CPU_LEAST} or more, not {head_dim}")
+    codec.layout(head_dim)  # refuses what does not fill quarters
+
+
+def cpu_read_tables(params: Params) -> Tensor:
+    """Tables of ``unpack_ghost`` (read_ghost.h): uint8 ``[B or 1, H, bytes]``."""
+    order, widths = params["order"], params["widths"]
+    found = levels()
+    positive = [found[(1 << w) - 1 + (1 << w - 1) : (1 << w + 1) - 1] for w in range(1, WIDEST + 1)]
+    same = torch.cat([torch.zeros(1), *positive, scales()]).expand(*order.shape[:2], -1)
+    parts = [_bytes(order.to(torch.int16)), _apart(widths), _bytes(same)]
+    return _padded(torch.cat([*parts, *([_bytes(_apart(params["centre"]))] if "centre" in params else [])], -1))
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Even places, then odd ones."""
+    return torch.cat([x[..., ::2], x[..., 1::2]], -1)
+
+
+def cpu_write_tables(params: Params) -> Tensor:
+    """Tables of ``encode_ghost`` (encode_ghost.h): uint8 ``[B or 1, H, bytes]``."""
+    order, widths = params["order"], params["widths"]
+    cuts, infinite, zero = width_cuts(levels()).float(), torch.tensor([torch.inf]), torch.zeros(1)
+    behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(WIDEST + 1)]
+    walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
+    same = torch.cat([zero, *behind, levels(), zero, walls, zero, zero, scales()]).expand(*order.shape[:2], -1)
+    numbers = [same, params["weight"], *([params["centre"]] if "centre" in params else [])]
+    return _padded(torch.cat([_bytes(order.to(torch.int16)), widths, *map(_bytes, numbers)], -1))
 
 
 def inverse_sizes(params: Params) -> Tensor:

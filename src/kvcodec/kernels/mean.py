@@ -2,7 +2,7 @@
 
 A score lacks ``q . R_t mu``, the product with the mean turned to the token's position. Decode attention adds it to the
 scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run, ``placed``,
-``placed + 1`` and so on, below ``MOST_POSITIONS``.
+``placed + 1`` and so on, below ``MOST_POSITIONS``. ``cpu/mean.py`` is its like for CPUs.
 
 Pairs of channels whose mean is zero in all heads and sequences cost nothing, so a mean that is large in few pairs may
 be cut to those before it is subtracted.
@@ -76,16 +76,29 @@ def key_mean(
     scaled = mean.float().clone()
     if scaling != 1.0:
         scaled[..., :turning] *= scaling
-    rows: list[tuple[int, ...]] = [tuple(range(dim // 2))]
-    if look:
-        there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, D / 2]
-        count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
-        if count < dim // 2:  # pairs that have a mean, and as many others as make whole products
-            rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
-            rows = rows[:1] if len(set(rows)) == 1 else rows
+    rows = chosen_pairs(mean, channels) if look else [tuple(range(dim // 2))]
     tables = [_table(theta, channels, row, str(mean.device)) for row in rows]
     table = torch.stack(tables) if len(tables) > 1 else tables[0][None]
     return KeyMean(scaled.contiguous(), table, len(rows[0]))
+
+
+def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Numbers of the pairs that have a mean, for each KV head or, if they are the same, for all.
+
+    All heads have as many, a multiple of ``BLOCK`` (made up by others) or all.
+
+    Parameters
+    ----------
+    mean : Tensor ``[1 or B, H, D]``
+    channels : sequence of (int, int)
+        Of each pair.
+    """
+    there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, pairs]
+    count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
+    if count >= len(channels):
+        return [tuple(range(len(channels)))]
+    rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
+    return rows[:1] if len(set(rows)) == 1 else rows
 
 
 @lru_cache(maxsize=64)

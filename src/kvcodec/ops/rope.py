@@ -76,3 +76,7 @@ class Rotary:
         if not rest.shape[-1]:
             return out
         return torch.cat([out, rest.expand(*out.shape[:-1], -1)], -1)
+
+
+NOT_TURNED = Rotary(torch.empty(0))
+"""Of vectors that are the same at all positions."""

@@ -15,9 +15,11 @@ Rows without compression have the specs ``sdpa`` (float32 and bfloat16, in ``dty
 ``two-matmuls-kt`` (keys held transposed). Rows of other libraries (``cpu_rivals.py``) have the library's name as
 ``path``; what is not installed is left out, and said. All jobs take turns, on PyTorch's threads; ``threads`` says how
 many. A run of tokens is encoded once and its bytes repeated: times do not depend on the data.
+With ``mean=pre``, and of ``ghost``, every pair of channels has a mean before RoPE, which no model has more of.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,9 +27,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import attend
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite
+from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import library
+from kvcodec.ops.rope import Rotary
 from kvcodec.registry import get
 from kvcodec_lab.bench.attention_rivals import missing
 from kvcodec_lab.bench.cpu import AGREEMENT, in_turn, positive, ratios, stamped
@@ -36,11 +39,13 @@ from kvcodec_lab.bench.record import Row, spread
 
 PRESETS = (
     "saw-int4", "int-4", "turboquant-4", "ultraquant", "octopus-4", "octopus-3", "octopus-2", "hqmq-s24_r3",
-    "hqmq-s96_r4", "kivi-4", "kivi-2", "innerq-base", "fp8", "int-8",
+    "hqmq-s96_r4", "kivi-4", "kivi-2", "innerq-base", "fp8", "int-8", "saw-int4:mean=pre", "ghost-4", "ghost-3",
 )  # fmt: skip
 ENCODED = 2048
 """Tokens that are encoded."""
 READ_BYTES = 256 << 20
+BASE = 1e6
+"""Of RoPE, as in Qwen2.5."""
 BASES = ("sdpa", "sdpa bfloat16", "two-matmuls", "two-matmuls-kt")
 
 
@@ -156,9 +161,9 @@ def _torch_jobs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], objec
 @torch.no_grad()
 def _filled(spec: str, k: Tensor, v: Tensor, tokens: int) -> LayerCache:
     """A cache of ``tokens`` tokens, of which those behind the first ones repeat their bytes."""
-    scheme = get(spec).for_layer(8, 24)
-    cache = LayerCache(LayerSite(scheme), capacity=tokens)
-    cache.append(k[:, :, :ENCODED], v[:, :, :ENCODED])
+    site, turned = _site(spec, k[:, :, :ENCODED])
+    cache = LayerCache(site, capacity=tokens)
+    cache.append(k[:, :, :ENCODED] + turned, v[:, :, :ENCODED])
     store = cache.store
     assert store is not None
     missing = (tokens - len(cache)) // ENCODED * ENCODED
@@ -171,16 +176,32 @@ def _filled(spec: str, k: Tensor, v: Tensor, tokens: int) -> LayerCache:
             store.write(role, first, payload)
             state.extend(ENCODED)
     cache.length += missing
+    if cache.places_tokens:
+        cache.positions.extend(missing)
     if rest := tokens - len(cache):
         cache.append(k[:, :, :rest], v[:, :, :rest])
     return cache
 
 
+def _site(spec: str, k: Tensor) -> tuple[LayerSite, Tensor]:
+    """A layer of a scheme, and what is added to its first keys ``k``: their mean before RoPE, where they have one."""
+    scheme = get(spec).for_layer(8, 24)
+    if scheme.mean == "auto" and scheme.key.without_mean:
+        scheme = replace(scheme, mean="pre")
+    if scheme.mean != "pre":
+        return LayerSite(scheme), torch.zeros(1)
+    _, heads, tokens, dim = k.shape
+    given = 30 * torch.randn(1, heads, dim, generator=torch.Generator().manual_seed(1))
+    mean = MeanRemoval("pre", Rotary(BASE ** -(torch.arange(0, dim, 2) / dim)), given, "weights")
+    return LayerSite(scheme, mean=mean), mean.at(given, torch.arange(tokens)[None])
+
+
 @torch.no_grad()
 def _check(spec: str, k: Tensor, v: Tensor, q: Tensor) -> None:
     """Verify attention before it is timed."""
-    cache = LayerCache(get(spec).for_layer(8, 24))
-    cache.append(k, v)
+    site, turned = _site(spec, k)
+    cache = LayerCache(site)
+    cache.append(k + turned, v)
     if reason := cache.unfused():
         raise UnsupportedError(f"bench decode: {reason}.")
     difference = float((cache.attend(q) - attend(q, cache)).abs().max())

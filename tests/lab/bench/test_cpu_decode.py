@@ -93,6 +93,23 @@ def test_repeated_bytes_are_a_cache() -> None:
     assert float((cache.attend(q) - attend(q, plain)).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("spec", ["saw-int4:mean=pre", "ghost-3"])
+def test_keys_without_their_mean(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes repeat, positions go on: keys are those of 512 tokens again and again, their mean at their own places."""
+    monkeypatch.setattr(cpu_decode, "ENCODED", 512)
+    k, v = torch.randn(2, 1, 2, 1300, 64, generator=torch.Generator().manual_seed(0))
+    cache = cpu_decode._filled(spec, k, v, 1300)
+    assert (len(cache), cache.unfused(), len(cache.positions)) == (1300, "", 1300)
+    assert cache.site.mean is not None
+    assert cache.mean is not None
+    rest = cache.decode()[0] - cache.site.mean.at(cache.mean, torch.arange(1300)[None])
+    sink = cache.scheme.sink
+    # the first ones were rounded to 16 bit with their mean; other tokens differ by 1.1
+    assert float((rest[:, :, sink:512] - rest[:, :, 512 + sink : 1024]).abs().mean()) < 0.05
+    q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1))
+    assert float((cache.attend(q) - attend(q, cache)).abs().max()) < 1e-4
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="no CPU kernel reads E8"):
         list(cpu_decode.decode_rows(["e8-2"], **SHAPE))

@@ -7,7 +7,8 @@
 //
 // Packed keys and values are in the basis of the codes, their channels in the reader's order: queries are mapped to it
 // once, and sums mapped back once (times a factor per channel, then a block-diagonal Hadamard; backwards for sums).
-// Dense tokens are in the model's basis and have sums of their own.
+// Dense tokens are in the model's basis and have sums of their own. Scores of packed keys that are held without their
+// mean get its term (mean.h).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "mean.h"
 #include "readers.h"
 #include "simd.h"
 #include "threads.h"
@@ -26,6 +28,7 @@ struct Role {
   int64_t reader;            // reader_number
   const uint8_t* tables;     // look-up tables, or null
   int64_t tables_head;       // bytes from one head's tables to the next one's; 0: all heads share them
+  int64_t tables_batch;      // from one sequence's to the next one's; 0: all sequences share them
   const float* factor;       // [B or 1, H, D], or null
   int64_t factor_batch;      // numbers from one sequence's factors to the next one's
   int64_t order;             // of the Hadamard; 1: none
@@ -37,9 +40,9 @@ struct Role {
 };
 
 // A run of tokens, oldest first: where its keys and values lie. At 0 and above: slot of the first token; below: ~x is
-// its place among the tokens held dense.
+// its place among the tokens held dense. `position` is that of the first token, read where keys have no mean.
 struct Piece {
-  int64_t count, key, value;
+  int64_t count, key, value, position;
 };
 
 struct Args {
@@ -57,6 +60,7 @@ struct Args {
   int64_t batch, heads, group, queries, dim, threads;
   float scale, softcap;
   Role key, value;
+  KeyMean mean;
 };
 
 constexpr int ROWS = 64;       // rows of a task
@@ -82,15 +86,41 @@ inline const float* factors(const Role& role, const Args& a, int b, int h) {
   return role.factor ? role.factor + b * role.factor_batch + h * a.dim : nullptr;
 }
 
-// row[p] = x[channel at place p], or back, in a reader's order
+// row[p] = x[channel[p]], or back
+inline void permute(const int16_t* channel, float* row, int dim, bool back) {
+  float x[WIDEST];
+  memcpy(x, row, sizeof(float) * dim);
+  for (int p = 0; p < dim; ++p) (back ? row[channel[p]] : row[p]) = x[back ? p : channel[p]];
+}
+
+// to a reader's order, or back
 inline void reorder(const Role& role, float* row, int dim, bool back) {
   const Order order = READERS[role.reader].order;
   if (!order) return;
   int16_t channel[WIDEST];
-  float x[WIDEST];
   order(role.options, dim, channel);
-  memcpy(x, row, sizeof(float) * dim);
-  for (int p = 0; p < dim; ++p) (back ? row[channel[p]] : row[p]) = x[back ? p : channel[p]];
+  permute(channel, row, dim, back);
+}
+
+inline const uint8_t* tables_of(const Role& role, int b, int h) {
+  return role.tables ? role.tables + b * role.tables_batch + h * role.tables_head : nullptr;
+}
+
+// channels to the places of a head's codes, or back
+inline void place(const Role& role, int b, int h, float* row, int dim, bool back) {
+  const uint8_t* tables = tables_of(role, b, h);
+  if (tables && READERS[role.reader].placed) permute((const int16_t*)tables, row, dim, back);  // none: all are dense
+}
+// a row that the factor has multiplied to the basis of the codes, in the reader's order; or a row of sums back
+inline void into_codes(const Role& role, int b, int h, float* row, int dim) {
+  hadamard(row, dim, (int)role.order);
+  place(role, b, h, row, dim, false);
+  reorder(role, row, dim, false);
+}
+inline void out_of_codes(const Role& role, int b, int h, float* row, int dim) {
+  reorder(role, row, dim, true);
+  place(role, b, h, row, dim, true);
+  hadamard(row, dim, (int)role.order);
 }
 
 // -- products ---------------------------------------------------------------------------------------------------------
@@ -208,9 +238,8 @@ struct Task {
       unpack_numbers(from, role.dense_token, (int)role.dense_kind, count, dim, out);
       return false;
     }
-    const uint8_t* tables = role.tables ? role.tables + h * role.tables_head : nullptr;
     READERS[role.reader].unpack(
-        {page(at), tables, role.planes, role.options, dim, (int)(at % a.page_tokens), count, out});
+        {page(at), tables_of(role, b, h), role.planes, role.options, dim, (int)(at % a.page_tokens), count, out});
     return true;
   }
 
@@ -218,10 +247,11 @@ struct Task {
     const int dim = (int)a.dim;
     const size_t block = (size_t)rows * dim;
     static thread_local Scratch memory;
-    float* at = memory.take(3 * block + (TILE + SLACK) * dim + rows * (TILE + LANES));
+    const size_t term = a.mean ? MeanTerm::scratch(rows, (int)a.mean.pairs) : 0;
+    float* at = memory.take(3 * block + (TILE + SLACK) * dim + rows * (TILE + LANES) + term);
     const auto next = [&at](size_t n) { float* p = at; at += n; return p; };
     float *q = next(block), *q_code = next(block), *acc_code = next(block), *tile = next((TILE + SLACK) * dim);
-    float *s = next(rows * TILE), *total = next(rows * LANES);
+    float *s = next(rows * TILE), *total = next(rows * LANES), *more = next(term);
     float* acc = part.acc;
     std::fill(acc, acc + block, 0.0f);
     std::fill(acc_code, acc_code + block, 0.0f);
@@ -239,9 +269,10 @@ struct Task {
         q[r * dim + c] = from[r * dim + c] * a.scale;
         q_code[r * dim + c] = factor ? q[r * dim + c] * factor[c] : q[r * dim + c];
       }
-      hadamard(q_code + r * dim, dim, (int)a.key.order);
-      reorder(a.key, q_code + r * dim, dim, false);
+      into_codes(a.key, b, h, q_code + r * dim, dim);
     }
+    MeanTerm mean;
+    if (a.mean) mean = MeanTerm(a.mean, b, h, q, rows, dim, more);
 
     int64_t first = 0;  // token at which the piece begins
     const Piece* pieces = a.pieces + b * a.pieces_each;
@@ -256,6 +287,7 @@ struct Task {
         Ahead soon = key >= 0 ? ahead(key, count, key + last - t) : Ahead{};
         const float* against = coded ? q_code : q;
         by_four(rows, [&](auto n, int r) { score<n>(against + r * dim, tile, count, dim, s + r * TILE, soon); });
+        if (coded && a.mean) mean.add(s, TILE, piece.position + t - first, count);
         soften(s, t, count, part, total, acc, acc_code);
         float* into = fill(a.value, value, count, tile) ? acc_code : acc;
         by_four(rows, [&](auto n, int r) { gather_all<n>(s + r * TILE, tile, count, dim, into + r * dim, soon); });
@@ -266,8 +298,7 @@ struct Task {
     factor = factors(a.value, a, b, h);
     for (int r = 0; r < rows; ++r) {
       part.total[r] = sum(load(total + r * LANES));
-      reorder(a.value, acc_code + r * dim, dim, true);
-      hadamard(acc_code + r * dim, dim, (int)a.value.order);
+      out_of_codes(a.value, b, h, acc_code + r * dim, dim);
       for (int c = 0; c < dim; ++c) {
         const float x = acc_code[r * dim + c];
         acc[r * dim + c] += factor ? x * factor[c] : x;

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,13 +10,29 @@ from torch import Tensor
 from kvcodec.codec import Role
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu.library import ArgsStruct, RoleStruct
+from kvcodec.kernels.cpu.library import ArgsStruct, EncodeRoleStruct, MeanStruct, RoleStruct
+from kvcodec.kernels.cpu.mean import CpuMean
 from kvcodec.kernels.cpu.spec import CpuSpec
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
-Piece = tuple[int, int, int]
-"""A run of tokens: how many, and where its keys and values lie: from slot x >= 0 on, or from dense token ~x on."""
+
+class Piece(NamedTuple):
+    """A run of tokens.
+
+    Parameters
+    ----------
+    tokens : int
+    key, value : int
+        Where its keys and values lie: from slot x >= 0 on, or from dense token ~x on.
+    position : int
+        Of the first token; read where keys are held without their mean.
+    """
+
+    tokens: int
+    key: int
+    value: int
+    position: int = 0
 
 
 def attend(
@@ -34,6 +51,7 @@ def attend(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    mean: CpuMean | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with n query tokens per sequence.
 
@@ -58,6 +76,8 @@ def attend(
         Learned logits that join the softmax's denominator only.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    mean : CpuMean, optional
+        Of the keys, which their packed ones are held without.
 
     Returns
     -------
@@ -75,7 +95,7 @@ def attend(
     args.q, args.out, args.lse = rows.data_ptr(), out.data_ptr(), lse.data_ptr()
     args.pages, args.table = pages.data_ptr(), table.data_ptr()
     runs = (ctypes.c_int64 * len(flat))(*flat)
-    args.pieces, args.pieces_each = ctypes.addressof(runs), len(flat) // 3 // batch
+    args.pieces, args.pieces_each = ctypes.addressof(runs), len(flat) // 4 // batch
     if seen is not None:
         low, high = (x.contiguous() for x in seen)
         args.low, args.high = low.data_ptr(), high.data_ptr()
@@ -93,6 +113,8 @@ def attend(
     args.queries, args.dim, args.threads = n, dim, torch.get_num_threads()
     args.scale, args.softcap = scale, softcap
     held = [_fill(args.key, spec, "key", key, dense_k), _fill(args.value, spec, "value", value, dense_v)]
+    if mean is not None:
+        _fill_mean(args.mean, mean)
     library.library().kv_attend(args)
     del held  # alive until here
     return out.to(q.dtype), lse
@@ -117,12 +139,31 @@ def unpack(spec: CpuSpec, role: Role, page: Tensor, head: int, constants: Consta
     return out
 
 
+def fill_tables(struct: RoleStruct | EncodeRoleStruct, constants: Constants) -> None:
+    """Set where a role's tables lie: ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``."""
+    if (tables := constants.tables) is None:
+        return
+    struct.tables = tables.data_ptr()
+    struct.tables_head = tables.shape[-1] if tables.shape[-2] > 1 else 0
+    struct.tables_batch = tables.stride(0) if tables.dim() == 3 and tables.shape[0] > 1 else 0
+
+
+def _fill_mean(struct: MeanStruct, mean: CpuMean) -> None:
+    if mean.turning is not None and mean.table is not None:
+        struct.turning, struct.table = mean.turning.data_ptr(), mean.table.data_ptr()
+        struct.pairs, struct.fast = mean.turning.shape[3], mean.fast
+
+        struct.turning_batch = mean.turning.stride(0) if len(mean.turning) > 1 else 0
+        struct.table_head = mean.table.shape[1] if len(mean.table) > 1 else 0
+    if mean.still is not None:
+        struct.still, struct.still_batch = mean.still.data_ptr(), mean.still.stride(0) if len(mean.still) > 1 else 0
+
+
 def _fill(struct: RoleStruct, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
     """Set the fields of one role; returns a tensor that must outlive the call."""
     reader = spec.key if role == "key" else spec.value
     struct.reader = library.reader_number(library.chosen(), reader.name)
-    if (tables := constants.tables) is not None:
-        struct.tables, struct.tables_head = tables.data_ptr(), tables.shape[1] if tables.shape[0] > 1 else 0
+    fill_tables(struct, constants)
     if (factor := constants.factor) is not None:
         struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
     struct.order = constants.order

@@ -1,8 +1,9 @@
 // Encoding new tokens into packed pages, to the bytes of the reference codec.
 //
-// A task takes tokens of one role, sequence and head: they are widened to float32, brought to the basis of the codes
-// (times a factor per channel, then a block-diagonal Hadamard, as kernels/spec.py defines it), and an encoder writes
-// them. Sums of the Hadamard are taken in double and rounded once, as in ops/hadamard.py.
+// A task takes tokens of one role, sequence and head: they are widened to float32, keys lose their mean where they are
+// held without it, all are brought to the basis of the codes (times a factor per channel, then a block-diagonal
+// Hadamard, as kernels/spec.py defines it), and an encoder writes them. Sums of the Hadamard are taken in double and
+// rounded once, as in ops/hadamard.py.
 //
 // Tokens with NaN, Inf or a magnitude above 65504 are stored as zero bytes (with all of their block) and raise *bad to
 // 1; tokens behind the pages are dropped and raise it to 2.
@@ -25,7 +26,7 @@ struct EncodeRole {
   int64_t encoder;             // encoder_number
   int64_t block;               // tokens of a block
   const uint8_t* tables;       // as attend.h's Role
-  int64_t tables_head;
+  int64_t tables_head, tables_batch;
   const void* factor;          // [B or 1, H, D], float32, or double reciprocals; null: none
   int64_t factor_batch;
   int64_t divides;             // whether factor holds reciprocals
@@ -35,6 +36,27 @@ struct EncodeRole {
   int32_t options[OPTIONS];
 };
 
+// What is subtracted from keys: their mean, turned as the model turns it; as encode.py's struct of the same name.
+struct Less {
+  const float* mean;             // [B or 1, H, D], or null: nothing
+  const float *cosines, *sines;  // [B or 1, tokens, pairs]
+  int64_t mean_batch, angles_batch;
+  int64_t pairs;                 // the first 2 pairs channels turn
+  int64_t interleaved;           // pairs are channels 2 p, 2 p + 1, not p, p + pairs
+
+  // the operations of ops/rope.py, in the same order
+  void take(float* row, int64_t b, int64_t h, int64_t token, int dim) const {
+    const float* m = mean + b * mean_batch + h * dim;
+    const float *c = cosines + b * angles_batch + token * pairs, *s = sines + b * angles_batch + token * pairs;
+    const int64_t apart = interleaved ? 1 : pairs, step = interleaved ? 2 : 1;
+    for (int64_t p = 0; p < pairs; ++p) {
+      const int64_t x = p * step, y = x + apart;
+      row[x] -= m[x] * c[p] - m[y] * s[p], row[y] -= m[y] * c[p] + m[x] * s[p];
+    }
+    for (int64_t i = 2 * pairs; i < dim; ++i) row[i] -= m[i];
+  }
+};
+
 struct EncodeArgs {
   uint8_t* pages;              // [num_pages, H, page_bytes]
   const int32_t* table;        // [B, ...]
@@ -42,6 +64,7 @@ struct EncodeArgs {
   int32_t* bad;
   int64_t page_bytes, page_tokens, table_row, columns, batch, heads, dim, threads;
   EncodeRole roles[2];
+  Less less;                   // of keys
 };
 
 constexpr float HALF_MAX = 65504.0f;
@@ -94,6 +117,7 @@ inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, i
     float* row = rows + t * dim;
     good[t] = widen_row(r.x + b * r.batch + h * r.head + (from + t) * r.token, r.kind, dim, row);
     if (!good[t]) memset(row, 0, sizeof(float) * dim), all = false;
+    if (a.less.mean && &r == a.roles) a.less.take(row, b, h, from + t, dim);
     const int64_t at = b * r.factor_batch + h * dim;
     if (r.factor && r.divides)
       for (int c = 0; c < dim; ++c) row[c] = (float)(row[c] * ((const double*)r.factor)[at + c]);
@@ -101,7 +125,8 @@ inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, i
       for (int c = 0; c < dim; ++c) row[c] *= ((const float*)r.factor)[at + c];
     if (r.order > 1) hadamard_row(row, dim, (int)r.order);
   }
-  const New made{rows, page, r.tables ? r.tables + h * r.tables_head : nullptr, r.planes, r.sizes, r.options,
+  const uint8_t* tables = r.tables ? r.tables + b * r.tables_batch + h * r.tables_head : nullptr;
+  const New made{rows, page, tables, r.planes, r.sizes, r.options,
                  dim, (int)r.block, (int)place, (int)count};
   ENCODERS[r.encoder].encode(made);
   if (all) return;

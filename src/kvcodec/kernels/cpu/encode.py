@@ -8,9 +8,10 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Role
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu.attend import KINDS
-from kvcodec.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct
+from kvcodec.kernels.cpu.attend import KINDS, fill_tables
+from kvcodec.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct, LessStruct
 from kvcodec.kernels.cpu.spec import CpuSpec
+from kvcodec.kernels.encode import Turned
 
 ROUNDED = 3
 """Kind of float32 numbers that are rounded to fp16 first."""
@@ -44,6 +45,7 @@ def encode(
     common: EncodeArgsStruct,
     constants: Mapping[Role, Constants],
     rounded: Collection[Role] = (),
+    less: Turned | None = None,
 ) -> None:
     """Encode new tokens into their slots.
 
@@ -64,14 +66,28 @@ def encode(
         Of the encoders.
     rounded : collection of Role
         Whose float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
+    less : Turned, optional
+        What is subtracted from the keys.
     """
     args = EncodeArgsStruct.from_buffer_copy(common)
     args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
     args.table_row, args.columns = table.stride(0), table.shape[1]
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
     held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.items()]
+    if less is not None and "key" in new:
+        held += _fill_less(args.less, less)
     library.library().kv_encode(args)
     del held  # alive until here
+
+
+def _fill_less(struct: LessStruct, less: Turned) -> list[Tensor]:
+    """Set what is subtracted from keys; returns tensors that must outlive the call."""
+    mean, cosines, sines = (x.contiguous() for x in less[:3])
+    struct.mean, struct.cosines, struct.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+    struct.mean_batch = mean.stride(0) if len(mean) > 1 else 0
+    struct.angles_batch = cosines.stride(0) if len(cosines) > 1 else 0
+    struct.pairs, struct.interleaved = cosines.shape[2], less.interleaved
+    return [mean, cosines, sines]
 
 
 def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bool) -> Tensor:
@@ -82,8 +98,7 @@ def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bo
     kind = ROUNDED if rounded and x.dtype == torch.float32 else KINDS[x.dtype]
     struct.x, struct.kind, struct.tokens = x.data_ptr(), kind, x.shape[2]
     struct.batch, struct.head, struct.token = (size * stride for stride in x.stride()[:3])
-    if (tables := constants.tables) is not None:
-        struct.tables, struct.tables_head = tables.data_ptr(), tables.shape[1] if tables.shape[0] > 1 else 0
+    fill_tables(struct, constants)
     if (factor := constants.factor) is not None:
         struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
     return x

@@ -2,6 +2,7 @@
 #pragma once
 #include "encode_around.h"
 #include "encode_chunks.h"
+#include "encode_ghost.h"
 #include "encode_groups.h"
 
 namespace kv {
@@ -24,6 +25,7 @@ inline const NamedEncoder ENCODERS[] = {
     {"e2m1", encode_e2m1},
     {"group levels", encode_group_levels},
     {"q4_0", encode_q4_0},
+    {"ghost", encode_ghost},
     {"octopus", encode_octopus},
     {"hqmq", encode_hqmq},
     {"levels1 sketch", encode_levels_sketch<1>},

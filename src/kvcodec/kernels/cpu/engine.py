@@ -10,20 +10,27 @@ from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Role
+from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.attend import Piece, attend, workspace_bytes
 from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.held import attend_held, ranges
 from kvcodec.kernels.cpu.library import EncodeArgsStruct
+from kvcodec.kernels.cpu.mean import CpuMean, cpu_mean
 from kvcodec.kernels.cpu.spec import cpu_spec
+from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
+from kvcodec.ops.rope import Rotary
 
 
 class CpuEngine(Engine):
     """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
     refuses_at_once = True
+    adds_mean = ("pre", "post")
+    mean: CpuMean | None = None
+    """The mean that keys are held without; see ``hold_without``."""
     common: EncodeArgsStruct | None = None
     """What the calls of the encode kernels have in common; made at the first."""
 
@@ -39,14 +46,25 @@ class CpuEngine(Engine):
         """Leave out the spec, which holds functions, and what holds numbers of this process."""
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
-    def encode(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor) -> None:
+    def tensors(self) -> list[Tensor]:
+        """Constants, those of the mean included."""
+        return [*super().tensors(), *(x for x in self.mean or () if isinstance(x, Tensor))]
+
+    def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
+        """As ``Engine.hold_without``; a look costs nothing here."""
+        self.mean = cpu_mean(mean, rotary)
+
+    def encode(
+        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+    ) -> None:
         """As ``Engine.encode``; float32 tokens are rounded to fp16 first where caches hold them so."""
         if not new:
             return
         if self.common is None:
             self.common = prepared(self.spec)
         encode(
-            new, store.pages, store.table, first, bad, common=self.common, constants=self.writing, rounded=self.rounded
+            new, store.pages, store.table, first, bad, common=self.common, constants=self.writing,
+            rounded=self.rounded, less=less,
         )  # fmt: skip
 
     def attend(
@@ -64,18 +82,21 @@ class CpuEngine(Engine):
         dense_lens: Tensor | None = None,
         dense_start: Tensor | None = None,
         workspace: Tensor | None = None,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """As ``Engine.attend``; the kernels have memory of their own, so ``workspace`` is not used."""
         batch = q.shape[0]
+        at = _numbers(placed, batch, 0)
         first, last = _numbers(start, batch, 0), seq_lens.tolist()
         dense = 0 if dense_k is None else dense_k.shape[2]
         dense_first, dense_last = _numbers(dense_start, batch, 0), _numbers(dense_lens, batch, dense)
         pieces: list[list[Piece]] = [
-            [(max(0, last[b] - first[b]), first[b], first[b]), (max(0, z - a), ~a, ~a)]
+            [Piece(max(0, last[b] - first[b]), first[b], first[b], at[b] + first[b]), Piece(max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
         ]
         return self._attend(
-            q, store, pieces, dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks
+            q, store, pieces, dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=softcap, sinks=sinks,
+            mean=self.mean,
         )  # fmt: skip
 
     def attend_pages(
@@ -91,7 +112,7 @@ class CpuEngine(Engine):
     ) -> Tensor:
         """As ``Engine.attend_pages``; ``flash`` is a GPU's."""
         return self._attend(
-            q, store, [[(length, 0, 0)]], scale=scale, softcap=seen.softcap, sinks=sinks,
+            q, store, [[Piece(length, 0, 0)]], scale=scale, softcap=seen.softcap, sinks=sinks,
             seen=ranges(seen, 1, q.shape[2], length),
         )  # fmt: skip
 
@@ -115,7 +136,7 @@ class CpuEngine(Engine):
             first, last = max(base, length - n), min(base + group, length)
             rows = slice(first - length + n, last - length + n)
             out[:, :, rows] = self._attend(
-                q[:, :, rows], store, [[(base, 0, 0), (last - base, begin - base - 1, begin - base - 1)]],
+                q[:, :, rows], store, [[Piece(base, 0, 0), Piece(last - base, begin - base - 1, begin - base - 1)]],
                 dense_k=key, dense_v=value, scale=scale, softcap=seen.softcap, sinks=sinks,
                 seen=ranges(seen, 1, last - first, last),
             )  # fmt: skip
@@ -135,11 +156,18 @@ class CpuEngine(Engine):
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """As ``Engine.attend_many``."""
-        key, value = self.reading["key"], self.reading["value"]
+        key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
+        runs = None
+        if self.mean is not None and placed is not None:  # one run of slots, behind the sink
+            state = roles["key"]
+            first = state.runs[0][0] if state.runs else 0
+            runs = [(state.sink.shape[2] + state.encoded + state.window.shape[2], placed + first - state.sink.shape[2])]
         return attend_held(
-            q, roles, store, spec=self.spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks
+            q, roles, store, spec=self.spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks,
+            mean=self.mean, runs=runs,
         )  # fmt: skip
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:

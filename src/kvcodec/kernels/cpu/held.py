@@ -1,6 +1,7 @@
 """Attention by the CPU kernels over the tokens of a cache that the host schedules: sink, runs of slots, window."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,15 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import Constants, constants
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.attend import Piece, attend
+from kvcodec.kernels.cpu.mean import CpuMean, cpu_mean
 from kvcodec.kernels.cpu.spec import CpuSpec, cpu_spec
+from kvcodec.ops.rope import NOT_TURNED, Rotary
 
 if TYPE_CHECKING:
     from kvcodec.cache.host import RoleState
+
+Runs = Sequence[tuple[int, Tensor]]
+"""Tokens of consecutive positions: how many, and the position of the first, ``[B or 1]``, as ``Positions.runs``."""
 
 
 class HeldAttention:
@@ -44,6 +50,7 @@ class HeldAttention:
         self.read = key.codec, value.codec, key.site.head_dim, store.layout.page_tokens
         cpu_spec(*self.read)  # not held: it has functions, which are not pickled
         self.made: dict[Role, tuple[Params, Constants]] = {}
+        self.mean: tuple[Tensor, CpuMean] | None = None
 
     def attend(
         self,
@@ -54,8 +61,13 @@ class HeldAttention:
         scale: float,
         seen: Seen,
         sinks: Tensor | None = None,
+        mean: Tensor | None = None,
+        rotary: Rotary = NOT_TURNED,
+        runs: Runs | None = None,
     ) -> Tensor:
-        """Attention of the newest ``q [B, HQ, n, D]``; as ``attend_held``."""
+        """Attention of the newest ``q [B, HQ, n, D]``; as ``attend_held``, with a mean that ``rotary`` turns."""
+        if mean is not None and (self.mean is None or self.mean[0] is not mean):
+            self.mean = mean, cpu_mean(mean, rotary)
         spec = cpu_spec(*self.read)
         for role in ROLES:
             state, old = roles[role], self.made.get(role)
@@ -68,7 +80,8 @@ class HeldAttention:
                 self.made[role] = state.params, made
         key, value = (self.made[role][1] for role in ROLES)
         return attend_held(
-            q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks
+            q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks,
+            mean=None if mean is None or self.mean is None else self.mean[1], runs=runs,
         )  # fmt: skip
 
 
@@ -83,6 +96,8 @@ def attend_held(
     scale: float,
     seen: Seen,
     sinks: Tensor | None = None,
+    mean: CpuMean | None = None,
+    runs: Runs | None = None,
 ) -> Tensor:
     """Attention of the newest ``q [B, HQ, n, D]`` over what a cache holds.
 
@@ -100,17 +115,22 @@ def attend_held(
         Which tokens a query sees.
     sinks : Tensor ``[HQ]``, optional
         Learned logits that join the softmax's denominator only.
+    mean : CpuMean, optional
+        Of the keys, which packed ones are held without.
+    runs : Runs, optional
+        The positions of all tokens, with a mean.
 
     Returns
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
     pieces = _pieces(roles["key"], roles["value"])
-    batch, total = q.shape[0], sum(count for count, _, _ in pieces)
+    batch, total = q.shape[0], sum(piece.tokens for piece in pieces)
+    placed = [pieces] * batch if mean is None or runs is None else _placed(pieces, runs, batch)
     out, _ = attend(
-        q, store.pages, store.table, [pieces] * batch, spec=spec, key=key, value=value, scale=scale,
+        q, store.pages, store.table, placed, spec=spec, key=key, value=value, scale=scale,
         dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
-        seen=ranges(seen, batch, q.shape[2], total), mask=_additive(seen.mask),
+        seen=ranges(seen, batch, q.shape[2], total), mask=_additive(seen.mask), mean=mean,
     )  # fmt: skip
     return out
 
@@ -132,9 +152,34 @@ def _pieces(key: "RoleState", value: "RoleState") -> list[Piece]:
             for (size, place), end in zip(current, ends, strict=True)
             for done in (size - (end - at),)
         )
-        pieces.append((count, k, v))
+        pieces.append(Piece(count, k, v))
         at += count
     return pieces
+
+
+def _placed(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]]:
+    """The pieces of each sequence with their positions; they are cut where these are not consecutive."""
+    edges = {0, *accumulate(piece.tokens for piece in pieces), *accumulate(count for count, _ in runs)}
+    starts = [first.expand(batch).tolist() for _, first in runs]
+    found: list[list[Piece]] = [[] for _ in range(batch)]
+    i, j, before, placed = 0, 0, 0, 0  # the piece and the run, and how many tokens precede them
+    for at, end in pairwise(sorted(edges)):
+        while at >= before + pieces[i].tokens:
+            i, before = i + 1, before + pieces[i].tokens
+        while at >= placed + runs[j][0]:
+            j, placed = j + 1, placed + runs[j][0]
+        _, k, v, _ = pieces[i]
+        done = at - before
+        for b, own in enumerate(found):
+            own.append(
+                Piece(
+                    end - at,
+                    k + done if k >= 0 else k - done,
+                    v + done if v >= 0 else v - done,
+                    starts[j][b] + at - placed,
+                )
+            )
+    return found
 
 
 def _segments(state: "RoleState") -> Iterator[tuple[int, int]]:

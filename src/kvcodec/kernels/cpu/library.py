@@ -27,6 +27,7 @@ class RoleStruct(ctypes.Structure):
         ("reader", c_int64),
         ("tables", c_void_p),
         ("tables_head", c_int64),
+        ("tables_batch", c_int64),
         ("factor", c_void_p),
         ("factor_batch", c_int64),
         ("order", c_int64),
@@ -37,6 +38,15 @@ class RoleStruct(ctypes.Structure):
         ("dense_kind", c_int64),
         ("planes", c_int64 * PLANES),
         ("options", c_int32 * OPTIONS),
+    )
+
+
+class MeanStruct(ctypes.Structure):
+    """``kv::KeyMean`` of mean.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("turning", "still", "table")),
+        *((name, c_int64) for name in ("turning_batch", "still_batch", "table_head", "pairs", "fast")),
     )
 
 
@@ -52,6 +62,7 @@ class ArgsStruct(ctypes.Structure):
         ("softcap", c_float),
         ("key", RoleStruct),
         ("value", RoleStruct),
+        ("mean", MeanStruct),
     )
 
 
@@ -63,11 +74,21 @@ class EncodeRoleStruct(ctypes.Structure):
         *((name, c_int64) for name in ("batch", "head", "token", "kind", "tokens", "encoder", "block")),
         ("tables", c_void_p),
         ("tables_head", c_int64),
+        ("tables_batch", c_int64),
         ("factor", c_void_p),
         *((name, c_int64) for name in ("factor_batch", "divides", "order")),
         ("planes", c_int64 * PLANES),
         ("sizes", c_int64 * PLANES),
         ("options", c_int32 * OPTIONS),
+    )
+
+
+class LessStruct(ctypes.Structure):
+    """``kv::Less`` of encode.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("mean", "cosines", "sines")),
+        *((name, c_int64) for name in ("mean_batch", "angles_batch", "pairs", "interleaved")),
     )
 
 
@@ -80,6 +101,7 @@ class EncodeArgsStruct(ctypes.Structure):
         *((name, c_int64) for name in ("batch", "heads", "dim", "threads")),
         ("key", EncodeRoleStruct),
         ("value", EncodeRoleStruct),
+        ("less", LessStruct),
     )
 
 

@@ -1,6 +1,7 @@
 // Readers by name.
 #pragma once
 #include "read_around.h"
+#include "read_ghost.h"
 
 namespace kv {
 
@@ -8,6 +9,7 @@ struct Named {
   const char* name;
   Unpack unpack;
   Order order = nullptr;  // null: channels lie in their own order
+  bool placed = false;    // a head's codes have an order of their own: its tables begin with int16 [D], their channels
 };
 
 inline const Named READERS[] = {
@@ -41,6 +43,13 @@ inline const Named READERS[] = {
     {"tokens2 hybrid", unpack_tokens<2, HYBRID>, order_row<2>},
     {"tokens3 hybrid", unpack_tokens<3, HYBRID>, order_row<3>},
     {"tokens4 hybrid", unpack_tokens<4, HYBRID>, order_row<4>},
+    {"ghost4", unpack_ghost<4>, order_ghost, true},
+    {"ghost5", unpack_ghost<5>, order_ghost, true},
+    {"ghost6", unpack_ghost<6>, order_ghost, true},
+    {"ghost7", unpack_ghost<7>, order_ghost, true},
+    {"ghost8", unpack_ghost<8>, order_ghost, true},
+    {"ghost9", unpack_ghost<9>, order_ghost, true},
+    {"ghost10", unpack_ghost<10>, order_ghost, true},
     {"octopus", unpack_octopus, order_triplets},
     {"hqmq10 3", unpack_hqmq<10, 3>},
     {"hqmq10 4", unpack_hqmq<10, 4>},

@@ -181,7 +181,7 @@ template <int J> inline F filled(F x, F y) {
 
 // -- functions --------------------------------------------------------------------------------------------------------
 
-// e^x within 2 ulp for x <= 88; 0 below -87
+// e^x within 2 ulp for x <= 88; 0 below -64: products of such weights may be denormal, which are slow
 inline F exp(F x) {
   const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const F t = fma(x, splat(1.44269504f), magic), n = t - magic;
@@ -194,8 +194,8 @@ inline F exp(F x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.0f);
-  const F y = (F)((I)p + ((I)t << 23));
-  return choose(x < splat(-87.0f), F{}, choose(x == x, y, x));
+  const F y = (F)((U)p + ((U)t << 23));  // any number where x is out of range
+  return choose(x < splat(-64.0f), F{}, choose(x == x, y, x));
 }
 
 // tanh x within a few ulp

@@ -35,9 +35,10 @@ class CpuReader:
     options : tuple of int
         Up to eight numbers for it.
     tables : callable, optional
-        Params -> uint8 ``[H or 1, bytes]`` on their device: its look-up tables.
-    factor : str
-        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values); empty: none.
+        Params -> uint8 ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``, on their device: its look-up tables.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values), or a function that
+        makes it of Params; empty: none.
     order : int
         Hadamard order; 1 for none.
     alike : bool
@@ -49,7 +50,7 @@ class CpuReader:
     name: str
     options: tuple[int, ...] = ()
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str = ""
+    factor: str | Callable[[Params], Tensor] = ""
     order: int = 1
     alike: bool = False
     tables_of: Codec | None = None
@@ -77,15 +78,16 @@ class CpuEncoder:
         Of a function listed in ``encoders.h``.
     options, tables, order, alike, tables_of
         As ``CpuReader``; ``tables`` is what the function gets.
-    factor : str
-        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by; empty: none.
+    factor : str or callable
+        Name of, or function for, the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by;
+        empty: none.
     divide : bool
     """
 
     name: str
     options: tuple[int, ...] = ()
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str = ""
+    factor: str | Callable[[Params], Tensor] = ""
     divide: bool = False
     order: int = 1
     alike: bool = False
