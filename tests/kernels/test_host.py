@@ -197,10 +197,10 @@ def test_a_short_sequence_is_split_less(spec: str, splits: list[int]) -> None:
     ("spec", "wanted"),
     [
         ("saw-int4", (32, 1, 8)),
-        ("octopus-2", (32, 2, 8)),
+        ("octopus-2", (64, 1, 8)),
         ("octopus-4", (32, 1, 8)),
         ("hqmq-s24_r3", (32, 2, 8)),
-        ("hqmq-s48_r4", (16, 2, 8)),
+        ("hqmq-s48_r4", (32, 1, 8)),
         ("hqmq-s192_r4", (16, 2, 8)),
     ],
 )

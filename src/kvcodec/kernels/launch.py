@@ -161,13 +161,10 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
             config = Config(tile, warps, 2, 1, 1, teams)
             if warps * teams > spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
                 continue
-            many = warps * teams > 8
-            if many and tile * spec.head_dim > 4096:  # registers
-                continue
             rounds = units / (machine.sms * teams)
             whole = math.ceil(rounds)
             score = rounds / whole / (1 + 0.08 * (whole - 1)) * (0.75 + warps * teams / 64)
-            score *= 1 if tile >= min(32, longest) else 0.92 if many else 0.85
+            score *= 0.85 if tile < min(32, longest) else 1
             if score > most:
                 best, most = config, score
     return best

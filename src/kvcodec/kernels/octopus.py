@@ -41,7 +41,6 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         factor="signs",
         order=power_of_two_divisor(head_dim),
         warps=6,
-        team_warps=16 if shared_bytes(codec) <= 16384 else 8,
         alike=True,
     )
 

@@ -122,8 +122,9 @@ KV_CONSTEXPR int table_copies(int entries, int room) {
 
 // Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp
 // reads in one pass when its lanes access 16 different pairs of banks, so each lane has a copy, hence banks, of its
-// own, or shares it with few. BESIDE tables of one size may be interleaved: entry i at i * COPIES * BESIDE.
-template <int ENTRIES, int BUDGET, int BESIDE = 1> struct Table8 {
+// own, or shares it with few. BESIDE tables of one size may be interleaved: entry i at i * COPIES * BESIDE. AHEAD:
+// loads that a thread which fills them has under way.
+template <int ENTRIES, int BUDGET, int BESIDE = 1, int AHEAD = 4> struct Table8 {
   KV_CONST int COPIES = table_copies(ENTRIES, BUDGET);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;
   KV_CONST int STRIDE = 8 * COPIES * BESIDE;  // bytes from entry to entry
@@ -136,15 +137,13 @@ template <int ENTRIES, int BUDGET, int BESIDE = 1> struct Table8 {
   // DOWN: the last row first
   template <bool DOWN = false> KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     check_shared_base();
-    constexpr int AHEAD = 6;  // loads in flight
     const int turn = thread * (STRIDE < 128 ? STRIDE : 128) / 128;
     const Words2* entries = (const Words2*)from;
     KV_NO_UNROLL
     for (int first = thread; first < ENTRIES; first += AHEAD * threads) {
       Words2 x[AHEAD];
       KV_UNROLL
-      for (int n = 0; n < AHEAD; ++n)
-        if (first + n * threads < ENTRIES) x[n] = entries[first + n * threads];
+      for (int n = 0; n < AHEAD; ++n) x[n] = entries[first + n * threads < ENTRIES ? first + n * threads : 0];
       KV_UNROLL
       for (int n = 0; n < AHEAD; ++n) {
         if (first + n * threads >= ENTRIES) continue;

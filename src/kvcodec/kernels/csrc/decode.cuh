@@ -75,6 +75,7 @@ struct Decoder {
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;  // heads of a lane
   KV_CONST int THREADS = TEAMS * WARPS * 32;
+  KV_CONST bool HAS_TEAMS = TEAMS > 1;
   // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;

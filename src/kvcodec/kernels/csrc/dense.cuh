@@ -155,12 +155,12 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
                       end - 1};
     const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
                       end - 1};
-    uint32_t next_x[R::K_REGS], next_y[R::K_REGS];  // keys of the next tile, under way where registers allow
+    uint32_t next_x[R::K_REGS], next_y[R::K_REGS];  // of the next tile, under way where registers allow
     auto fetch = [&](int t) {
       keys(k_rows.row(begin + 16 * t + g), j, next_x);
       keys(k_rows.row(begin + 16 * t + g + 8), j, next_y);
     };
-    constexpr bool AHEAD = Loop::THREADS <= 384;
+    constexpr bool AHEAD = Loop::HAS_TEAMS && Loop::THREADS <= 256;
     if (AHEAD) fetch(live.from);
     Loop::sync();  // all warps have read the codes' query
     Query<R, D, HEADS> q;

@@ -30,7 +30,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
   KV_CONST bool INTERLEAVED = BYTES && PLACE != ALONE;
-  using Codebook = Table8<ENTRIES, 73728, INTERLEAVED ? 2 : 1>;
+  using Codebook = Table8<ENTRIES, 73728, INTERLEAVED ? 2 : 1, 6>;
 
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Fields::PLANES;
