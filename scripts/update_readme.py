@@ -92,6 +92,8 @@ JUDGE = ("qwen2.5-coder-1.5b", "smollm2-135m-stressed", "smollm2-135m")
 """Errors of scores on the model with key biases and on the stressed small one; their runs of BOARD, and the plain."""
 TODAY = "qwen2.5-coder-1.5b-auto"
 """The run of the real model with today's default, which encodes keys without their bias; JUDGE[0] is with it."""
+AGAIN = Path("benchmarks/results/cpu/ghost_qwen2.5-coder-1.5b.json")
+"""What has other bytes since that run, measured again on a CPU (`kvcodec compare`, the same windows)."""
 MED3 = Path("benchmarks/results/cpu/med3_qwen2.5-coder-1.5b.json")
 
 VLLM_ATTENTION = SPEED / "vllm_attention.json"
@@ -305,39 +307,30 @@ def best_block(root: Path) -> str:
 
 def judged_block(root: Path) -> str:
     """The best at each budget on the real model with key biases."""
-    judge = judge_of(root, TODAY)
-    whole = [r for r in judge.rows if r.group is None]
-    perplexity = {r.spec: r["value"] for r in whole if r.metric == "perplexity"}
-    rows = [r for r in whole if r.metric == "kl" and r.spec not in EXACT]
-    named = [r.spec for r in rows if r.spec in presets()]
-    base = perplexity[UNCOMPRESSED]
-    held = [(r.spec, r["effective_bits"], r["value"], perplexity[r.spec]) for r in rows]
-    held = [row for row in held if row[3] < REFUSED * base]
-    options = f" and {len(rows) - len(named)} options of them" if len(rows) > len(named) else ""
-    off = sum(not perplexity[spec] <= 1.1 * base for spec in named)
-    return _best(held) + (
-        f"\n\n{len(named)} presets{options} on {judge.about['model']['name']}, "
-        f"{rows[0]['items']:g} windows of 2048 tokens; uncompressed perplexity {base:.2f}, and {off} of the "
+    values, base = judged(root, TODAY)
+    named = [spec for spec in values if spec in presets()]
+    off = sum(not values[spec].perplexity <= 1.1 * base for spec in named)
+    options = f" and {len(values) - len(named)} options of them" if len(values) > len(named) else ""
+    found = judge_of(root, TODAY)
+    items = next(r["items"] for r in found.rows if (r.task, r.group) == ("kl", None))
+    return _best([(spec, *of) for spec, of in values.items() if of.perplexity < REFUSED * base]) + (
+        f"\n\n{len(named)} presets{options} on {found.about['model']['name']}, "
+        f"{items:g} windows of 2048 tokens; uncompressed perplexity {base:.2f}, and {off} of the "
         f"presets are more than 10 % above it."
     )
 
 
 def ghost_block(root: Path) -> str:
     """Each preset of the own method, and the one of least loss that other methods have at about its bits."""
-    run = judge_of(root, TODAY)
-    by_task = {
-        task: {r.spec: r["value"] for r in run.rows if (r.task, r.metric, r.group) == (task, task, None)}
-        for task in ("kl", "perplexity")
-    }
-    bits = {r.spec: r["effective_bits"] for r in run.rows if (r.task, r.metric, r.group) == ("kl", "kl", None)}
-    large = [(s, bits[s], kl, by_task["perplexity"][s], "") for s, kl in by_task["kl"].items() if s != UNCOMPRESSED]
+    values, uncompressed = judged(root, TODAY)
+    large = [(spec, *of, "") for spec, of in values.items()]
     small = quality_rows(root)
     fitted = rows_of(root / FITTED) if (root / FITTED).is_file() else []
     told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small]
     told += [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in fitted]
     out = []
     for title, rows, base in (
-        ("Qwen2.5-Coder-1.5B-Instruct", large, by_task["perplexity"][UNCOMPRESSED]),
+        ("Qwen2.5-Coder-1.5B-Instruct", large, uncompressed),
         (small[0]["model"], told, small[0]["uncompressed"]["perplexity"]),
     ):
         out += [f"| {title}, perplexity {base:.2f} | bits | KL | perplexity | of the others | bits | KL | perplexity |"]
@@ -368,6 +361,28 @@ def judge_of(root: Path, run: str = JUDGE[0]) -> Results:
     if found is None:
         raise MissingResultError(f"{BOARD}: no run {run}, which README and docs quote.")
     return found
+
+
+class Judged(NamedTuple):
+    """What a preset holds and loses on the real model."""
+
+    bits: float
+    kl: float
+    perplexity: float
+
+
+def judged(root: Path, run: str) -> tuple[dict[str, Judged], float]:
+    """Every compressed spec of a run of the real model, and the uncompressed perplexity.
+
+    Of what AGAIN has been measured in again since TODAY, by its newer bytes, those numbers stand here.
+    """
+    whole = [r for r in judge_of(root, run).rows if r.group is None]
+    perplexity = {r.spec: r["value"] for r in whole if r.metric == "perplexity"}
+    rows = [r for r in whole if r.metric == "kl" and r.spec not in EXACT]
+    found = {r.spec: Judged(r["effective_bits"], r["value"], perplexity[r.spec]) for r in rows}
+    if run == TODAY and (root / AGAIN).is_file():
+        found |= {r["spec"]: Judged(r["effective_bits"], r["kl"], r["perplexity"]) for r in rows_of(root / AGAIN)}
+    return found, perplexity[UNCOMPRESSED]
 
 
 def _best(rows: Sequence[tuple[str, float, float, float]]) -> str:
@@ -641,16 +656,9 @@ WISHES = (
 
 def choose_block(root: Path) -> str:
     """Five rows: a wish, the preset that measured best for it on the real model, and its numbers on both."""
-    runs = {wish.run: judge_of(root, wish.run) for wish in WISHES}
+    runs = {wish.run: judged(root, wish.run) for wish in WISHES}
     small, table = {row["spec"]: row for row in quality_rows(root)}, Table(decode_rows(root))
-    held, perplexity = (
-        {
-            name: {r.spec: r for r in run.rows if (r.task, r.metric, r.group) == (task, task, None)}
-            for name, run in runs.items()
-        }
-        for task in ("kl", "perplexity")
-    )
-    base = perplexity[TODAY][UNCOMPRESSED]["value"]
+    base = runs[TODAY][1]
     small_base = next(iter(small.values()))["uncompressed"]["perplexity"]
     lines = [
         f"| you want | preset | bits | KL | perplexity ({base:.2f}) | small model: KL | perplexity "
@@ -658,24 +666,24 @@ def choose_block(root: Path) -> str:
         f"|---|---{'|---:' * 6}|",
     ]
     for wish in WISHES:
-        fitting = [r for r in held[wish.run].values() if r.spec not in EXACT and r["effective_bits"] <= wish.bits]
+        fitting = {spec: of for spec, of in runs[wish.run][0].items() if of.bits <= wish.bits}
         if wish.spec is None:  # presets alone, by kernels: an option is a choice of its own
-            fitting = [r for r in fitting if r.spec in presets() and kernels_for(get(r.spec))["decode"] != "none"]
-        fitting = [r for r in fitting if wish.spec in (None, r.spec)]
+            fitting = {s: of for s, of in fitting.items() if s in presets() and kernels_for(get(s))["decode"] != "none"}
+        fitting = {spec: of for spec, of in fitting.items() if wish.spec in (None, spec)}
         if not fitting:
             raise MissingResultError(
                 f"{BOARD / wish.run}: nothing holds {wish.bits:g} bits or fewer for {wish.text!r}."
             )
-        best = min(fitting, key=lambda r: r["value"])
-        own, gain = small.get(best.spec), table.median(best.spec, "speedup_vs_bf16_cold", "b32_32k")
-        cells = [wish.text, f"`{best.spec}`", f"{best['effective_bits']:.2f}", f"{best['value']:.4f}"]
-        cells.append(f"{perplexity[wish.run][best.spec]['value']:.2f}")
+        spec, best = min(fitting.items(), key=lambda item: item[1].kl)
+        own, gain = small.get(spec), table.median(spec, "speedup_vs_bf16_cold", "b32_32k")
+        cells = [wish.text, f"`{spec}`", f"{best.bits:.2f}", f"{best.kl:.4f}", f"{best.perplexity:.2f}"]
         cells += [f"{own['kl']:.4f}", f"{own['perplexity']:.2f}"] if own else ["–", "–"]
         lines.append(f"| {' | '.join([*cells, '–' if gain is None else f'{gain:.1f}x'])} |")
+    items = next(r["items"] for r in judge_of(root, TODAY).rows if (r.task, r.group) == ("kl", None))
     return "\n".join(lines) + (
         f"\n\nBits of every byte held, KL and perplexity on Qwen2.5-Coder-1.5B-Instruct (head_dim 128, key biases; "
-        f"{held[TODAY][UNCOMPRESSED]['items']:g} windows of 2,048 tokens of WikiText-2, bfloat16; the rows for vLLM, "
-        f"which encodes keys with their biases, are of another run and processor) and on "
+        f"{items:g} windows of 2,048 tokens of WikiText-2, bfloat16; the rows for vLLM, which encodes keys with their "
+        f"biases, and those of `ghost` are of other runs and another processor) and on "
         f"{next(iter(small.values()))['model']} (head_dim 64); decode attention of {SPEED_TITLES['b32_32k']} beside 16 "
         f"bit, a dash where it is not measured."
     )

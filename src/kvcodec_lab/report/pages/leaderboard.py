@@ -93,10 +93,11 @@ def _how(name: str, results: Results) -> str:
     about = results.about
     model, versions = mapping(about.get("model")), mapping(about.get("versions"))
     shown = ", ".join(f"{key} {value}" for key, value in versions.items())
-    prefill = mapping(about.get("settings")).get("prefill")
+    prefill, remark = mapping(about.get("settings")).get("prefill"), about.get("remark")
     return (
         f"{kind(results)} (`{name}`): {_shape(model)}{model.get('dtype')} on {about.get('device_name')}, prefill "
         f"{prefill}, seed {about.get('seed')}, {shown}, weights `{str(model.get('sha256'))[:12]}`"
+        + (f". {remark}" if remark else "")
     )
 
 
