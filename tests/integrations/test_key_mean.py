@@ -348,7 +348,7 @@ def test_cpu_kernels_serve_it(model: Any, spec: str, mean: str) -> None:
         for attention in (None, "streamed"):
             cache = kvcodec.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
             made = model.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False,
+                ids, attention_mask=mask, **passing(model, cache), max_new_tokens=6, do_sample=False,
                 output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
             report = cache.report()

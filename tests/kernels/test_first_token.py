@@ -26,6 +26,7 @@ from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels import basis, build, encode, ghost, innerq
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
@@ -222,7 +223,7 @@ def test_constants_of_the_first_tokens_cost_few_operations(
         cache = cache_for(model, spec, attention="fused")
         counts.clear()
         with torch.no_grad():
-            model(torch.arange(300)[None] % 100, past_key_values=cache)
+            model(torch.arange(300)[None] % 100, **passing(model, cache))
         assert cache.layer_caches[0].roles["key"].encoded
     seen, kernels = counts[LAYERS // 2]
     assert not [name for name in LOOKS if seen[name]], seen

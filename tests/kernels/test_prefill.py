@@ -540,9 +540,9 @@ def test_a_turn_without_padding_makes_no_mask(padded: bool, monkeypatch: pytest.
         model.set_attn_implementation(name)
         for cache in (DynamicCache(config=model.config), cache_for(model, "dense", attention="decoded")):
             with torch.no_grad():
-                model(ids[:, :20], past_key_values=cache, attention_mask=seen[:, :20])
+                model(ids[:, :20], **passing(model, cache), attention_mask=seen[:, :20])
                 masks.clear()
-                out = model(ids[:, 20:], past_key_values=cache, **({"attention_mask": seen} if padded else {}))
+                out = model(ids[:, 20:], **passing(model, cache), **({"attention_mask": seen} if padded else {}))
                 found.append(out.logits)
             assert all((mask is not None) == padded for mask in masks)
             assert len(masks) == (model.config.num_hidden_layers if name == "kvcodec" else 0)
