@@ -364,3 +364,15 @@ def check_generates(code: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "The Hanseatic League was" in done.stdout
     assert "'effective_bits'" in done.stdout
+
+
+def test_what_the_readme_says_of_the_speed_of_ghost_is_what_was_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/nvidia-h100/decode.json").read_text())
+    cold = {(row["spec"], row["shape"]): row["values"]["p50"] for row in rows if row["metric"] == "decode_us_cold"}
+    shapes = {shape for spec, shape in cold if spec == "ghost-4"}
+    assert len(shapes) == 3
+    slower = {n: max(cold[f"ghost-{n}", at] / cold["saw-int4", at] for at in shapes) for n in (2, 3, 4)}
+    assert max(slower[2], slower[3]) < 1.02
+    assert 1.2 < slower[4] < 1.25
+    said = "as fast as that of `saw-int4` at 2 and 3 bits, at 4 bits up to a quarter slower"
+    assert said in " ".join((ROOT / "README.md").read_text().split())

@@ -40,6 +40,7 @@ from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.decode_cases import each_in_turn
+from tests.kernels.emulation import forget
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
@@ -78,18 +79,6 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     yield
     forget()
-
-
-def forget() -> None:
-    for kept in (
-        attention._plan,
-        basis._kernel,
-        encode._launches,
-        ghost._fit_kernel,
-        innerq._fit_kernel,
-        prefill._kernel,
-    ):
-        kept.cache_clear()
 
 
 @pytest.fixture
