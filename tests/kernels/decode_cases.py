@@ -199,8 +199,9 @@ class Variant(NamedTuple):
 
 
 def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
-    joins = value.order(dim) == 1 and value.factor is None  # dense tokens among the codes
-    dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins
+    joins = value.order(dim) == 1  # dense tokens among the codes, whose channels may have factors
+    sized = value.factor is not None
+    dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins * (1 + sized)
     few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16
     return Variant(case.softcap > 0, dense, 4 if case.group <= 4 else 8, few)
 

@@ -135,6 +135,17 @@ def test_decode(codec: Ghost, dim: int) -> None:
     check_all(side(codec, False), side(codec, True, True), dim, (*CASES, *MEANS) if dim == 128 else CASES[:3])
 
 
+@pytest.mark.parametrize("group", [4, 8])
+def test_dense_tokens_join(group: int) -> None:
+    """Among codes of values with large means, in a split of their own, or alone."""
+    cases = (
+        Case((130, 7, 0, 33), heads=2, splits=3, alone=True, dense=(3, 0, 77, 1), sinks=True, group=group),
+        Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, shift=20.0, group=group, order=7),
+        Case((0, 40), dense=(4, 4), values=1e-3, group=group),
+    )
+    check_all(side(Ghost(4), False), side(Ghost(4), True, True), 64, cases)
+
+
 def test_beside_another_codec() -> None:
     saw = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
     check_all(saw, side(Ghost(4), True), 64, CASES[:2])

@@ -330,8 +330,8 @@ class DecodeSpec(NamedTuple):
 
     @property
     def joins(self) -> bool:
-        """Whether dense tokens can join the sums of the codes: values are in the model's basis."""
-        return self.value.order == 1 and not self.value.factor
+        """Whether dense tokens can join the sums of the codes: values are in the model's basis but for factors."""
+        return self.value.order == 1
 
     @property
     def blocked(self) -> bool:

@@ -62,12 +62,12 @@
 namespace kv {
 
 template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart;
-template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin;
+template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS, bool SIZED> struct DenseJoin;
 
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
-// bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3). HEADS: 8, or 4 where no more
-// query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are held without their mean, which
-// this many pairs of channels have (mean.cuh); 0: with it
+// bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3), whose channels may have factors
+// (4, 5). HEADS: 8, or 4 where no more query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are
+// held without their mean, which this many pairs of channels have (mean.cuh); 0: with it
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
           int HEADS = 8, int TEAMS = 1, int PAIRS = 0>
 struct Decoder {
@@ -93,6 +93,7 @@ struct Decoder {
   KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
   KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
   KV_CONST bool APART = DENSE == 0 || DENSE == 1;
+  using Join = DenseJoin<Decoder, V, D, WARPS, CAP, DENSE % 2 == 1, HEADS, (DENSE >= 4)>;
   KV_CONST int DENSE_SHARED = !APART ? 0 : DensePart<D, WARPS, CAP, DENSE == 1, HEADS>::LOOP;
   KV_CONST int OWN = TEAMS == 1 ? (TABLES + TEAM > MERGE ? TABLES + TEAM : MERGE) : TABLES + TEAMS * SHARE;
   KV_CONST int SHARED = with_reach<K, V>(OWN > DENSE_SHARED ? OWN : DENSE_SHARED);
@@ -298,7 +299,7 @@ struct Decoder {
         prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + at * 128);
     }
     if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::prefetch_rows(a, b, h, split, warp, lane);
+      Join::prefetch_rows(a, b, h, split, warp, lane);
     }
   }
 
@@ -361,7 +362,7 @@ struct Decoder {
     State st;
     Total::start(st, split * WARPS + warp);
     if constexpr (DENSE >= 2) {
-      DenseJoin<Decoder, V, D, WARPS, CAP, DENSE == 3, HEADS>::run(st, a, query, rows, b, h, live_heads, split, warp);
+      Join::run(st, a, query, rows, b, h, live_heads, split, warp);
     }
     const auto k_held = held_of_keys<K>(k_table, lane % 4, lane);
     const auto v_held = held_of_values<V>(v_table, lane / 4, lane);

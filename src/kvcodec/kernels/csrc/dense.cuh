@@ -58,11 +58,14 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
 
 // The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
 // of a sequence; or, where multiprocessors are idle, in a CTA that has no codes. Rows come straight from
-// global memory, values in the order in which the codes' accumulators hold channels.
-template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DenseJoin {
+// global memory, values in the order in which the codes' accumulators hold channels. SIZED: channels have factors, which
+// outputs will be multiplied by, and perhaps means, which will be added; the dense tokens' sums, which have both, are
+// made like the codes' before these join them.
+template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS, bool SIZED> struct DenseJoin {
   using R = ReadDense<D, BF16>;
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;
+  KV_CONST bool ORDERED = is_ordered<V>(0);
 
   struct Rows {
     const uint8_t* base;
@@ -89,12 +92,27 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
     }
     return 2 * V::V_REGS % n == 0;
   }
-  KV_CONST int RUN = in_runs(8) ? 8 : in_runs(4) ? 4 : 1;
-  KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V::V_REGS]) {
+  KV_CONST int RUN = ORDERED ? 1 : in_runs(8) ? 8 : in_runs(4) ? 4 : 1;
+  // the model's channels of a part's elements, where they have an order; the table in global memory, as a CTA without
+  // codes has no other
+  struct Channels {
+    int of[ORDERED ? 2 * V::V_REGS : 1];
+    KV_DEV Channels(const uint8_t* source, int part) {
+      if constexpr (ORDERED) {
+        KV_UNROLL
+        for (int e = 0; e < 2 * V::V_REGS; ++e) of[e] = V::source_channel(source, V::v_channel(part, e));
+      }
+    }
+    KV_DEV int channel(int part, int e) const {
+      if constexpr (ORDERED) return of[e];
+      else return V::v_channel(part, e);
+    }
+  };
+  KV_DEV static void values(const uint8_t* row, const Channels& channels, int part, uint32_t (&r)[V::V_REGS]) {
     if constexpr (RUN == 1) {
       KV_UNROLL
       for (int k = 0; k < V::V_REGS; ++k) {
-        const int c0 = V::v_channel(part, 2 * k), c1 = V::v_channel(part, 2 * k + 1);
+        const int c0 = channels.channel(part, 2 * k), c1 = channels.channel(part, 2 * k + 1);
         const uint32_t low = c0 < 0 ? 0u : ((const uint16_t*)row)[c0], high = c1 < 0 ? 0u : ((const uint16_t*)row)[c1];
         r[k] = low | high << 16;
       }
@@ -161,6 +179,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       keys(k_rows.row(begin + 16 * t + g + 8), j, next_y);
     };
     constexpr bool AHEAD = Loop::HAS_TEAMS && Loop::THREADS <= 256;
+    const uint8_t* source = source_of<V>(a.value.table, a.value.table_head, b, h);
+    const Channels channels(source, g);
     if (AHEAD) fetch(live.from);
     Loop::sync();  // all warps have read the codes' query
     Query<R, D, HEADS> q;
@@ -175,12 +195,12 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
       if (!AHEAD) fetch(t);
       KV_UNROLL
       for (int k = 0; k < R::K_REGS; ++k) x[k] = R::half2(next_x[k]), y[k] = R::half2(next_y[k]);
-      uint32_t u[2][V::V_REGS], w[2][V::V_REGS];  // under way while scores are made
-      KV_UNROLL
-      for (int odd = 0; odd < 2; ++odd) {
-        values(v_rows.row(first + 2 * j + odd), g, u[odd]);
-        values(v_rows.row(first + 2 * j + odd + 8), g, w[odd]);
-      }
+      auto fetch_values = [&](int odd, uint32_t (&of)[V::V_REGS], uint32_t (&later)[V::V_REGS]) {
+        values(v_rows.row(first + 2 * j + odd), channels, g, of);
+        values(v_rows.row(first + 2 * j + odd + 8), channels, g, later);
+      };
+      uint32_t u[2][V::V_REGS], w[2][V::V_REGS];  // under way while scores are made, where there are few loads
+      if constexpr (!ORDERED) fetch_values(0, u[0], w[0]), fetch_values(1, u[1], w[1]);
       float s[2 * N], top[N], p[2 * N];
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] = 0.0f;
@@ -205,11 +225,19 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
         KV_UNROLL
         for (int i = 0; i < Sum::COUNT; ++i) sum[k][i / 4][i % 4] = 0.0f;
       }
-      KV_UNROLL
-      for (int odd = 0; odd < 2; ++odd) {
+      auto add = [&](int odd, uint32_t (&of)[V::V_REGS], uint32_t (&later)[V::V_REGS]) {
         KV_UNROLL
-        for (int k = 0; k < V::V_REGS; ++k) u[odd][k] = R::half2(u[odd][k]), w[odd][k] = R::half2(w[odd][k]);
-        add_rows<V, HEADS>(sum, p16, u[odd], w[odd], odd, lane);
+        for (int k = 0; k < V::V_REGS; ++k) of[k] = R::half2(of[k]), later[k] = R::half2(later[k]);
+        add_rows<V, HEADS>(sum, p16, of, later, odd, lane);
+      };
+      if constexpr (!ORDERED) {
+        add(0, u[0], w[0]), add(1, u[1], w[1]);
+      } else {
+        KV_NO_UNROLL
+        for (int odd = 0; odd < 2; ++odd) {
+          fetch_values(odd, u[0], w[0]);
+          add(odd, u[0], w[0]);
+        }
       }
       // the accumulators hold outputs over their weights, and over the reference of the codes' scales
       if (Loop::SCALED && st.reference == 0.0f) st.reference = st.inverse = 1.0f;
@@ -219,6 +247,35 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS>
         KV_UNROLL
         for (int i = 0; i < Sum::COUNT; ++i)
           st.out[k][i / 4][i % 4] += sum[k][i / 4][i % 4] * (over / V::v_weight(Sum::element(k, i)));
+      }
+    }
+    if (SIZED && live.from < tiles) into_codes(st, a, source, channels, b, h, g);
+  }
+
+  // the sums over nothing but dense tokens, without what `finish` and `store_row` will do to those of all tokens
+  template <class State>
+  KV_DEV static void into_codes(State& st, const DecodeArgs& a, const uint8_t* source, const Channels& channels, int b,
+                                int h, int part) {
+    const float* factor = a.value.factor + b * a.value.factor_batch + (int64_t)h * D;
+    const float over = Loop::SCALED ? st.inverse : 1.0f;
+    float l[N];
+    KV_UNROLL
+    for (int n = 0; n < N; ++n) l[n] = Loop::Total::over_tokens(st.softmax.l[n]) * over;
+    KV_UNROLL
+    for (int e = 0; e < 2 * V::V_REGS; ++e) {
+      const int c = V::v_channel(part, e);
+      if (c < 0) continue;
+      const float size = rcp_fast(factor[channels.channel(part, e)]);
+      float centre = 0.0f;
+      if constexpr (is_centred<V>(0)) centre = V::source_centre(source, c) * (1.0f / V::v_weight(e));
+      KV_UNROLL
+      for (int k = 0; k < V::V_REGS / 2; ++k) {
+        KV_UNROLL
+        for (int i = 0; i < Sum::COUNT; ++i)
+          if (Sum::element(k, i) == e) {
+            float& x = st.out[k][i / 4][i % 4];
+            x = x * size - l[Sum::head(i)] * centre;
+          }
       }
     }
   }
