@@ -35,30 +35,14 @@ class _Ready(NamedTuple):
     engine: Engine
 
 
-def mean_refusal(site: LayerSite, *, static: bool = False, engine: Engine | None = None) -> str:
-    """Return why the fused kernels cannot serve a layer's mean or the fit of its constants, or ``""`` if they can.
-
-    ``static``: of a cache of fixed capacity; ``engine``: if it is known.
-    """
-    if (mean := site.mean) is not None:
-        why, use = "", "Use"
-        side = "before" if mean.kind == "pre" else "after"
-        if static:
-            why, use = f"{side} RoPE, which a static cache does not follow", "Leave max_len (capacity) out, or use"
-        elif engine is not None and mean.kind not in engine.adds_mean:
-            why = f"{side} RoPE, which no {engine.name} kernel adds to the scores"
-        if why:
-            return f"holds keys without their mean {why}. {use} attention='decoded' or 'streamed', or mean=none."
-    return fit_refusal(site.fit_tokens) if static else ""
-
-
-def fit_refusal(tokens: int) -> str:
-    """Return why a cache of fixed capacity does not serve constants that are fitted on so many tokens, or ``""``."""
-    if tokens <= 1:
+def mean_refusal(site: LayerSite, engine: Engine) -> str:
+    """Return why an engine's kernels cannot serve a layer's mean, or ``""`` if they can."""
+    if (mean := site.mean) is None or mean.kind in engine.adds_mean:
         return ""
+    side = "before" if mean.kind == "pre" else "after"
     return (
-        f"fits its constants on the first {tokens} tokens, for which a static cache does not wait. Pass params= from "
-        f"`kvcodec fit`, or leave max_len (capacity) out."
+        f"holds keys without their mean {side} RoPE, which no {engine.name} kernel adds to the scores. Use "
+        f"attention='decoded' or 'streamed', or mean=none."
     )
 
 
@@ -107,8 +91,6 @@ class DeviceCache(LayerCache):
             first_head=first_head, remember=remember,
         )  # fmt: skip
         scheme = self.scheme
-        if why := mean_refusal(self.site, static=capacity > 0):
-            raise UnsupportedError(f"fused attention: {scheme} {why}")
         self.unit = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
         """Tokens that leave the window together."""
         self.served_by = kernels or Kernels(page_tokens, static=capacity > 0)
@@ -151,7 +133,7 @@ class DeviceCache(LayerCache):
         except UnsupportedError as error:
             raise UnsupportedError(f"fused attention: {error}. Use attention='decoded' or 'streamed'.") from error
         site, mean = self.site, self.site.mean
-        if why := mean_refusal(site, engine=chosen.engine):
+        if why := mean_refusal(site, chosen.engine):
             raise UnsupportedError(f"fused attention: {self.scheme} {why}")
 
         def build() -> _Ready:

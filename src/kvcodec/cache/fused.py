@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvcodec.cache.device import DeviceCache, fit_refusal
+from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
@@ -52,7 +52,4 @@ def fused_refusal(
 
     ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
     """
-    fitted = [codec.fit_tokens for codec in (scheme.key, scheme.value) if codec.needs_sample]
-    if capacity and (why := fit_refusal(max(fitted, default=0))):
-        return f"{scheme} {why}"
     return refusal(scheme, head_dim, device, page_tokens, static=capacity > 0)

@@ -192,8 +192,10 @@ class GrowingCache(DeviceCache):
 
     def _removed(self, slot: int, count: int) -> Tensor | None:
         mean = self.site.mean
-        if mean is None or mean.rotary is None or self.slots is None or self.mean is None:
+        if mean is None or self.slots is None or self.mean is None:
             return None
+        if mean.rotary is None:
+            return self.mean[:, :, None]
         return mean.rotary.turned(self.mean[:, :, None], *self.slots.angles(mean.rotary, slot, count))
 
     def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:

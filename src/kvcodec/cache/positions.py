@@ -118,6 +118,30 @@ def _call_of(positions: Tensor) -> _Call:
     return known
 
 
+def in_order(positions: Tensor) -> bool:
+    """As ``consecutive``; layers that share the tensor look once."""
+    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+    if (known := computed.get("in order")) is None:
+        known = computed["in order"] = not int(_call_of(positions).broken)
+    return bool(known)
+
+
+def first_of(positions: Tensor) -> Tensor:
+    """Position of the first of tokens in order, from the last one back: int32 ``[B or 1]``."""
+    return _call_of(positions).first
+
+
+def angles_near(positions: Tensor, rotary: Rotary, offset: int, count: int) -> tuple[Tensor, Tensor]:
+    """``Rotary.angles`` of ``count`` tokens, the first of them ``offset`` behind the first of ``positions``."""
+    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+    asked = rotary, offset, count
+    if (known := computed.get(asked)) is None:
+        at = first_of(positions)[:, None] + torch.arange(offset, offset + count, device=positions.device)
+        known = computed[asked] = rotary.angles(at)
+    cosines, sines = known
+    return cosines, sines
+
+
 class SlotPositions:
     """Positions of the slots of a layer on a GPU, for kernels; only ``least`` synchronises.
 

@@ -3,16 +3,28 @@
 A decode step neither synchronises nor allocates: it can be captured in a CUDA graph and traced by ``torch.compile``.
 Every tensor keeps its address. The host's runs, sink and window are brought up to date only when a host operation
 (decode, crop, select, nbytes ...) needs them.
+
+Keys that are held without their mean: the device keeps the position of slot 0 (``placed``), and each step compares the
+position that the model gives its token with the one that follows. Constants that are fitted on first tokens are fitted
+when the cache is filled, whose call must bring so many: no step waits for more.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.positions import NOT_CONSECUTIVE, angles_near, first_of, in_order
 from kvcodec.codec import Role, check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.encode import Turned
+from kvcodec.ops.rope import Rotary
+
+BROKEN_ORDER = 3
+"""Value of the flag ``bad``: the position of a step's token does not follow those held."""
 
 
 class StaticCache(DeviceCache):
@@ -29,6 +41,19 @@ class StaticCache(DeviceCache):
     """Whether this append allocates: the lengths are known to be 0, so the device is not read."""
     emptied = False
     """Whether nothing was appended since a reset that kept the pages."""
+    placed: Tensor | None = None
+    """Position of slot 0 of each sequence, int32 ``[B]`` on the device, where positions are needed."""
+    turning: Rotary | None = None
+    """How the mean of the keys turns, on the device; None: they keep it."""
+    newest: Tensor | None = None
+    """In a step, the position of its token ``[B or 1, 1]``."""
+    kept_mean: Tensor | None = None
+    """Where a mean of first tokens lies, whose address captured graphs hold."""
+
+    @property
+    def holds_dense(self) -> bool:
+        """Whether a token may be held dense: in the sink, the window or an unfinished block."""
+        return bool(self.scheme.sink or self.scheme.window or self.unit > 1)
 
     def reset(self) -> None:
         """Forget every token; the pages stay, because captured graphs hold their addresses."""
@@ -41,12 +66,17 @@ class StaticCache(DeviceCache):
         for role, state in self.roles.items():
             if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
                 state.params, self.engine.ready = None, False  # fitted again on the next prefill
+        if self.site.mean is not None and self.site.mean.given is None and self.engine is not None:
+            self.mean, self.engine.ready = None, False
+        if self.placed is not None:
+            self.placed.fill_(self.scheme.sink)
         self.start = 0
         self.emptied = True
 
     def _forget_all(self) -> None:
         """Drop the allocation as well."""
         self.engine = self.seq_lens = self.bad = self.dense_len = None
+        self.placed = self.turning = self.newest = self.kept_mean = None
         self.emptied = False
         super().reset()
 
@@ -76,6 +106,14 @@ class StaticCache(DeviceCache):
         if self.holds_dense:
             self._allocate_dense(batch)
         _stay(self.store.pages, self.store.table, self.seq_lens, self.first, self.bad)
+        if self.places_tokens:
+            self.placed = torch.full_like(self.seq_lens, self.scheme.sink)
+            _stay(self.placed)
+        if (mean := self.site.mean) is not None:
+            turning, device = mean.turning, keys.device
+            on_device = turning.frequencies.device == device
+            self.turning = turning if on_device else replace(turning, frequencies=turning.frequencies.to(device))
+            _stay(self.turning.frequencies)
         self._stay_constants()
 
     def _allocate_dense(self, batch: int) -> None:
@@ -93,6 +131,11 @@ class StaticCache(DeviceCache):
     def _prepare(self) -> bool:
         assert self.engine is not None
         was_ready = self.engine.ready
+        if not was_ready and self.mean is not None and self.site.mean is not None and self.site.mean.given is None:
+            if self.kept_mean is None or self.kept_mean.shape != self.mean.shape:
+                self.kept_mean = self.mean
+            elif self.kept_mean is not self.mean:
+                self.mean = self.kept_mean.copy_(self.mean)
         ready = super()._prepare()
         if ready and not was_ready:
             self._stay_constants()
@@ -105,8 +148,15 @@ class StaticCache(DeviceCache):
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> None:
-        """As ``DeviceCache.append``; raises if there are no slots left, for a single token only in ``check``."""
-        n = keys.shape[2]
+        """As ``DeviceCache.append``; raises if there are no slots left, for a single token only in ``check``.
+
+        Raises
+        ------
+        UnsupportedError
+            Positions that are not in order, of a single token only in ``check``; or the call that fills the cache
+            brings fewer tokens than constants are fitted on.
+        """
+        n, empty = keys.shape[2], self.fresh or self.emptied or self.store is None
         if n != 1 and flag is None:
             check_tensors(keys, values)
         if self.emptied:  # another shape or dtype than before the reset: allocate again
@@ -121,14 +171,18 @@ class StaticCache(DeviceCache):
         assert self.seq_lens is not None
         assert self.bad is not None
         new = self._held(keys, values)
-        if self.holds_dense and n == 1 and self.engine is not None and self.engine.ready:
+        ready = self.engine is not None and self.engine.ready
+        if self.holds_dense and not (n == 1 and ready):
+            self._pull()
+        if self.places_tokens and n:
+            self._place(n, positions, empty)
+        if self.holds_dense and n == 1 and ready:
             if self.fresh:  # the first append was refused
                 self.fresh = False
             self._step(new)
+            self.newest = None
             return
-        if self.holds_dense:
-            self._pull()
-        if self.holds_dense or any(state.params is None for state in self.roles.values()):
+        if self.holds_dense or not self.is_fitted:
             new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
         self._prepare()  # even without tokens: the next step may be captured
         if count := new["key"].shape[2]:
@@ -137,7 +191,72 @@ class StaticCache(DeviceCache):
             self._write(new, self.seq_lens, self.bad if flag is None else flag)
             self.seq_lens.add_(count)
         self._push_dense()
-        self.fresh = False
+        self.fresh, self.newest = False, None
+
+    def _place(self, n: int, positions: Tensor | None, empty: bool) -> None:
+        """Take the positions of new tokens; several are looked at once for all layers, a single one by the device."""
+        assert self.placed is not None
+        assert self.seq_lens is not None
+        sink, device = self.scheme.sink, self.placed.device
+        if n > 1 and positions is not None and not in_order(positions):
+            raise UnsupportedError(NOT_CONSECUTIVE)
+        if empty or (n > 1 and self.length == 0):
+            if positions is None:
+                positions = torch.arange(n, device=device)[None]
+            self.placed.copy_((first_of(positions) + sink).expand_as(self.placed))
+            self.positions.runs = [(n, (self.placed - sink).long())]
+            self._check_fit(n)
+            self.newest = positions if n == 1 else None
+            return
+        held = self.seq_lens if self.dense_len is None else self.seq_lens + self.dense_len
+        expected = self.placed - sink + held
+        if n > 1:
+            if positions is not None and bool((first_of(positions) != expected).any()):
+                raise UnsupportedError(NOT_CONSECUTIVE)
+            self.newest = None
+        elif positions is None:
+            self.newest = expected[:, None]
+        else:
+            assert self.bad is not None
+            wrong = (positions[:, 0] != expected).any().to(torch.int32) * BROKEN_ORDER
+            self.bad.copy_(torch.maximum(self.bad, wrong))
+            self.newest = positions
+
+    def _check_fit(self, n: int) -> None:
+        """Raise if constants are fitted on more tokens than the first call brings."""
+        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1:
+            return
+        sink = min(self.scheme.sink, n)
+        if n < sink + wanted + (padding := self._most_padding(sink)):
+            beside = sink + padding
+            raise UnsupportedError(
+                f"layer {self.layer}: {self.scheme} fits its constants on the first {wanted} tokens"
+                f"{f' behind {beside}' if beside else ''}, and the first call brings {n}: a static cache does not wait "
+                f"for more. Pass params= from `kvcodec fit`, or leave max_len (capacity) out."
+            )
+
+    def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:
+        if self.turning is None or self.mean is None or "key" not in new:
+            return {}
+        assert self.placed is not None
+        assert self.seq_lens is not None
+        count = new["key"].shape[2]
+        if self.newest is None:
+            ahead = torch.arange(count, device=self.placed.device)
+            angles = self.turning.angles((self.placed + self.seq_lens)[:, None] + ahead)
+        else:  # a step: what leaves the window, if anything does
+            angles = angles_near(self.newest, self.turning, 1 - count - self.scheme.window, count)
+        return {"less": Turned(self.mean, *angles, self.turning.interleaved)}
+
+    def _placed(self) -> dict[str, Any]:
+        return {} if self.turning is None else {"placed": self.placed}
+
+    def mean_of_newest(self, n: int) -> Tensor | None:
+        """As ``LayerCache.mean_of_newest``; does not synchronise."""
+        if self.site.mean is None or self.mean is None or self.placed is None:
+            return None
+        ahead = torch.arange(-n, 0, device=self.placed.device)
+        return self.site.mean.at(self.mean, (self.placed - self.scheme.sink + self.device_length())[:, None] + ahead)
 
     def _check_room(self, n: int) -> None:
         """Raise if there are no slots for n tokens (evicted slots stay used)."""
@@ -204,6 +323,9 @@ class StaticCache(DeviceCache):
             if self.dense_len is not None:
                 sink = min(count, self.scheme.sink)
                 state.sink, state.window = self.buffers[role][:, :, :sink], self.buffers[role][:, :, sink:count]
+        if self.placed is not None:
+            held = last - first + count
+            self.positions.runs = [(held, (self.placed - self.scheme.sink).long())] if held else []
 
     def _push_dense(self) -> None:
         """Copy sink and window of the host's state back to the buffers."""
@@ -235,6 +357,12 @@ class StaticCache(DeviceCache):
             self.seq_lens, self.first = like.new_full((self.batch,), last), like.new_full((self.batch,), first)
         self._push_dense()
 
+    def refuse(self, flag: float = 0) -> None:
+        """Raise the error that a non-zero flag stands for."""
+        if flag == BROKEN_ORDER:
+            raise UnsupportedError(NOT_CONSECUTIVE)
+        super().refuse(flag)
+
     def synchronize(self) -> None:
         """Bring the host's runs, sink and window up to date; raises what ``check`` raises (synchronises)."""
         self._pull()
@@ -244,6 +372,10 @@ class StaticCache(DeviceCache):
         """Keep the sequences ``indices``."""
         self._pull()
         super().select(indices)
+        if self.placed is not None and self.store is not None:
+            index = torch.as_tensor(indices, device=self.placed.device)
+            placed = self.placed[index if index.dtype == torch.bool else index.long()]
+            self.placed = self.placed.copy_(placed) if placed.shape == self.placed.shape else placed
         self.refresh()
 
     def _remove(self, first: int, last: int) -> None:

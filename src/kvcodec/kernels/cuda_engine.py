@@ -37,7 +37,7 @@ class CudaEngine(Engine):
 
     name = "cuda"
     refuses_at_once = False
-    adds_mean = ("pre",)
+    adds_mean = ("pre", "post")
     mean: KeyMean | None = None
     """The mean that keys are held without; see ``hold_without``."""
 

@@ -632,15 +632,15 @@ def _kernels(
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
     for layer, site in zip(plan.kv_layers, sites, strict=True):
-        engine = None
-        if device is not None and layer.head_dim is not None:
-            try:
-                engine = kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device).engine
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
-                ) from error
-        if why := mean_refusal(site, static=max_len is not None, engine=engine):
+        if device is None or layer.head_dim is None:
+            continue
+        try:
+            engine = kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device).engine
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
+            ) from error
+        if why := mean_refusal(site, engine):
             raise UnsupportedError(f"{plan.name}, layer {layer.index}: {site.scheme} {why}")
     if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
         raise UnsupportedError(

@@ -53,7 +53,8 @@ class Rope:
         def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             rope, positions = this(), args[1] if len(args) > 1 else options.get("position_ids")
             if rope is not None and isinstance(positions, Tensor):
-                rope.positions = shared(positions.detach())
+                positions = positions.detach()
+                rope.positions = positions if torch.compiler.is_compiling() else shared(positions)
 
         self._hook = self.embedding.register_forward_pre_hook(note, with_kwargs=True)
 
