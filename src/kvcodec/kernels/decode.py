@@ -22,7 +22,7 @@ from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes
+from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes, shares_tables
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, align, includes
 
@@ -120,6 +120,7 @@ class Plan(NamedTuple):
     decode: Kernel
     combine: Kernel
     shared: int
+    early: bool
 
 
 @lru_cache(maxsize=1024)
@@ -132,7 +133,10 @@ def _plan(
     config = Config(*given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     # the program does not depend on the number of splits
     decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
-    return Plan(config, decode, combine, shared_bytes(spec, config, dense >= 0, heads))
+    shared, early = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config)
+    if early:  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
+        shared = min(max(shared, machine(device).shared_sm // 2), machine(device).shared_block)
+    return Plan(config, decode, combine, shared, early)
 
 
 def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
@@ -218,7 +222,9 @@ def _attend(
     args.dense_kind, args.heads, args.group, args.tiles = dense_kind, num_kv_heads, group, tiles
     args.splits, args.slots, args.capacity = splits, slots, capacity
     args.scale2, args.softcap = scale * LOG2E, softcap
-    plan.decode.launch(grid, plan.config.teams * plan.config.warps * 32, plan.shared, args)
+    # one CTA fills a multiprocessor: the next launch may wait there while the kernel ahead ends elsewhere
+    threads = plan.config.teams * plan.config.warps * 32
+    plan.decode.launch(grid, threads, plan.shared, args, early=plan.early)
     if slots > 1:
         shared = (COMBINE_WARPS + 1) * (dim + 2) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel

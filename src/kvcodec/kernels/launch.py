@@ -54,6 +54,11 @@ FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
 
 
+def shares_tables(spec: DecodeSpec, config: Config) -> bool:
+    """Whether teams share look-up tables, as ``kv::Decoder::BRIEF``."""
+    return config.teams > 1 and spec.key.shared + spec.value.shared > 0
+
+
 def _row_floats(channels: int) -> int:
     return channels + channels // 4 + 1  # kv::row_floats
 
@@ -68,8 +73,8 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
-    brief = config.teams > 1 and spec.key.shared + spec.value.shared > 0  # later stages take the query's place
-    team = stage + (max(query, later) if brief else query + later)
+    # of teams that share tables, later stages take the query's place
+    team = stage + (max(query, later) if shares_tables(spec, config) else query + later)
     team += team_bytes(spec.pairs, heads, config.warps) + config.warps * max(spec.key.scratch, spec.value.scratch)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)

@@ -10,8 +10,9 @@ KV_CONSTEXPR int low_bit(int n) { return n & -n; }
 // which are whole words. Where a part begins inside a word depends on the lane alone: the words are shifted once, by an
 // amount that is invariant in the loop, and the place of every field is then a compile-time constant. `own` is what of
 // `token` depends on the lane, less than 8; the rest is a number after unrolling. May read up to 7 bytes behind a row;
-// what it finds there is not used.
-template <int ROW_BYTES, int PART_BITS> struct Stream {
+// what it finds there is not used. WHOLE: of rows of whole words, where the token's place and the part's are a sum, and
+// `own` does not matter.
+template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
   KV_CONST int GRAIN = low_bit(ROW_BYTES * 8 | PART_BITS | 128);  // every part begins at a multiple of this many bits
   KV_CONST int WORDS = (PART_BITS + 31) / 32;
   KV_CONST int LOADS = GRAIN >= 32 ? WORDS : (PART_BITS + 32 - GRAIN + 31) / 32;
@@ -20,13 +21,16 @@ template <int ROW_BYTES, int PART_BITS> struct Stream {
 
   KV_DEV Stream(const uint8_t* plane, int token, int own, int part) {
     const int rest = token - own;
-    const uint32_t bit = (uint32_t)(rest % 8 + own) * (ROW_BYTES * 8) + (uint32_t)part * PART_BITS;
+    static_assert(!WHOLE || ROW_BYTES % 4 == 0, "whole words");
+    const uint32_t first = (uint32_t)part * PART_BITS;
+    const uint32_t bit = WHOLE ? first : (uint32_t)(rest % 8 + own) * (ROW_BYTES * 8) + first;
+    const uint8_t* row = plane + (WHOLE ? token * ROW_BYTES : rest / 8 * (8 * ROW_BYTES));
     if (NARROW) {
-      const uint8_t* at = plane + rest / 8 * (8 * ROW_BYTES) + bit / 8;
+      const uint8_t* at = row + bit / 8;
       w[0] = PART_BITS == 8 ? *at : *(const uint16_t*)at;
       return;
     }
-    const uint8_t* at = plane + rest / 8 * (8 * ROW_BYTES) + bit / 32 * 4;
+    const uint8_t* at = row + bit / 32 * 4;
     uint32_t x[LOADS];
     if (GRAIN == 128 && LOADS % 4 == 0) {
       load_words<LOADS>(x, at);

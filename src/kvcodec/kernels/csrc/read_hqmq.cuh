@@ -48,6 +48,8 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   }
   KV_CONST int GAP = TABLE - Codebook::STRIDE / 2;  // from the values' interleaved table to where it would be
 
+  template <int ROW_BYTES, int PART_BITS> using Words = Stream<ROW_BYTES, PART_BITS, ROW_BYTES % 4 == 0>;
+
   // N chunks of a part: all of the eighth `part` of a row (values), or two eighths (keys)
   template <int N> struct Part {
     KV_CONST int TO = Codebook::STRIDE_BIT;
@@ -87,7 +89,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
     template <class P>
     KV_DEV static void spare(const P& planes, int token, int own, int part, uint32_t (&more)[(N + 1) / 2]) {
       constexpr int BITS = Fields::SPARE ? Fields::SPARE : 1, GROUP = 16 / BITS / 2 * 2;  // chunks of 16 bits, even
-      const Stream<CHUNKS * BITS / 8, N * BITS> stream(planes[1], token, own, part);
+      const Words<CHUNKS * BITS / 8, N * BITS> stream(planes[1], token, own, part);
       KV_UNROLL
       for (int k = 0; k < N; k += 2) {
         const uint32_t x = stream.field(k / GROUP * GROUP * BITS, 16, 0), pair = prmt(x, x >> BITS, 0x5410);
@@ -101,9 +103,9 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
                              uint32_t* r) {
       constexpr int EIGHTH = Fields::EIGHTH, BITS = Fields::BITS ? Fields::BITS : 1;
       constexpr bool TWO = EIGHTH % 4 == 0;  // chunks k and k + 2 have their signs in one word
-      const Stream<CHUNKS * Fields::LOW / 8, N * Fields::LOW> low(planes[0], token, own, part);
-      const Stream<CHUNKS / 2, 4 * N> radii(planes[1], token, own, part);
-      const Stream<BITS * EIGHTH, 8 * BITS * EIGHTH> bits(planes[Fields::BITS ? 2 : 1], token, own, 0);
+      const Words<CHUNKS * Fields::LOW / 8, N * Fields::LOW> low(planes[0], token, own, part);
+      const Words<CHUNKS / 2, 4 * N> radii(planes[1], token, own, part);
+      const Words<BITS * EIGHTH, 8 * BITS * EIGHTH> bits(planes[Fields::BITS ? 2 : 1], token, own, 0);
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
         const int g = N == EIGHTH ? part : part * (N / EIGHTH) + k / EIGHTH, i = k % EIGHTH;
@@ -161,7 +163,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   template <class P>
   KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     if constexpr (Fields::UNITS) {
-      const Stream<2 * CHUNKS, 4 * CHUNKS> x(planes[0], token, lane / 4, part);
+      const Words<2 * CHUNKS, 4 * CHUNKS> x(planes[0], token, lane / 4, part);
       Keys::units(x.w, planes, table, token, lane / 4, part, lane, r);
     } else {
       Keys::apart(planes, table, token, lane / 4, part, lane, r);
@@ -180,29 +182,15 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = true;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_CONST bool CROSSED = Fields::UNITS && Fields::SPARE == 0 && D == 128;
-  KV_FUNCTION int v_channel(int part, int e) {
-    return CROSSED ? 8 * CrossedWords::word(part, e / 8) + e % 8 : part * (D / 8) + e;
-  }
+  KV_CONST bool V_TURNED = Fields::UNITS && D == 128;  // rows of 64 bytes
+  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
   KV_FUNCTION float v_weight(int e) { return weight(e) * UNIT; }
-  // a part has four chunks: two neighbours of a word, twice
-  KV_FUNCTION uint32_t v_rank(uint32_t chunk) {
-    return CROSSED ? (chunk / 8 * 2 + chunk / 2 % 2) * 4 + chunk / 4 % 2 * 2 + chunk % 2 : chunk;
-  }
-  KV_FUNCTION uint32_t v_chunk(uint32_t rank) {
-    const int part = (int)rank / 4, i = (int)rank / 2 % 2;
-    return CROSSED ? (uint32_t)CrossedWords::word(part, i) * 2 + rank % 2 : rank;
-  }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
                             uint32_t (&r)[V_REGS]) {
     const int own = lane % 4 * 2;
-    if constexpr (CROSSED) {
-      uint32_t w[2];
-      CrossedWords::load(planes[0], token, own, part, lane, w);
-      Values::units(w, planes, table, token, own, part, lane, r);
-    } else if constexpr (Fields::UNITS) {
-      const Stream<2 * CHUNKS, 2 * CHUNKS> x(planes[0], token, own, part);
+    if constexpr (Fields::UNITS) {
+      const Words<2 * CHUNKS, 2 * CHUNKS> x(planes[0], token, own, part);
       Values::units(x.w, planes, table, token, own, part, lane, r);
     } else {
       Values::apart(planes, table, token, own, part, lane, r);

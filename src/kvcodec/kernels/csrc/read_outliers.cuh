@@ -115,16 +115,6 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     return x;
   }
 
-  // Inner may say v_rank(chunk) and v_chunk(rank): in which order parts have their chunks, a run of ranks each.
-  template <class R> KV_FUNCTION auto ranked(uint32_t chunk, int) -> decltype(R::v_rank(chunk)) {
-    return R::v_rank(chunk);
-  }
-  template <class R> KV_FUNCTION uint32_t ranked(uint32_t chunk, long) { return chunk; }
-  template <class R> KV_FUNCTION auto chunk_at(uint32_t rank, int) -> decltype(R::v_chunk(rank)) {
-    return R::v_chunk(rank);
-  }
-  template <class R> KV_FUNCTION uint32_t chunk_at(uint32_t rank, long) { return rank; }
-
   // Channel i of a part's chunk c is its element first(c) + STEP i: neighbours, or every other one of eight.
   KV_FUNCTION int element(bool key, int channel) {
     for (int e = 0; e < 2 * (key ? K_REGS : V_REGS); ++e)
@@ -134,17 +124,16 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   template <bool KEY> struct Order {
     KV_CONST int CHUNKS = (KEY ? K_REGS : V_REGS) / 2;
     KV_CONST int STEP = element(KEY, 1);
-    KV_FUNCTION int channel(int c) { return 4 * (KEY ? c : (int)chunk_at<Inner>((uint32_t)c, 0)); }
-    KV_CONST int SECOND = element(KEY, channel(1));
-    KV_CONST int THIRD = CHUNKS > 2 ? element(KEY, channel(2)) : 0;
-    KV_CONST int FOURTH = CHUNKS > 3 ? element(KEY, channel(3)) : 0;
+    KV_CONST int SECOND = element(KEY, 4);
+    KV_CONST int THIRD = CHUNKS > 2 ? element(KEY, 8) : 0;
+    KV_CONST int FOURTH = CHUNKS > 3 ? element(KEY, 12) : 0;
     KV_CONST uint32_t TABLE = (uint32_t)(SECOND << 8 | THIRD << 16) | (uint32_t)FOURTH << 24;
     KV_FUNCTION uint32_t first(uint32_t c) { return STEP == 1 ? 4 * c : c / 4 * 16 + (TABLE >> c % 4 * 8 & 0xffu); }
     KV_FUNCTION bool valid() {
       for (int c = 0; c < CHUNKS; ++c) {
         if (STEP == 2 && first(c) % 8 > 1) return false;
         for (int i = 0; i < 4; ++i)
-          if (element(KEY, channel(c) + i) != (int)first(c) + STEP * i) return false;
+          if (element(KEY, 4 * c + i) != (int)first(c) + STEP * i) return false;
       }
       return STEP == 1 || STEP == 2;
     }
@@ -271,8 +260,7 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   // 2, 3 lie side by side; then come e + 1, e + 4, e + 5 ..; then the next part. Neighbours are swapped as above.
   KV_CONST int V_UNITS = V_REGS / PASSES, V_PART = 64 * V_UNITS;
   KV_DEV static int value_place(uint32_t token, uint32_t chunk) {
-    const uint32_t rank = ranked<Inner>(chunk, 0);
-    const uint32_t part = rank / ValueOrder::CHUNKS, e = ValueOrder::first(rank % ValueOrder::CHUNKS);
+    const uint32_t part = chunk / ValueOrder::CHUNKS, e = ValueOrder::first(chunk % ValueOrder::CHUNKS);
     const uint32_t pass = PASSES == 1 ? 0 : e / 4 * 2 / V_UNITS, unit = e / 4 * 2 - pass * V_UNITS;
     const uint32_t of_token = token % 8 / 2 * 16 + token / 8 * 8 + token % 2 * 2;
     return (int)(of_token + part * V_PART + pass * SCRATCH + unit * 64 + (e % 2 ^ part % 2) * 64);
