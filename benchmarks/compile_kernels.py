@@ -3,14 +3,13 @@
     PYTHONPATH=src python benchmarks/compile_kernels.py [--specs A,B] [--shapes spine,sweep8] [--arch sm_90] [--rivals]
 
 Without this a bench compiles a program when it first needs it, one after the other: about two seconds each, two to five
-for a preset. It needs NVRTC and no GPU: with ``--arch`` it can run elsewhere, with the same version of NVRTC, and the
-cache (``~/.cache/kvcodec/cuda``, or below ``$XDG_CACHE_HOME``) be taken along. What it does not foresee is compiled
-when it is needed. ``--rivals`` lets the rivals that are installed compile theirs at the same time, which needs the GPU.
+for a preset; `kvcodec compile` takes all that any cache may need. It needs NVRTC and no GPU: with ``--arch`` it can run
+elsewhere, with the same version of NVRTC, and the cache (``~/.cache/kvcodec/cuda``, or below ``$XDG_CACHE_HOME``) be
+taken along. What it does not foresee is compiled when it is needed. ``--rivals`` lets the rivals that are installed
+compile theirs at the same time, which needs the GPU.
 """
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,12 +21,11 @@ from checkout import environment
 
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
-from kvcodec.kernels import basis, encode, launch
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.build import Program, architecture, compile_program
+from kvcodec.kernels import launch
+from kvcodec.kernels.build import Program, architecture
 from kvcodec.kernels.launch import Machine
+from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_codecs
+from kvcodec.kernels.spec import kernels_for
 from kvcodec.registry import get, split_specs
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench import first
@@ -39,30 +37,20 @@ from kvcodec_lab.bench.shapes import PRESETS, Shape, shapes_named
 LAYERS = 36
 WARM = (Shape("warm", 1, 28, 4, 128, 2048), Shape("warm", 20, 32, 8, 128, 2048))
 """The spine's heads with few tokens: what rivals compile depends on heads, and on whether sequences are split."""
-BF16 = attention.KINDS[torch.bfloat16]
 
 
 def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Program]:
     """Programs that fit, encode, decode at a shape, and unpack; none where no kernel reads the scheme."""
     dim = shape.head_dim
-    page = scheme.page_layout(dim).page_tokens
     key, value = (scheme.codec(role).for_dtype(torch.bfloat16) for role in ROLES)
-    if specs.kernels_for(scheme, dim)["decode"] == "none":
+    if kernels_for(scheme, dim)["decode"] == "none":
         return
     less = key.without_mean and shape.name == "first"  # other benches give keys without it
-    pair = specs.decode_spec(key, value, dim, page, dim // 2 if less else 0)
-    holds_dense = bool(scheme.sink or scheme.window or pair.blocked)
-    units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
-    # the number of splits, which depends on the capacity, is not part of the program
-    heads = pair.heads(shape.group)
-    config = launch.config_for(pair, units, shape.tokens, machine, holds_dense and not pair.joins, heads)
-    yield attention.program(pair, config, dense=BF16 if holds_dense else -1, heads=heads)
-    yield from encode.programs(specs.encode_spec(key, value, dim, page, mean=less)).values()
-    for role, codec in zip(ROLES, (key, value), strict=True):
-        if less and (fit := specs.of_module(type(codec).__module__, "fit_program")):
-            yield fit(codec, dim, role)
-    yield prefill.program(pair)
-    yield basis.program(dim)
+    page = scheme.page_layout(dim).page_tokens
+    dense = torch.bfloat16 if scheme.sink or scheme.window or max(key.block_tokens, value.block_tokens) > 1 else None
+    steps = Steps((shape.group,), (dense,), heads=(shape.batch * shape.kv_heads,), capacity=shape.tokens)
+    for one in of_codecs(key, value, dim, page, machine, steps, pairs=dim // 2 if less else 0):
+        yield one.program
 
 
 def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> list[Program]:
@@ -79,14 +67,6 @@ def wanted(specs: Iterable[str], shapes: Iterable[Shape], machine: Machine) -> l
             except KVError as error:  # the bench will say so in a row
                 print(f"{spec} at {shape.name}: {error}")
     return list(found)
-
-
-def compile_one(program: Program, arch: str) -> float:
-    """Compile one program in a process of its own; seconds."""
-    begun = time.monotonic()
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  not a line for each program
-    compile_program(program, arch)
-    return time.monotonic() - begun
 
 
 def warm_rival(form: str) -> None:
@@ -126,9 +106,8 @@ def main() -> int:
     gpu = None if args.arch else torch.device("cuda", 0)
     arch, machine = (args.arch, launch.H200) if gpu is None else (architecture(gpu), launch.machine(gpu))
     todo = wanted(split_specs(args.specs), shapes_named(args.shapes), machine)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.workers, context) as pool:
-        seconds = list(pool.map(compile_one, todo, [arch] * len(todo)))
+    made = compile_needed([Needed(program, "") for program in todo], arch, args.workers)
+    seconds = [one.seconds for one in made]
     print(f"{len(todo)} programs for {arch}: {time.monotonic() - begun:.0f} s, {sum(seconds):.0f} s of work")
     for process in others:
         process.wait()

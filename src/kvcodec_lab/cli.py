@@ -26,6 +26,7 @@ COMMANDS = {
     "fit": "constants of a preset, fitted to your model on your text",
     "compare": "presets on your model and text",
     "eval": "presets on tasks, with intervals; resumable",
+    "compile": "the CUDA kernels of presets, ahead, for GPUs that need not be here",
     "advise": "which preset or mixture for your model, context and memory",
     "bench": "times of encode, decode and attention on this machine",
     "reproduce": "recompute what the papers print",

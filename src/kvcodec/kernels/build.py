@@ -2,7 +2,7 @@
 
 NVRTC compiles, through cuda-core: neither nvcc nor a CUDA toolkit is needed, and the sources include no system header.
 A program takes seconds to compile and is then read from the cache folder, until a source that it includes, an option or
-NVRTC's version changes.
+NVRTC's version changes. Where there is no compiler, what any version has compiled is taken.
 
 Launches go through the driver, on torch's current stream, with one struct by value: a launch costs eager
 decoding a few microseconds of Python.
@@ -82,9 +82,10 @@ def refusal(device: torch.device) -> str:
         return f"device {device} is not a CUDA GPU"
     if torch.version.hip is not None:
         return "the CUDA kernels do not run on an AMD GPU, which the PyTorch reference serves"
-    for name in ("cuda.core", "cuda.bindings"):
-        if not _installed(name):
-            return f"{name.replace('.', '-')} is not installed; {INSTALL}"
+    if not _installed("cuda.bindings"):
+        return f"cuda-bindings is not installed; {INSTALL}"
+    if not _installed("cuda.core") and not any(cache_folder().glob("*.cubin")):
+        return f"cuda-core is not installed, and nothing was compiled ahead; {INSTALL}"
     if (found := _capability(device)) < LEAST:
         return f"the GPU has compute capability {found[0]}.{found[1]}; {LEAST[0]}.{LEAST[1]} is the least"
     return ""
@@ -148,10 +149,10 @@ def included(program: Program) -> dict[str, bytes]:
     return found
 
 
-def cache_key(program: Program, arch: str, compiler: str) -> str:
-    """Name of the program's file in the cache: a digest of everything that it depends on, paths excepted."""
+def cache_key(program: Program, arch: str) -> str:
+    """Digest of everything that the program depends on, paths and the compiler excepted."""
     digest = hashlib.sha256()
-    for part in (MAGIC, compiler.encode(), arch.encode(), str(program.fma).encode(), program.source.encode()):
+    for part in (MAGIC, arch.encode(), str(program.fma).encode(), program.source.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     for path, contents in included(program).items():
         name = Path(path).name.encode()
@@ -162,6 +163,20 @@ def cache_key(program: Program, arch: str, compiler: str) -> str:
 def cache_folder() -> Path:
     """Where compiled programs are kept."""
     return cache_dir() / "cuda"
+
+
+def cache_file(program: Program, arch: str, compiler: str) -> Path:
+    """Where a program is kept that this compiler, a ``compiler_version``, has compiled."""
+    return cache_folder() / f"{cache_key(program, arch)}-{compiler.replace(' ', '')}.cubin"
+
+
+def compiled(program: Program, arch: str) -> bytes | None:
+    """Return a program that was compiled before; None: it was not, or by another version of the compiler here."""
+    try:
+        return read_cached(cache_file(program, arch, compiler_version()))
+    except UnsupportedError:  # no compiler
+        found = map(read_cached, sorted(cache_folder().glob(f"{cache_key(program, arch)}-*.cubin"), reverse=True))
+        return next((cubin for cubin in found if cubin is not None), None)
 
 
 def read_cached(path: Path) -> bytes | None:
@@ -232,11 +247,11 @@ def compile_program(program: Program, arch: str, label: str = "", progress: Prog
     Raises
     ------
     UnsupportedError
-        cuda-core or NVRTC is missing, or NVRTC is too old for the GPU.
+        It was not compiled before, and cuda-core or NVRTC is missing, or NVRTC is too old for the GPU.
     """
-    path = cache_folder() / f"{cache_key(program, arch, compiler_version())}.cubin"
-    if (cubin := read_cached(path)) is not None:
+    if (cubin := compiled(program, arch)) is not None:
         return cubin
+    path = cache_file(program, arch, compiler_version())
     shown = progress or Progress()
     with shown.busy(f"kvcodec: compiling {label or 'CUDA kernels'} for {arch} (once; kept in {path.parent})"):
         cubin = _nvrtc(program, arch)

@@ -1,5 +1,6 @@
 """Launch constants of the decode kernel: a pure function of sizes, without tuning at run time."""
 
+import itertools
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -47,7 +48,11 @@ class Machine(NamedTuple):
     shared_sm: int
 
 
+SHARED_KB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
+"""Shared memory of a multiprocessor by compute capability; a block can have 1 KB less."""
 H200 = Machine(132, 232448, 233472)
+MOST_ROUNDS = 256
+"""Sequences and KV heads for each multiprocessor up to which ``configs_for`` looks."""
 TEAM_TOKENS = 4096
 """Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
 FEW_BYTES = 40960
@@ -150,6 +155,25 @@ def config_for(
     )
 
 
+def configs_for(
+    spec: DecodeSpec,
+    machine: Machine,
+    dense: bool = False,
+    heads: int = 8,
+    units: tuple[int, ...] = (),
+    capacity: int = 0,
+) -> list[Config]:
+    """Return all that ``config_for`` may choose, with one split, which programs do not depend on.
+
+    ``units`` and ``capacity``: as of ``config_for``; by default any. The choice of teams is then the same for all
+    numbers of units between two multiples of the multiprocessors.
+    """
+    any_units = (1, *(n * machine.sms for n in (1, *range(3, MOST_ROUNDS))))
+    tries = itertools.product(units or any_units, (capacity,) if capacity else (TEAM_TOKENS, TEAM_TOKENS + 1))
+    found = {config_for(spec, n, tokens, machine, dense, heads)._replace(splits=1) for n, tokens in tries}
+    return sorted(found)
+
+
 def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int) -> Config | None:
     """Return teams for many short sequences: each takes whole ones, so little is merged; None: teams do not pay.
 
@@ -191,6 +215,19 @@ def _splits(
         if slow and capacity <= wanted * config.tile * config.warps:  # a tile for each warp: splits save nobody a tile
             wanted = max(1, wanted * 3 // 4)
     return min(wanted, most)
+
+
+def machine_of(arch: str) -> Machine:
+    """Properties of the GPUs of an architecture, e.g. ``sm_90``; the number of multiprocessors is an H200's.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    known = {f"sm_{number}": kilobytes for number, kilobytes in SHARED_KB.items()}
+    if arch not in known:
+        raise UnsupportedError(f"arch={arch!r}: the CUDA kernels know {', '.join(known)}.")
+    return Machine(H200.sms, (known[arch] - 1) * 1024, known[arch] * 1024)
 
 
 @lru_cache

@@ -31,6 +31,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.ahead import compile_ahead
 from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, check_engine, check_weights
 from kvcodec.integrations.vllm.flash import flash_for
@@ -248,6 +249,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         if self.fused:
             self._init_reorder_batch_threshold(1)
         _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
+        if device.type == "cuda":
+            compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device)
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         for impl in impls:

@@ -1,0 +1,42 @@
+"""What the kernels of a served model need is compiled when the engine starts, and the log says what that is."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from kvcodec.kernels.build import architecture, compiled
+from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.launch import machine
+from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_codecs
+
+logger = init_logger("vllm.kvcodec")
+
+
+def compile_ahead(impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device) -> None:
+    """Compile what decode steps, encoding and prompts of these layers will ask for; ``impls`` of ``PackedImpl``."""
+    capacity = -(-config.model_config.max_model_len // page_tokens) * page_tokens
+    arch, asked = architecture(device), set()
+    needed: dict[Needed, None] = {}
+    for impl in impls:
+        layer, engine = impl.packed, impl.packed.engine(page_tokens)
+        assert isinstance(engine, CudaEngine)
+        given = engine.codecs["key"], engine.codecs["value"], impl.head_size, page_tokens
+        pairs = 0 if engine.mean is None else engine.mean.pairs
+        if (this := (given, impl.num_heads, layer.heads, impl.rules.softcap > 0, pairs)) in asked:
+            continue
+        asked.add(this)
+        heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
+        dense = (layer.dtype if layer.holds_dense else None,)
+        steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
+        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs))
+    missing = [one for one in needed if compiled(one.program, arch) is None]
+    logger.info("kvcodec: %d programs, of which %d are compiled now", len(needed), len(missing))
+    begun = time.monotonic()
+    for one in compile_needed(missing, arch):
+        logger.info("kvcodec: compiled %s: %.1f s, %.0f KB", one.label, one.seconds, one.nbytes / 1024)
+    if missing:
+        logger.info("kvcodec: compiled %d programs in %.1f s", len(missing), time.monotonic() - begun)

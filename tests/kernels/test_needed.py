@@ -1,0 +1,255 @@
+"""What is compiled ahead is what caches ask for, and a process with a filled folder compiles nothing."""
+
+import importlib
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels import build, launch, needed
+from kvcodec.kernels.build import Program
+from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.needed import Steps, of_scheme
+from kvcodec.kernels.spec import decode_spec
+from kvcodec_lab.cli import main
+from tests.kernels import emulation
+from tests.kernels.emulation import machine  # noqa: F401  a fixture
+
+DIM = 64
+
+
+@pytest.fixture
+def asked(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Program]:  # noqa: F811
+    """Programs that caches on the emulator load."""
+    found: list[Program] = []
+    make = emulation.emulated
+
+    def record(program: Program, *rest: Any) -> Any:
+        found.append(program)
+        return make(program, *rest)
+
+    monkeypatch.setattr(emulation, "emulated", record)
+    return found
+
+
+@pytest.mark.parametrize("capacity", [0, 256])
+@pytest.mark.parametrize("spec", ["int-8", "kivi-4:sink=2", "innerq-base", "hqmq-s24_r3"])
+def test_caches_ask_for_no_other_programs(spec: str, capacity: int, asked: list[Program]) -> None:
+    scheme = kvcodec.get(spec).for_layer(8, 24)
+    cache = FusedLayerCache(scheme, capacity=capacity)
+    k, v = torch.randn(2, 2, 2, 230, DIM, generator=torch.Generator().manual_seed(0)).half()
+    cache.append(k[:, :, :227], v[:, :, :227])
+    for at in range(227, 230):
+        cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        for heads in (4, 16):
+            cache.attend(torch.randn(2, heads, 1, DIM).half())
+    cache.attend(torch.randn(2, 4, 3, DIM).half())
+    known = of_scheme(scheme, DIM, launch.H200, Steps(dense=(None, torch.float16)), dtype=torch.float16)
+    assert len(set(asked)) >= 4
+    assert set(asked) <= {one.program for one in known}
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3", "hqmq-s96_r4", "kivi-2", "ghost-3", "turboquant-4"])
+def test_every_choice_of_launch_constants_is_foreseen(spec: str) -> None:
+    """Any number of sequences, on any number of multiprocessors."""
+    scheme, rng = kvcodec.get(spec), random.Random(0)
+    pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens)
+    for arch, heads, dense in (("sm_90", 4, False), ("sm_90", 8, True), ("sm_80", 4, False), ("sm_89", 8, False)):
+        there = launch.machine_of(arch)
+        try:
+            known = launch.configs_for(pair, there, dense, heads)
+        except UnsupportedError:
+            continue
+        for _ in range(300):
+            own = there._replace(sms=rng.randint(20, 200))
+            units, capacity = int(10 ** rng.uniform(0, 4.5)), int(10 ** rng.uniform(1, 5))
+            config = launch.config_for(pair, units, capacity, own, dense, heads)
+            assert config._replace(splits=1) in known
+
+
+def test_what_is_given_leaves_fewer_programs() -> None:
+    scheme = kvcodec.get("saw-int4")
+    everything = of_scheme(scheme, 128, launch.H200)
+    served = of_scheme(scheme, 128, launch.H200, Steps((4,), (None,), heads=(8, 16, 2048), capacity=8192))
+    assert {one.program for one in served} < {one.program for one in everything}
+    assert sum("heads, tiles" in one.label for one in served) == 2  # few sequences, many sequences
+
+
+def test_layers_that_stay_dense_and_keys_without_their_mean_have_programs_of_their_own() -> None:
+    octopus = " ".join(one.label for one in of_scheme(kvcodec.get("octopus-3"), 128, launch.H200))
+    assert "kv::ReadDense<128, true> and kv::ReadGroupInt" in octopus
+    assert "kv::ReadOctopus<128, 4, 2, false> and kv::ReadGroupInt" in octopus
+    ghost = of_scheme(kvcodec.get("ghost-3"), 128, launch.H200)
+    assert sum(one.label.startswith("fitting Ghost") for one in ghost) == 2
+    assert any(", 64>;" in one.program.source for one in ghost)  # all 64 pairs of channels have a mean
+    plain = kvcodec.get("saw-int4")
+    biased = {one.program for one in of_scheme(plain, 128, launch.H200, means=True)}
+    assert {one.program for one in of_scheme(plain, 128, launch.H200)} < biased
+    assert all(any(f"{pairs}>;" in program.source for program in biased) for pairs in (16, 32, 48, 64))
+
+
+def test_the_machines_of_architectures() -> None:
+    assert launch.machine_of("sm_90") == launch.H200
+    assert launch.machine_of("sm_89").shared_block == 101376
+    with pytest.raises(UnsupportedError, match=r"arch='sm_75': the CUDA kernels know sm_80, .*sm_120"):
+        launch.machine_of("sm_75")
+
+
+# -- compiling -------------------------------------------------------------------------------------------------------
+
+SPEC = ("saw-int4", "--head-dim", "64", "--group", "4")
+NO_COMPILER = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("cuda"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, Blocked())
+from kvcodec_lab.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def compiler() -> None:
+    pytest.importorskip("cuda.core")
+    try:
+        build.compiler_version()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+def test_a_filled_folder_needs_no_compiler(
+    compiler: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    few = of_scheme(kvcodec.get("saw-int4"), 64, launch.H200, Steps((4,), (None,), heads=(8,), capacity=64))
+    monkeypatch.setattr(needed, "of_codecs", lambda *args, **more: iter(few))
+    assert main(["compile", *SPEC, "--arch", "sm_90,sm_86", "--workers", "1", "--json", str(tmp_path / "out")]) == 0
+    rows = json.loads((tmp_path / "out").read_text())["rows"]
+    assert [row["arch"] for row in rows] == ["sm_90", "sm_86"]
+    for row in rows:
+        assert row["programs"] == row["compiled"] == len(few)
+        assert row["seconds"] > 0
+        assert row["bytes"] > 10_000
+    assert len(list(build.cache_folder().glob("*.cubin"))) == 2 * len(few)
+    assert f"saw-int4 sm_86 {len(few)}/{len(few)}" in capsys.readouterr().err
+
+    code = NO_COMPILER.replace("from kvcodec_lab", """
+from kvcodec.kernels import needed
+from kvcodec.kernels.needed import Steps
+make = needed.of_scheme
+needed.of_scheme = lambda s, d, m, steps, **more: make(s, d, m, Steps((4,), (None,), heads=(8,), capacity=64))
+from kvcodec_lab""", 1)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, "compile", *SPEC, "--arch", "sm_90,sm_86", "--workers", "1", "--json", "-"],
+        capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [row["compiled"] for row in json.loads(done.stdout)["rows"]] == [0, 0]
+
+    # and without the folder it says what is missing
+    done = subprocess.run(
+        [sys.executable, "-c", code, "compile", *SPEC, "--workers", "1"],
+        capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "empty")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "need cuda-core, which is not installed" in done.stderr
+
+
+def test_what_would_be_compiled_is_listed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["compile", *SPEC, "--list"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("missing: decode attention of kv::ReadSaw<64>") > 10
+    assert not build.cache_folder().exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["saw-int4", "--arch", "sm_70"], "arch='sm_70': the CUDA kernels know"),
+        (["kvarn-k4v2"], "no CUDA kernel reads"),
+        (["saw-int4", "--head-dim", "72"], "the CUDA kernels take head_dim"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_another_version_of_the_compiler_compiles_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program = needed.basis.program(64)
+    build.write_cached(build.cache_file(program, "sm_90", "nvrtc 13.0"), b"old")
+    monkeypatch.setattr(build, "compiler_version", lambda: "nvrtc 13.1")
+    assert build.compiled(program, "sm_90") is None
+    monkeypatch.setattr(build, "compiler_version", lambda: "nvrtc 13.0")
+    assert build.compiled(program, "sm_90") == b"old"
+
+    def missing() -> str:
+        raise UnsupportedError("not installed")
+
+    monkeypatch.setattr(build, "compiler_version", missing)
+    assert build.compiled(program, "sm_90") == b"old"
+    assert build.compiled(program, "sm_80") is None
+
+
+def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
+    compiler: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself is not needed for it."""
+    said: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *given: said.append(text % given))
+    for name, held in (
+        ("vllm", {}),
+        ("vllm.config", {"VllmConfig": object}),
+        ("vllm.logger", {"init_logger": lambda _: logger}),
+    ):
+        module = ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kvcodec.integrations.vllm.ahead", raising=False)
+    ahead = importlib.import_module("kvcodec.integrations.vllm.ahead")
+    monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90")
+    scheme = kvcodec.get("saw-int4")
+    engine = CudaEngine(scheme.key, scheme.value, 64, 64)
+    packed = SimpleNamespace(engine=lambda _: engine, heads=2, dtype=torch.bfloat16, holds_dense=False)
+    impl = SimpleNamespace(packed=packed, head_size=64, num_heads=8, rules=SimpleNamespace(softcap=0.0))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=8000), scheduler_config=SimpleNamespace(max_num_seqs=64)
+    )
+    made: list[needed.Needed] = []
+
+    def compile_needed(wanted: list[needed.Needed], arch: str) -> Any:
+        made.extend(wanted)
+        return [needed.Compiled(one.label, 2048, 1.5) for one in wanted]
+
+    monkeypatch.setattr(ahead, "compile_needed", compile_needed)
+    ahead.compile_ahead([impl, impl], 64, config, torch.device("cpu"))
+    assert said[0] == "kvcodec: 5 programs, of which 5 are compiled now"
+    assert sum(line.startswith("kvcodec: compiled decode attention of kv::ReadSaw<64>") for line in said) == 2
+    assert all(line.endswith(": 1.5 s, 2 KB") for line in said[1:-1])
+    for one in made:
+        build.write_cached(build.cache_file(one.program, "sm_90", build.compiler_version()), b"compiled")
+    said.clear()
+    ahead.compile_ahead([impl], 64, config, torch.device("cpu"))
+    assert said == ["kvcodec: 5 programs, of which 0 are compiled now"]
+    monkeypatch.delitem(sys.modules, "kvcodec.integrations.vllm.ahead")
