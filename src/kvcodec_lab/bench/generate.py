@@ -119,6 +119,8 @@ class Filler:
 
     def filled(self, cache: Any) -> Any:
         """Fill a cache layer by layer."""
+        # a cache that holds keys without their mean listens to the model's positions
+        self.model.get_decoder().rotary_emb(self.k, torch.arange(self.prompt - 1, device=self.k.device)[None])
         for layer in range(self.model.config.num_hidden_layers):
             cache.update(self.k, self.v, layer)
         return cache

@@ -154,6 +154,14 @@ def test_a_filled_cache_takes_the_prompts_last_token_and_goes_on(model):
     assert torch.equal(*found)
 
 
+def test_a_filled_cache_without_the_keys_mean_knows_its_positions(model):
+    cache_for = pytest.importorskip("kvcodec.integrations.transformers").cache_for
+    filler = generate.Filler(model, 2, 40, 8)
+    cache = filler.filled(cache_for(model, "saw-int4:mean=pre", attention="decoded", probe="off"))
+    assert int(cache.get_seq_length()) == 39
+    assert cache.layer_caches[0].mean is not None
+
+
 def test_time_per_token_is_from_logits_to_logits(model, monkeypatch):
     clock = iter([0.0, 9.0, 9.5, 9.9, 10.0, 10.2])
     monkeypatch.setattr(generate.time, "perf_counter", lambda: next(clock))
