@@ -557,9 +557,7 @@ def rotary_of(model: Any, layer: LayerPlan) -> Rotary:
         In a way that ``mean=pre`` cannot follow.
     """
     rope = rope_of(model)
-    # a layer's attention knows the layer's number
-    named = (m for m in model.get_decoder().modules() if getattr(m, "layer_idx", None) == layer.index)
-    if (found := next(named, None)) is None:
+    if (found := rope.attention(layer.index, model)) is None:
         raise UnsupportedError(
             f"{type(model).__name__}: no module of layer {layer.index} was found; use mean=post or mean=none."
         )

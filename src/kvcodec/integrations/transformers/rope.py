@@ -48,6 +48,7 @@ class Rope:
         self.embedding, self.config = found[0], getattr(model, "config", None)
         self.positions = torch.empty(1, 0, dtype=torch.long)
         self._rotaries: dict[str, Rotary] = {}
+        self._attentions: dict[int, weakref.ref[nn.Module]] = {}
         this = weakref.ref(self)
 
         def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -57,6 +58,24 @@ class Rope:
                 rope.positions = positions if torch.compiler.is_compiling() else shared(positions)
 
         self._hook = self.embedding.register_forward_pre_hook(note, with_kwargs=True)
+
+    def attention(self, layer: int, model: Any) -> nn.Module | None:
+        """Return the attention of a layer, which knows the layer's number; None: none does.
+
+        The model is searched once for all layers, as a search takes longer than everything else of a new cache.
+        """
+        known = self._attentions.get(layer)
+        found = None if known is None else known()
+        if found is None or getattr(found, "layer_idx", None) != layer:
+            own: dict[int, weakref.ref[nn.Module]] = {}
+            for module in model.get_decoder().modules():
+                number = getattr(module, "layer_idx", None)
+                if isinstance(number, int):
+                    own.setdefault(number, weakref.ref(module))
+            self._attentions = own
+            known = own.get(layer)
+            found = None if known is None else known()
+        return found
 
     def rotary(self, attention: nn.Module) -> Rotary:
         """How the keys of a layer are turned.
@@ -72,13 +91,13 @@ class Rope:
             The frequencies change with the length, positions are not one number per token, or the model turns its keys
             in a way that is not known here.
         """
-        if why := changing_rope(self.config):
-            raise UnsupportedError(
-                f"{self.name}: mean=pre needs keys that are turned by fixed frequencies; {why}. Use mean=post or "
-                f"mean=none."
-            )
         module = type(attention).__module__
         if module not in self._rotaries:
+            if why := changing_rope(self.config):
+                raise UnsupportedError(
+                    f"{self.name}: mean=pre needs keys that are turned by fixed frequencies; {why}. Use mean=post or "
+                    f"mean=none."
+                )
             self._rotaries[module] = self._compared(getattr(sys.modules[module], "apply_rotary_pos_emb", None))
         return self._rotaries[module]
 
