@@ -61,7 +61,7 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     for role, codec in zip(ROLES, (key, value), strict=True):
         if less and (fit := specs.of_module(type(codec).__module__, "fit_program")):
             yield fit(codec, dim, role)
-    yield prefill.program(pair)
+    yield prefill.program(pair.small)
     yield basis.program(dim)
 
 

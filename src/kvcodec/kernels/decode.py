@@ -49,6 +49,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     heads : int
         Query heads of a CTA, ``DecodeSpec.heads``.
     """
+    spec = spec.small if config.small else spec
     pairs = f", {spec.pairs}" if spec.pairs else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
