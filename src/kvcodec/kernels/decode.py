@@ -130,7 +130,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     spec = decode_spec_of(text)
     apart = dense >= 0 and not spec.joins
-    config = Config(*given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
+    config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     # the program does not depend on the number of splits
     decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
     return Plan(config, decode, combine, shared_bytes(spec, config, dense >= 0, heads))
