@@ -397,6 +397,19 @@ def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
                 assert 1 <= config.splits <= max(1, capacity // (config.tile * config.warps) + 1)
 
 
+@pytest.mark.parametrize("spec", ["ghost-2", "ghost-3", "ghost:bits=3.5", "ghost-4"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_ghost_fits_small_machines(spec: str, dim: int) -> None:
+    """Eight warps or more on GPUs of 99 KB; where there is room for it, each lane has a copy of the tables."""
+    scheme, ada = kvcodec.get(spec), launch.Machine(128, 101376, 102400)
+    pair = specs.decode_spec(scheme.key, scheme.value, dim, 64)
+    for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
+        config = launch.config_for(pair, units, capacity, ada)
+        assert config.warps * config.resident >= 8
+        assert launch.shared_bytes(pair, config) <= ada.shared_block
+        assert not launch.config_for(pair, units, capacity, launch.H200).small
+
+
 def _fits(pair: specs.DecodeSpec, machine: launch.Machine) -> bool:
     least = launch.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
     return launch.shared_bytes(pair, least) + 1024 <= machine.shared_block

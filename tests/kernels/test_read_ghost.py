@@ -12,7 +12,7 @@ from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels.ghost import read_tables, sizes
+from kvcodec.kernels.ghost import SMALL, read_tables, sizes
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Means, Side, check_all
@@ -49,8 +49,8 @@ template <class R, bool VALUES> KV_DEV void unpacked(const uint8_t* tile, const 
     }}
   }}
 }}
-using K = kv::ReadGhost<{dim}, {total}, false>;
-using V = kv::ReadGhost<{dim}, {total}, true, true>;
+using K = kv::ReadGhost<{dim}, {total}, false, false, {small}>;
+using V = kv::ReadGhost<{dim}, {total}, true, true, {small}>;
 KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values) {{
   KV_DYNAMIC_SHARED(shared);
   const int h = kv::block_x();
@@ -93,12 +93,13 @@ def test_every_kind_of_pair(bits: float, dim: int) -> None:
     params = {"order": order.short(), "factor": ones, "weight": ones, "widths": widths[None].to(torch.uint8)}
     codes = torch.randint(0, 256, (1, heads, TOKENS, int(dim * bits) // 8), generator=rng, dtype=torch.uint8)
     want = codec.from_code(codec.decode({"codes": codes}, params), params)[0]
-    lib = harness.build(UNPACK.format(dim=dim, total=codec.total, tokens=TOKENS))
     tables = read_tables({**params, "centre": 0 * ones}, codec.total)[0]
-    found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
-    lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads)
-    for x in found:
-        assert bool(((x - want).abs() < 1e-3 * want.abs() + 1e-6).all())
+    for small in ("false", "true")[: 1 + (codec.total in SMALL)]:
+        lib = harness.build(UNPACK.format(dim=dim, total=codec.total, tokens=TOKENS, small=small))
+        found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
+        lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads)
+        for x in found:
+            assert bool(((x - want).abs() < 1e-3 * want.abs() + 1e-6).all())
 
 
 # -- decoders ----------------------------------------------------------------------------------------------------------
@@ -144,6 +145,10 @@ def test_dense_tokens_join(group: int) -> None:
         Case((0, 40), dense=(4, 4), values=1e-3, group=group),
     )
     check_all(side(Ghost(4), False), side(Ghost(4), True, True), 64, cases)
+
+
+def test_small_tables() -> None:
+    check_all(side(Ghost(4), False, False, True), side(Ghost(4), True, True, True), 64, CASES[:2])
 
 
 def test_beside_another_codec() -> None:

@@ -49,6 +49,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     heads : int
         Query heads of a CTA, ``DecodeSpec.heads``.
     """
+    spec = spec.small if config.small else spec
     pairs = f", {spec.pairs}" if spec.pairs else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
@@ -130,7 +131,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     spec = decode_spec_of(text)
     apart = dense >= 0 and not spec.joins
-    config = Config(*given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
+    config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     # the program does not depend on the number of splits
     decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
     shared, early = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config)

@@ -7,6 +7,7 @@ Constants without a file are fitted by a kernel too: the reference's fit is some
 layer of every prompt.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -42,14 +43,18 @@ CPU_LEAST = 32
 """Channels of a head of which even and odd places each fill the widest vector."""
 
 
-def level_bytes(total: int) -> int:
+def level_bytes(total: int, small: bool = False) -> int:
     """Bytes of shared memory of ``kv::GhostPairs``: of the levels of all kinds of pairs of ``total`` bits.
 
-    >>> [level_bytes(t) // 1024 for t in range(4, 11)]
-    [8, 16, 40, 80, 128, 64, 64]
+    >>> [level_bytes(t) // 1024 for t in range(4, 11)], level_bytes(8, small=True) // 1024
+    ([8, 16, 40, 80, 128, 64, 64], 32)
     """
-    blocks = len(kinds(total)) + 1 if total < 8 else 4 if total == 8 else 1
+    blocks = len(kinds(total)) + 1 if total < 8 and not small else 4 if total == 8 and not small else 1
     return blocks * (128 if total < 10 else 64) * 2**total
+
+
+SMALL = (7, 8)
+"""Bits of pairs whose tables have a small form."""
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -58,17 +63,21 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     if codec.transform != "channels":
         raise UnsupportedError(f"the kernels read transform=channels, not {codec}")
     codec.layout(head_dim)  # refuses what does not fill quarters
-    values = role == "value"
-    name = f"kv::ReadGhost<{head_dim}, {codec.total}, {flag(values)}"
+    small = _reader(codec.total, head_dim, role == "value", small=True) if codec.total in SMALL else None
+    return replace(_reader(codec.total, head_dim, role == "value"), small=small)
+
+
+def _reader(total: int, head_dim: int, values: bool, small: bool = False) -> Reader:
     own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
+    name, last = f"kv::ReadGhost<{head_dim}, {total}, {flag(values)}", ", true" if small else ""
     return Reader(
-        f"{name}>",
+        f"{name}, false{last}>" if small else f"{name}>",
         "read_ghost.cuh",
-        shared=own + level_bytes(codec.total),
-        lends=f"levels of pairs of {codec.total} bits",
-        borrower=f"{name}, true>",
+        shared=own + level_bytes(total, small),
+        lends=f"levels of pairs of {total} bits",
+        borrower=f"{name}, true{last}>",
         own_shared=own,
-        tables=lambda params: read_tables(params, codec.total),
+        tables=lambda params: read_tables(params, total),
         factor=sizes,
         team_warps=0,  # constants may be those of a sequence
     )

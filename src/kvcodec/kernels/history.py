@@ -89,7 +89,7 @@ def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
 
 @lru_cache(maxsize=256)
 def _plan(text: str, device: torch.device) -> Plan:
-    spec = decode_spec_of(text)
+    spec = decode_spec_of(text).small  # a block fills its tables for a few tokens
     return Plan(spec, _kernel(spec, device), tile_tokens(spec), shared_bytes(spec))
 
 

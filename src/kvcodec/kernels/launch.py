@@ -30,6 +30,8 @@ class Config(NamedTuple):
         CTAs, or teams, that share the tokens of a sequence.
     teams : int
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
+    small : bool
+        Whether look-up tables are ``DecodeSpec.small``.
     """
 
     tile: int
@@ -38,6 +40,7 @@ class Config(NamedTuple):
     resident: int
     splits: int
     teams: int = 1
+    small: bool = False
 
 
 class Machine(NamedTuple):
@@ -55,6 +58,8 @@ MOST_ROUNDS = 256
 """Sequences and KV heads for each multiprocessor up to which ``configs_for`` looks."""
 TEAM_TOKENS = 4096
 """Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
+WARPS = 8
+"""Of a multiprocessor that hide memory's latency."""
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
 
@@ -73,6 +78,7 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
 
     ``heads`` of a CTA count where there are teams.
     """
+    spec = spec.small if config.small else spec
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128) + tile_bytes(spec.pairs, config.tile)
     rows = 4 * (heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
@@ -134,6 +140,9 @@ def config_for(
     if shared_out := None if dense else _teams(spec, units, capacity, machine, heads):
         return shared_out
     fitting = [c for c in candidates(spec) if _fits(spec, c, machine, dense)]
+    if spec.small != spec and all(c.warps * c.resident < WARPS for c in fitting):
+        smaller = [c._replace(small=True) for c in candidates(spec)]
+        fitting = [c for c in smaller if _fits(spec, c, machine, dense)] or fitting
     if 10 * units <= machine.sms:
         short = 16 * spec.tile_bytes(32) < FEW_BYTES
         least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
@@ -150,7 +159,7 @@ def config_for(
         splits = _splits(fitting[0], units, capacity, machine, dense, slow=spec.blocked or spec.key.shared > 0)
         return fitting[0]._replace(splits=splits)
     raise UnsupportedError(
-        f"{spec.name}: needs {min(shared_bytes(spec, c) for c in candidates(spec))} bytes of shared memory in a "
+        f"{spec.name}: needs {min(shared_bytes(spec.small, c) for c in candidates(spec))} bytes of shared memory in a "
         f"block; this GPU has {machine.shared_block}."
     )
 

@@ -78,6 +78,8 @@ class Reader:
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional
         Whose constants the tables follow from, if not the codec's itself.
+    small : Reader, optional
+        The same with fewer copies of its look-up tables: for GPUs with less shared memory, and for unpacking.
 
     Raises
     ------
@@ -107,6 +109,7 @@ class Reader:
     team_warps: int = 8
     alike: bool = False
     tables_of: Codec | None = None
+    small: "Reader | None" = None
     own: ClassVar[str] = ""
     divide: ClassVar[bool] = False
 
@@ -338,6 +341,11 @@ class DecodeSpec(NamedTuple):
         """Whether a role has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
 
+    @property
+    def small(self) -> "DecodeSpec":
+        """The same with small look-up tables, where there are any."""
+        return self._replace(key=self.key.small or self.key, value=self.value.small or self.value)
+
     def heads(self, group: int) -> int:
         """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.
 
@@ -375,7 +383,7 @@ def _decode_spec(
     else:
         k, v = replace(k, reach=0), replace(v, reach=0)
     if v.lends and k.lends == v.lends:
-        v = replace(v, type=v.borrower, shared=v.own_shared, tables=v.tables if v.own_shared else None)
+        v = _borrowing(v)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}")
@@ -385,6 +393,11 @@ def _decode_spec(
         rows = page.side(plane.role).rows(plane.field)
         planes[plane.role].append((plane.field.nbytes // rows, page_tokens // plane.blocks // rows))
     return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]), pairs)
+
+
+def _borrowing(x: Reader) -> Reader:
+    small = None if x.small is None else _borrowing(x.small)
+    return replace(x, type=x.borrower, shared=x.own_shared, tables=x.tables if x.own_shared else None, small=small)
 
 
 class EncodeSpec(NamedTuple):

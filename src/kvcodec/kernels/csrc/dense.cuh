@@ -58,8 +58,8 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
 
 // The same where values have no rotation: dense tokens join the sums of the codes, 16 to a warp, spread over all CTAs
 // of a sequence; or, where multiprocessors are idle, in a CTA that has no codes. Rows come straight from global memory,
-// values in the order in which the codes' accumulators hold channels. SIZED: channels have factors, which outputs will be
-// multiplied by, and perhaps means, which will be added; the dense tokens' sums, which have both, are made like the
+// values in the order in which the codes' accumulators hold channels. SIZED: channels have factors, which outputs will
+// be multiplied by, and perhaps means, which will be added; the dense tokens' sums, which have both, are made like the
 // codes' before these join them.
 template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS, bool SIZED> struct DenseJoin {
   using R = ReadDense<D, BF16>;

@@ -13,8 +13,9 @@ namespace kv {
 // Kinds of pairs of T bits, the last one being that of a pair that gives one to the scale, and their tables of levels.
 // A line of 32 words, as many as there are banks, holds the entry of the same bits of one kind in 32 copies: a lane
 // reads its own bank. Where that takes too much room, rare kinds share lines. Short pairs keep own banks there, as few
-// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes).
-template <int T> struct GhostPairs {
+// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). SMALL: all kinds share lines, for GPUs with
+// less shared memory; a look-up then takes two or three turns.
+template <int T, bool SMALL = false> struct GhostPairs {
   KV_CONST int WIDEST = 7;
   KV_CONST int EVEN = (T + 1) / 2;  // the wider one's bits of the most even kind
   KV_CONST int FULL = (WIDEST < T ? WIDEST : T) - EVEN + 1;
@@ -25,13 +26,17 @@ template <int T> struct GhostPairs {
   KV_CONST int LINE_SHIFT = T < 10 ? 7 : 6;
   KV_CONST int LINE = 1 << LINE_SHIFT;  // bytes
   KV_CONST int BLOCK = LINE << T;
-  KV_CONST int BLOCKS = T < 8 ? KINDS : T == 8 ? 4 : 1;
+  KV_CONST bool SHARES = T >= 8 || SMALL;
+  KV_CONST int BLOCKS = !SHARES ? KINDS : T == 8 && !SMALL ? 4 : 1;
   KV_CONST int BYTES = BLOCKS * BLOCK;
   KV_FUNCTION int block(int kind) { return kind < BLOCKS ? kind : BLOCKS - 1; }
-  // words of such a line that are not the short pairs': 0, 1, 2, 4, 5, 6, 8, ... below 28, by their number; how many a
+  // the 21 words of such a line that are not the short pairs': 0, 1, 2, 4, 5, 6, 8, ... 26, by their number; how many a
   // kind has, and which is its first
-  KV_FUNCTION int copies(int kind) { return T == 8 ? 16 : T == 9 ? (kind == 0 ? 12 : kind == 1 ? 6 : 3) : 4; }
-  KV_FUNCTION int first(int kind) { return T == 8 ? 0 : T == 9 ? (kind == 0 ? 0 : kind == 1 ? 12 : 18) : 4 * kind; }
+  KV_CONST int MOST = T == 10 ? 4 : BLOCKS > 1 ? 16 : FULL == 4 ? 9 : 12;
+  KV_FUNCTION int copies(int kind) { return T == 10 || BLOCKS > 1 || kind == 0 ? MOST : kind == 1 ? 6 : 3; }
+  KV_FUNCTION int first(int kind) {
+    return T == 10 ? 4 * kind : BLOCKS > 1 || kind == 0 ? 0 : kind == 1 ? MOST : MOST + 3 * kind;
+  }
   // the kind whose entry is in a word of a line of the last block
   KV_FUNCTION int kind_at(int word) {
     if (T == 10) return word / 4;
@@ -39,11 +44,11 @@ template <int T> struct GhostPairs {
     const int n = word - word / 4;
     for (int kind = FULL - 1; kind > 0; --kind)
       if (block(kind) == BLOCKS - 1 && n >= first(kind)) return kind;
-    return T == 8 ? FULL - 1 : 0;
+    return BLOCKS > 1 ? FULL - 1 : 0;
   }
   // where a lane reads a kind's entries, in words of a line
   KV_FUNCTION int word(int kind, int lane) {
-    if (kind < BLOCKS - 1 || T < 8) return lane;
+    if (kind < BLOCKS - 1 || !SHARES) return lane;
     if (T == 10) return 4 * kind + (kind == FULL ? lane / 4 + lane : lane) % 4;
     if (kind == FULL) return lane % 4 == 3 || lane >= 28 ? lane : lane / 4 * 4 + 3;
     const int n = first(kind) + lane % copies(kind);
@@ -71,7 +76,7 @@ template <int T> struct GhostPairs {
     for (int line = thread; line < BLOCKS << T; line += threads) {
       const int bits = line & ((1 << T) - 1), own = line >> T;
       uint8_t* at = to + LINE * line;
-      if (T >= 8 && own == BLOCKS - 1) {
+      if (SHARES && own == BLOCKS - 1) {
         uint32_t x[KINDS];
         KV_UNROLL
         for (int kind = 0; kind < KINDS; ++kind) x[kind] = block(kind) == BLOCKS - 1 ? entry(kind, bits) : 0u;
@@ -134,8 +139,8 @@ template <int T> struct GhostPairs {
 
 // TWICE: T = 2 b, of b bits for each channel on average; VALUES: of values, which have a mean. BORROWS: values look up
 // the keys' levels, which lie before
-template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost {
-  using Pairs = GhostPairs<TWICE>;
+template <int D, int TWICE, bool VALUES, bool BORROWS = false, bool SMALL = false> struct ReadGhost {
+  using Pairs = GhostPairs<TWICE, SMALL>;
   KV_CONST int ROW = D * TWICE / 16;  // bytes
 
   KV_CONST int BLOCK = 1;
