@@ -25,15 +25,16 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_refused_at_the_start(biased: Path) -> None:
     sentence = (
-        r"kvcodec: saw-int4 breaks on the key biases of .*channel 61, 400 .*'kivi-4:window=0'.*\"probe\": \"warn\""
+        r"kvcodec: saw-int4:mean=none breaks on the key biases of .*channel 61, 400 .*'saw-int4:mean=pre'.*"
+        r"'kivi-4:window=0'.*\"probe\": \"warn\""
     )
-    with pytest.raises(BrokenPresetError, match=sentence), engine(biased, {"preset": "saw-int4"}):
+    with pytest.raises(BrokenPresetError, match=sentence), engine(biased, {"preset": "saw-int4:mean=none"}):
         pass
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"preset": "saw-int4", "probe": "warn"}, {"preset": "kivi-4", "window": 0}, {"preset": "int-8"}],
+    [{"preset": "saw-int4:mean=none", "probe": "warn"}, {"preset": "kivi-4", "window": 0}, {"preset": "saw-int4"}],
     ids=lambda options: str(options["preset"]),
 )
 def test_it_starts_when_told_and_what_holds_starts(options: dict[str, Any], biased: Path) -> None:
