@@ -2,60 +2,18 @@
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-import kvcodec
 from kvcodec.errors import BrokenPresetError, UnsupportedError
-from kvcodec.files.params import FittedParams
-from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.vllm.layer import EngineLayer
-from kvcodec_lab.fit import fit_model
-from kvcodec_lab.models import LoadedModel
-from tests.serve.engines import NEW, WORDS, engine, generate, layers, metric, prompts, save_model
+from tests.serve.biased import Biased, library
+from tests.serve.engines import engine, generate, layers, metric, prompts
 
 IDS = prompts(40, 7, 33)
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "block_size": 16}
-
-
-class Saved(NamedTuple):
-    """A model, where it is, and constants fitted to it."""
-
-    folder: Path
-    model: Any
-    tokenizer: Any
-
-    def fitted(self, spec: str, to: Path) -> FittedParams:
-        words = torch.randint(3, WORDS, (600,), generator=torch.Generator().manual_seed(7)).tolist()
-        text = " ".join(f"t{i}" for i in words)
-        loaded = LoadedModel(self.model, self.tokenizer, "biased", "made in the test")
-        return fit_model(loaded, spec, text, windows=2, window_tokens=256).save(to)
-
-
-@pytest.fixture(scope="module")
-def biased(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A Qwen2 with large biases in all channels of its keys, one of them in a slowly turning pair."""
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("biased")
-    model = save_model(folder, "qwen2", vocab_size=WORDS)
-    with torch.no_grad():
-        for i, layer in enumerate(model.model.layers):
-            bias = layer.self_attn.k_proj.bias
-            bias.copy_(20 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(i)))
-            bias[61] = 400.0
-            layer.self_attn.q_proj.weight.mul_(4)
-    model.save_pretrained(folder)
-    return Saved(folder, model, PreTrainedTokenizerFast.from_pretrained(folder))
-
-
-def library(model: Any, spec: str, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
-    cache = kvcodec.cache_for(model, spec, prefill="decoded", **options)
-    with torch.no_grad():
-        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
-    return out[0, len(ids) :].tolist()
 
 
 def sources(llm: Any) -> set[str]:
@@ -64,7 +22,7 @@ def sources(llm: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("preset", ["saw-int4", "turboquant-4:mean=pre"])
-def test_the_weights_give_the_mean(preset: str, biased: Saved) -> None:
+def test_the_weights_give_the_mean(preset: str, biased: Biased) -> None:
     """Chunks of prompts, requests beside each other, steps and a cached prefix."""
     want = [library(biased.model, preset, ids) for ids in IDS]
     dense = [library(biased.model, "dense", ids) for ids in IDS]
@@ -78,7 +36,7 @@ def test_the_weights_give_the_mean(preset: str, biased: Saved) -> None:
 
 
 @pytest.mark.parametrize("spec", ["ghost-3:sink=0", "int-8:mean=post"])
-def test_a_file_gives_the_constants(spec: str, biased: Saved, tmp_path: Path) -> None:
+def test_a_file_gives_the_constants(spec: str, biased: Biased, tmp_path: Path) -> None:
     fitted = biased.fitted(spec, tmp_path / "fitted.safetensors")
     want = [library(biased.model, spec, ids, params=fitted) for ids in IDS]
     with engine(biased.folder, {"preset": spec, "params": str(tmp_path / "fitted.safetensors")}, **CHUNKS) as llm:
@@ -88,7 +46,7 @@ def test_a_file_gives_the_constants(spec: str, biased: Saved, tmp_path: Path) ->
         assert metric(llm, "prefix_cache_hits") == 32
 
 
-def test_the_reference_serves_them_as_well(biased: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the CPU kernels are not compiled, or do not read a codec."""
     want = [library(biased.model, "saw-int4", ids) for ids in IDS]
     monkeypatch.setattr("kvcodec.kernels.cpu.library.refusal", lambda _: "not here")
@@ -98,7 +56,7 @@ def test_the_reference_serves_them_as_well(biased: Saved, monkeypatch: pytest.Mo
         assert generate(llm, IDS[:1]) == want[:1]
 
 
-def test_preemption_loses_nothing(biased: Saved) -> None:
+def test_preemption_loses_nothing(biased: Biased) -> None:
     ids = prompts(30, 30, 30, 30, seed=3)
     with engine(biased.folder, {"preset": "saw-int4"}, block_size=16) as llm:
         want = generate(llm, ids, 40)
@@ -125,7 +83,7 @@ ROPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_embeddings(name: str, biased: Saved, tmp_path: Path) -> None:
+def test_rotary_embeddings(name: str, biased: Biased, tmp_path: Path) -> None:
     """The frequencies and the scaling of the model, or the mean after RoPE."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
@@ -147,7 +105,7 @@ def test_rotary_embeddings(name: str, biased: Saved, tmp_path: Path) -> None:
         assert packed.turning.scaling == pytest.approx(own.attention_scaling, abs=1e-6)
 
 
-def test_what_cannot_be_served_is_refused(biased: Saved, llama: Any) -> None:
+def test_what_cannot_be_served_is_refused(biased: Biased, llama: Any) -> None:
     for preset, error, sentence, model in (
         ("saw-int4:mean=none", BrokenPresetError, r"breaks on the key biases of .*'saw-int4:mean=pre'", biased),
         (

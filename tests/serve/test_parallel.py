@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.serve.biased import Biased, library
 from tests.serve.engines import ENVIRONMENT, prompts
 from tests.serve.test_engine import generated
-from tests.serve.test_means import Saved, biased, library
 
 SCRIPT = """
 import json, sys
@@ -23,7 +23,6 @@ if __name__ == "__main__":
 """
 
 
-__all__ = ["biased"]
 IDS = prompts(40, 7)
 
 
@@ -37,7 +36,7 @@ def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["saw-int4", "ghost-3:sink=0"])
-def test_each_process_has_the_means_of_its_heads(preset: str, biased: Saved, tmp_path: Path) -> None:
+def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tmp_path: Path) -> None:
     file = tmp_path / "fitted.safetensors"
     fitted = biased.fitted(preset, file) if "ghost" in preset else None
     found = by_two(biased.folder, {"preset": preset, **({"params": str(file)} if fitted else {})}, tmp_path)
