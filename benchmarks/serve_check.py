@@ -110,7 +110,7 @@ def _one(packed: EngineLayer, rules: Any, calls: Any, cache: Tensor, kept: Tenso
     for role, x in zip(ROLES, (k, v), strict=True):
         step = own.scheme.codec(role).block_tokens
         slots = torch.arange(0, whole, step)[None]
-        own._put(role, x[:whole].transpose(0, 1)[None], here, slots)
+        own._put(role, x[:whole].transpose(0, 1)[None], here, slots, torch.arange(whole)[None])
         layout, pages = own.pages(here)
         slots = slots[:, kept[slots[0] // cache.shape[2]]]
         for name, field in read_blocks(layout, pages, role, slots).items():
@@ -141,4 +141,4 @@ def _twin(packed: EngineLayer) -> EngineLayer:
     }  # fmt: skip
     if isinstance(packed, GroupedLayer):
         return GroupedLayer(packed.scheme, slots=1, **given)
-    return EngineLayer(packed.scheme, **given)
+    return EngineLayer(packed.scheme, **given, mean=site.mean)

@@ -18,7 +18,7 @@ from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import ALTERNATIVES as SERVED
-from kvcodec.integrations.vllm.biases import Around, check_biases
+from kvcodec.integrations.vllm.biases import Around, check_biases, find_biases
 from kvcodec.integrations.vllm.options import Options, read_options
 from kvcodec.key_bias import ALTERNATIVES, LIMIT, KeyBiases, biases_of, probe_option
 from kvcodec.progress import Progress
@@ -400,30 +400,35 @@ def asked(preset: str, **more: Any) -> Options:
 
 
 def test_a_server_refuses_at_its_start(model: Any) -> None:
-    impls = served(model)
-    given = ("Qwen2", model.config, [0, 1], impls)
-    sentence = r"^kvcodec: saw-int4 breaks on the key biases of Qwen2: in layer [01], KV head 0, channel 61, 400 "
+    biases = find_biases("Qwen2", model.config, [0, 1], served(model))
+    sentence = (
+        r"^kvcodec: saw-int4:mean=none breaks on the key biases of Qwen2: in layer [01], KV head 0, channel 61, 4"
+    )
     with pytest.raises(BrokenPresetError, match=sentence) as error:
-        check_biases(asked("saw-int4"), *given)
+        check_biases(asked("saw-int4:mean=none"), biases)
+    assert "'saw-int4:mean=pre' (" in str(error.value)
     assert "'kivi-4:window=0' (" in str(error.value)
     assert str(error.value).endswith('or give "probe": "warn" to serve it.')
-    assert "saw-int4 breaks" in check_biases(asked("saw-int4", probe="warn"), *given)[0]
-    assert check_biases(asked("saw-int4", probe="off"), *given) == []
-    assert check_biases(asked("kivi-4", window=0), *given) == []
-    assert check_biases(asked("saw-int4"), "Qwen2", model.config, [0, 1], served(biased(0.0))) == []
+    assert "saw-int4:mean=none breaks" in check_biases(asked("saw-int4:mean=none", probe="warn"), biases)[0]
+    assert check_biases(asked("saw-int4:mean=none", probe="off"), biases) == []
+    assert check_biases(asked("kivi-4", window=0), biases) == []
+    assert check_biases(asked("saw-int4"), biases) == []
+    plain = find_biases("Qwen2", model.config, [0, 1], served(biased(0.0)))
+    assert check_biases(asked("saw-int4:mean=none"), plain) == []
 
 
 def test_a_server_judges_as_the_library_does(model: Any) -> None:
     library = biases_of(model, plan_for(model, "decoded"))
+    given = find_biases(library.name, model.config, [0, 1], served(model))
     with pytest.raises(BrokenPresetError) as error:
-        check_biases(asked("turboquant-4:mean=none"), library.name, model.config, [0, 1], served(model))
+        check_biases(asked("turboquant-4:mean=none"), given)
     why = library.refusal(kvcodec.get("turboquant-4:mean=none"))
     assert str(error.value).startswith(f"kvcodec: {why.split(' Use ')[0]}")
 
 
 def test_a_server_says_when_nothing_is_known(model: Any) -> None:
     lone = {0: Impl()}
-    (said,) = check_biases(asked("saw-int4"), "Qwen2", model.config, [0, 1], lone)
+    (said,) = check_biases(asked("saw-int4"), find_biases("Qwen2", model.config, [0, 1], lone))
     lone[0].around.end()
     assert "key biases are not known" in said
     assert "layer 0 was not seen" in said

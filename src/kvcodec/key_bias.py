@@ -328,7 +328,7 @@ class KeyBiases:
         params : mapping, optional
             Fitted constants by layer and role.
         alternatives : sequence of str, optional
-            Specs to try; default: the scheme's own with another mean, then ``ALTERNATIVES``.
+            Specs to try behind the scheme's own with another mean; default: ``ALTERNATIVES``.
         further : str
             How to use the scheme anyway.
         """
@@ -342,7 +342,7 @@ class KeyBiases:
             f"does little harm)."
         )
         own = _without_mean(scheme, "pre" if self.turned else "post")
-        tried = (*own, *ALTERNATIVES) if alternatives is None else alternatives
+        tried = (*own, *(ALTERNATIVES if alternatives is None else alternatives))
         holding = [f"{spec!r} ({e})" for spec in tried if (e := self._holds(spec)) is not None]
         if not holding:
             return f"{text} Every preset tried does; use 'dense', or {further}."

@@ -14,10 +14,12 @@ from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import plan_for
+from kvcodec.integrations.vllm.means import decided
 from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
 from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
+from kvcodec.key_bias import biases_of
 from kvcodec.scheme import mix_of
 from kvcodec_lab.fit import fit_model
 from kvcodec_lab.models import LoadedModel
@@ -244,7 +246,6 @@ def test_what_has_no_mean_or_cannot_add_it_is_refused(model: Any) -> None:
     assert kvcodec.compress("saw-int4", x, x).nbytes == kvcodec.compress(RAW, x, x).nbytes
     with pytest.raises(FitError, match="pass the model itself"):
         kvcodec.cache_for(model.config, SPEC)
-    assert "a server's attention does not add" in refusal(kvcodec.get(SPEC))
 
 
 def test_rope_that_changes_with_the_length_is_refused() -> None:
@@ -373,14 +374,26 @@ def test_a_recipe_decides_layer_by_layer(model: Any) -> None:
     assert [layer["mean"] for layer in cache.report()["layers"]] == ["none", "pre"]
 
 
-def test_a_server_takes_auto_as_none_and_refuses_the_others() -> None:
-    for spec, mean in (("saw-int4", "none"), (RAW, "none"), (SPEC, "pre"), ("saw-int4:mean=post", "post")):
+def test_a_server_takes_every_mean_but_of_groups() -> None:
+    for spec, mean in (("saw-int4", "auto"), (RAW, "none"), (SPEC, "pre"), ("saw-int4:mean=post", "post")):
         options = read_options({"kvcodec": {"preset": spec}})
         assert options is not None
         assert options.scheme.mean == mean
-        assert bool(refusal(options.scheme)) == (mean != "none")
+        assert refusal(options.scheme) == ""
+    for mean in ("pre", "post"):
+        assert "unfinished ones beside the pages keep" in refusal(kvcodec.get(f"kivi-4:window=0,mean={mean}"))
     for spec in kvcodec.presets():
         assert "mean" not in refusal(kvcodec.get(spec).for_layer(5, 20))
+
+
+def test_what_a_server_decides(model: Any) -> None:
+    """By the biases, or by what a file holds; without either keys keep their mean."""
+    found = biases_of(model, plan_for(model, "decoded"))
+    auto, none = kvcodec.get("saw-int4"), kvcodec.get(RAW)
+    assert decided(auto, [0, 1], found, None) == ["pre", "pre"]
+    assert decided(auto, [0, 1], None, None) == decided(none, [0, 1], found, None) == ["none", "none"]
+    assert decided(auto, [0, 1], found, {0: {"key": {"mean": torch.zeros(1, 2, 64)}}, 1: {}}) == ["pre", "none"]
+    assert decided(kvcodec.get("kivi-4"), [0, 1], found, None) == ["none", "none"]
 
 
 # -- post, and means of the first tokens -------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
 """An engine's layer on the kernels against the same layer on the codecs; the kernels run on the emulated machine."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from kvcodec.attention import Partial, partial
+from kvcodec.attention import Partial, attend, partial
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.ops.rope import Rotary
 from tests.integrations.test_serving import BLOCK, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
@@ -104,6 +108,56 @@ def test_sketches_and_soft_caps(spec: str, softcap: float, window: int, emulated
     found, want = layer.prefill(q, cache, ROW, TOKENS, rules), layer.attend(q, cache, ROW, TOKENS, rules)
     torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
     assert emulated["kv_unpack"].launches
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def served_by(request: pytest.FixtureRequest) -> str:
+    """The kernels of GPUs, emulated, or those of CPUs."""
+    request.getfixturevalue("emulated" if request.param == "cuda" else "compiled")
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-4"])
+def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served_by: str) -> None:
+    """The codec's bytes, cut anywhere and in steps of two requests; attention of steps and chunks, in windows too."""
+    rotary = Rotary(1e4 ** -(torch.arange(DIM // 2) / (DIM // 2)), 1.2) if kind == "pre" else None
+    mean = MeanRemoval(kind, rotary, 4 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(1)))
+    layer, plain, (k, v) = made(spec, mean=mean), made(spec), rows()
+    k = (k + mean.at(mean.given, torch.arange(TOKENS)[None])[0].transpose(0, 1)).half()
+    want = pool(layer)
+    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS))
+    rough = pool(plain)
+    plain.write(k, v, rough, slots(0, TOKENS))
+    assert not torch.equal(want, rough)
+    cache = pool(layer)
+    for first, last in ((0, 1), (1, 20), (20, 50)):
+        layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
+    at = torch.arange(50, TOKENS)
+    layer.encode(k[50:], v[50:], cache, *places(slots(50, TOKENS)), at[:, None])
+    assert torch.equal(cache, want)
+    with pytest.raises(ShapeError, match="the positions of new tokens are needed"):
+        layer.encode(k[:1], v[:1], cache, *places(slots(0, 1)))
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    table[0, :5], table[2, :5] = ROW, ROW
+    seq_lens = torch.tensor([TOKENS, 0, 17], dtype=torch.int32)
+    store = LayerCache(LayerSite(layer.scheme, 3, mean=mean))
+    store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    for window in (0, 9):
+        rule = Rules(0.125, window)
+        q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+        start = (seq_lens - window).clamp(min=0) if window else None
+        found = layer.decode(q, cache, table, seq_lens, rule, start)
+        for i in (0, 2):
+            right = layer.attend(q[i : i + 1], cache, ROW, int(seq_lens[i]), rule)
+            torch.testing.assert_close(found[i : i + 1], right, rtol=0, atol=6e-3)
+        rows_ = torch.randn(7, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(4)).half()
+        right = layer.attend(rows_, cache, ROW, TOKENS, rule)
+        torch.testing.assert_close(layer.prefill(rows_, cache, ROW, TOKENS, rule), right, rtol=0, atol=6e-3)
+        if not window:
+            library = attend(rows_.transpose(0, 1)[None], store, scale=0.125)[0].transpose(0, 1)
+            torch.testing.assert_close(right, library.to(right.dtype), rtol=0, atol=3e-3)
 
 
 class EngineFlash:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.serve.biased import Biased, biased_at
 from tests.serve.engines import ENVIRONMENT, save_model
 
 os.environ.update(ENVIRONMENT)
@@ -61,3 +62,9 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Biased:
+    """A model with large key biases."""
+    return biased_at(tmp_path_factory.mktemp("biased"))

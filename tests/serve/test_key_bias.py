@@ -11,7 +11,7 @@ from tests.serve.engines import engine, generate, prompts, save_model
 
 
 @pytest.fixture(scope="module")
-def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 on disk with a bias in a slowly turning channel of its keys."""
     folder = tmp_path_factory.mktemp("biased")
     model = save_model(folder, "qwen2")
@@ -23,19 +23,20 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_is_refused_at_the_start(biased: Path) -> None:
+def test_it_is_refused_at_the_start(one: Path) -> None:
     sentence = (
-        r"kvcodec: saw-int4 breaks on the key biases of .*channel 61, 400 .*'kivi-4:window=0'.*\"probe\": \"warn\""
+        r"kvcodec: saw-int4:mean=none breaks on the key biases of .*channel 61, 400 .*'saw-int4:mean=pre'.*"
+        r"'kivi-4:window=0'.*\"probe\": \"warn\""
     )
-    with pytest.raises(BrokenPresetError, match=sentence), engine(biased, {"preset": "saw-int4"}):
+    with pytest.raises(BrokenPresetError, match=sentence), engine(one, {"preset": "saw-int4:mean=none"}):
         pass
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"preset": "saw-int4", "probe": "warn"}, {"preset": "kivi-4", "window": 0}, {"preset": "int-8"}],
+    [{"preset": "saw-int4:mean=none", "probe": "warn"}, {"preset": "kivi-4", "window": 0}, {"preset": "saw-int4"}],
     ids=lambda options: str(options["preset"]),
 )
-def test_it_starts_when_told_and_what_holds_starts(options: dict[str, Any], biased: Path) -> None:
-    with engine(biased, options, max_num_batched_tokens=64) as llm:
+def test_it_starts_when_told_and_what_holds_starts(options: dict[str, Any], one: Path) -> None:
+    with engine(one, options, max_num_batched_tokens=64) as llm:
         assert len(generate(llm, prompts(40))[0]) > 0

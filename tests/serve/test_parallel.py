@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve.biased import Biased, library
 from tests.serve.engines import ENVIRONMENT, prompts
 from tests.serve.test_engine import generated
 
@@ -22,20 +23,37 @@ if __name__ == "__main__":
 """
 
 
+IDS = prompts(40, 7)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["turboquant-4", "hqmq-s24_r3"])
 def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path: Path) -> None:
     """Both presets draw constants for every head."""
-    ids = prompts(40, 7)
+    found = by_two(llama.folder, {"preset": preset}, tmp_path)
+    assert found == [generated(llama.model, preset, own) for own in IDS]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3:sink=0"])
+def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tmp_path: Path) -> None:
+    file = tmp_path / "fitted.safetensors"
+    fitted = biased.fitted(preset, file) if "ghost" in preset else None
+    found = by_two(biased.folder, {"preset": preset, **({"params": str(file)} if fitted else {})}, tmp_path)
+    assert found == [library(biased.model, preset, own, params=fitted) for own in IDS]
+
+
+def by_two(folder: Path, options: dict[str, Any], tmp_path: Path) -> Any:
+    """Greedy tokens of the prompts, by two processes."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": path}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(llama.folder), {"preset": preset}, ids])],
+        [sys.executable, str(script), json.dumps([str(folder), options, IDS])],
         env=environment, capture_output=True, text=True, check=False, timeout=1800,
     )  # fmt: skip
     found = [line for line in done.stdout.splitlines() if "TOKENS" in line]
     assert found, done.stdout[-2000:] + done.stderr[-3000:]
-    assert json.loads(found[0].split("TOKENS", 1)[1]) == [generated(llama.model, preset, own) for own in ids]
+    return json.loads(found[0].split("TOKENS", 1)[1])

@@ -198,9 +198,10 @@ class CudaEngine(Engine):
         sinks: Tensor | None,
         seen: Seen,
         flash: Flash | None = None,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """As ``Engine.attend_pages``: by flash attention, or with a soft cap by scores in PyTorch."""
-        history = History(self.packed(store.pages, store.table), 0, length)
+        history = History(self.packed(store.pages, store.table, placed), 0, length)
         return attend_history(q, history, scale, seen=seen, sinks=sinks, flash=flash)
 
     def attend_groups(

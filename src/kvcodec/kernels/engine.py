@@ -182,10 +182,11 @@ class Engine(ABC):
         sinks: Tensor | None,
         seen: Seen,
         flash: Flash | None = None,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """Attention of the newest ``q [1, HQ, n, D]`` over the ``length`` tokens of a sequence that is all in pages.
 
-        ``flash``: what a GPU attends with, if not PyTorch's.
+        ``flash``: what a GPU attends with, if not PyTorch's. ``placed``: as in ``attend``.
         """
 
     @abstractmethod

@@ -30,6 +30,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from kvcodec.cache.positions import shared
+from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.ahead import compile_ahead
 from kvcodec.integrations.vllm.biases import Around
@@ -213,14 +215,32 @@ class Slots:
     def __init__(self, tokens: int, requests: int, device: torch.device) -> None:
         self.page, self.place = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self.start = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.newest = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.positions: dict[tuple[int, int] | None, Tensor] = {}
         self.workspace: Tensor | None = None
 
     def put(self, slots: Tensor, page_tokens: int) -> None:
         """Set the slots ``[T]``; below 0: the place behind the last, where nothing is stored."""
         count = slots.shape[0]
+        self.positions.clear()
         stored = slots >= 0
         self.page[:count] = torch.where(stored, slots // page_tokens, 0)
         self.place[:count] = torch.where(stored, slots % page_tokens, page_tokens)
+
+    def positions_of_steps(self, count: int, seq_lens: Tensor | None) -> Tensor:
+        """Positions of decode steps' tokens ``[count, 1]``; a row behind the requests' is not stored."""
+        if None not in self.positions:
+            known = 0 if seq_lens is None else min(count, seq_lens.shape[0])
+            if seq_lens is not None:
+                self.newest[:known] = seq_lens[:known] - 1
+            self.positions[None] = shared(self.newest[:count, None].clamp(min=0))
+        return self.positions[None]
+
+    def positions_of_chunk(self, first: int, last: int) -> Tensor:
+        """Positions of a chunk of a prompt, ``[1, last - first]``."""
+        if (first, last) not in self.positions:
+            self.positions[first, last] = shared(torch.arange(first, last, device=self.newest.device)[None])
+        return self.positions[first, last]
 
     def see(self, seq_lens: Tensor, window: int) -> None:
         """Set the first token that each request sees."""
@@ -365,6 +385,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
         self.around = Around(self)
         self.packed: EngineLayer | None = None
+        self.means: dict[int, MeanRemoval] = {}
         self.slots: Slots | None = None
         self.pending: PendingGroups | None = None
         self.leads = False
@@ -388,7 +409,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
                 f"serve the model without kvcodec in --additional-config."
             )
-        self.packed = bind(self.config, self.options, self.num_kv_heads, self.head_size, name, layers[name], act_dtype)
+        self.packed = bind(
+            self.config, self.options, self.num_kv_heads, self.head_size, name, layers[name], act_dtype, self.means
+        )
         page_tokens = self.config.cache_config.block_size
         if self.config.cache_config.user_specified_block_size and (
             why := page_refusal(self.packed.scheme, page_tokens)
@@ -401,14 +424,22 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
 
     def _check_biases(self) -> None:
-        """Check the preset against the model's key biases, once, when the first layer is bound."""
+        """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
         layers = self.config.compilation_config.static_forward_context
         impls = {
             name: layer.impl for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), type(self))
         }
         if next(iter(impls.values())) is self and self.packed is None:
-            for told in check_weights(self.config, self.options, impls):
-                logger.warning("kvcodec: %s", told)
+            told, means = check_weights(self.config, self.options, impls)
+            for text in told:
+                logger.warning("kvcodec: %s", text)
+            for (kind, source), count in Counter((mean.kind, mean.source) for mean in means.values()).items():
+                side = "before" if kind == "pre" else "after"
+                logger.info(
+                    "kvcodec: %d layers hold keys without their mean %s RoPE, which the %s give", count, side, source
+                )
+            for impl in impls.values():
+                impl.means = means
         self.around.end()
 
     def _packed(self) -> EngineLayer:
@@ -427,21 +458,28 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return
         packed = self._packed()
         key, value = key[:count], value[:count]
+        m, moved = _metadata(layer), packed.mean is not None
         if packed.unserved:
-            packed.write(key, value, kv_cache, slot_mapping)
+            where = None
+            if moved:
+                where = torch.zeros(count, dtype=torch.long)
+                for _, first, last, length in [] if m is None else m.chunks:
+                    where[first:last] = torch.arange(length - (last - first), length)
+            packed.write(key, value, kv_cache, slot_mapping, where)
             return
         slots = self.slots
         assert slots is not None
         if self.leads:
             slots.put(slot_mapping, kv_cache.shape[2])
-        m = _metadata(layer)
         alone = count
         if m is not None and m.chunks:  # prompt chunks: tokens of one request share a CTA and its tables
             alone = m.decodes
             for row, first, last, length in m.chunks:
-                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length)
+                where = slots.positions_of_chunk(length - (last - first), length) if moved else None
+                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length, where)
         if alone:
-            packed.encode(key[:alone], value[:alone], kv_cache, slots.page[:alone], slots.place[:alone])
+            where = slots.positions_of_steps(alone, None if m is None else m.seq_lens) if moved else None
+            packed.encode(key[:alone], value[:alone], kv_cache, slots.page[:alone], slots.place[:alone], where)
 
     def forward(
         self,

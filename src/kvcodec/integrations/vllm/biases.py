@@ -46,19 +46,11 @@ class Around:
         self._hook.remove()
 
 
-def check_biases(
-    options: Options,
-    name: str,
-    text_config: Any,
-    order: Sequence[int],
-    impls: Mapping[int, Any],
-    params: FittedParams | None = None,
-) -> list[str]:
-    """Check a preset against the key biases of a model's layers.
+def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mapping[int, Any]) -> KeyBiases | str:
+    """Return the key biases of a model's layers, or why they are not known.
 
     Parameters
     ----------
-    options : Options
     name : str
         The model's.
     text_config
@@ -67,6 +59,22 @@ def check_biases(
         The layers that cache keys.
     impls : mapping
         By layer, the implementations of this process, with ``around, num_heads, head_size, scale``.
+    """
+    try:
+        layers = [own for index, impl in impls.items() if (own := _layer(index, impl, text_config)) is not None]
+        return KeyBiases(name, layers, order)
+    except Exception as error:  # projections of any form and quantization are called here
+        return f"key biases are not known, for the projections cannot be called by themselves ({error})"
+
+
+def check_biases(options: Options, biases: KeyBiases | str, params: FittedParams | None = None) -> list[str]:
+    """Check a preset against the key biases of a model's layers.
+
+    Parameters
+    ----------
+    options : Options
+    biases : KeyBiases or str
+        Of ``find_biases``.
     params : FittedParams, optional
         Only if they are for these heads.
 
@@ -81,11 +89,8 @@ def check_biases(
     """
     if options.probe == "off":
         return []
-    try:
-        layers = [own for index, impl in impls.items() if (own := _layer(index, impl, text_config)) is not None]
-        biases = KeyBiases(name, layers, order)
-    except Exception as error:  # projections of any form and quantization are called here
-        return [f"key biases are not known, for the projections cannot be called by themselves ({error})"]
+    if isinstance(biases, str):
+        return [biases]
     why = biases.refusal(
         options.scheme, params=params, alternatives=ALTERNATIVES, further='give "probe": "warn" to serve it'
     )

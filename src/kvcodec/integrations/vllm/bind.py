@@ -2,23 +2,29 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvcodec.codec import Params
+from kvcodec.cache.site import MeanRemoval
+from kvcodec.codec import Params, Role
 from kvcodec.errors import UnsupportedError
+from kvcodec.files.params import FittedParams
 from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.integrations.vllm.biases import check_biases
+from kvcodec.integrations.vllm.biases import check_biases, find_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import EngineLayer
+from kvcodec.integrations.vllm.means import KINDS, Rotaries, decided, means_of
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
+from kvcodec.ops.rope import Rotary
+from kvcodec.scheme import Mean
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -34,8 +40,10 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
 
 
-def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> list[str]:
-    """Check a preset against the model's key biases; return messages to log.
+def check_weights(
+    config: VllmConfig, options: Options, impls: Mapping[str, Any]
+) -> tuple[list[str], dict[int, MeanRemoval]]:
+    """Check a preset against the model's key biases; return messages to log, and means by layer.
 
     Parameters
     ----------
@@ -47,23 +55,60 @@ def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]
     Raises
     ------
     BrokenPresetError
+    UnsupportedError
+        The layers cannot hold keys without the mean that is asked for.
     """
     plan = plan_for(config.model_config.hf_config, "decoded")
     own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
-    whole = config.model_config.get_total_num_kv_heads() == config.model_config.get_num_kv_heads(config.parallel_config)
+    order = [layer.index for layer in plan.kv_layers]
+    model = config.model_config
+    whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
+    text_config = model.hf_config.get_text_config(decoder=True)
+    scheme, params = options.scheme, options.params
     with _plain_torch():
-        return check_biases(
-            options,
-            plan.name,
-            config.model_config.hf_config.get_text_config(decoder=True),
-            [layer.index for layer in plan.kv_layers],
-            own,
-            params=options.params if whole else None,
-        )
+        found = find_biases(plan.name, text_config, order, own)
+        biases = None if isinstance(found, str) else found
+        rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
+        if biases:
+            biases.turned = all(isinstance(rotaries.of(index), Rotary) for index in biases.layers)
+        kinds = dict(zip(order, _agreed(decided(scheme, order, biases, params)), strict=True))
+        told = check_biases(options, found, params=params if whole else None)
+        asked = frozenset(i for at, i in enumerate(order) if scheme.for_layer(at, len(order)).mean in ("pre", "post"))
+        given = None if params is None else {i: _own_params(config, params, i, impl) for i, impl in own.items()}
+        return told, means_of(scheme, kinds, own, biases, given, rotaries, asked)
+
+
+def _agreed(means: list[Mean]) -> list[Mean]:
+    """The same for all processes that share the heads: where one of them decides for a mean, all do."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return means
+    numbers = torch.tensor([KINDS.index(mean) for mean in means])
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    return [KINDS[number] for number in numbers.tolist()]
+
+
+def _own_params(config: VllmConfig, params: FittedParams, index: int, impl: Any) -> dict[Role, Params]:
+    """Constants of a layer's heads that this process holds."""
+    first, total = _first_head(config, impl.num_kv_heads), config.model_config.get_total_num_kv_heads()
+    return {role: _own_heads(own, first, impl.num_kv_heads, total) for role, own in params.get(index, {}).items()}
+
+
+def _first_head(config: VllmConfig, heads: int) -> int:
+    """The model's number of the first of the ``heads`` KV heads that this process holds."""
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    # with fewer heads than processes, several processes hold the same head
+    return rank // max(1, size // config.model_config.get_total_num_kv_heads()) * heads
 
 
 def bind(
-    config: VllmConfig, options: Options, heads: int, head_dim: int, name: str, layer: Any, dtype: torch.dtype
+    config: VllmConfig,
+    options: Options,
+    heads: int,
+    head_dim: int,
+    name: str,
+    layer: Any,
+    dtype: torch.dtype,
+    means: Mapping[int, MeanRemoval],
 ) -> EngineLayer:
     """Return the layer, with its scheme (by layer number) and constants (by head number).
 
@@ -79,6 +124,8 @@ def bind(
         vLLM's ``Attention``.
     dtype : torch.dtype
         Of the model's keys and values.
+    means : mapping
+        Of ``check_weights``.
 
     Raises
     ------
@@ -89,19 +136,18 @@ def bind(
     hf_config = config.model_config.hf_config
     index = extract_layer_index(name)
     layers = [own.index for own in plan_for(hf_config, "decoded").kv_layers]
+    mean = means.get(index)
     scheme = options.scheme.for_layer(layers.index(index), len(layers))
+    scheme = replace(scheme, mean="none" if mean is None else mean.kind)
     if why := refusal(scheme, head_dim, fitted=options.params is not None):
         raise UnsupportedError(f"kvcodec, layer {index}: {why}")
     if getattr(layer, "head_size_v", head_dim) != head_dim:
         raise UnsupportedError(f"kvcodec, layer {index}: keys and values have different head sizes; not served.")
-    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    total = config.model_config.get_total_num_kv_heads()
-    # with fewer heads than processes, several processes hold the same head
-    first_head = rank // max(1, size // total) * heads
+    total, first_head = config.model_config.get_total_num_kv_heads(), _first_head(config, heads)
     params = None
     if options.params is not None:
         check_params(options.params, hf_config, options.params.scheme, seed=options.seed)
-        params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params[index].items()}
+        params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params.get(index, {}).items()}
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     grouped = group_tokens(scheme) > 1
     if grouped and config.kv_transfer_config is not None:
@@ -122,6 +168,7 @@ def bind(
             first_head=first_head,
             seed=options.seed,
             params=params,
+            mean=mean,
         )
         if device.type == "cpu":  # constants of the kernels are made here as well
             made.find_kernels(preferred_page(scheme))

@@ -17,22 +17,28 @@ The reference serves on a CPU only, the layers that its kernels do not read, or 
 
 Every token attends to what the pages hold, in a prefill too, so chunked prefill and prefix-cache hits do not change
 results.
+
+Keys may be held without their mean, which is the same for all requests. A token's place in its request is its position.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen, attend_parts, rounded_queries
 from kvcodec.cache.pages import PageStore, write_blocks
-from kvcodec.cache.site import LayerSite
+from kvcodec.cache.positions import angles_near
+from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.kernels.choose import choose
+from kvcodec.kernels.decode import MOST_SEQUENCES
+from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import workspace_bytes
@@ -68,6 +74,13 @@ def _on_device(number: int, device: torch.device) -> Tensor:
         return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
+@lru_cache(maxsize=8)
+def _zeros(device: torch.device) -> Tensor:
+    """Position of slot 0 of every request: int32 ``[MOST_SEQUENCES]``."""
+    with torch.inference_mode(mode=False):
+        return torch.zeros(MOST_SEQUENCES, dtype=torch.int32, device=device)
+
+
 CHUNK_TOKENS = 1024
 """Tokens decoded at a time by the reference."""
 
@@ -91,6 +104,8 @@ class EngineLayer:
     seed : int
     params : mapping of role to Params, optional
         Fitted constants.
+    mean : MeanRemoval, optional
+        What keys are held without, given.
     """
 
     holds_dense = False
@@ -110,10 +125,17 @@ class EngineLayer:
         first_head: int = 0,
         seed: int = 0,
         params: Mapping[Role, Params] | None = None,
+        mean: MeanRemoval | None = None,
     ) -> None:
         self.scheme = KVScheme(scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype), spec=scheme.spec)
         self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
-        self.site = LayerSite(self.scheme, layer, seed, params, first_head)
+        self.site = LayerSite(self.scheme, layer, seed, params, first_head, mean)
+        self.mean: Tensor | None = None
+        if mean is not None and mean.given is not None:
+            self.mean, self.turning = mean.given.to(device), mean.turning
+            if self.turning.frequencies.device != device:
+                self.turning = replace(self.turning, frequencies=self.turning.frequencies.to(device))
+            self.placed = _zeros(device)  # before any graph is captured
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
         self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
@@ -154,9 +176,36 @@ class EngineLayer:
             )
         return layout, cache.view(blocks, heads, -1)
 
+    # -- the mean of the keys ------------------------------------------------------------------------------------------
+
+    def _removed(self, positions: Tensor | None) -> Tensor | None:
+        """What is subtracted from keys at ``positions [1, n]``, float32; None: they keep their mean."""
+        if self.mean is None or self.site.mean is None:
+            return None
+        return self.site.mean.at(self.mean, self._needed(positions))
+
+    def _less(self, positions: Tensor | None) -> dict[str, Any]:
+        """The engine's argument for keys at ``positions [B, n]``."""
+        if self.mean is None:
+            return {}
+        where = self._needed(positions)
+        angles = angles_near(where, self.turning, 0, where.shape[1])
+        return {"less": Turned(self.mean, *angles, self.turning.interleaved)}
+
+    def _needed(self, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            raise ShapeError("keys are held without their mean: the positions of new tokens are needed.")
+        return positions
+
+    def _placed(self, requests: int) -> dict[str, Any]:
+        """The engine's argument for reading the pages of so many requests."""
+        return {} if self.mean is None else {"placed": self.placed[:requests]}
+
     # -- the reference -------------------------------------------------------------------------------------------------
 
-    def write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def write(
+        self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None = None
+    ) -> None:
         """Encode tokens into their slots with the codec itself; this synchronises on a GPU.
 
         Parameters
@@ -166,31 +215,39 @@ class EngineLayer:
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         slots : Tensor int64 ``[T]``
             Slot s is place ``s % N`` of block ``s // N``; below 0: the token is not stored.
+        positions : Tensor of int ``[T]``, optional
+            In their requests, for keys that are held without their mean.
         """
         kept = slots >= 0
+        where = None if positions is None else positions[kept][None]
         for role, x in zip(ROLES, (keys, values), strict=True):
-            self._put(role, x[kept].transpose(0, 1)[None], cache, slots[kept][None])
+            self._put(role, x[kept].transpose(0, 1)[None], cache, slots[kept][None], where)
 
-    def _put(self, role: Role, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``."""
+    def _put(self, role: Role, rows: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None) -> None:
+        """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``; ``positions [1, n]``."""
         layout, pages = self.pages(cache)
         site = self.roles[role]
         good = (rows.abs() <= FP16_MAX).all(-1)
         rows = rows.to(site.codec.held_dtype(self.dtype)).float()
-        payload = site.encode(rows.masked_fill(~good[..., None], 0.0))
+        rows = rows.masked_fill(~good[..., None], 0.0)
+        if role == "key" and (removed := self._removed(positions)) is not None:
+            rows = rows - removed
+        payload = site.encode(rows)
         if not bool(good.all()):
             bad = ~good.unflatten(2, (-1, site.codec.block_tokens)).all(-1)
             payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
         write_blocks(layout, pages, role, slots, payload)
 
-    def write_run(self, role: Role, rows: Tensor, cache: Tensor, row: Tensor, begin: int) -> None:
+    def write_run(
+        self, role: Role, rows: Tensor, cache: Tensor, row: Tensor, begin: int, positions: Tensor | None = None
+    ) -> None:
         """Encode whole blocks of tokens ``[1, H, n, D]`` into a request's pages from token ``begin`` on, as ``write``.
 
-        ``row``: block ids of the request.
+        ``row``: block ids of the request; ``positions [1, n]``.
         """
         step, page_tokens = self.scheme.codec(role).block_tokens, cache.shape[2]
         at = torch.arange(begin, begin + rows.shape[2], step, device=row.device)
-        self._put(role, rows, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None])
+        self._put(role, rows, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None], positions)
 
     def attend(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """Attention of one request's newest queries by the reference.
@@ -223,8 +280,9 @@ class EngineLayer:
         store = self._store(cache, row[None])
         for at in range(first, last, CHUNK_TOKENS):
             end = min(at + CHUNK_TOKENS, last)
+            removed = self._removed(torch.arange(at, end, device=cache.device)[None])
             yield (
-                self.roles["key"].read(store, at, end, self.dtype),
+                self.roles["key"].read(store, at, end, self.dtype, removed),
                 self.roles["value"].read(store, at, end, self.dtype),
             )
 
@@ -272,6 +330,8 @@ class EngineLayer:
                 )  # fmt: skip
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.scheme}: {error}.") from error
+            if self.mean is not None:
+                found.hold_without(self.mean, self.turning)
             found.prepare(self.roles)
             self.engines[page_tokens] = found
         return self.engines[page_tokens]
@@ -280,7 +340,15 @@ class EngineLayer:
         layout, pages = self.pages(cache)
         return PageStore.over(layout, pages, table)
 
-    def encode(self, keys: Tensor, values: Tensor, cache: Tensor, page: Tensor, place: Tensor) -> None:
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache: Tensor,
+        page: Tensor,
+        place: Tensor,
+        positions: Tensor | None = None,
+    ) -> None:
         """Encode tokens into their slots with kernels; nothing synchronises on a GPU.
 
         Parameters
@@ -289,22 +357,36 @@ class EngineLayer:
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         page, place : Tensor int32 ``[T]``
             Block and place in it; a token of place N is not stored.
+        positions : Tensor of int ``[T, 1]``, optional
+            In their requests, for keys that are held without their mean.
         """
         # each token is passed as a sequence of one page, because an engine gives slots, not sequences
-        self._encode({"key": keys[:, :, None], "value": values[:, :, None]}, cache, page[:, None], place)
+        new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
+        self._encode(new, cache, page[:, None], place, positions)
 
-    def _encode(self, new: Mapping[Role, Tensor], cache: Tensor, table: Tensor, first: Tensor) -> None:
+    def _encode(
+        self, new: Mapping[Role, Tensor], cache: Tensor, table: Tensor, first: Tensor, positions: Tensor | None = None
+    ) -> None:
         """Encode tokens ``[B, H, n, D]`` into the slots from ``first [B]`` on of the blocks ``table [B, M]``."""
         engine = self.engine(cache.shape[2])
         rest = [role for role in new if engine.encoders[role] is None]  # only on a CPU, where nothing synchronises
         written = {role: x for role, x in new.items() if role not in rest}
-        engine.encode(written, self._store(cache, table), first, self.bad)
+        engine.encode(written, self._store(cache, table), first, self.bad, **self._less(positions))
         for role in rest:
             for b, begin in enumerate(first.tolist()):
                 if begin < table.shape[1] * cache.shape[2]:
-                    self.write_run(role, new[role][b : b + 1], cache, table[b], begin)
+                    where = None if positions is None else positions[b : b + 1]
+                    self.write_run(role, new[role][b : b + 1], cache, table[b], begin, where)
 
-    def encode_chunk(self, keys: Tensor, values: Tensor, cache: Tensor, row: Tensor, length: int) -> None:
+    def encode_chunk(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache: Tensor,
+        row: Tensor,
+        length: int,
+        positions: Tensor | None = None,
+    ) -> None:
         """Encode a request's newest tokens with kernels; nothing synchronises.
 
         Parameters
@@ -315,10 +397,14 @@ class EngineLayer:
             Block ids of the request.
         length : int
             Tokens of the request, these n included.
+        positions : Tensor of int ``[1, n]``, optional
+            Those of these tokens, if layers share them; by default they are made where they are needed.
         """
         first = _on_device(length - keys.shape[0], cache.device)
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
-        self._encode(new, cache, row[None], first)
+        if self.mean is not None and positions is None:
+            positions = torch.arange(length - keys.shape[0], length, device=cache.device)[None]
+        self._encode(new, cache, row[None], first, positions)
 
     def decode(
         self,
@@ -357,6 +443,7 @@ class EngineLayer:
             sinks=rules.sinks,
             start=start,
             workspace=workspace,
+            **self._placed(q.shape[0]),
         )
         return out[:, :, 0]
 
@@ -389,5 +476,6 @@ class EngineLayer:
             sinks=rules.sinks,
             seen=Seen(window=rules.window, softcap=rules.softcap),
             flash=self.flash,
+            **self._placed(1),
         )
         return out[0].transpose(0, 1)

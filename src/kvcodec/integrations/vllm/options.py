@@ -22,7 +22,7 @@ from kvcodec.errors import SpecError, UnsupportedError, nearest
 from kvcodec.files.params import FittedParams, read_params
 from kvcodec.key_bias import Probe, probe_option
 from kvcodec.registry import get
-from kvcodec.scheme import KVScheme, Mean, Mix
+from kvcodec.scheme import KVScheme, Mix
 
 KEY = "kvcodec"
 DTYPE = "kvcodec"
@@ -101,9 +101,8 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
             raise SpecError(f"kvcodec: {name}={given[name]!r}; only 0 can be served: no dense tokens beside the pages.")
 
     def bare(own: KVScheme) -> KVScheme:
-        mean: Mean = "none" if own.mean == "auto" else own.mean  # no kernel adds a mean to the scores
         window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))
-        return replace(own, window=window, sink=sink, mean=mean)
+        return replace(own, window=window, sink=sink)
 
     if isinstance(scheme, Mix):
         scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))

@@ -76,12 +76,12 @@ RULES = (
         "statistics",
         lambda s, fitted: not fitted and (_roles(s, "needs_sample") or _roles(s, "needs_queries")),
         "it takes constants from each sequence's own tokens, and sequences share pages",
-        'run kvcodec fit and pass its file, {{"params": FILE}}',
+        'run kvcodec fit MODEL "{s}" --text TEXT -o FILE and pass that file, {{"params": FILE}}',
     ),
     Rule(
-        "mean",
-        lambda s, fitted: s.mean in ("pre", "post"),
-        "it holds keys without their mean, which a server's attention does not add to the scores",
+        "mean of groups",
+        lambda s, fitted: s.mean in ("pre", "post") and group_tokens(s) > 1,
+        "it encodes groups of tokens, and the unfinished ones beside the pages keep their mean",
         "use mean=none",
     ),
     Rule(
@@ -122,6 +122,7 @@ def refusal(
             for which, count in (("first", scheme.sink), ("newest", scheme.window))
             if count
         ),
+        "s": str(scheme),
         "zeros": " and ".join(f'"{name}": 0' for name in ("sink", "window") if getattr(scheme, name)),
     }
     for rule in RULES:

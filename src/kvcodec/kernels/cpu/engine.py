@@ -109,11 +109,12 @@ class CpuEngine(Engine):
         sinks: Tensor | None,
         seen: Seen,
         flash: Flash | None = None,
+        placed: Tensor | None = None,
     ) -> Tensor:
         """As ``Engine.attend_pages``; ``flash`` is a GPU's."""
         return self._attend(
-            q, store, [[Piece(length, 0, 0)]], scale=scale, softcap=seen.softcap, sinks=sinks,
-            seen=ranges(seen, 1, q.shape[2], length),
+            q, store, [[Piece(length, 0, 0, _numbers(placed, 1, 0)[0])]], scale=scale, softcap=seen.softcap,
+            sinks=sinks, seen=ranges(seen, 1, q.shape[2], length), mean=self.mean,
         )  # fmt: skip
 
     def attend_groups(

@@ -1,0 +1,50 @@
+"""A model with large key biases on disk, constants fitted to it, and what the library generates with it."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import kvcodec
+from kvcodec.files.params import FittedParams
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec_lab.fit import fit_model
+from kvcodec_lab.models import LoadedModel
+from tests.serve.engines import NEW, WORDS, save_model
+
+
+class Biased(NamedTuple):
+    """A model, where it is, and its tokenizer."""
+
+    folder: Path
+    model: Any
+    tokenizer: Any
+
+    def fitted(self, spec: str, to: Path) -> FittedParams:
+        words = torch.randint(3, WORDS, (600,), generator=torch.Generator().manual_seed(7)).tolist()
+        text = " ".join(f"t{i}" for i in words)
+        loaded = LoadedModel(self.model, self.tokenizer, "biased", "made in the test")
+        return fit_model(loaded, spec, text, windows=2, window_tokens=256).save(to)
+
+
+def biased_at(folder: Path) -> Biased:
+    """A Qwen2 with large biases in all channels of its keys, the largest in a slowly turning pair."""
+    from transformers import PreTrainedTokenizerFast
+
+    model = save_model(folder, "qwen2", vocab_size=WORDS)
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            bias = layer.self_attn.k_proj.bias
+            bias.copy_(20 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(i)))
+            bias[61] = 400.0
+            layer.self_attn.q_proj.weight.mul_(4)
+    model.save_pretrained(folder)
+    return Biased(folder, model, PreTrainedTokenizerFast.from_pretrained(folder))
+
+
+def library(model: Any, spec: str, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
+    """Greedy tokens of a prompt through the library's own cache, every query reading what is stored."""
+    cache = kvcodec.cache_for(model, spec, prefill="decoded", **options)
+    with torch.no_grad():
+        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
+    return out[0, len(ids) :].tolist()
