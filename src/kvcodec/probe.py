@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import Removed
 from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
 from kvcodec.kernels.cuda_engine import CudaEngine
@@ -106,11 +107,16 @@ def _channel_errors(keys: Tensor, decoded: Tensor, layers: int) -> Tensor:
 
 
 class _Noted(NamedTuple):
-    """A layer and the newest keys that filled it, ``[1, H, n, D]``."""
+    """A layer and the newest keys that filled it, ``[1, H, n, D]``; their mean, if they are held without it."""
 
     layer: int
     cache: LayerCache
     sample: Tensor
+    removed: Removed | None
+
+    def keys(self) -> Tensor:
+        """Return what is encoded of them."""
+        return self.sample if self.removed is None else self.removed.from_keys(self.sample)
 
 
 class OutlierProbe:
@@ -152,9 +158,8 @@ class OutlierProbe:
         sample = keys[:1, :, -tokens:].to(storage_dtype(keys.dtype))
         if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
             sample = sample.clone()
-        if (mean := cache.mean_of_newest(tokens)) is not None:
-            sample = sample.float() - mean[:1]
-        self.noted.append(_Noted(layer, cache, sample))
+        removed = cache.removed_from_newest(tokens)
+        self.noted.append(_Noted(layer, cache, sample, removed and removed.first()))
         if not waits(keys):
             self.settle()
 
@@ -170,7 +175,8 @@ class OutlierProbe:
         for one in fresh:
             engine = _cuda_engine(one.cache)
             kernels = None if engine is None else (engine.encode_spec, engine.decode_spec)
-            alike = one.cache.roles["key"].codec, kernels, one.sample.shape, one.sample.device
+            turned = one.removed and (one.removed.turning, *map(id, one.removed.angles))
+            alike = one.cache.roles["key"].codec, kernels, one.sample.shape, one.sample.device, turned
             groups.setdefault(alike, []).append(one)
         for group in groups.values():
             for part in _foldable(group):
@@ -189,7 +195,7 @@ class OutlierProbe:
         for one in noted:
             found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
             if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
-                self._tell(found, one.sample.float())
+                self._tell(found, one.keys().float())
 
     def _tell(self, found: KeyProbe, sample: Tensor) -> None:
         if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
@@ -231,6 +237,9 @@ class OutlierProbe:
 def _measured(layers: Sequence[_Noted]) -> Tensor:
     """Outlier ratios and channel errors, ``[2, layers]``, of layers that one call can encode and decode."""
     caches, keys = [one.cache for one in layers], torch.cat([one.sample for one in layers], 1)
+    if (removed := layers[0].removed) is not None:
+        means = torch.cat([one.removed.mean for one in layers if one.removed is not None], 1)
+        keys = removed._replace(mean=means).from_keys(keys)
     states = [cache.roles["key"] for cache in caches]
     engines = [engine for c in caches if (engine := _cuda_engine(c)) is not None]
     decoded, store = None, caches[0].store

@@ -15,6 +15,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import stream_of
 from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
+from kvcodec.cache.site import Removed
 from kvcodec.codec import Params, Role, check_tensors
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.cuda_engine import CudaEngine
@@ -186,9 +187,13 @@ class GrowingCache(DeviceCache):
         turned = mean is not None and mean.rotary is not None and mean.rotary.interleaved
         return engine.fit(state.role, Sample(pending, tokens, padding, angles, back, turned, energy))
 
-    def mean_of_newest(self, n: int) -> Tensor | None:
-        """As ``LayerCache.mean_of_newest``; layers share the angles."""
-        return self._removed(self.start + self.length - n - self.scheme.sink - self.slots_freed, n)
+    def removed_from_newest(self, n: int) -> Removed | None:
+        """As ``LayerCache.removed_from_newest``; layers share the angles."""
+        mean = self.site.mean
+        if mean is None or mean.rotary is None or self.slots is None or self.mean is None:
+            return None
+        slot = self.start + self.length - n - self.scheme.sink - self.slots_freed
+        return Removed(self.mean, mean.rotary, self.slots.angles(mean.rotary, slot, n))
 
     def _removed(self, slot: int, count: int) -> Tensor | None:
         mean = self.site.mean

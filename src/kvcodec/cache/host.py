@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcodec.attention import Seen, attend, checked_mask
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
-from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, RoleSite
+from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
 from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
@@ -337,15 +337,15 @@ class LayerCache:
         state.window = pending[:, :, count:].clone()
         return pending[:, :, :count]
 
-    def mean_of_newest(self, n: int) -> Tensor | None:
-        """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet.
-
-        float32 ``[B, H, n, D]``, where sizes of 1 stand for all.
-        """
-        return None if self.mean is None else self._mean("key", self.length - n, self.length)
+    def removed_from_newest(self, n: int) -> Removed | None:
+        """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet."""
+        if self.site.mean is None or self.mean is None:
+            return None
+        turning, positions = self.site.mean.turning, self.positions.of(self.length - n, self.length)
+        return Removed(self.mean, turning, turning.angles(positions.to(self.mean.device)))
 
     def _mean(self, role: Role, first: int, last: int) -> Tensor | None:
-        """Return what is subtracted from the live tokens ``[first, last)`` of a role, as ``mean_of_newest``."""
+        """Return what is subtracted from the live tokens ``[first, last)`` of a role, as ``MeanRemoval.at``."""
         if self.site.mean is None or role == "value":
             return None
         return self.site.mean.at(self.mean, self.positions.of(first, last))

@@ -159,6 +159,7 @@ class SlotPositions:
         self.placed, self.broken = placed, broken
         self._seen: tuple[Tensor, int] | None = None
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
@@ -182,14 +183,15 @@ class SlotPositions:
         torch.maximum(self.broken, torch.maximum(wrong, call.broken), out=self.broken)
 
     def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
-        """``Rotary.angles`` of ``count`` slots from ``slot`` on."""
+        """``Rotary.angles`` of ``count`` slots from ``slot`` on; the same tensors for layers of one pass."""
         last = self._angles
         if last is None or last[0] is not rotary or not last[1] <= slot <= slot + count <= last[1] + last[2]:
             last = self._angles = rotary, slot, count, rotary.angles(self.of(slot, count))
-        if last[1:3] == (slot, count):
-            return last[3]
-        cosines, sines = (part.narrow(1, slot - last[1], count) for part in last[3])
-        return cosines, sines
+            self._parts = {(slot, count): last[3]}
+        if (found := self._parts.get((slot, count))) is None:
+            cosines, sines = (part.narrow(1, slot - last[1], count) for part in last[3])
+            found = self._parts[slot, count] = cosines, sines
+        return found
 
     @cached_property
     def least(self) -> int:

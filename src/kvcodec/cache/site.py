@@ -6,7 +6,7 @@ A site holds no tokens. Caches have one beside their pages; engines that own the
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,33 @@ class MeanRemoval:
         if self.rotary is None:
             raise UnsupportedError(WITHOUT_MODEL)
         return self.rotary
+
+
+class Removed(NamedTuple):
+    """What was subtracted from some keys of a layer: their mean, turned to the positions of these.
+
+    Parameters
+    ----------
+    mean : Tensor float32 ``[1 or B, H, D]``
+    turning : Rotary
+    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor)
+        ``turning.angles`` of the n keys; layers of a pass may share them.
+    """
+
+    mean: Tensor
+    turning: Rotary
+    angles: tuple[Tensor, Tensor]
+
+    def first(self) -> "Removed":
+        """Of the first sequence alone."""
+        if self.mean.shape[0] == 1 and self.angles[0].shape[0] == 1:
+            return self
+        cosines, sines = self.angles
+        return self._replace(mean=self.mean[:1], angles=(cosines[:1], sines[:1]))
+
+    def from_keys(self, keys: Tensor) -> Tensor:
+        """Keys ``[B, H, n, D]`` without it: float32."""
+        return keys.float() - self.turning.turned(self.mean[:, :, None], *self.angles)
 
 
 class RoleSite:
