@@ -29,6 +29,9 @@ ROWS_PER_WARP = 4
 MOST_BLOCKS = 1 << 16
 """Along the rows of a sequence; more rows than that share blocks."""
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200: for how many a grid of blocks with tables of their own is made."""
+
 
 class Turned(NamedTuple):
     """What is subtracted from keys before they are encoded: their mean before RoPE, turned as the model turns it.
@@ -86,7 +89,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
         [
             *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
-            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
+            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {first.resident or 1}) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
             f"  kv::{call};",
             "}",
             *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),
@@ -191,7 +194,8 @@ def _blocks(spec: EncodeSpec, role: Role, x: Tensor) -> int:
         return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
     rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
     if encoder.form == "table":  # a block serves one head and loads its tables first, which a few steps amortise
-        return heads * max(1, min(-(-tokens // (2 * rows)), MOST_BLOCKS // heads))
+        most = encoder.resident * MULTIPROCESSORS or MOST_BLOCKS
+        return heads * max(1, min(-(-tokens // (2 * rows)), most // heads))
     return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
 
 

@@ -114,6 +114,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         tables=write_tables,
         factor=inverse_sizes,
         form="table",
+        resident=2,
     )
 
 

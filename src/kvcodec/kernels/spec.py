@@ -147,6 +147,9 @@ class Encoder:
         encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
     own : str
         Name of a constant ``[B or 1, H]`` that the struct takes instead of a factor; empty: none.
+    resident : int
+        Blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run
+        at once on 132 of them. 0: as many as there are rows for.
     """
 
     type: str
@@ -159,6 +162,7 @@ class Encoder:
     block: int = 1
     form: Form = "rows"
     own: str = ""
+    resident: int = 0
     alike: bool = False
     tables_of: Codec | None = None
 

@@ -9,7 +9,15 @@
 //   float scales [16]
 //   float centre [D], weight [D]        by place; zeros of keys
 //   uint8 order [D], widths [D]         by place
+//
+// A code is found by one look-up and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude and
+// its sign; the six scales share the sign. [0, REACH) is divided into 2^w buckets for a width of w bits, which are
+// narrower than any step between cuts, so a bucket has one cut at most. Its entry is the first cut that is not below it,
+// and where the level of the code on this side of the cut lies; behind the cut lies the next one. Nothing is rounded
+// otherwise than in the reference: x is the correctly rounded quotient (Markstein: the rounded reciprocal, a product and
+// two fused operations; nearly zero it only has to have the right sign), cuts and levels are the reference's.
 #pragma once
+#include "bits.cuh"
 #include "encode_table.cuh"
 
 namespace kv {
@@ -39,67 +47,116 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       }
       s[e] = run[0];
     }
-    KV_UNROLL for (int mask = 4; mask; mask /= 2) {
-      KV_UNROLL for (int e = 0; e < 4; e++) s[e] = add(s[e], shfl_xor(s[e], mask));
-    }
-    return add(add(s[0], s[2]), add(s[1], s[3]));
+    // over the lanes four, two and one apart; of four sums a lane keeps two, then one
+    const bool high = thread() & 4, odd = thread() & 2;
+    float x = add(high ? s[2] : s[0], shfl_xor(high ? s[0] : s[2], 4));
+    const float y1 = add(high ? s[3] : s[1], shfl_xor(high ? s[1] : s[3], 4));
+    x = add(odd ? y1 : x, shfl_xor(odd ? x : y1, 2));
+    x = add(x, shfl_xor(x, 1));
+    x = add(x, shfl_xor(x, 4));  // sums 0 and 2, or 1 and 3
+    return add(x, shfl_xor(x, 2));
   }
 
-  // how many cuts of a width lie below x
-  KV_DEV static uint32_t code(const uint8_t* table, int width, float x) {
-    const float* cuts = (const float*)(table + CUTS) + (1 << width);
-    int n = 0;
-    for (int step = 1 << width >> 1; step; step /= 2) n += cuts[n + step - 1] < x ? step : 0;
-    return (uint32_t)n;
+  // Behind the table, made of it: an entry for each bucket of each width, those of w from 2^w on, in COPIES copies;
+  // positive levels, 2^(w - 1) + m the m-th of width w, one copy for each lane; a line of either has 128 bytes. And of
+  // every place four words together: 4 times its channel, and where its buckets begin, from bit 16 on; how many they
+  // are; centre; weight.
+  KV_CONST int LINE_SHIFT = 7, COPIES = 16;
+  KV_CONST int LEVELS = 256 << LINE_SHIFT;
+  KV_CONST int PLACES = LEVELS + (128 << LINE_SHIFT);
+  KV_CONST int DERIVED = PLACES + 16 * D;
+  // neighbouring parts lie side by side
+  KV_DEV static int entry_of(int i, int part, int e) { return PLACES + 16 * (32 * i + 8 * e + part); }
+  KV_CONST float REACH = 3.85f;  // beyond the last cut of all widths
+  KV_DEV static float buckets(int width) { return (float)(1 << width) - 0.015625f; }  // so that 1 is in the last one
+  KV_DEV static void derive(uint8_t* to, const uint8_t* table, int thread, int threads) {
+    check_shared_base();
+    for (int c = thread; c < D; c += threads) {
+      const int w = table[WIDTHS + c];
+      const uint32_t channel = 4u * table[ORDER + c] | 1u << w << (LINE_SHIFT + 16);
+      *(Words4*)(to + entry_of(c / 32, c % 32 / 4, c % 4)) = {channel, float_bits(buckets(w)),
+          ((const uint32_t*)(table + CENTRE))[c], ((const uint32_t*)(table + WEIGHT))[c]};
+    }
+    const float *levels = (const float*)table, *cuts = (const float*)(table + CUTS);
+    for (int line = thread; line < 256; line += threads) {
+      int w = 0;
+      while (line >> (w + 1)) ++w;
+      // a little below the bucket's begin
+      const float begin = ((float)(line - (1 << w)) - 0.0078125f) * (REACH / buckets(w));
+      const float* own = cuts + (1 << w) + (1 << w >> 1);  // those above zero
+      int m = 0;
+      while (own[m] < begin) ++m;
+      const Words2 entry = {line ? float_bits(own[m]) << 1 : 0u, (uint32_t)((1 << w >> 1) + m) << LINE_SHIFT};
+      KV_UNROLL for (int i = 0; i < COPIES / 2; i++)
+        ((Words4*)(to + (line << LINE_SHIFT)))[(i + thread) % 8] = {entry.a, entry.b, entry.a, entry.b};
+    }
+    for (int line = thread; line < 128; line += threads) {
+      int w = 0;
+      while (line >> w) ++w;
+      const uint32_t x = float_bits(line ? levels[(1 << w) - 1 + line] : 0.0f);
+      KV_UNROLL for (int i = 0; i < 8; i++)
+        ((Words4*)(to + LEVELS + (line << LINE_SHIFT)))[(i + thread) % 8] = {x, x, x, x};
+    }
+  }
+  // where the level of |y / scale| lies; x: the quotient
+  KV_DEV static uint32_t place(const uint8_t* derived, float y, float scale, float inverse, float count, uint32_t base,
+                               float& x) {
+    const float q = mul(y, inverse);
+    x = fma(fma(-q, scale, y), inverse, q);
+    const float wide = fma(saturate(mul(magnitude(q), 1.0f / REACH)), count, 65536.0f);  // the bucket from bit 7 on
+    const Words2 entry = load_table2(derived, and_or(float_bits(wide), 0x3f80u, base));
+    // twice the magnitude, and the sign: a negative one is beyond the cut that it equals
+    uint32_t to = entry.b;
+    if (rotate_left(float_bits(x), 1) > entry.a) to += 1u << LINE_SHIFT;
+    return to;
   }
 
   // y is in the model's order
   KV_DEV static void quad(const float (&given)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[1],
                           const uint8_t* table, uint8_t* scratch) {
-    const float *levels = (const float*)table, *walls = (const float*)(table + WALLS);
-    const float *centre = (const float*)(table + CENTRE), *weight = (const float*)(table + WEIGHT);
-    const float* scales = (const float*)(table + SCALES);
-    uint8_t* own = scratch + thread() % 32 / 8 * ROW;
+    const float* walls = (const float*)(table + WALLS);
+    const float *weight = (const float*)(table + WEIGHT), *scales = (const float*)(table + SCALES);
+    const uint8_t* derived = table + TABLE;
+    const int lane = thread() % 32;
+    uint8_t* own = scratch + lane / 8 * ROW;
     KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
     sync_warp();
-    float y[N], cost[N];
-    uint32_t widths[D / 32], best[D / 32];  // of four neighbouring places, as bytes; so are codes
-    float energy[N];
-    KV_UNROLL for (int i = 0; i < D / 32; i++) {
-      const int q = 8 * i + part;
-      widths[i] = ((const uint32_t*)(table + WIDTHS))[q];
-      best[i] = 0;
-      KV_UNROLL for (int e = 0; e < 4; e++) {
-        const int c = 4 * q + e, k = 4 * i + e, w = widths[i] >> 8 * e & 255;
-        y[k] = sub(((const float*)own)[table[ORDER + c]], centre[c]);
-        const float square = mul(y[k], y[k]);
-        energy[k] = w ? square : 0.0f;
-        cost[k] = mul(weight[c], square);
-        best[i] |= code(table, w, 0.0f) << 8 * e;
-      }
+    float y[N], cost[N], energy[N], count[N];
+    uint32_t base[N];
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const Words4 of = *(const Words4*)(derived + entry_of(k / 4, part, k % 4));
+      y[k] = sub(*(const float*)(own + (of.a & 0xffffu)), bits_float(of.c));
+      const float square = mul(y[k], y[k]);
+      base[k] = (of.a >> 16) + lane % COPIES * 8, count[k] = bits_float(of.b);
+      energy[k] = count[k] > 1.0f ? square : 0.0f;  // of widths above 0
+      cost[k] = mul(bits_float(of.d), square);
     }
     float least = sum(cost);
     const float total = sum(energy);
     int nearest = 1, number = 0;
-    KV_NO_UNROLL for (int i = 0; i < 14; i++) nearest += total > walls[i];
+    KV_UNROLL for (int step = 8; step; step /= 2) nearest += walls[nearest + step - 2] < total ? step : 0;
     KV_NO_UNROLL for (int step = -1; step <= 4; step++) {
       const int n = nearest + step < 1 ? 1 : nearest + step > 15 ? 15 : nearest + step;
-      const float scale = scales[n];
-      uint32_t found[D / 32];
-      KV_UNROLL for (int i = 0; i < D / 32; i++) {
-        found[i] = 0;
-        KV_UNROLL for (int e = 0; e < 4; e++) {
-          const int k = 4 * i + e, w = widths[i] >> 8 * e & 255;
-          const uint32_t x = code(table, w, div(y[k], scale));
-          const float error = sub(y[k], mul(scale, levels[(1 << w) - 1 + x]));
-          cost[k] = mul(weight[32 * i + 4 * part + e], mul(error, error));
-          found[i] |= x << 8 * e;
-        }
+      const float scale = scales[n], inverse = div(1.0f, scale);
+      KV_UNROLL for (int k = 0; k < N; k++) {
+        float x;
+        const uint32_t to = place(derived, y[k], scale, inverse, count[k], base[k], x);
+        const float level = bits_float(load_table<LEVELS>(derived, to + 4 * lane));
+        const float error = sub(magnitude(y[k]), mul(scale, level));
+        cost[k] = mul(weight[32 * (k / 4) + 4 * part + k % 4], mul(error, error));
       }
       const float all = sum(cost);
-      if (all < least) {
-        least = all, number = n;
-        KV_UNROLL for (int i = 0; i < D / 32; i++) best[i] = found[i];
+      if (all < least) least = all, number = n;
+    }
+    const float scale = scales[number], inverse = number ? div(1.0f, scale) : 0.0f;
+    uint32_t best[D / 32];
+    KV_UNROLL for (int i = 0; i < D / 32; i++) {
+      best[i] = 0;
+      KV_UNROLL for (int e = 0; e < 4; e++) {
+        const int k = 4 * i + e;
+        float x;
+        const uint32_t code = place(derived, y[k], scale, inverse, count[k], base[k], x) >> LINE_SHIFT;
+        best[i] |= (x > 0.0f ? code : (base[k] >> LINE_SHIFT) - 1 - code) << 8 * e;
       }
     }
     sync_warp();  // all have read the row

@@ -14,6 +14,7 @@
 //   DIM, PLANES, plane_bytes(p)   as in encode.cuh
 //   TABLE       bytes of a head's tables that are copied to shared memory, a multiple of 16; 0: `table` is global
 //   BY_SEQUENCE tables are those of a sequence: TABLE bytes for each head, table_head from one sequence to the next
+//   DERIVED     bytes behind the copied tables, a multiple of 16, which derive(to, table, thread, threads) fills
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
@@ -31,9 +32,10 @@ struct TableRow {
   KV_CONST int TEAM = 8;
   KV_CONST bool BY_SEQUENCE = false;
   KV_CONST bool OWN = false;
+  KV_CONST int DERIVED = 0;
 };
 
-template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + TABLE_WARPS * C::SCRATCH; }
+template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + C::DERIVED + TABLE_WARPS * C::SCRATCH; }
 
 // a warp's rows of a head
 template <class R>
@@ -85,7 +87,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
-  uint8_t* scratch = shared + C::TABLE + thread() / 32 * C::SCRATCH;
+  uint8_t* scratch = shared + C::TABLE + C::DERIVED + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
@@ -97,6 +99,10 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
       for (int i = 16 * thread(); i < C::TABLE; i += 16 * TABLE_THREADS) copy16(shared + i, table + i);
       copy_commit();
       copy_wait<0>();
+      sync_threads();
+    }
+    if constexpr (C::DERIVED > 0) {
+      C::derive(shared + C::TABLE, shared, thread(), TABLE_THREADS);
       sync_threads();
     }
     table_rows<R>(a, s, head, worker, workers, C::TABLE ? (const uint8_t*)shared : table, scratch);

@@ -91,6 +91,7 @@ KV_DEV float round_even(float a) { float y; asm("cvt.rni.f32.f32 %0, %1;" : "=f"
 KV_DEV double round_even(double a) { double y; asm("cvt.rni.f64.f64 %0, %1;" : "=d"(y) : "d"(a)); return y; }
 KV_DEV float magnitude(float a) { return fabsf(a); }
 KV_DEV double magnitude(double a) { return fabs(a); }
+KV_DEV float saturate(float x) { return __saturatef(x); }  // to [0, 1]
 KV_DEV float minimum(float a, float b) { return fminf(a, b); }
 KV_DEV float maximum(float a, float b) { return fmaxf(a, b); }
 KV_DEV double minimum(double a, double b) { return fmin(a, b); }
@@ -175,6 +176,7 @@ KV_DEV uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return y;
 }
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
+KV_DEV uint32_t rotate_left(uint32_t x, int by) { return __funnelshift_l(x, x, by); }
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 
 // number of the lowest bit that is set; 32 for none
