@@ -78,7 +78,7 @@ def of_scheme(
         Of the model's keys and values.
     page_tokens : int, optional
     means : bool
-        Also those for keys that are held without any mean before RoPE, as a model with key biases needs them. Codecs
+        Also those for keys that are held without any mean, as a model with key biases needs them. Codecs
         that always hold keys so need some of them anyway.
 
     Raises
@@ -139,9 +139,9 @@ def _layers(scheme: KVScheme) -> Iterable[KVScheme]:
 
 
 def _pairs(scheme: KVScheme, head_dim: int, means: bool) -> list[int]:
-    """Numbers of pairs of channels with a mean before RoPE; 0: keys are held with their mean."""
+    """Numbers of pairs of channels with a mean; 0: keys are held with their mean."""
     whole = head_dim // 2
-    if scheme.mean == "pre" or (means and scheme.mean == "auto"):
+    if scheme.mean in ("pre", "post") or (means and scheme.mean == "auto"):
         return [0, *range(BLOCK, whole, BLOCK), whole]
     return [0, whole] if scheme.mean == "auto" and scheme.key.without_mean else [0]
 
