@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.identity import WHOLE_BLOCKS
 from kvcodec.integrations.vllm.layer import EngineLayer
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
+from kvcodec.scheme import KVScheme, Mix
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -34,36 +37,71 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
 
 
+def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the model's layers that cache keys and values, in order.
+
+    They are those that vLLM built, whatever else a layer holds (Falcon-H1's have a recurrent state as well). A pipeline
+    stage builds only its own, so there transformers' config says which the others are.
+
+    Parameters
+    ----------
+    config
+        Of the engine.
+    impls : mapping
+        The implementations of this process, by their layers' names.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return [layer.index for layer in plan_for(config.model_config.hf_config, "decoded").kv_layers]
+    return sorted(
+        {extract_layer_index(name) for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
+    )
+
+
 def check_weights(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> list[str]:
     """Check a preset against the model's key biases; return messages to log.
 
     Parameters
     ----------
-    config, options
-        Of the engine, and what it says of kvcodec.
-    impls : mapping
-        The implementations of this process, by their layers' names.
+    config, options, impls
+        As ``caching_layers``; what the engine says of kvcodec.
 
     Raises
     ------
     BrokenPresetError
     """
-    plan = plan_for(config.model_config.hf_config, "decoded")
     own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
     whole = config.model_config.get_total_num_kv_heads() == config.model_config.get_num_kv_heads(config.parallel_config)
     with _plain_torch():
         return check_biases(
             options,
-            plan.name,
+            type(config.model_config.hf_config).__name__,
             config.model_config.hf_config.get_text_config(decoder=True),
-            [layer.index for layer in plan.kv_layers],
+            caching_layers(config, impls),
             own,
             params=options.params if whole else None,
         )
 
 
+def scheme_of(config: VllmConfig, scheme: KVScheme, index: int, layers: list[int]) -> KVScheme:
+    """Return the scheme of layer ``index`` of a model whose layers ``layers`` cache keys and values.
+
+    Dense outer layers are counted among these. In a hybrid model, where few layers do, they are packed as well: a dense
+    layer would take several times the bytes, and vLLM gives all its attention layers pages of one size.
+    """
+    if config.model_config.is_hybrid and not isinstance(scheme, Mix):
+        scheme = replace(scheme, dense_key_layers=0, dense_value_layers=0)
+    return scheme.for_layer(layers.index(index), len(layers))
+
+
 def bind(
-    config: VllmConfig, options: Options, heads: int, head_dim: int, name: str, layer: Any, dtype: torch.dtype
+    config: VllmConfig,
+    options: Options,
+    heads: int,
+    head_dim: int,
+    name: str,
+    layer: Any,
+    dtype: torch.dtype,
+    layers: list[int],
 ) -> EngineLayer:
     """Return the layer, with its scheme (by layer number) and constants (by head number).
 
@@ -79,6 +117,8 @@ def bind(
         vLLM's ``Attention``.
     dtype : torch.dtype
         Of the model's keys and values.
+    layers : list of int
+        ``caching_layers``.
 
     Raises
     ------
@@ -88,8 +128,7 @@ def bind(
     parallel = config.parallel_config
     hf_config = config.model_config.hf_config
     index = extract_layer_index(name)
-    layers = [own.index for own in plan_for(hf_config, "decoded").kv_layers]
-    scheme = options.scheme.for_layer(layers.index(index), len(layers))
+    scheme = scheme_of(config, options.scheme, index, layers)
     if why := refusal(scheme, head_dim, fitted=options.params is not None):
         raise UnsupportedError(f"kvcodec, layer {index}: {why}")
     if getattr(layer, "head_size_v", head_dim) != head_dim:
@@ -104,10 +143,12 @@ def bind(
         params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params[index].items()}
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     grouped = group_tokens(scheme) > 1
-    if grouped and config.kv_transfer_config is not None:
+    transfer = config.kv_transfer_config
+    if grouped and transfer is not None and transfer.kv_connector not in WHOLE_BLOCKS:
         raise UnsupportedError(
-            f"kvcodec, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together and holds unfinished "
-            f"groups outside of blocks, where KV connectors do not find them; switch the connector off."
+            f"kvcodec, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together, so pages can be handed "
+            f"over in whole blocks only, and {transfer.kv_connector} is not known to do so; use one of "
+            f"{', '.join(WHOLE_BLOCKS)}."
         )
     # pipeline stages alternate between batches: each batch needs its own slots
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
