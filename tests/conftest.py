@@ -179,7 +179,52 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
-    "falcon-h1": ("FalconH1", {"head_dim": 64}),
+    "falcon-h1": (
+        "FalconH1",
+        {"head_dim": 64, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "head_dim": 64,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 16,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "head_dim": 64,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+        },
+    ),
 }
 MODELS = ("llama-gqa", "llama-mha", "llama-mqa", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt-oss")
 

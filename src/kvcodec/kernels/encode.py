@@ -89,7 +89,8 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
         [
             *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
-            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {first.resident or 1}) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{",
+            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {first.resident or 1}) "
+            "kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {",
             f"  kv::{call};",
             "}",
             *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),

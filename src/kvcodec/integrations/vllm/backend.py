@@ -35,9 +35,10 @@ from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.ahead import compile_ahead
 from kvcodec.integrations.vllm.biases import Around
-from kvcodec.integrations.vllm.bind import bind, check_engine, check_weights
+from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, check_weights
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.identity import claim, digest_of
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
@@ -271,6 +272,13 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
             compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device)
+        if vllm_config.model_config.is_hybrid:
+            logger.info(
+                "kvcodec: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes a "
+                "token takes, the longer they are; the prefix cache finds whole blocks, so shorter prefixes are "
+                "computed again.",
+                vllm_config.cache_config.block_size,
+            )
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         for impl in impls:
@@ -409,8 +417,17 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
                 f"serve the model without kvcodec in --additional-config."
             )
+        order = caching_layers(self.config, self._impls())
         self.packed = bind(
-            self.config, self.options, self.num_kv_heads, self.head_size, name, layers[name], act_dtype, self.means
+            self.config,
+            self.options,
+            self.num_kv_heads,
+            self.head_size,
+            name,
+            layers[name],
+            act_dtype,
+            order,
+            self.means,
         )
         page_tokens = self.config.cache_config.block_size
         if self.config.cache_config.user_specified_block_size and (
@@ -421,14 +438,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             self.packed.flash = flash_for(self.head_size)
             self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
         unit = group_tokens(self.packed.scheme)
-        layers[name].attn_backend = backend_for(layers[name].attn_backend.get_name(), self.packed.token_bytes, unit)
+        named = f"{layers[name].attn_backend.get_name()}-{self._identity(act_dtype)}"
+        layers[name].attn_backend = backend_for(named, self.packed.token_bytes, unit)
 
     def _check_biases(self) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
-        layers = self.config.compilation_config.static_forward_context
-        impls = {
-            name: layer.impl for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), type(self))
-        }
+        impls = self._impls()
         if next(iter(impls.values())) is self and self.packed is None:
             told, means = check_weights(self.config, self.options, impls)
             for text in told:
@@ -441,6 +456,19 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             for impl in impls.values():
                 impl.means = means
         self.around.end()
+
+    def _identity(self, dtype: torch.dtype) -> str:
+        """Return the digest of what the bytes mean, which is noted in the folder of a connector as well."""
+        options = self.options
+        digest = digest_of(options, self.head_size, dtype)
+        claim(self.config.kv_transfer_config, digest, f"{options.scheme} with seed {options.seed}")
+        return digest
+
+    def _impls(self) -> dict[str, "PackedImpl"]:
+        """Return the implementations of this process, by their layers' names."""
+        layers = self.config.compilation_config.static_forward_context
+        found = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+        return {name: impl for name, impl in found.items() if isinstance(impl, PackedImpl)}
 
     def _packed(self) -> EngineLayer:
         if self.packed is None:

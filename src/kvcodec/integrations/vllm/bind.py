@@ -19,12 +19,13 @@ from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases, find_biases
 from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.identity import WHOLE_BLOCKS
 from kvcodec.integrations.vllm.layer import EngineLayer
 from kvcodec.integrations.vllm.means import KINDS, Rotaries, decided, means_of
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
 from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import Mean
+from kvcodec.scheme import KVScheme, Mean, Mix
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -40,6 +41,26 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
 
 
+def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the model's layers that cache keys and values, in order.
+
+    They are those that vLLM built, whatever else a layer holds (Falcon-H1's have a recurrent state as well). A pipeline
+    stage builds only its own, so there transformers' config says which the others are.
+
+    Parameters
+    ----------
+    config
+        Of the engine.
+    impls : mapping
+        The implementations of this process, by their layers' names.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return [layer.index for layer in plan_for(config.model_config.hf_config, "decoded").kv_layers]
+    return sorted(
+        {extract_layer_index(name) for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
+    )
+
+
 def check_weights(
     config: VllmConfig, options: Options, impls: Mapping[str, Any]
 ) -> tuple[list[str], dict[int, MeanRemoval]]:
@@ -47,10 +68,8 @@ def check_weights(
 
     Parameters
     ----------
-    config, options
-        Of the engine, and what it says of kvcodec.
-    impls : mapping
-        The implementations of this process, by their layers' names.
+    config, options, impls
+        As ``caching_layers``; what the engine says of kvcodec.
 
     Raises
     ------
@@ -58,15 +77,14 @@ def check_weights(
     UnsupportedError
         The layers cannot hold keys without the mean that is asked for.
     """
-    plan = plan_for(config.model_config.hf_config, "decoded")
     own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
-    order = [layer.index for layer in plan.kv_layers]
+    order = caching_layers(config, impls)
     model = config.model_config
     whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
     text_config = model.hf_config.get_text_config(decoder=True)
-    scheme, params = options.scheme, options.params
+    scheme, params = packed_everywhere(config, options.scheme), options.params
     with _plain_torch():
-        found = find_biases(plan.name, text_config, order, own)
+        found = find_biases(type(model.hf_config).__name__, text_config, order, own)
         biases = None if isinstance(found, str) else found
         rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
         if biases:
@@ -100,6 +118,17 @@ def _first_head(config: VllmConfig, heads: int) -> int:
     return rank // max(1, size // config.model_config.get_total_num_kv_heads()) * heads
 
 
+def packed_everywhere(config: VllmConfig, scheme: KVScheme) -> KVScheme:
+    """Return the scheme, without dense outer layers for a hybrid model.
+
+    Few of its layers cache keys and values: a dense one would take several times the bytes, and vLLM gives all its
+    attention layers pages of one size.
+    """
+    if config.model_config.is_hybrid and not isinstance(scheme, Mix):
+        return replace(scheme, dense_key_layers=0, dense_value_layers=0)
+    return scheme
+
+
 def bind(
     config: VllmConfig,
     options: Options,
@@ -108,6 +137,7 @@ def bind(
     name: str,
     layer: Any,
     dtype: torch.dtype,
+    layers: list[int],
     means: Mapping[int, MeanRemoval],
 ) -> EngineLayer:
     """Return the layer, with its scheme (by layer number) and constants (by head number).
@@ -124,6 +154,8 @@ def bind(
         vLLM's ``Attention``.
     dtype : torch.dtype
         Of the model's keys and values.
+    layers : list of int
+        ``caching_layers``.
     means : mapping
         Of ``check_weights``.
 
@@ -135,9 +167,8 @@ def bind(
     parallel = config.parallel_config
     hf_config = config.model_config.hf_config
     index = extract_layer_index(name)
-    layers = [own.index for own in plan_for(hf_config, "decoded").kv_layers]
     mean = means.get(index)
-    scheme = options.scheme.for_layer(layers.index(index), len(layers))
+    scheme = packed_everywhere(config, options.scheme).for_layer(layers.index(index), len(layers))
     scheme = replace(scheme, mean="none" if mean is None else mean.kind)
     if why := refusal(scheme, head_dim, fitted=options.params is not None):
         raise UnsupportedError(f"kvcodec, layer {index}: {why}")
@@ -150,10 +181,12 @@ def bind(
         params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params.get(index, {}).items()}
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     grouped = group_tokens(scheme) > 1
-    if grouped and config.kv_transfer_config is not None:
+    transfer = config.kv_transfer_config
+    if grouped and transfer is not None and transfer.kv_connector not in WHOLE_BLOCKS:
         raise UnsupportedError(
-            f"kvcodec, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together and holds unfinished "
-            f"groups outside of blocks, where KV connectors do not find them; switch the connector off."
+            f"kvcodec, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together, so pages can be handed "
+            f"over in whole blocks only, and {transfer.kv_connector} is not known to do so; use one of "
+            f"{', '.join(WHOLE_BLOCKS)}."
         )
     # pipeline stages alternate between batches: each batch needs its own slots
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size

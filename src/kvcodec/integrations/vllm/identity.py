@@ -1,0 +1,86 @@
+"""Which numbers a server's pages mean: an identity, so that no engine reads another's bytes as its own.
+
+Pages leave a process through KV connectors: to a folder, to another tier of memory, to another server. Two presets, two
+seeds or two files of constants can give pages of one size. The digest is part of the name of the backend, which
+servers compare before they exchange pages (NIXL, Mooncake), and is written into folders that outlive a server.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.options import Options
+
+NOTE = "kvcodec.json"
+"""File in a connector's folder that says whose pages it holds."""
+_FOLDERS = ("shared_storage_path", "root_dir", "storage_path")
+"""Keys under which connectors take a folder."""
+WHOLE_BLOCKS = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
+"""Connectors that hand over whole blocks. Planes of a page are not rows of tokens: part of a block is no tokens."""
+
+
+def digest_of(options: Options, head_dim: int, dtype: torch.dtype) -> str:
+    """Return 12 hexadecimal digits of what a server's bytes mean: codecs, layouts, seed and fitted constants."""
+    scheme = replace(options.scheme, spec="")
+    means = {
+        "scheme": json.loads(scheme.to_json()),
+        "layout": scheme.layout_versions(head_dim),
+        "dtype": str(dtype),
+        "seed": options.seed,
+        "params": None if options.params is None else options.params.sha256,
+    }
+    return hashlib.sha256(json.dumps(means, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def folders(transfer: Any) -> list[Path]:
+    """Return the folders that a connector's configuration names, at any depth; None: no connector."""
+
+    def named(value: Any) -> Iterable[Path]:
+        if isinstance(value, dict):
+            for key, own in value.items():
+                if key in _FOLDERS and isinstance(own, str):
+                    yield Path(own)
+                else:
+                    yield from named(own)
+        elif isinstance(value, list):
+            for own in value:
+                yield from named(own)
+
+    return [] if transfer is None else list(named(transfer.kv_connector_extra_config))
+
+
+def claim(transfer: Any, digest: str, what: str) -> None:
+    """Note in a connector's folders whose pages they hold.
+
+    Parameters
+    ----------
+    transfer
+        vLLM's ``kv_transfer_config``, or None.
+    digest, what : str
+        ``digest_of`` this server, and its preset and seed in words.
+
+    Raises
+    ------
+    UnsupportedError
+        A folder holds other pages.
+    """
+    for folder in folders(transfer):
+        folder.mkdir(parents=True, exist_ok=True)
+        note = folder / NOTE
+        try:
+            with note.open("x") as new:
+                json.dump({"digest": digest, "what": what}, new)
+            continue
+        except FileExistsError:
+            held = json.loads(note.read_text())
+        if held["digest"] != digest:
+            raise UnsupportedError(
+                f"kvcodec: {folder} holds pages of {held['what']} ({held['digest']}), this server's are of {what} "
+                f"({digest}) and mean other numbers; give the connector another folder."
+            )
