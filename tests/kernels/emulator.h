@@ -303,10 +303,6 @@ template <int N> inline void load_transposed(uint32_t* r, const void* row) {
 }
 
 inline void prefetch(const void* global) { (void)*(const volatile uint8_t*)global; }
-inline void prefetch_run(const void* global, int bytes) {
-  if ((uintptr_t)global % 16 || bytes % 16) emulated::fail("prefetch_run: not a multiple of 16 bytes");
-  for (int at = 0; at < bytes; at += 16) prefetch((const uint8_t*)global + at);
-}
 
 // -- copies from global to shared memory ------------------------------------------------------------------------------
 __attribute__((noinline)) inline void copy16(void* shared, const void* global) {

@@ -303,10 +303,6 @@ struct Decoder {
     }
   }
 
-  // Teams take their queries, and add dense tokens, all at the same time. So that memory is not idle meanwhile, AHEAD
-  // bytes of the pages behind a team's first tile are on their way into the L2, a page for each lane of a warp.
-  KV_CONST int AHEAD = 20480, EACH = AHEAD / page_bytes<K, V>(P), PAGES = EACH < 1 ? 1 : EACH < 32 ? EACH : 32;
-
   // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
   // tables; `filled`: an earlier piece of the team has filled the tables.
   KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp,
@@ -332,17 +328,14 @@ struct Decoder {
     const int64_t stride = page_bytes<K, V>(P);
     int fetched = from + warp;
     int page = fetched < to ? row[fetched * T / P] : 0;
-    const int next = from * T / P + (P == T) + lane;
-    const bool asks = HAS_TEAMS && warp == 0 && lane < PAGES && from < to && next * P < to * T;
-    const int ahead = asks ? row[next] : 0;
     auto fetch = [&](int stage) {
       if (fetched < to) {
-        const int tile = fetched + WARPS;
-        const int id = tile < to ? row[tile * T / P] : 0;
+        const int next = fetched + WARPS;
+        const int ahead = next < to ? row[next * T / P] : 0;
         const uint8_t* at = a.pages + ((int64_t)page * a.heads + h) * stride;
         fetch_tile<K, V, P, T>(ring + stage * STAGE, at, fetched * T % P, lane);
-        page = id;
-        fetched = tile;
+        page = ahead;
+        fetched = next;
       }
       copy_commit();
     };
@@ -351,7 +344,6 @@ struct Decoder {
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
     KV_NO_UNROLL
     for (int stage = 0; stage < (BRIEF ? 1 : STAGES); ++stage) fetch(stage);
-    if (asks) prefetch_run(a.pages + ((int64_t)ahead * a.heads + h) * stride, page_bytes<K, V>(P));
 
     if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
     if (TEAMS > 1 && !filled) sync_threads();

@@ -218,15 +218,6 @@ template <int N> KV_DEV void load_transposed(uint32_t* r, const void* row) {
 // prefetch 128 bytes, or as many as lie between multiples of 128, into the L2
 KV_DEV void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
-// the same of so many bytes, both multiples of 16, by one thread
-KV_DEV void prefetch_run(const void* global, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
-#else
-  for (int at = 0; at < bytes; at += 128) prefetch((const uint8_t*)global + at);
-#endif
-}
-
 // -- copies from global to shared memory, 16 bytes each, that run beside other work -----------------------------------
 KV_DEV void copy16(void* shared, const void* global) {
   uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
