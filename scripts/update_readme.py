@@ -683,7 +683,7 @@ def choose_block(root: Path) -> str:
     return "\n".join(lines) + (
         f"\n\nBits of every byte held, KL and perplexity on Qwen2.5-Coder-1.5B-Instruct (head_dim 128, key biases; "
         f"{items:g} windows of 2,048 tokens of WikiText-2, bfloat16; the last two rows, of keys as they are "
-        f"(`mean=none`), and those of ghost are of other runs and another processor) and on "
+        f"(mean=none), and those of ghost are of other runs and another processor) and on "
         f"{next(iter(small.values()))['model']} (head_dim 64); decode attention of {SPEED_TITLES['b32_32k']} beside 16 "
         f"bit, a dash where it is not measured."
     )
