@@ -124,6 +124,19 @@ def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
     assert sum(source.startswith("#define KV_HALVINGS") for source in asked) >= 1
 
 
+def test_a_bench_can_take_a_gpu_for_a_smaller_one() -> None:
+    cpu, pair = torch.device("cpu"), pair_of("hqmq-s96_r4", 128)
+    text = attention.text_of(pair)
+    q, table = torch.empty(1, 8, 1, 128), torch.empty(1, 100, dtype=torch.int32)
+    assert launch.machine(cpu) == launch.H200
+    with launch.limited(100):
+        assert launch.machine(cpu) == launch.Machine(132, *SMALL["99 KB"][1:])
+        config = launch.config_for(pair, 512, 65536, launch.machine(cpu))
+        assert config.halvings == 2
+        assert attention.splits_of(text, q, 2, table) > 1
+    assert launch.machine(cpu) == launch.H200
+
+
 # -- encoders: tables in shared memory -------------------------------------------------------------------------------
 
 

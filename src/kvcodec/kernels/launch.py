@@ -1,7 +1,9 @@
 """Launch constants of the decode kernel: a pure function of sizes, without tuning at run time."""
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -264,10 +266,32 @@ def machine_of(arch: str) -> Machine:
     return Machine(H200.sms, (known[arch] - 1) * 1024, known[arch] * 1024)
 
 
-@lru_cache
 def machine(device: torch.device) -> Machine:
     """Properties of this GPU; of an H200 where there is none."""
+    found = _machine(device)
+    most = _limits[-1]
+    return found._replace(shared_block=min(found.shared_block, most - 1024), shared_sm=min(found.shared_sm, most))
+
+
+@lru_cache
+def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
     return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
+
+
+_limits = [1 << 30]
+
+
+@contextlib.contextmanager
+def limited(kilobytes: int) -> Iterator[None]:
+    """Take GPUs for ones of so much shared memory a multiprocessor: to time programs for GPUs that are not there.
+
+    What was chosen before stays; ``decode._plan`` and ``history._plan`` remember it.
+    """
+    _limits.append(kilobytes * 1024)
+    try:
+        yield
+    finally:
+        _limits.pop()
