@@ -149,16 +149,21 @@ CASES = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """Template arguments of the kernel besides the readers: page, tile, warps, stages of a ring, teams of a CTA."""
+    """Template arguments of the kernel besides the readers: page, tile, warps, stages of a ring, teams of a CTA.
+
+    ``halvings``: how often the room of look-up tables is halved.
+    """
 
     page: int = 64
     tile: int = 32
     warps: int = 2
     stages: int = 2
     teams: int = 1
+    halvings: int = 0
 
 
 _SOURCE = """
+#define KV_HALVINGS {halvings}
 #include "decode.cuh"
 {includes}
 constexpr int WARPS = {warps}, TEAMS = {teams}, MERGERS = 2;

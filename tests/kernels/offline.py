@@ -24,7 +24,8 @@ import pytest
 
 from tests.kernels.harness import CACHE, HEADERS
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+"""sm_103 and sm_121 are compiled (test_machines.py), but the disassembler does not know them."""
 
 
 class Kernel(NamedTuple):
@@ -155,11 +156,11 @@ def _compiled(source: str, arch: int, fma: bool) -> dict[str, Kernel]:
 
 
 def architectures_in_turn(items: Iterable[Any]) -> list[Any]:
-    """Parameters with an architecture behind them: all with 90, every other with 80 or 100; the rest is ``wide``."""
+    """Parameters with an architecture behind them: all with 90, each with one or two others; the rest is ``wide``."""
     made = []
     for i, item in enumerate(items):
         for arch in ARCHITECTURES:
-            marks = [] if arch == 90 or i % 4 == {80: 0, 100: 2}[arch] else [pytest.mark.wide]
+            marks = [] if arch == 90 or i % 5 == ARCHITECTURES.index(arch) % 5 else [pytest.mark.wide]
             made.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), arch, marks=marks))
     return made
 

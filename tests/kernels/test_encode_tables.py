@@ -409,7 +409,7 @@ def test_machine_code(codec: Codec, arch: int) -> None:
     kernel = compile_kernels(source, arch, fma=False)["kv_encode"]
     assert not kernel.spills()
     assert kernel.stack == 0
-    assert kernel.registers <= 128  # two blocks of 256 threads
+    assert kernel.registers <= (160 if arch == 120 else 128)  # two blocks of 256 threads; on sm_120 one
     if arch != 90:
         return
     rows = max(

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels import hqmq as hqmq_kernels
 from kvcodec.kernels import octopus as octopus_kernels
+from kvcodec.kernels.spec import definitions
 from kvcodec.kernels.spec import reader as reader_of
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.split_words import pack_split
@@ -69,14 +71,17 @@ VALUES = """
     }"""
 
 
-def unpacked(codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role) -> Tensor:
+def unpacked(
+    codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role, halvings: int = 0
+) -> Tensor:
     """What a reader makes of a tile: float32 ``[tokens, dim]``; of bytes 255 without a payload."""
     octopus, found = isinstance(codec, Octopus), reader_of(codec, dim, "key")
     assert found.tables is not None
     table = found.tables(params)
     body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
-    lib = harness.build(UNPACK.format(header=found.header, reader=found.type, tokens=tokens, body=body))
-    assert lib.enter("table_bytes", result=ctypes.c_int) == found.shared
+    source = UNPACK.format(header=found.header, reader=found.type, tokens=tokens, body=body)
+    lib = harness.build("\n".join([*definitions(halvings), source]))
+    assert lib.enter("table_bytes", result=ctypes.c_int) == (found.shared, *found.fewer)[halvings]
     out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
     tile = tile_of(codec, dim, payload, tokens)
     lib.call("run", tile, table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
@@ -149,14 +154,15 @@ extern "C" void run(const uint8_t* tile, const uint8_t* k_source, const uint8_t*
 
 
 def unpacked_pair(
-    codec: Hqmq, dim: int, payload: Payload | None, params: tuple[Params, Params], tokens: int, dead: bool = False
-) -> Tensor:
+    codec: Hqmq, dim: int, payload: Payload | None, params: tuple[Params, Params], tokens: int, dead: bool = False,
+    halvings: int = 0,
+) -> Tensor:  # fmt: skip
     """What the readers of keys and values make of the same tile, with a table each: float32 ``[2, tokens, dim]``.
 
     ``dead``: as tiles with dead slots are read, and no shared memory but the tables.
     """
     readers = {role: hqmq_kernels.read_type(codec, dim, role) for role in ("key", "value")}
-    lib = harness.build(PAIR.format(tokens=tokens, D=dim, **readers))
+    lib = harness.build("\n".join([*definitions(halvings), PAIR.format(tokens=tokens, D=dim, **readers)]))
     keys, values = torch.full((2, tokens, dim), -1.0)
     sources = [hqmq_kernels.read_tables(constants)[:1] for constants in params]
     lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values), int(dead))
@@ -245,6 +251,42 @@ def test_hqmq_codes_of_both_roles(codec: Hqmq, dim: int) -> None:
         unpacked_pair(codec, dim, None, params, tokens, dead)
 
 
+def _halvings() -> list[Any]:
+    """Codecs and how often the room of their tables is halved, all that there is; most are wide."""
+    made = []
+    for codec in (*HQMQ, *OCTOPUS[:5]):
+        most = len(reader_of(codec, 64, "key").fewer)
+        for n in range(1, most + 1):
+            chosen = n == most and (isinstance(codec, Octopus) or codec.r != 3 or codec.s == 24)
+            made.append(pytest.param(codec, n, marks=[] if chosen else [pytest.mark.wide]))
+    return made
+
+
+@pytest.mark.parametrize(("codec", "halvings"), _halvings(), ids=str)
+def test_fewer_copies_of_tables_give_the_same_numbers(codec: Codec, halvings: int) -> None:
+    """As GPUs with less shared memory have them."""
+    dim = 64
+    params = tuple(codec.fit(Site(1, role, 1, dim)) for role in ROLES)
+    if isinstance(codec, Octopus):
+        codes, tokens = codes_everywhere(2**codec.code_bits, -(-dim // 3))
+        norm = numbers(tokens).float() if codec.norm == "fp32" else numbers(tokens)
+        payload = {**pack_split(codes, codec.code_bits, codec.low_bits), "norm": norm}
+        usual = unpacked(codec, dim, payload, params[0], tokens, "key")
+        assert torch.equal(unpacked(codec, dim, payload, params[0], tokens, "key", halvings), usual)
+        unpacked(codec, dim, None, params[0], tokens, "key", halvings)
+        return
+    assert isinstance(codec, Hqmq)
+    payload, tokens = hqmq_payload(codec, dim)
+    for dead in (False, True):
+        both = unpacked_pair(codec, dim, payload, params, tokens, dead and codec.s == 24, halvings)
+        for constants, got in zip(params, both, strict=True):
+            assert_decoded(codec, payload, constants, got)
+        unpacked_pair(codec, dim, None, params, tokens, dead, halvings)
+    for role, constants in zip(ROLES, params, strict=True):
+        alone = unpacked(codec, dim, payload, constants, tokens, role, halvings)
+        assert_decoded(codec, payload, constants, alone)
+
+
 SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
 
 
@@ -282,6 +324,14 @@ def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
 def test_hqmq_beside_another_codec(role: Role) -> None:
     side = hqmq_side(Hqmq(24, 3), None)
     check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES)
+
+
+@pytest.mark.parametrize(
+    ("codec", "halvings", "dim"), [(Hqmq(24, 4), 2, 64), (Hqmq(96, 4), 2, 128), (Hqmq(192, 6), 1, 96)], ids=str
+)
+def test_hqmq_decode_with_fewer_copies(codec: Hqmq, halvings: int, dim: int) -> None:
+    key, value = hqmq_side(codec, "key"), hqmq_side(codec, "value")
+    check_all(key, value, dim, CASES[:5], Geometry(tile=16, stages=1, halvings=halvings))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -24,7 +24,7 @@ from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes, shares_tables
 from kvcodec.kernels.mean import KeyMean, checked
-from kvcodec.kernels.spec import DecodeSpec, align, includes
+from kvcodec.kernels.spec import DecodeSpec, align, definitions, includes
 
 LOG2E = 1.4426950408889634
 COMBINE_WARPS = 8
@@ -55,6 +55,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
+            *definitions(config.halvings),
             '#include "decode.cuh"',
             *includes(spec.key, spec.value),
             f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "

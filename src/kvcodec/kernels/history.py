@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
-from kvcodec.errors import ShapeError
+from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import UnpackArgs
 from kvcodec.kernels.basis import DIVIDE, Part, change_basis, into_codes, out_of_codes, queries_to_change
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, score
+from kvcodec.kernels.launch import Machine, machine
 from kvcodec.kernels.mean import KeyMean, checked
-from kvcodec.kernels.spec import DecodeSpec, includes
+from kvcodec.kernels.spec import DecodeSpec, definitions, includes
 
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
@@ -43,10 +44,11 @@ def tile_tokens(spec: DecodeSpec) -> int:
     return 32 if spec.blocked else 16
 
 
-def shared_bytes(spec: DecodeSpec) -> int:
+def shared_bytes(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
+    spec = spec.halved(halvings)
     tables = _round(-(-spec.key.shared // 16) * 16 + -(-spec.value.shared // 16) * 16)
-    need = tables + WARPS * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
+    need = tables + warps * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
     return max(need, spec.key.reach, spec.value.reach)
 
 
@@ -54,17 +56,36 @@ def _round(n: int) -> int:
     return -(-n // 128) * 128
 
 
-def program(spec: DecodeSpec) -> Program:
-    """Return the source of ``kv_unpack`` for a spec."""
+def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
+    """Warps of a CTA, and how often the room of its look-up tables is halved: the first that fits the machine.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    halvings = range(spec.halvings + 1)
+    tries = [*((WARPS, n) for n in halvings), (2, spec.halvings), (1, spec.halvings)]
+    for which in tries:
+        if shared_bytes(spec, *which) <= machine.shared_block:
+            return which
+    raise UnsupportedError(
+        f"unpacking {spec.name}: needs {shared_bytes(spec, *tries[-1])} bytes of shared memory in a block; this GPU "
+        f"has {machine.shared_block}."
+    )
+
+
+def program(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> Program:
+    """Return the source of ``kv_unpack`` for a spec and a ``config_for`` it."""
     source = "\n".join(
         [
+            *definitions(halvings),
             '#include "unpack.cuh"',
             *includes(spec.key, spec.value),
             f"using Unpack = kv::Unpacker<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
-            f"{tile_tokens(spec)}, {WARPS}{f', {spec.pairs}' if spec.pairs else ''}>;",
-            f"static_assert(Unpack::SHARED == {shared_bytes(spec)}, "
+            f"{tile_tokens(spec)}, {warps}{f', {spec.pairs}' if spec.pairs else ''}>;",
+            f"static_assert(Unpack::SHARED == {shared_bytes(spec, warps, halvings)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
-            f"KV_KERNEL void KV_BOUNDS({WARPS * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
+            f"KV_KERNEL void KV_BOUNDS({warps * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
             "{ Unpack::run(a); }",
             "",
         ]
@@ -79,18 +100,20 @@ class Plan(NamedTuple):
     spec: DecodeSpec
     kernel: Kernel
     tile: int
+    warps: int
     shared: int
 
 
 @lru_cache(maxsize=256)
 def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
-    return load(program(spec), ("kv_unpack",), device, f"unpacking {spec.name}")[0]
+    return load(program(spec, *config_for(spec, machine(device))), ("kv_unpack",), device, f"unpacking {spec.name}")[0]
 
 
 @lru_cache(maxsize=256)
 def _plan(text: str, device: torch.device) -> Plan:
     spec = decode_spec_of(text).small  # a block fills its tables for a few tokens
-    return Plan(spec, _kernel(spec, device), tile_tokens(spec), shared_bytes(spec))
+    warps, halvings = config_for(spec, machine(device))
+    return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, halvings))
 
 
 class Packed(NamedTuple):
@@ -174,7 +197,7 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
     skip = 2 * row * k.stride(2)
     args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
     args.heads, args.first, args.count, args.kind = heads, first, count, int(k.dtype == torch.bfloat16)
-    plan.kernel.launch((-(-count // (plan.tile * WARPS)), heads, batch), WARPS * 32, plan.shared, args)
+    plan.kernel.launch((-(-count // (plan.tile * plan.warps)), heads, batch), plan.warps * 32, plan.shared, args)
 
 
 def _room(

@@ -47,7 +47,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     return Reader(
         read_type(codec, head_dim),
         "read_hqmq.cuh",
-        shared=shared_bytes(codec),
+        shared=shared_bytes(codec)[0],
+        fewer=shared_bytes(codec)[1:],
         tables=read_tables,
         both=read_type(codec, head_dim, role),
         # least shared memory of the readers of keys and values together
@@ -113,9 +114,10 @@ def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
 
 
-def shared_bytes(codec: Hqmq) -> int:
-    """Bytes of shared memory of the reader's codebook."""
-    return copied_bytes(12 * codec.s, TABLE_BUDGET)
+def shared_bytes(codec: Hqmq) -> tuple[int, ...]:
+    """Bytes of shared memory of the reader's codebook, and of fewer copies of it."""
+    held = 16 - codec.code_bits  # bits of a radius in a word of 16 bits, if row and radius fill one: ``LEAST``
+    return copied_bytes(12 * codec.s, TABLE_BUDGET, 1 << held - 3 if codec.code_bits + codec.r >= 16 else 1)
 
 
 def read_tables(params: Params) -> Tensor:

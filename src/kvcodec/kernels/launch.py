@@ -1,7 +1,9 @@
 """Launch constants of the decode kernel: a pure function of sizes, without tuning at run time."""
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,6 +34,8 @@ class Config(NamedTuple):
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
     small : bool
         Whether look-up tables are ``DecodeSpec.small``.
+    halvings : int
+        How often the room of look-up tables is halved, on GPUs with less shared memory: they have fewer copies.
     """
 
     tile: int
@@ -41,6 +45,12 @@ class Config(NamedTuple):
     splits: int
     teams: int = 1
     small: bool = False
+    halvings: int = 0
+
+    @property
+    def resident_warps(self) -> int:
+        """Warps of a multiprocessor."""
+        return self.warps * self.teams * self.resident
 
 
 class Machine(NamedTuple):
@@ -59,7 +69,7 @@ MOST_ROUNDS = 256
 TEAM_TOKENS = 4096
 """Capacity of a sequence up to which teams take whole ones: a long one among short ones would keep one team busy."""
 WARPS = 8
-"""Of a multiprocessor that hide memory's latency."""
+"""Of a multiprocessor that hide memory's latency; where fewer fit, tables are smaller or have fewer copies."""
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
 
@@ -78,7 +88,7 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
 
     ``heads`` of a CTA count where there are teams.
     """
-    spec = spec.small if config.small else spec
+    spec = (spec.small if config.small else spec).halved(config.halvings)
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128) + tile_bytes(spec.pairs, config.tile)
     rows = 4 * (heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
@@ -94,12 +104,12 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     return max(need, spec.key.reach, spec.value.reach)
 
 
-def candidates(spec: DecodeSpec) -> list[Config]:
+def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0) -> list[Config]:
     """Return launch constants worth trying, without regard to the machine."""
     least = 32 if spec.blocked else 16
     tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0 and t >= least]
     shapes = ((4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
-    return [Config(tile, warps, 2, resident, 1) for tile in tiles for warps, resident in shapes]
+    return [Config(tile, warps, stages, resident, 1, halvings=halvings) for tile in tiles for warps, resident in shapes]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
@@ -131,17 +141,37 @@ def config_for(
     UnsupportedError
         No choice fits the machine's shared memory.
     """
+    # tables in all copies, then in fewer; at last a ring of one tile
+    tries = [(2, n) for n in range(spec.halvings + 1)] + [(1, spec.halvings)]
+    fitting = []
+    for which in tries:
+        if (config := _config(spec, units, capacity, machine, dense, heads, *which)) is None:
+            continue
+        if machine.shared_block >= H200.shared_block or config.resident_warps >= WARPS:
+            return config
+        fitting.append(config)
+    if fitting:
+        return max(fitting, key=lambda config: config.resident_warps)
+    least = min(shared_bytes(spec.small, c) for which in tries for c in candidates(spec, *which))
+    raise UnsupportedError(
+        f"{spec.name}: needs {least} bytes of shared memory in a block; this GPU has {machine.shared_block}."
+    )
 
+
+def _config(
+    spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool, heads: int, stages: int, halvings: int
+) -> Config | None:
+    """As ``config_for`` with so many stages, and so many copies of tables; None: nothing fits."""
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
     # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
     # shortest last round. Many: long tiles cost the fewest instructions, two CTAs overlap each other's ends, and
     # where only one fits, more warps help.
     longest = min(spec.key.tile, spec.value.tile)
-    if shared_out := None if dense else _teams(spec, units, capacity, machine, heads):
+    if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, halvings):
         return shared_out
-    fitting = [c for c in candidates(spec) if _fits(spec, c, machine, dense)]
-    if spec.small != spec and all(c.warps * c.resident < WARPS for c in fitting):
-        smaller = [c._replace(small=True) for c in candidates(spec)]
+    fitting = [c for c in candidates(spec, stages, halvings) if _fits(spec, c, machine, dense)]
+    if spec.small != spec and all(c.resident_warps < WARPS for c in fitting):
+        smaller = [c._replace(small=True) for c in candidates(spec, stages, halvings)]
         fitting = [c for c in smaller if _fits(spec, c, machine, dense)] or fitting
     if 10 * units <= machine.sms:
         short = 16 * spec.tile_bytes(32) < FEW_BYTES
@@ -155,13 +185,10 @@ def config_for(
             return max(0, 8 - c.warps * c.resident), -c.tile, -c.resident, warps
 
         fitting.sort(key=order)
-    if fitting:
-        splits = _splits(fitting[0], units, capacity, machine, dense, slow=spec.blocked or spec.key.shared > 0)
-        return fitting[0]._replace(splits=splits)
-    raise UnsupportedError(
-        f"{spec.name}: needs {min(shared_bytes(spec.small, c) for c in candidates(spec))} bytes of shared memory in a "
-        f"block; this GPU has {machine.shared_block}."
-    )
+    if not fitting:
+        return None
+    splits = _splits(fitting[0], units, capacity, machine, dense, slow=spec.blocked or spec.key.shared > 0)
+    return fitting[0]._replace(splits=splits)
 
 
 def configs_for(
@@ -183,7 +210,7 @@ def configs_for(
     return sorted(found)
 
 
-def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int) -> Config | None:
+def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int, halvings: int) -> Config | None:
     """Return teams for many short sequences: each takes whole ones, so little is merged; None: teams do not pay.
 
     Measured on an H200 at 128 x 1,024 and 64 x 2,048 tokens, 8 KV heads of 128: what counts is that as many teams as
@@ -196,7 +223,7 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
     longest, least = min(spec.key.tile, spec.value.tile), 32 if spec.blocked else 16
     for tile in (t for t in (64, 32, 16) if spec.page_tokens % t == 0 and least <= t <= longest):
         for warps, teams in ((w, n) for w in (1, 2, 3, 4) for n in range(2, 9)):
-            config = Config(tile, warps, 2, 1, 1, teams)
+            config = Config(tile, warps, 2, 1, 1, teams, halvings=halvings)
             if warps * teams > spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
                 continue
             rounds = units / (machine.sms * teams)
@@ -239,10 +266,32 @@ def machine_of(arch: str) -> Machine:
     return Machine(H200.sms, (known[arch] - 1) * 1024, known[arch] * 1024)
 
 
-@lru_cache
 def machine(device: torch.device) -> Machine:
     """Properties of this GPU; of an H200 where there is none."""
+    found = _machine(device)
+    most = _limits[-1]
+    return found._replace(shared_block=min(found.shared_block, most - 1024), shared_sm=min(found.shared_sm, most))
+
+
+@lru_cache
+def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
     return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
+
+
+_limits = [1 << 30]
+
+
+@contextlib.contextmanager
+def limited(kilobytes: int) -> Iterator[None]:
+    """Take GPUs for ones of so much shared memory a multiprocessor: to time programs for GPUs that are not there.
+
+    What was chosen before stays; ``decode._plan`` and ``history._plan`` remember it.
+    """
+    _limits.append(kilobytes * 1024)
+    try:
+        yield
+    finally:
+        _limits.pop()

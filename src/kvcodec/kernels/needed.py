@@ -126,7 +126,7 @@ def of_codecs(
     for role, codec in zip(ROLES, (key, value), strict=True):
         if codec.needs_sample and (fit := of_module(type(codec).__module__, "fit_program")):
             yield Needed(fit(codec, head_dim, role), f"fitting {codec}, {role}s")
-    yield Needed(history.program(spec.small), f"unpacking {spec.name}")
+    yield Needed(history.program(spec.small, *history.config_for(spec.small, machine)), f"unpacking {spec.name}")
     yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
 
 

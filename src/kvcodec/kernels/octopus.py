@@ -36,7 +36,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     return Reader(
         f"kv::ReadOctopus<{numbers}>",
         "read_octopus.cuh",
-        shared=shared_bytes(codec),
+        shared=shared_bytes(codec)[0],
+        fewer=shared_bytes(codec)[1:],
         tables=read_tables(codec),
         factor="signs",
         order=power_of_two_divisor(head_dim),
@@ -148,12 +149,12 @@ def row_arguments(codec: Octopus, head_dim: int) -> str:
     return f"{numbers}, kv::{ROUNDINGS[codec.rounding]}"
 
 
-def shared_bytes(codec: Octopus) -> int:
-    """Bytes of shared memory of the reader's tables."""
+def shared_bytes(codec: Octopus) -> tuple[int, ...]:
+    """Bytes of shared memory of the reader's tables, and with fewer copies of them."""
     if codec.code_bits <= JOINT_BITS:
         return copied_bytes(2**codec.code_bits, TABLE_BUDGET)
     lengths = 2 ** (2 * codec.norm_bits if codec.norm_bits <= 3 else codec.norm_bits)
-    return copied_bytes(4**codec.direction_bits, TABLE_BUDGET) + lengths * 128
+    return tuple(n + lengths * 128 for n in copied_bytes(4**codec.direction_bits, TABLE_BUDGET))
 
 
 def read_tables(codec: Octopus) -> Callable[[Params], Tensor]:

@@ -24,6 +24,7 @@ def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
         f"kv::ReadSketch<{stage.type}, {dim}>",
         "read_sketch.cuh",
         shared=stage.shared,
+        fewer=stage.fewer,
         tables=_read(stage.tables),
         factor=stage.factor,
         order=stage.order,

@@ -44,6 +44,8 @@ class Reader:
         Tokens per block.
     shared : int
         Bytes of look-up tables in shared memory, the struct's ``TABLE``.
+    fewer : tuple of int
+        ``shared`` with half of the room for copies of the tables, with a quarter and so on (``KV_HALVINGS``).
     tables : callable, optional
         Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads. ``[B or 1, H, bytes]`` of
         an ORDERED struct (tile.cuh).
@@ -92,6 +94,7 @@ class Reader:
     folder: str = str(CSRC)
     block: int = 1
     shared: int = 0
+    fewer: tuple[int, ...] = ()
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     computes: bool = False
     factor: str | Callable[[Params], Tensor] = ""
@@ -361,9 +364,31 @@ class DecodeSpec(NamedTuple):
         """CTAs of a KV head, for each run of tokens."""
         return -(-group // self.heads(group))
 
+    @property
+    def halvings(self) -> int:
+        """How often the room of the look-up tables can be halved."""
+        return max(len(self.key.fewer), len(self.value.fewer))
+
+    def halved(self, times: int) -> "DecodeSpec":
+        """The same codecs with fewer copies of their look-up tables; programs begin with ``definitions(times)``."""
+        return self if not times else self._replace(key=_halved(self.key, times), value=_halved(self.value, times))
+
     def tile_bytes(self, tokens: int) -> int:
         """Bytes of the planes of ``tokens`` tokens of a page, each plane padded to 16 bytes."""
         return sum(align(size * -(-tokens // per)) for size, per in (*self.key_planes, *self.value_planes))
+
+
+def _halved(reader: Reader, times: int) -> Reader:
+    if not reader.fewer:
+        return reader
+    shared = reader.fewer[:times][-1]
+    # tables with fewer copies are not interleaved: addresses stay inside them
+    return replace(reader, shared=shared, fewer=(), reach=reader.reach if shared == reader.shared else 0)
+
+
+def definitions(halvings: int) -> list[str]:
+    """First lines of a program whose look-up tables have so many times half of their room."""
+    return [f"#define KV_HALVINGS {halvings}"] if halvings else []
 
 
 def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:

@@ -56,10 +56,21 @@ def level_bytes(bits: int) -> int:
     return 128 << bits * _CODES_OF_AN_INDEX.get(bits, 1)
 
 
-def copied_bytes(entries: int, budget: int) -> int:
-    """Bytes of shared memory of ``kv::Table8``: ``entries`` rows of 8 bytes, in as many copies as fit the budget."""
-    copies = next((n for n in (16, 8, 4) if entries * 8 * n <= budget), 1)
-    return entries * 8 * copies
+HALVINGS = 3
+"""How often the room of look-up tables may be halved, ``KV_HALVINGS`` of csrc/bits.cuh."""
+
+
+def copied_bytes(entries: int, budget: int, least: int = 1) -> tuple[int, ...]:
+    """Bytes of shared memory of ``kv::Table8``: ``entries`` rows of 8 bytes, in as many copies as fit the budget.
+
+    Then those of half of the budget, and so on, until there are ``least`` copies, or no fewer.
+
+    >>> copied_bytes(1024, 131072), copied_bytes(2304, 73728)
+    ((131072, 65536, 32768, 8192), (73728, 18432))
+    """
+    choices = [n for n in (16, 8, 4, 2) if n >= least and (n > 2 or least == 2)]
+    copies = [next((n for n in choices if entries * 8 * n <= budget >> i), least) for i in range(HALVINGS + 1)]
+    return tuple(entries * 8 * n for n in copies[: copies.index(copies[-1]) + 1])
 
 
 def half_rows(table: Tensor) -> Tensor:

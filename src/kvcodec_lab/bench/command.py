@@ -7,6 +7,7 @@ everything in the folder and, with matplotlib, ``OUT/speed.png`` are written fro
 """
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for option, form, text in options:
         p.add_argument(option, **form, help=f"GPU benches: {text}")
+    # as the programs would be where shared memory is short, to bound their times: docs/kernels.md
+    p.add_argument("--shared-memory", type=int, metavar="KB", help=argparse.SUPPRESS)
     serve.add_arguments(p)
 
 
@@ -73,11 +76,18 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> "list[Row] | in
 
         check_writable(out)
     path = None if out is None else out / f"{args.what}.jsonl"
-    recorder = Recorder(path, stamp(device, args.seed, args.commit), say)
+    common = stamp(device, args.seed, args.commit)
+    limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if args.shared_memory:
+        from kvcodec.kernels.launch import limited
+
+        common, limit = common | {"shared_memory_kb": args.shared_memory}, limited(args.shared_memory)
+    recorder = Recorder(path, common, say)
     lost = False
     try:
-        for _ in rows_of(args, recorder, device):
-            pass
+        with limit:
+            for _ in rows_of(args, recorder, device):
+                pass
     except KeyboardInterrupt:
         say("interrupted: the rows hold what was finished")
     except DeviceLostError as error:

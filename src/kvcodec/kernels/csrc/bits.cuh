@@ -118,18 +118,24 @@ template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t 
 }
 #endif
 
-KV_CONSTEXPR int table_copies(int entries, int room) {
+// How often the room of look-up tables is halved: GPUs with less shared memory have fewer copies of them.
+#ifndef KV_HALVINGS
+#define KV_HALVINGS 0
+#endif
+
+// LEAST: what a reader needs
+KV_CONSTEXPR int table_copies(int entries, int room, int least = 1) {
   int n = 16;
-  while (n > 1 && entries * 8 * n > room) n /= 2;
-  return n > 2 ? n : 1;  // two copies would save only one pass in twenty
+  while (n > least && entries * 8 * n > room >> KV_HALVINGS) n /= 2;
+  return n == 2 && least == 1 ? 1 : n;  // two copies would save only one pass in twenty
 }
 
 // Tables of 8-byte entries in COPIES interleaved copies: entry i of copy c lies at (i * COPIES + c) * 8. A half-warp
 // reads in one pass when its lanes access 16 different pairs of banks, so each lane has a copy, hence banks, of its
 // own, or shares it with few. BESIDE tables of one size may be interleaved: entry i at i * COPIES * BESIDE. AHEAD:
 // loads that a thread which fills them has under way.
-template <int ENTRIES, int BUDGET, int BESIDE = 1, int AHEAD = 4> struct Table8 {
-  KV_CONST int COPIES = table_copies(ENTRIES, BUDGET);
+template <int ENTRIES, int BUDGET, int BESIDE = 1, int AHEAD = 4, int LEAST = 1> struct Table8 {
+  KV_CONST int COPIES = table_copies(ENTRIES, BUDGET, LEAST);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;
   KV_CONST int STRIDE = 8 * COPIES * BESIDE;  // bytes from entry to entry
   KV_FUNCTION int bit_of(int stride) { return stride == 1 ? 0 : 1 + bit_of(stride / 2); }

@@ -165,25 +165,67 @@ KV_DEV void subtract_mean(float (&y)[N], const EncodeMean& m, int b, int head, u
   }
 }
 
-// y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
-template <int TEAM, int ORDER, int N> KV_DEV void rotate_row(float (&y)[N], int part) {
-  double s[N];
-  KV_UNROLL for (int k = 0; k < N; k++) s[k] = (double)y[k];
+// GPUs with few units for doubles, all but sm_80, 90 and 100, add integers instead where those are as exact.
+#ifndef KV_FEW_DOUBLES
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1000
+#define KV_FEW_DOUBLES 1
+#else
+#define KV_FEW_DOUBLES 0
+#endif
+#endif
+
+KV_DEV double plus(double s, bool minus, double other) { return fma(s, minus ? -1.0 : 1.0, other); }
+KV_DEV int64_t plus(int64_t s, bool minus, int64_t other) { return (minus ? -s : s) + other; }
+KV_DEV double partner(double s, int lane_bit) { return shfl_xor(s, lane_bit); }
+KV_DEV int64_t partner(int64_t s, int lane_bit) {
+  const uint32_t low = shfl_xor((uint32_t)s, lane_bit), high = shfl_xor((uint32_t)((uint64_t)s >> 32), lane_bit);
+  return (int64_t)((uint64_t)high << 32 | low);
+}
+
+// s H, of doubles or integers
+template <int TEAM, int ORDER, class T, int N> KV_DEV void butterflies(T (&s)[N], int part) {
   KV_UNROLL for (int bit = 1; bit < ORDER; bit *= 2) {
     int lane_bit = TEAM == 32 ? (bit < 32 ? bit : 0) : (bit >= 4 && bit < 32 ? bit / 4 : 0);
     int step = TEAM == 32 ? bit / 32 : bit < 4 ? bit : bit / 8;  // between partners within a lane
     if (lane_bit) {
-      double sign = part & lane_bit ? -1.0 : 1.0;
-      KV_UNROLL for (int k = 0; k < N; k++) s[k] = fma(s[k], sign, shfl_xor(s[k], lane_bit));
+      KV_UNROLL for (int k = 0; k < N; k++) s[k] = plus(s[k], part & lane_bit, partner(s[k], lane_bit));
     } else {
       KV_UNROLL for (int k = 0; k < N; k++) {
         if (k & step) continue;
-        double a = s[k], b = s[k | step];
-        s[k] = add(a, b);
-        s[k | step] = sub(a, b);
+        T a = s[k], b = s[k | step];
+        s[k] = a + b;
+        s[k | step] = a - b;
       }
     }
   }
+}
+
+// x 2^32, and whether that is whole and below 2^44: sums of 512 such numbers are exact as doubles too
+KV_DEV bool as_integer(float x, int64_t& y) {
+  const uint32_t bits = float_bits(x), exponent = bits >> 23 & 255u;
+  const int64_t mantissa = (int64_t)(bits & 0x7fffffu | (exponent ? 0x800000u : 0u));
+  const int by = (int)exponent - 118;  // the mantissa counts from 2^-150 on
+  const int down = by < 0 ? (by > -24 ? -by : 24) : 0;
+  const int64_t size = by < 0 ? mantissa >> down : mantissa << (by < 20 ? by : 20);
+  y = bits >> 31 ? -size : size;
+  return by <= 20 && (by >= 0 || size << down == mantissa);
+}
+
+// y H, every sum exact in double for 16-bit x, so that the order of additions does not matter
+template <int TEAM, int ORDER, int N> KV_DEV void rotate_row(float (&y)[N], int part) {
+  if (KV_FEW_DOUBLES && N <= 16) {  // longer rows would spill registers, as theirs are held for both ways
+    int64_t s[N];
+    bool whole = true;
+    KV_UNROLL for (int k = 0; k < N; k++) whole &= as_integer(y[k], s[k]);
+    if (!any(!whole)) {
+      butterflies<TEAM, ORDER>(s, part);
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = (float)mul((double)s[k], inverse_root(ORDER) * 0x1p-32);
+      return;
+    }
+  }
+  double s[N];
+  KV_UNROLL for (int k = 0; k < N; k++) s[k] = (double)y[k];
+  butterflies<TEAM, ORDER>(s, part);
   KV_UNROLL for (int k = 0; k < N; k++) y[k] = (float)mul(s[k], inverse_root(ORDER));
 }
 

@@ -22,15 +22,18 @@ enum Place {
 };
 
 // BOUND: addresses are bounded wherever the table is.
-template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct ReadHqmq {
+template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
-  KV_CONST int ENTRIES = 12 * S;
+  KV_CONST int ENTRIES = 12 * S, ROOM = 73728;
+  // a row's place in a word of 16 bits is multiplied, never divided, to become its address
+  KV_CONST int LEAST = Fields::UNITS ? 1 << (Fields::HELD - 3) : 1;
   // Rows whose low bits are a byte: keys' and values' tables are interleaved, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
-  KV_CONST bool INTERLEAVED = BYTES && PLACE != ALONE;
-  using Codebook = Table8<ENTRIES, 73728, INTERLEAVED ? 2 : 1, 6>;
+  KV_CONST bool INTERLEAVED = BYTES && BESIDE != ALONE && table_copies(ENTRIES, ROOM) == 16;
+  KV_CONST Place PLACE = BYTES && !INTERLEAVED ? ALONE : BESIDE;
+  using Codebook = Table8<ENTRIES, ROOM, INTERLEAVED ? 2 : 1, 6, LEAST>;
 
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Fields::PLANES;
@@ -38,7 +41,7 @@ template <int D, int S, int R, Place PLACE = ALONE, bool BOUND = false> struct R
   KV_CONST int TABLE = Codebook::BYTES;
   KV_CONST int REACH = INTERLEAVED ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
   // where there are dead slots: what lies behind interleaved tables is being written
-  using Bounded = ReadHqmq<D, S, R, PLACE, INTERLEAVED>;
+  using Bounded = ReadHqmq<D, S, R, BESIDE, INTERLEAVED>;
   KV_CONST uint32_t MOST = INTERLEAVED ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
   // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15

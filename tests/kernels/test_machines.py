@@ -1,0 +1,195 @@
+"""GPUs with less shared memory than an H200: nothing is refused there, and enough warps hide what look-ups cost."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.kernels import build, encode, history, launch
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels.arguments import EncodeArgs
+from kvcodec.kernels.launch import Config, machine_of
+from kvcodec.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
+from tests.kernels import emulation
+from tests.kernels.emulation import machine  # noqa: F401  a fixture
+from tests.kernels.offline import ARCHITECTURES, compile_kernels
+
+SMALL = {"99 KB": machine_of("sm_89"), "163 KB": machine_of("sm_80")}
+WIDE_ROWS = {("dense", 192), ("dense", 256), ("kivi-tq-4", 192), ("kivi-tq-4", 256)}
+"""On 99 KB: tiles of 16, or 32, tokens of eight warps do not fit, whatever the tables. The same holds for dense tokens
+in a block of their own (values that are rotated) at a head_dim of 192 and more.
+"""
+REFUSED = {("ghost-4", dim) for dim in HEAD_DIMS}
+"""On 99 KB: tables of 128 KiB."""
+
+
+def pair_of(preset: str, dim: int) -> DecodeSpec:
+    scheme = kvcodec.get(preset)
+    try:
+        return decode_spec(scheme.key, scheme.value, dim, scheme.page_layout(dim).page_tokens)
+    except KVError as error:
+        return pytest.skip(str(error))
+
+
+class Choice(NamedTuple):
+    config: Config
+    apart: bool
+    heads: int
+
+
+def choices(pair: DecodeSpec, machine: launch.Machine) -> list[Choice]:  # noqa: F811
+    """Launch constants of few and many sequences, long and short ones, with dense tokens apart and without."""
+    return [
+        Choice(launch.config_for(pair, units, capacity, machine, dense and not pair.joins, heads), dense, heads)
+        for units in (4, 512)
+        for capacity in (2048, 65536)
+        for dense in (False, True)
+        for heads in (4, 8)
+    ]
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("preset", kvcodec.presets())
+@pytest.mark.parametrize("name", SMALL)
+def test_no_preset_is_refused(name: str, preset: str, dim: int) -> None:
+    there, pair = SMALL[name], pair_of(preset, dim)
+    if name == "99 KB" and (preset, dim) in REFUSED:
+        with pytest.raises(UnsupportedError, match="this GPU has 101376"):
+            choices(pair, there)
+        return
+    for config, dense, heads in choices(pair, there):
+        need = launch.shared_bytes(pair, config, dense, heads)
+        assert need <= there.shared_block
+        assert config.resident * (need + 1024) <= there.shared_sm
+        if config.resident_warps < launch.WARPS:
+            assert name == "99 KB" or preset == "ghost-4"
+            if preset == "ghost-4":
+                continue
+            assert (preset, dim) in WIDE_ROWS or (dense and not pair.joins and dim >= 192)
+            assert config.resident_warps >= 4
+    warps, halvings = history.config_for(pair, there)
+    assert history.shared_bytes(pair, warps, halvings) <= there.shared_block
+    assert warps == 4 or preset == "ghost-4" or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
+
+
+@pytest.mark.parametrize("preset", kvcodec.presets())
+def test_where_all_copies_fit_there_are_all(preset: str) -> None:
+    """On 227 KB nothing has changed by what smaller machines need."""
+    for dim in HEAD_DIMS:
+        pair = pair_of(preset, dim)
+        for config, *_ in choices(pair, launch.H200):
+            assert (config.stages, config.halvings) == (2, 0)
+        assert history.config_for(pair, launch.H200) == (4, 0)
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    pair = pair_of("hqmq-s96_r4", 128)
+    with pytest.raises(UnsupportedError, match=r"needs \d+ bytes of shared memory in a block; this GPU has 1024"):
+        launch.config_for(pair, 1, 64, launch.Machine(1, 1024, 1024))
+    with pytest.raises(UnsupportedError, match=r"unpacking .* needs \d+ bytes .*; this GPU has 1024"):
+        history.config_for(pair, launch.Machine(1, 1024, 1024))
+
+
+@pytest.mark.parametrize("preset", ["hqmq-s24_r3", "hqmq-s96_r4", "octopus-3"])
+def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
+    preset: str,
+    machine: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole way, with fewer copies: encoding, decode steps, several queries at once."""
+    there = SMALL["99 KB"]
+    for module in (attention, history):
+        monkeypatch.setattr(module, "machine", lambda device: there)
+    dim, made = 128, kvcodec.get(preset).for_layer(8, 24)
+    asked, make = [], emulation.emulated
+
+    def record(program: build.Program, *rest: Any) -> Any:
+        asked.append(program.source)
+        return make(program, *rest)
+
+    monkeypatch.setattr(emulation, "emulated", record)
+    fused, reference = FusedLayerCache(made), LayerCache(made)
+    k, v = torch.randn(2, 1, 2, 150, dim, generator=torch.Generator().manual_seed(0)).half()
+    for cache in (fused, reference):
+        cache.append(k, v)
+    for queries in (1, 3):
+        q = torch.randn(1, 4, queries, dim, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(fused.attend(q), reference.attend(q), rtol=0, atol=4e-3)
+    for got, wanted in zip(fused.decode(), reference.decode(), strict=True):
+        assert torch.equal(got, wanted)
+    assert sum(source.startswith("#define KV_HALVINGS") for source in asked) >= 1
+
+
+def test_a_bench_can_take_a_gpu_for_a_smaller_one() -> None:
+    cpu, pair = torch.device("cpu"), pair_of("hqmq-s96_r4", 128)
+    text = attention.text_of(pair)
+    q, table = torch.empty(1, 8, 1, 128), torch.empty(1, 100, dtype=torch.int32)
+    assert launch.machine(cpu) == launch.H200
+    with launch.limited(100):
+        assert launch.machine(cpu) == launch.Machine(132, *SMALL["99 KB"][1:])
+        config = launch.config_for(pair, 512, 65536, launch.machine(cpu))
+        assert config.halvings == 2
+        assert attention.splits_of(text, q, 2, table) > 1
+    assert launch.machine(cpu) == launch.H200
+
+
+# -- encoders: tables in shared memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["hqmq-s192_r6", "octopus-4", "ghost-4", "octopus-qjl-4"])
+def test_tables_of_encoders_fit_99_kb(preset: str, machine: dict[str, Any]) -> None:  # noqa: F811
+    """They have no copies to spare; the largest of each method, at the largest head_dim."""
+    scheme = kvcodec.get(preset)
+    page = scheme.page_layout(256).page_tokens
+    for roles, program in encode.programs(encode_spec(scheme.key, scheme.value, 256, page)).items():
+        if "kv_shared" not in program.source:
+            continue
+        (tell,) = emulation.emulated(program, ("kv_shared",), "kv::EncodeArgs")
+        size = torch.zeros(1, dtype=torch.int32)
+        tell.launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
+        assert 1024 < int(size) <= SMALL["99 KB"].shared_block, roles
+
+
+# -- machine code ----------------------------------------------------------------------------------------------------
+
+WITH_KERNELS = [p for p in kvcodec.presets() if kvcodec.describe(p)["kernels"]["decode"] == "cuda"]
+OFTEN = {"saw-int4": 120, "octopus-4": 86, "hqmq-s24_r3": 89, "hqmq-s96_r4": 120, "hqmq-s192_r4": 89}
+"""Presets compiled in every run, and for which architecture; the others are wide."""
+
+
+@pytest.mark.parametrize(
+    ("preset", "arch"),
+    [
+        pytest.param(preset, arch, marks=[] if OFTEN.get(preset) == arch else [pytest.mark.wide])
+        for preset in WITH_KERNELS
+        for arch in ARCHITECTURES
+    ],
+)
+def test_programs_of_every_architecture_keep_to_their_registers(preset: str, arch: int) -> None:
+    """Those that a cache asks for there: many long sequences, no spills."""
+    if (preset, 128) in REFUSED and arch in (86, 89, 120):
+        pytest.skip("refused")
+    pair, there = pair_of(preset, 128), machine_of(f"sm_{arch}")
+    config = launch.config_for(pair, 256, 32768, there, heads=4)
+    found = compile_kernels(attention.program(pair, config, heads=pair.heads(4)).source, arch)
+    found |= compile_kernels(history.program(pair, *history.config_for(pair, there)).source, arch)
+    assert set(found) == {"kv_decode", "kv_combine", "kv_unpack"}
+    for kernel in found.values():
+        assert kernel.stack == 0, kernel.name
+        assert not kernel.spills(), kernel.name
+
+
+@pytest.mark.parametrize("arch", [103, 121])
+def test_architectures_that_the_disassembler_does_not_know(arch: int) -> None:
+    pytest.importorskip("cuda.core")
+    try:
+        build.compiler_version()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    pair = pair_of("hqmq-s96_r4", 128)
+    config = launch.config_for(pair, 256, 32768, machine_of(f"sm_{arch}"), heads=4)
+    assert build._nvrtc(attention.program(pair, config, heads=4), f"sm_{arch}").startswith(b"\x7fELF")
