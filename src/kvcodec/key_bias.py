@@ -107,7 +107,6 @@ class KeyLayer:
     attention: nn.Module
     _ranked: tuple[Tensor, Tensor, float] | None = field(default=None, init=False)
     _drawn: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    _energy: Tensor | None = field(default=None, init=False)
     _errors: dict[tuple[Codec, Mean], float] = field(default_factory=dict, init=False)
 
     def _project(self, tokens: int, seed: int, *, mirrored: bool = False) -> tuple[Tensor, Tensor]:
@@ -132,14 +131,6 @@ class KeyLayer:
     def mean(self) -> Tensor:
         """Mean key of each head before RoPE, float32 ``[H, D]`` on the CPU: the bias, where nothing follows it."""
         return self._rank()[0]
-
-    @property
-    def query_energy(self) -> Tensor:
-        """Mean squares of the channels of each KV head's queries, float32 ``[H, D]`` on the CPU; biases included."""
-        if self._energy is None:
-            q, k = self._project(TOKENS, 1)
-            self._energy = q.unflatten(1, (k.shape[1], -1)).pow(2).mean((0, 2))
-        return self._energy
 
     @property
     def size(self) -> float:
@@ -233,7 +224,6 @@ class KeyBiases:
     def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int], turned: bool = True) -> None:
         self.name, self.order, self.turned, known = name, list(order), turned, list(layers)
         self.layers = {layer.index: layer for layer in known if layer.size > 0}
-        self.known = {layer.index: layer for layer in known}
         self._parameters = [b for layer in known for b in layer.biases]
 
     def versions(self) -> tuple[Any, ...]:

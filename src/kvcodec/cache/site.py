@@ -178,7 +178,7 @@ class LayerSite:
     most : int, optional
         Tokens that the layer ever holds at once (a sliding window); constants are fitted on no more.
     energy : Tensor, optional
-        Mean squares of the queries of each KV head, ``[1, H, D]``, where the weights tell them: for ``Codec.fit_with``.
+        Mean squares of the queries of each KV head, ``[1, H, D]``, where they are known: for ``Codec.fit_with``.
 
     Raises
     ------

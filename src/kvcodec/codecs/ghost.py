@@ -8,8 +8,9 @@ model is part of it. The cache takes R_t mu from the key of position t and adds 
 holds it. Values lose their mean m; as attention's weights sum to 1, it comes back in the output.
 
 (2) *Bits by reverse water-filling.* What is left of channel c has variance v_c, and an error in it costs f_c times its
-square. For keys f_c is the mean square of the queries, which multiply the error; for values f = 1. RoPE turns channels
-p and p + D/2 as a pair, so v and f of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
+square. For keys f_c follows E_c, the mean square of the queries, which multiply the error: f = E^(3/4), which
+loses less than E where E is of other tokens than those to come; for values f = 1. RoPE turns channels p and
+p + D/2 as a pair, so v and E of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
 normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
 falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
 look-up for a kernel. It is of one of a few kinds k, with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k; k
@@ -59,11 +60,10 @@ No norm, no zero point, no padding: the printed bits are the bytes, for every he
 Constants, by place: ``order [1, H, D]`` int16, the channels; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
 float32, W over the head's largest; ``widths [1, H, D]`` uint8; of values ``centre [1, H, D]`` float32, m / sqrt(v).
 klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns of ``matrix`` have length 1 and are
-multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys,
-values and queries (f: the queries' energies). Without its file each sequence's first 256 tokens do, and the leading
-dimension is B: the cache keeps tokens dense until as many have come, so that no byte is written twice. No query is at
-hand there: f of keys comes from the weights where they add a bias to keys (queries of random states), else f is
-sqrt(v), since where keys are loud, queries often are.
+multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys, values and queries. Without its file
+each sequence's first 256 tokens do, and the leading dimension is B: the cache keeps tokens dense until as many have
+come, so that no byte is written twice. The prompt's queries are not at hand there: E is of the model's queries of
+tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
 head's mean over n tokens: what a few tokens do not show may be loud later.
@@ -226,10 +226,10 @@ def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     return (root @ basis.flip(1)) / cost.sqrt(), cost
 
 
-def query_energy(queries: Tensor, heads: int) -> Tensor:
-    """f of a KV head's channels: mean square of the queries of its group over each RoPE pair; float64 ``[1, H, D]``."""
-    own = queries.transpose(0, 1).unflatten(0, (heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, all queries, D]
-    return over_pairs(channel_squares(own) / own.shape[2])
+def query_cost(energy: Tensor) -> Tensor:
+    """f of keys ``[1, H, D]``, float64: E^(3/4), E the queries' mean squares over each RoPE pair."""
+    root = over_pairs(energy.double()).sqrt()
+    return root * root.sqrt()
 
 
 def kinds(total: int) -> list[tuple[int, int]]:
@@ -373,7 +373,7 @@ class Ghost(Codec):
         return self._fit(site, sample, None)
 
     def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
-        """As ``fit``; f of keys is the queries' energy over each RoPE pair."""
+        """As ``fit``; f of keys is ``query_cost`` of the queries' energies."""
         return self._fit(site, sample, energy)
 
     def _fit(self, site: Site, sample: Tensor | None, energy: Tensor | None) -> Params:
@@ -390,7 +390,7 @@ class Ghost(Codec):
         mean, variance, _ = usual(sample[:, :, :FIT_TOKENS], paired=site.role == "key")
         asked = torch.ones_like(variance)
         if site.role == "key":
-            asked = variance.sqrt() if energy is None else over_pairs(energy.double()).expand_as(variance)
+            asked = variance.sqrt() if energy is None else query_cost(energy).expand_as(variance)
         return self._constants(site, mean, variance, asked)
 
     def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
@@ -406,7 +406,10 @@ class Ghost(Codec):
         mean, variance, kept = usual(rows, paired=site.role == "key")
         if self.transform == "klt":
             return self._bases(site, mean, (rows.double() - mean.unsqueeze(2)) * kept, kept.sum(2), queries)
-        asked = query_energy(queries, site.num_heads) if site.role == "key" else torch.ones_like(variance)
+        asked = torch.ones_like(variance)
+        if site.role == "key":
+            own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, n, D]
+            asked = query_cost(channel_squares(own) / own.shape[2])
         return self._constants(site, mean, variance, asked)
 
     def _constants(self, site: Site, mean: Tensor, variance: Tensor, asked: Tensor) -> Params:

@@ -26,7 +26,6 @@ from kvcodec.codecs.ghost import (
     Ghost,
     kinds,
     levels,
-    over_pairs,
     power,
     scales,
 )
@@ -273,7 +272,7 @@ def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
         args.turning, args.interleaved = 2 * cosines.shape[2], sample.interleaved
     if sample.back is not None:
         args.back_cosines, args.back_sines = (part.data_ptr() for part in sample.back)
-    energy = None if sample.energy is None else over_pairs(sample.energy.double()).contiguous()
+    energy = None if sample.energy is None else sample.energy.double().contiguous()
     if energy is not None:
         args.energy = energy.data_ptr()
     args.errors[:] = ERRORS

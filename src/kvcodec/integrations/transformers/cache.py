@@ -44,6 +44,7 @@ from kvcodec.integrations.transformers.arrivals import Arrivals
 from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
+from kvcodec.integrations.transformers.queries import query_energies
 from kvcodec.integrations.transformers.rope import Rope, rope_of
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
@@ -537,15 +538,14 @@ def _means(
 def _energies(
     model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
 ) -> dict[int, torch.Tensor]:
-    """Energies of the queries by layer, where the weights add a bias and key constants wait for the first tokens."""
+    """Energies of the queries of layers whose key constants wait for the first tokens."""
     waiting = [
         layer.index
         for layer, own in zip(plan.kv_layers, schemes, strict=True)
         if own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(given.get(layer.index, {}), "key") is None
     ]
-    biases = biases_of(model_or_config, plan) if waiting and isinstance(model_or_config, torch.nn.Module) else None
-    known = biases.known if biases is not None else {}
-    return {index: known[index].query_energy[None] for index in waiting if index in known}
+    known = query_energies(model_or_config) if waiting and isinstance(model_or_config, torch.nn.Module) else {}
+    return {index: known[index] for index in waiting if index in known}
 
 
 def rotary_of(model: Any, layer: LayerPlan) -> Rotary:

@@ -21,7 +21,7 @@ struct FitGhostArgs {
   const float *cosines, *sines;            // [1 or B, >= padding + tokens, R / 2] of RoPE, from x's first token on;
                                            // null: the mean stays in the tokens
   const float *back_cosines, *back_sines;  // of the inverse rotation; null: the same angles, mirrored
-  const double* energy;     // [H, D] what an error of a key's channel costs; null: its size
+  const double* energy;     // [H, D] mean squares of the queries; null: keys alone say what an error costs
   const float* same;        // levels [256], cuts [256], walls of one channel [14], scales [16]
   float* rows;              // [B, H, tokens, D] scratch
   float* mean;              // [B, H, D] before RoPE; null without
@@ -241,7 +241,12 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     // -- channels by what their errors cost
     const double deviation = sqrt(variance), size = maximum(deviation, a.smallest);
     double cost = mul(size, size);
-    if (!VALUES) cost = mul(cost, a.energy ? a.energy[h * D + c] : deviation);
+    if (!VALUES && a.energy) {
+      const double *own = a.energy + h * D + c % (D / 2), root = sqrt(mul(add(own[0], own[D / 2]), 0.5));
+      cost = mul(cost, mul(root, sqrt(root)));
+    } else if (!VALUES) {
+      cost = mul(cost, deviation);
+    }
     if (part == 0) costs[c] = cost;
     sync_threads();
     int rank = 0;

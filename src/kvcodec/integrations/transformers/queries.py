@@ -1,0 +1,59 @@
+"""How loud a model's queries are, channel by channel: of a run on tokens drawn at random, without any text."""
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcodec.errors import KVCodecWarning
+from kvcodec.integrations.transformers.recording import watched
+
+TOKENS = 128
+SKIPPED = 4
+"""First tokens, whose states are unlike all others."""
+
+_seen: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[int, Tensor]]]" = weakref.WeakKeyDictionary()
+
+
+def query_energies(model: Any) -> dict[int, Tensor]:
+    """Mean squares of the queries of each KV head's group, by layer: float64 ``[1, H, D]`` where the layer's keys are.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        It runs once on 128 tokens, and again after a change of its weights.
+
+    Returns
+    -------
+    dict
+        Empty for a model without weights (meta), and, with a warning, for one that does not run on tokens alone.
+    """
+    parameters = list(model.parameters())
+    if any(p.is_meta for p in parameters):
+        return {}
+    now = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters)
+    if model in _seen and _seen[model][0] == now:
+        return _seen[model][1]
+    found: dict[int, Tensor] = {}
+
+    def seen(module: Any, query: Tensor, key: Tensor, *_: Any) -> None:
+        own = query[:, :, SKIPPED:].double().square().mean((0, 2))
+        found.setdefault(module.layer_idx, own.unflatten(0, (key.shape[1], -1)).mean(1)[None])
+
+    size = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(0, size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad(), watched(model, seen):
+            model.get_decoder()(input_ids=tokens.to(model.device), use_cache=False)
+    except Exception as error:  # whatever a model's own code raises that wants more than tokens
+        found.clear()
+        warnings.warn(
+            f"{type(model).__name__} did not run on tokens alone ({error}); constants of keys are fitted without its "
+            f"queries, at some loss. `kvcodec fit` takes them from a text.",
+            KVCodecWarning,
+            stacklevel=3,
+        )
+    _seen[model] = now, found
+    return found
