@@ -22,7 +22,7 @@ from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
 from kvcodec.errors import FitError, ModelError
 from kvcodec.files.params import FittedParams, sites_to_fit
-from kvcodec.integrations.transformers.recording import watched
+from kvcodec.integrations.transformers.watching import watched
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from kvcodec.errors import KVCodecWarning
-from kvcodec.integrations.transformers.recording import generating_cache, implementation
+from kvcodec.integrations.transformers.recording import generating_cache
+from kvcodec.integrations.transformers.watching import implementation
 from kvcodec.scheme import KVScheme
 from kvcodec_lab.eval.generation import greedy, uncompressed
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, SpecError, UnsupportedError
 from kvcodec.files.params import FittedParams, match_params
-from kvcodec.integrations.transformers.recording import Prefill, generating_cache, implementation, packed_cache
+from kvcodec.integrations.transformers.recording import Prefill, generating_cache, packed_cache
+from kvcodec.integrations.transformers.watching import implementation
 from kvcodec.key_bias import Probe
 from kvcodec.progress import Progress
 from kvcodec.registry import get

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcodec.attention import rounded_queries
 from kvcodec.compressed import compress
 from kvcodec.files.params import LayerParams
-from kvcodec.integrations.transformers.recording import watched
+from kvcodec.integrations.transformers.watching import watched
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.recording import implementation
+from kvcodec.integrations.transformers.watching import implementation
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32

@@ -25,7 +25,8 @@ from kvcodec.codec import ROLES, Role
 from kvcodec.errors import FormatError, KVError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME, plan_for
-from kvcodec.integrations.transformers.recording import attention_of, implementation
+from kvcodec.integrations.transformers.recording import attention_of
+from kvcodec.integrations.transformers.watching import implementation
 from kvcodec.progress import Progress
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import scheme_of

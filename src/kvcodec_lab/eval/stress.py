@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from kvcodec.codec import Site
 from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.transformers.recording import watched
+from kvcodec.integrations.transformers.watching import watched
 from kvcodec.integrations.transformers.weights import (
     ChangedWeights,
     attention_modules,

@@ -8,7 +8,8 @@ import torch
 import kvcodec
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.recording import generating_cache, implementation
+from kvcodec.integrations.transformers.recording import generating_cache
+from kvcodec.integrations.transformers.watching import implementation
 from kvcodec.kernels.cpu import library
 from kvcodec_lab.eval import generation
 from kvcodec_lab.eval.generation import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcodec.errors import KVCodecWarning
-from kvcodec.integrations.transformers.recording import watched
+from kvcodec.integrations.transformers.watching import watched
 
 TOKENS = 128
 SKIPPED = 4
