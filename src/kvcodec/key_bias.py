@@ -224,6 +224,7 @@ class KeyBiases:
     def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int], turned: bool = True) -> None:
         self.name, self.order, self.turned, known = name, list(order), turned, list(layers)
         self.layers = {layer.index: layer for layer in known if layer.size > 0}
+        self.known = {layer.index: layer for layer in known}
         self._parameters = [b for layer in known for b in layer.biases]
 
     def versions(self) -> tuple[Any, ...]:
