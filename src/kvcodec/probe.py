@@ -195,18 +195,19 @@ class OutlierProbe:
         for one in noted:
             found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
             if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
-                self._tell(found, one.keys().float())
+                self._tell(found, one)
 
-    def _tell(self, found: KeyProbe, sample: Tensor) -> None:
+    def _tell(self, found: KeyProbe, noted: _Noted) -> None:
         if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
             self.found.clear()  # so that the next prefill is probed and refused as well
             self.undo()
-            raise BrokenPresetError(self._text(found, sample, "pass probe='warn' to go on"))
+            raise BrokenPresetError(self._text(found, noted, "pass probe='warn' to go on"))
         if not self.warned:
             self.warned = True
-            warnings.warn(self._text(found, sample, "pass probe=False"), KVCodecWarning, stacklevel=3)
+            warnings.warn(self._text(found, noted, "pass probe=False"), KVCodecWarning, stacklevel=3)
 
-    def _text(self, found: KeyProbe, sample: Tensor, further: str) -> str:
+    def _text(self, found: KeyProbe, noted: _Noted, further: str) -> str:
+        sample = noted.keys().float()
         text = (
             f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
             f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "

@@ -44,7 +44,7 @@ from tests.kernels.emulation import forget
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
-VIEWS = ("view", "slice", "select", "expand", "detach", "unsqueeze", "transpose", "alias", "unbind", "permute")
+VIEWS = ("view", "as_strided", "slice", "select", "expand", "detach", "unsqueeze", "transpose", "alias", "unbind", "permute")
 LOOKS = ("_local_scalar_dense", "nonzero", "equal", "unique_dim")
 """Operations that wait for a GPU."""
 SERVED = [s for s in kvcodec.presets() if kvcodec.describe(s)["kernels"]["decode"] == "cuda"]
@@ -217,7 +217,7 @@ def test_constants_of_the_first_tokens_cost_few_operations(
     seen, kernels = counts[LAYERS // 2]
     assert not [name for name in LOOKS if seen[name]], seen
     assert sum(counts[0][0][name] for name in LOOKS) <= 1
-    assert seen.total() - seen["empty"] <= 40, seen
+    assert seen.total() <= 20, seen
     assert kernels == 4  # keys and values are fitted, and encoded
     assert counts[-1][0].total() - seen.total() <= 80  # the probe, by kernels
 

@@ -10,6 +10,7 @@ reason. Where kernels read a codec but do not encode it, PyTorch encodes into th
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -136,8 +137,12 @@ class DeviceCache(LayerCache):
         if why := mean_refusal(site, chosen.engine):
             raise UnsupportedError(f"fused attention: {self.scheme} {why}")
 
+        where = chosen.name, site.layer, site.seed, site.first_head, heads
+        find = partial(site.roles, heads, (head_dim, head_dim), keys.dtype, keys.device)
+
         def build() -> _Ready:
-            roles = site.roles(heads, (head_dim, head_dim), keys.dtype, keys.device)
+            # without those of a file, and before a fit, they are the same in all caches
+            roles = find() if site.fitted else SHARED.get(("roles", *where), keys.device, find, _constants_of)
             engine = chosen.engine.fresh()
             if mean is not None and mean.given is not None:
                 engine.hold_without(mean.given.to(keys.device), mean.turning)
@@ -147,8 +152,7 @@ class DeviceCache(LayerCache):
 
         alike = site.is_drawn and (mean is None or mean.given is not None)
         ready = build() if not alike else SHARED.get(
-            (chosen.name, site.layer, site.seed, site.first_head, heads, None if mean is None else mean.name),
-            keys.device, build, _tensors,
+            (*where, None if mean is None else mean.name), keys.device, build, _tensors
         )  # fmt: skip
         self.engine = ready.engine
         self._hold(keys, ready.roles, PageStore(chosen.layout, keys.shape[0], heads, keys.device, slots))
@@ -435,6 +439,9 @@ class DeviceCache(LayerCache):
             )
 
 
+def _constants_of(roles: Mapping[Role, RoleSite]) -> list[Tensor]:
+    return [x for role in roles.values() for x in (role.params or {}).values()]
+
+
 def _tensors(ready: _Ready) -> list[Tensor]:
-    params = (x for role in ready.roles.values() for x in (role.params or {}).values())
-    return [*params, *ready.engine.tensors()]
+    return [*_constants_of(ready.roles), *ready.engine.tensors()]

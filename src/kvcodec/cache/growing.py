@@ -131,7 +131,7 @@ class GrowingCache(DeviceCache):
         if self.positions.runs:
             self.positions.extend(n)
         else:
-            self.positions.runs.append((n, (self.slots.placed + at).long()))
+            self.positions.runs.append((n, self.slots.begin(at)))
 
     def _renumber(self, slot: int) -> None:
         """The next token that is encoded goes to ``slot``, whatever was freed before."""

@@ -159,6 +159,7 @@ class SlotPositions:
         self.placed, self.broken = placed, broken
         self._seen: tuple[Tensor, int] | None = None
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
+        self._begins: tuple[int, Tensor] | None = None
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
 
     @classmethod
@@ -181,6 +182,12 @@ class SlotPositions:
         call = _call_of(positions)
         wrong = (call.first != self.placed + slot).any().to(torch.int32).view(1)
         torch.maximum(self.broken, torch.maximum(wrong, call.broken), out=self.broken)
+
+    def begin(self, slot: int) -> Tensor:
+        """Positions of one slot, int64 ``[B]``; the same tensor for layers of one pass, never written to."""
+        if self._begins is None or self._begins[0] != slot:
+            self._begins = slot, (self.placed + slot).long()
+        return self._begins[1]
 
     def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """``Rotary.angles`` of ``count`` slots from ``slot`` on; the same tensors for layers of one pass."""

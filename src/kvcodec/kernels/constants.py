@@ -78,22 +78,27 @@ def constants(
         Whether constants that need no sample follow from codec and site.
     """
 
-    def one(name: str, of: Codec, where: Hashable, build: Callable[[], Tensor]) -> Tensor:
-        if drawn and not of.needs_sample:
-            return SHARED.get((name, kernel.type, of, where), site.device, lambda: {name: build()})[name]
-        before: Tensor | None = getattr(old, name, None)
-        fresh = build()
-        if before is None or before.shape != fresh.shape or before.device != fresh.device:
-            return fresh
-        return before.copy_(fresh)
-
     tables = factor = None
     if kernel.tables is not None:
-        where = (site.head_dim, site.device) if kernel.alike else site
-        tables = one("tables", kernel.tables_of or codec, where, lambda: _tables(kernel, params, site.num_heads))
+        of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.alike else site
+        name = ("tables", kernel.type, of, where) if drawn and not of.needs_sample else None
+        before = None if old is None else old.tables
+        tables = _one(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
     if kernel.multiplies:
-        factor = one("factor", codec, site, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
+        name = ("factor", kernel.type, codec, site) if drawn and not codec.needs_sample else None
+        before = None if old is None else old.factor
+        factor = _one(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
     return Constants(tables, factor, kernel.order)
+
+
+def _one(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
+    """A tensor that is shared by its name; None: it belongs to one cache, and goes where it was before."""
+    if name is not None:
+        return SHARED.get(name, device, lambda: {"one": build()})["one"]
+    fresh = build()
+    if before is None or before.shape != fresh.shape or before.device != fresh.device:
+        return fresh
+    return before.copy_(fresh)
 
 
 def joined(layers: Sequence[Constants], heads: int) -> Constants:

@@ -1,7 +1,8 @@
 """The engine of NVIDIA GPUs."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,8 +23,28 @@ from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.history_groups import attend_groups
 from kvcodec.kernels.mean import KeyMean, key_mean
-from kvcodec.kernels.spec import Fitted, Sample, decode_spec, encode_spec, fitter, reader
+from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, decode_spec, encode_spec, fitter, reader
 from kvcodec.ops.rope import Rotary
+
+
+class _Kernels(NamedTuple):
+    """Names of the specs by which launches know them, and the specs of each role."""
+
+    decode: str
+    encode: str
+    readers: Mapping[Role, Reader]
+    encoders: Mapping[Role, Encoder | None]
+
+
+@lru_cache(maxsize=256)  # for every layer of a cache whose means come with its first tokens
+def _kernels(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int) -> _Kernels:
+    written = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
+    return _Kernels(
+        decode_text(decode_spec(key, value, head_dim, page_tokens, pairs)),
+        encode_text(written),
+        {role: reader(codec, head_dim, role) for role, codec in zip(ROLES, (key, value), strict=True)},
+        {role: written.encoder(role) for role in ROLES},
+    )
 
 
 class CudaEngine(Engine):
@@ -73,12 +94,9 @@ class CudaEngine(Engine):
     def _find(self) -> None:
         """Look up the specs of the codecs and register them with the launches."""
         key, value = self.codecs["key"], self.codecs["value"]
-        sizes, pairs = (self.head_dim, self.page_tokens), 0 if self.mean is None else self.mean.pairs
-        written = encode_spec(key, value, *sizes, mean=pairs > 0)
-        self.decode_spec = decode_text(decode_spec(key, value, *sizes, pairs))
-        self.encode_spec = encode_text(written)
-        self.readers = {r: reader(self.codecs[r], self.head_dim, r) for r in ROLES}
-        self.encoders = {r: written.encoder(r) for r in ROLES}
+        pairs = 0 if self.mean is None else self.mean.pairs
+        found = _kernels(key, value, self.head_dim, self.page_tokens, pairs)
+        self.decode_spec, self.encode_spec, self.readers, self.encoders = found
 
     def tensors(self) -> list[Tensor]:
         """Constants on the device, those of the mean included."""

@@ -7,8 +7,10 @@ Constants without a file are fitted by a kernel too: the reference's fit is some
 layer of every prompt.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,6 +40,8 @@ from kvcodec.kernels.decode import KINDS
 from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
 
+PARAMS = ("order", "factor", "weight", "widths", "centre")
+"""Of the reference's constants, those of transform=channels."""
 CPU_LEAST = 32
 """Channels of a head of which even and odd places each fill the widest vector."""
 
@@ -242,24 +246,9 @@ def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
     x, device, values = sample.x, sample.x.device, role == "value"
     batch, heads = x.shape[:2]
     args = FitGhostArgs()
-
-    def room(name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        made = torch.empty(batch, heads, count, dtype=dtype, device=device)
-        setattr(args, name, made.data_ptr())
-        return made
-
-    scratch = room("rows", sample.tokens * head_dim)
-    params = {
-        "order": room("order", head_dim, torch.int16),
-        "factor": room("factor", head_dim),
-        "weight": room("weight", head_dim),
-        "widths": room("widths", head_dim, torch.uint8),
-        **({"centre": room("centre", head_dim)} if values else {}),
-    }
-    reading = room("read", align(head_dim * 3 // 2) + 4 * head_dim * values, torch.uint8)
-    writing = room("write", align(2048 + 128 + 10 * head_dim), torch.uint8)
-    factors = room("sizes", head_dim), room("inverse", head_dim)
-    mean = room("mean", head_dim) if sample.angles is not None else None
+    made = _rooms(args, batch, heads, _fitted_sizes(head_dim, values, sample.angles is not None), device)
+    scratch = torch.empty(batch * heads * sample.tokens * head_dim, dtype=torch.float32, device=device)
+    args.rows = scratch.data_ptr()
     args.x, args.same = x.data_ptr(), _numbers_of_fit(device).data_ptr()
     args.kind, args.heads, args.tokens = KINDS[x.dtype], heads, sample.tokens
     args.batch, args.head, args.token, _ = x.stride()
@@ -278,5 +267,33 @@ def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
     args.errors[:] = ERRORS
     args.trim, args.smallest, args.rounds = TRIM * head_dim, SMALLEST, ROUNDS
     _fit_kernel(codec, head_dim, role, device).launch((heads, batch, 1), fit_threads(head_dim), 0, args)
-    del scratch
-    return Fitted(params, Constants(reading, factors[0], 1), Constants(writing, factors[1], 1), mean)
+    params = {name: made[name] for name in PARAMS if name in made}
+    reading, writing = Constants(made["read"], made["sizes"], 1), Constants(made["write"], made["inverse"], 1)
+    return Fitted(params, reading, writing, made.get("mean"))
+
+
+@lru_cache(maxsize=64)
+def _fitted_sizes(head_dim: int, values: bool, mean: bool) -> tuple[tuple[str, int, torch.dtype], ...]:
+    """What the kernel writes for a head: name in ``FitGhostArgs``, how many, of what."""
+    numbers = ["factor", "weight", "sizes", "inverse", *(["centre"] if values else []), *(["mean"] if mean else [])]
+    return (
+        *((name, head_dim, torch.float32) for name in numbers),
+        ("order", head_dim, torch.int16),
+        ("widths", head_dim, torch.uint8),
+        ("read", align(head_dim * 3 // 2) + 4 * head_dim * values, torch.uint8),
+        ("write", align(2048 + 128 + 10 * head_dim), torch.uint8),
+    )
+
+
+def _rooms(
+    args: FitGhostArgs, batch: int, heads: int, sizes: Sequence[tuple[str, int, torch.dtype]], device: torch.device
+) -> dict[str, Tensor]:
+    """Tensors ``[B, H, count]`` of one allocation, at multiples of 16 bytes; ``args`` gets their addresses."""
+    ends = list(accumulate(align(batch * heads * count * dtype.itemsize) for _, count, dtype in sizes))
+    whole = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    of = {dtype: whole.view(dtype) for dtype in (torch.float32, torch.int16)} | {torch.uint8: whole}
+    base, made = whole.data_ptr(), {}
+    for (name, count, dtype), at in zip(sizes, (0, *ends), strict=False):
+        setattr(args, name, base + at)
+        made[name] = of[dtype].as_strided((batch, heads, count), (heads * count, count, 1), at // dtype.itemsize)
+    return made
