@@ -289,7 +289,7 @@ struct Decoder {
   };
 
   // With cold caches a page id, the tables and dense rows would be fetched one after the other: prefetch all at once.
-  KV_DEV static void ask_early(const DecodeArgs& a, bool filled, int split, int h, int b, int warp, int lane) {
+  KV_DEV static void ask_early(const DecodeArgs& a, bool filled, int h, int b, int warp, int lane) {
     if ((warp * 32 + lane) * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + (warp * 32 + lane) * 32);
     if (!filled) {
       const int at = opaque(thread());
@@ -297,9 +297,6 @@ struct Decoder {
         prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + at * 128);
       if (V::TABLE && at * 128 < a.value.table_bytes)
         prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + at * 128);
-    }
-    if constexpr (DENSE >= 2) {
-      Join::prefetch_rows(a, b, h, split, warp, lane);
     }
   }
 
@@ -311,7 +308,7 @@ struct Decoder {
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
-    ask_early(a, filled, split, h, b, warp, lane);
+    ask_early(a, filled, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)(own + (BRIEF ? STAGE : 0));
@@ -321,6 +318,10 @@ struct Decoder {
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
 
+    const auto dense = [&] {
+      if constexpr (DENSE >= 2) return typename Join::Live(a, b, split, warp);
+      else return 0;
+    }();
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
     // the page id of the next fetch is read one fetch ahead
@@ -339,11 +340,11 @@ struct Decoder {
       }
       copy_commit();
     };
-    // while the page ids are being loaded
-    const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
-    if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
+    if constexpr (DENSE >= 2) Join::prefetch_rows(a, dense, b, h, lane);  // while the page ids are being loaded
     KV_NO_UNROLL
     for (int stage = 0; stage < (BRIEF ? 1 : STAGES); ++stage) fetch(stage);
+    const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
+    if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
 
     if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
     if (TEAMS > 1 && !filled) sync_threads();
@@ -362,7 +363,7 @@ struct Decoder {
     State st;
     Total::start(st, split * WARPS + warp);
     if constexpr (DENSE >= 2) {
-      Join::run(st, a, query, rows, b, h, live_heads, split, warp);
+      Join::run(st, a, query, rows, dense, b, h, live_heads, split, warp);
     }
     const auto k_held = held_of_keys<K>(k_table, lane % 4, lane);
     const auto v_held = held_of_values<V>(v_table, lane / 4, lane);

@@ -147,8 +147,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
   };
 
   // prefetch a warp's first rows into the L2, long before they are read
-  KV_DEV static void prefetch_rows(const DecodeArgs& a, int b, int h, int split, int warp, int lane) {
-    const Live live(a, b, split, warp);
+  KV_DEV static void prefetch_rows(const DecodeArgs& a, const Live& live, int b, int h, int lane) {
     const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head);
     const uint8_t* v = (const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head);
     constexpr int LINES = (2 * D + 127) / 128, TILES = 3;
@@ -164,9 +163,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
 
   template <class State>
   KV_DEV static void run(State& st, const DecodeArgs& a, float* shared, const QueryRows<D, WARPS, HEADS>& query_rows,
-                         int b, int h, int live_heads, int split, int warp) {
+                         const Live& live, int b, int h, int live_heads, int split, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    const Live live(a, b, split, warp);
     const int begin = live.begin, end = live.end, tiles = live.tiles;
     if (!Live::any(a, tiles, split)) return;
     const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,

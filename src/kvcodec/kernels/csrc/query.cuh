@@ -62,7 +62,8 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
   }
   KV_DEV float number(int row, int i, int kind) const {
     const uint32_t x = words[row][i] >> shift[row];
-    return kind == 2 ? bits_float(x) : kind == 0 ? half_float((uint16_t)x) : bf16_float((uint16_t)x);
+    const float of_half = half_float((uint16_t)x), of_bf16 = bf16_float((uint16_t)x);  // choices, not branches
+    return kind == 2 ? bits_float(x) : kind == 0 ? of_half : of_bf16;
   }
 };
 
@@ -71,15 +72,15 @@ template <class K, int D, int WARPS, int HEADS>
 KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, const DecodeArgs& a, const Side& side,
                         int h, int live, int warp) {
   constexpr int N = D / 32, ROWS = QueryRows<D, WARPS, HEADS>::ROWS, WIDTH = row_floats(query_channels<K, D>());
-  const int lane = opaque(thread() % 32);
+  const int lane = opaque(thread() % 32), kind = a.q_kind;
   float x[ROWS][N], top[ROWS];
   KV_UNROLL
   for (int row = 0; row < ROWS; ++row) {
     top[row] = 0.0f;
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
-      const float factor = side.factor ? rows.factor[i] : 1.0f;
-      x[row][i] = warp + row * WARPS < live ? rows.number(row, i, a.q_kind) * factor : 0.0f;
+      const float number = rows.number(row, i, kind) * (side.factor ? rows.factor[i] : 1.0f);
+      x[row][i] = warp + row * WARPS < live ? number : 0.0f;  // of missing heads it is another one's
     }
   }
   auto put = [&](int first) {
@@ -139,8 +140,10 @@ KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t
       const int r = group * (q.REGS / K::GROUPS) + k, e = q.HALVED ? 4 * r + 2 * odd : 2 * r;
       const int c0 = K::k_channel(j, e), c1 = K::k_channel(j, e + 1);
       const float w0 = K::k_weight(e), w1 = K::k_weight(e + 1);
-      const float x0 = c0 < 0 ? 0.0f : mine[skew(model_channel<K>(table, c0))] * down * w0;
-      const float x1 = c1 < 0 ? 0.0f : mine[skew(model_channel<K>(table, c1))] * down * w1;
+      // padding reads another channel: choices, not branches, so that loads need not wait for one another
+      const float y0 = mine[skew(model_channel<K>(table, c0 < 0 ? 0 : c0))] * down * w0;
+      const float y1 = mine[skew(model_channel<K>(table, c1 < 0 ? 0 : c1))] * down * w1;
+      const float x0 = c0 < 0 ? 0.0f : y0, x1 = c1 < 0 ? 0.0f : y1;
       q.r[r] = pack_half2(x0, x1);
       if constexpr (K::K_BLOCKED) q.plain[r] = pack_half2(x0 / w0, x1 / w1);
       sum += half_float((uint16_t)q.r[r]) / w0 + half_float((uint16_t)(q.r[r] >> 16)) / w1;
