@@ -16,7 +16,8 @@
 namespace kv {
 
 constexpr int TRIPLETS = 176;  // most of a row, a multiple of 16
-constexpr int SOME_ROWS = 4;  // tokens whose numbers have reached memory before they are read
+constexpr int SOME_ROWS = 4;  // tokens whose bits are in registers at a time
+constexpr int MANY_ROWS = 16;  // tokens whose numbers reach memory before they are read; fresh stores are slow to read
 
 inline int padded16(int n) { return (n + 15) / 16 * 16; }
 
@@ -108,26 +109,32 @@ template <bool APART> inline void triplets(const Rows& r, const float* scale, in
     for (int k = 0; k < LANES; ++k) x[k] = lengths[i[k] & most & 15];
     return x;
   });
-  alignas(64) uint32_t code[SOME_ROWS][TRIPLETS];
-  alignas(64) float length[SOME_ROWS][TRIPLETS];
-  for (int first = 0; first < r.count; first += SOME_ROWS) {
-    const PackedRows packed(r, first);
-    packed.numbers(places, size, [&](int k, int i, U x) { memcpy(code[k] + i, &x, sizeof x); });
-    if constexpr (APART) {
-      if (most < 16)
-        packed.numbers(places + 6 * size, size, [&](int k, int i, U x) { store(length[k] + i, few((I)x)); });
-      else
-        packed.numbers(places + 6 * size, size, [&](int k, int i, U x) {
-          for (int j = 0; j < LANES; ++j) length[k][i + j] = lengths[x[j]];
-        });
+  alignas(64) uint32_t code[MANY_ROWS * TRIPLETS];
+  alignas(64) float length[MANY_ROWS * TRIPLETS];
+  for (int first = 0; first < r.count; first += MANY_ROWS) {
+    const int count = r.count - first < MANY_ROWS ? r.count - first : MANY_ROWS;
+    for (int t = 0; t < count; t += SOME_ROWS) {
+      const PackedRows packed(r, first + t);
+      uint32_t* codes_to = code + t * size;
+      float* lengths_to = length + t * size;
+      packed.numbers(places, size, [=](int k, int i, U x) { memcpy(codes_to + k * size + i, &x, sizeof x); });
+      if constexpr (APART) {
+        const int32_t* upper = places + 6 * size;
+        if (most < 16)
+          packed.numbers(upper, size, [=](int k, int i, U x) { store(lengths_to + k * size + i, few((I)x)); });
+        else
+          packed.numbers(upper, size, [=](int k, int i, U x) {
+            for (int j = 0; j < LANES; ++j) lengths_to[k * size + i + j] = lengths[x[j]];
+          });
+      }
     }
-    for (int k = 0; k < SOME_ROWS && first + k < r.count; ++k) {
-      const F by = splat(scale[first + k]);
-      const auto some = [&](int i) {
-        const F x = four_by_four(rows, code[k] + i);
-        return APART ? x * each_four_times(length[k] + i) : x;
+    for (int t = 0; t < count; ++t) {
+      const F by = splat(scale[first + t]);
+      const auto some = [=, of = code + t * size, at = length + t * size](int i) {
+        const F x = four_by_four(rows, of + i);
+        return APART ? x * each_four_times(at + i) : x;
       };
-      float* out = r.out + (first + k) * r.dim;
+      float* out = r.out + (first + t) * r.dim;
       int i = 0;
       for (; i < whole; i += LANES, out += 3 * LANES) {
         const F last = some(i + LANES / 4 * 3);
