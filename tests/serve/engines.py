@@ -48,7 +48,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def _pass_over_llvmlite(dispatcher: Any) -> None:
-    """Let a second engine start after one with n-grams: vLLM 0.32 asks llvmlite's library, as any object, for ``vars``."""
+    """Let engines start after one with n-grams: vLLM 0.32 scans all modules, and an object of llvmlite fails."""
     scan = dispatcher._rebind_kernels
     if getattr(scan, "passes_over", False):
         return

@@ -1,6 +1,7 @@
 """Pages that leave the process: the same server reads them again, one whose bytes mean other numbers refuses them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,12 +74,11 @@ def test_a_digest_says_what_bytes_mean() -> None:
 
 
 def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:
-    class Transfer:
-        kv_connector_extra_config = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "deep")}], "cpu": 1}
-
+    tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "deep")}], "cpu": 1}
+    given = SimpleNamespace(kv_connector_extra_config=tiers)
     assert folders(None) == []
-    assert folders(Transfer()) == [tmp_path / "deep"]
-    claim(Transfer(), "a", "saw-int4")
-    claim(Transfer(), "a", "saw-int4")
+    assert folders(given) == [tmp_path / "deep"]
+    claim(given, "a", "saw-int4")
+    claim(given, "a", "saw-int4")
     with pytest.raises(UnsupportedError, match=r"holds pages of saw-int4 \(a\), this server's are of int-4"):
-        claim(Transfer(), "b", "int-4")
+        claim(given, "b", "int-4")
