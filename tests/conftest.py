@@ -191,8 +191,8 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
             "num_experts": 2,
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 32,
@@ -203,6 +203,7 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {
             "hidden_size": 256,
+            "attention_multiplier": 0.125,
             "num_hidden_layers": 3,
             "layer_types": ["mamba", "attention", "mamba"],
             "mamba_n_heads": 8,

@@ -47,12 +47,31 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, WORDS, (n,), generator=generator).tolist() for n in lengths]
 
 
+def _pass_over_llvmlite(dispatcher: Any) -> None:
+    """Let engines start after one with n-grams: vLLM 0.32 scans all modules, and an object of llvmlite fails."""
+    scan = dispatcher._rebind_kernels
+    if getattr(scan, "passes_over", False):
+        return
+
+    def rebind(overrides: Any) -> None:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite")}
+        try:
+            scan(overrides)
+        finally:
+            sys.modules.update(hidden)
+
+    rebind.passes_over = True  # type: ignore[attr-defined]
+    dispatcher._rebind_kernels = rebind
+
+
 @contextlib.contextmanager
 def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """An ``LLM`` in this process, with the options of the plugin if there are any."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.triton_utils import dispatcher
 
+    _pass_over_llvmlite(dispatcher)
     given = {
         "dtype": "float32",
         "enforce_eager": True,

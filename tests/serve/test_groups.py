@@ -216,8 +216,8 @@ REFUSED = {
     ),
     "connector": (
         {"preset": "kivi-2", "window": 0},
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        r"holds unfinished groups outside of blocks.*; switch the connector off",
+        {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}},
+        r"in whole blocks only, and DecodeBenchConnector is not known to do so; use one of ExampleConnector",
     ),
 }
 

@@ -188,17 +188,23 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     Parameters
     ----------
     decodes : int
-        Requests at the front with one query token each, for the kernels.
+        Queries at the front for the kernels, each a sequence of its own: one of each request, or with speculative
+        decoding a request's newest token and its drafts.
     chunks : list of (int, int, int, int)
         The others: row, first query, last query (exclusive), tokens.
     table : Tensor int32 ``[B, M]``
-    seq_lens : Tensor int32 ``[B]``
+        Of the requests.
+    seq_lens : Tensor int32 ``[decodes]`` or longer
+        Tokens that each of the queries at the front sees, itself included.
+    tables : Tensor int32 ``[decodes, M]`` or longer
+        Of these queries.
     """
 
     decodes: int
     chunks: list[tuple[int, int, int, int]]
     table: Tensor
     seq_lens: Tensor
+    tables: Tensor
 
 
 class Slots:
@@ -219,6 +225,8 @@ class Slots:
         self.newest = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.positions: dict[tuple[int, int] | None, Tensor] = {}
         self.workspace: Tensor | None = None
+        self.most = requests
+        """Queries of a step's decode steps."""
 
     def put(self, slots: Tensor, page_tokens: int) -> None:
         """Set the slots ``[T]``; below 0: the place behind the last, where nothing is stored."""
@@ -249,9 +257,14 @@ class Slots:
 
 
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[misc]
-    """Builds ``PackedMetadata``; a full CUDA graph holds decode steps of one token per request."""
+    """Builds ``PackedMetadata``; a full CUDA graph holds decode steps of one token per request, and of its drafts."""
 
-    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        """Return which batches a full graph may hold."""
+        if vllm_config.speculative_config is None:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -268,7 +281,11 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         # decode steps of all requests at once; the reference attends request by request
         self.fused = not any(impl.packed.unserved for impl in impls)
         if self.fused:
-            self._init_reorder_batch_threshold(1)
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # a draft model's first pass has one query more in each row
+        self.drafts = all(impl.draft for impl in impls)
+        self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
+        self.expanded: Expanded | None = None
         _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
             compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device)
@@ -280,7 +297,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
                 vllm_config.cache_config.block_size,
             )
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
-        slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
+        slots = self.slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
+        slots.most = scheduler.max_num_seqs * self.most_queries
         for impl in impls:
             impl.slots, impl.leads = slots, impl is impls[0]
         self.pending = self._pending_of([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
@@ -316,15 +334,57 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         return self._metadata(c)
 
     def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:
-        decodes, prefills = split_decodes_and_prefills(c, 1)[:2] if self.fused else (0, c.num_reqs)
+        if c.causal is not True:
+            raise UnsupportedError("kvcodec: drafts that see each other are not served; use another kind of drafts.")
+        split = split_decodes_and_prefills(c, self.most_queries) if self.fused else (0, c.num_reqs, 0)
+        rows, prefills, decodes = split[:3]
         chunks = []
         if prefills:
             at = c.query_start_loc_cpu.tolist()
-            known = c.seq_lens_cpu_upper_bound if c.seq_lens_cpu_upper_bound is not None else c.seq_lens
-            lengths = known.tolist()
-            rows = range(decodes, c.num_reqs)
-            chunks = [(i, at[i], at[i + 1], lengths[i]) for i in rows if at[i + 1] > at[i]]
-        return PackedMetadata(decodes, chunks, c.block_table_tensor, c.seq_lens)
+            # exact on the host for prompts, but not for a draft model's: there the row has a token more
+            exact = c.seq_lens_cpu_upper_bound is None or self.drafts or c.seq_lens.device.type == "cpu"
+            lengths = (c.seq_lens if exact else c.seq_lens_cpu_upper_bound).tolist()
+            most = self.vllm_config.model_config.max_model_len
+            for i in range(rows, c.num_reqs):
+                over = max(0, lengths[i] - most)  # a draft behind the longest request
+                if at[i + 1] - over > at[i]:
+                    chunks.append((i, at[i], at[i + 1] - over, lengths[i] - over))
+        if self.vllm_config.speculative_config is None:
+            return PackedMetadata(rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor)
+        if self.expanded is None:
+            # the first batch is one of a profiling run: graphs that are captured later find these addresses
+            wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+            self.expanded = Expanded(wide, c.block_table_tensor.shape[1], self.device)
+        self.expanded.put(c, rows, decodes, self.vllm_config.model_config.max_model_len)
+        return PackedMetadata(decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables)
+
+
+class Expanded:
+    """The queries of a step with drafts as sequences of their own: query i of q sees ``length - (q - 1 - i)`` tokens.
+
+    Computed on the device: which drafts were accepted is known only there. The tensors keep their addresses.
+
+    Parameters
+    ----------
+    queries, columns : int
+        Upper bound for a step, and the width of block tables.
+    device : torch.device
+    """
+
+    def __init__(self, queries: int, columns: int, device: torch.device) -> None:
+        self.lengths = torch.zeros(queries, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(queries, columns, dtype=torch.int32, device=device)
+        self.at = torch.arange(queries, dtype=torch.int32, device=device)
+
+    def put(self, c: CommonAttentionMetadata, rows: int, queries: int, most: int) -> None:
+        """Set the numbers of the first ``queries`` queries, of the first ``rows`` rows; ``most``: longest request."""
+        self.lengths.zero_()  # a graph may hold more queries than the step has
+        if queries:
+            at, ends = self.at[:queries], c.query_start_loc[1 : rows + 1]
+            row = torch.searchsorted(ends, at, right=True).clamp_(max=rows - 1)
+            seen = c.seq_lens[:rows][row] - (ends[row] - 1 - at)
+            self.lengths[:queries] = seen.clamp_(min=0, max=most)
+            self.tables[:queries] = c.block_table_tensor[:rows][row]
 
 
 def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
@@ -385,7 +445,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             )
         if not PackedBackend.supports_kv_cache_dtype(kv_cache_dtype):
             raise UnsupportedError(f"kvcodec: --kv-cache-dtype {kv_cache_dtype} says otherwise; leave it out.")
-        check_engine(self.config)
+        check_engine(self.config, options)
+        # vLLM builds drafts when the model is loaded
+        self.draft = any(impl.packed is not None for impl in self._impls().values())
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -417,7 +479,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
                 f"serve the model without kvcodec in --additional-config."
             )
-        order = caching_layers(self.config, self._impls())
+        order = [] if self.draft else caching_layers(self.config, self._impls())
         self.packed = bind(
             self.config,
             self.options,
@@ -569,7 +631,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 slots.see(seq_lens, self.rules.window)
             start = slots.start[:n]
         space = self._workspace(packed, q, kv_cache, m)
-        return packed.decode(q, kv_cache, m.table[:n], seq_lens, self.rules, start, space)
+        return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, start, space)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
         """Memory for decode steps that a graph captures; a CPU's kernels have their own."""
@@ -578,7 +640,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         slots = self.slots
         assert slots is not None
         if slots.workspace is None:  # the first call is a profiling run, outside of any graph
-            most = max(self.config.scheduler_config.max_num_seqs, m.decodes)
+            most = max(slots.most, m.decodes)
             size = packed.workspace_bytes(most, self.num_heads, kv_cache, m.table.shape[1], self.rules)
             slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
         return slots.workspace

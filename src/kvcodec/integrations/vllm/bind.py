@@ -28,11 +28,17 @@ from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme, Mean, Mix
 
 
-def check_engine(config: VllmConfig) -> None:
+def check_engine(config: VllmConfig, options: Options) -> None:
     """Raise for engine options that the backend does not support."""
     parallel = config.parallel_config
+    grouped = [scheme for scheme in (options.scheme, options.draft) if group_tokens(scheme) > 1]
+    if grouped and config.speculative_config is not None:
+        raise UnsupportedError(
+            f"kvcodec: {grouped[0]} encodes {group_tokens(grouped[0])} tokens together, which a rejected draft would "
+            f"have to undo; switch speculative decoding off, or use a preset that encodes each token alone, such as "
+            f"saw-int4."
+        )
     asked = {
-        "speculative decoding": config.speculative_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "dual-batch overlap": parallel.enable_dbo,
     }
@@ -57,7 +63,11 @@ def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
     if config.parallel_config.pipeline_parallel_size > 1:
         return [layer.index for layer in plan_for(config.model_config.hf_config, "decoded").kv_layers]
     return sorted(
-        {extract_layer_index(name) for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
+        {
+            extract_layer_index(name)
+            for name, impl in impls.items()
+            if impl.kv_sharing_target_layer_name is None and not impl.draft
+        }
     )
 
 
@@ -155,7 +165,7 @@ def bind(
     dtype : torch.dtype
         Of the model's keys and values.
     layers : list of int
-        ``caching_layers``.
+        ``caching_layers``; empty for a draft model's layer.
     means : mapping
         Of ``check_weights``.
 
@@ -167,18 +177,22 @@ def bind(
     parallel = config.parallel_config
     hf_config = config.model_config.hf_config
     index = extract_layer_index(name)
-    mean = means.get(index)
-    scheme = packed_everywhere(config, options.scheme).for_layer(layers.index(index), len(layers))
+    drafts = not layers
+    fitted, mean = (None, None) if drafts else (options.params, means.get(index))
+    if drafts:
+        scheme = options.draft.for_layer(0, 1)
+    else:
+        scheme = packed_everywhere(config, options.scheme).for_layer(layers.index(index), len(layers))
     scheme = replace(scheme, mean="none" if mean is None else mean.kind)
-    if why := refusal(scheme, head_dim, fitted=options.params is not None):
+    if why := refusal(scheme, head_dim, fitted=fitted is not None):
         raise UnsupportedError(f"kvcodec, layer {index}: {why}")
     if getattr(layer, "head_size_v", head_dim) != head_dim:
         raise UnsupportedError(f"kvcodec, layer {index}: keys and values have different head sizes; not served.")
     total, first_head = config.model_config.get_total_num_kv_heads(), _first_head(config, heads)
     params = None
-    if options.params is not None:
-        check_params(options.params, hf_config, options.params.scheme, seed=options.seed)
-        params = {role: _own_heads(p, first_head, heads, total) for role, p in options.params.get(index, {}).items()}
+    if fitted is not None:
+        check_params(fitted, hf_config, fitted.scheme, seed=options.seed)
+        params = {role: _own_heads(p, first_head, heads, total) for role, p in fitted.get(index, {}).items()}
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     grouped = group_tokens(scheme) > 1
     transfer = config.kv_transfer_config

@@ -39,7 +39,7 @@ def digest_of(options: Options, head_dim: int, dtype: torch.dtype) -> str:
 
 
 def folders(transfer: Any) -> list[Path]:
-    """Return the folders that a connector's configuration names, at any depth; None: no connector."""
+    """Return the folders that a connector's configuration names, at any depth; none without a connector."""
 
     def named(value: Any) -> Iterable[Path]:
         if isinstance(value, dict):

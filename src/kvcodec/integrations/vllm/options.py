@@ -8,13 +8,14 @@ key        meaning
 ``window`` 0: serve a preset without its dense window of newest tokens
 ``sink``   0: serve a preset without its dense first tokens
 ``seed``   seed of random constants; default 0
+``draft``  spec of a draft model's layers in speculative decoding; default ``dense``: drafts keep 16 bit
 ``probe``  for a preset that breaks on the model's key biases: ``refuse`` to start (default), ``warn`` in the log and
            go on, or ``off``: do not check
 ========== ===========================================================================================================
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from kvcodec.scheme import KVScheme, Mix
 KEY = "kvcodec"
 DTYPE = "kvcodec"
 """``--kv-cache-dtype``, where the engine lets plugins add one: alone, or ``kvcodec:PRESET``."""
-NAMES = ("preset", "params", "window", "sink", "seed", "probe")
+NAMES = ("preset", "params", "window", "sink", "seed", "draft", "probe")
 EXAMPLE = """--additional-config '{"kvcodec": {"preset": "saw-int4"}}'"""
 
 
@@ -42,12 +43,15 @@ class Options:
     params : FittedParams or None
     seed : int
     probe : {"refuse", "warn", "off"}
+    draft : KVScheme
+        Of the layers of a draft model.
     """
 
     scheme: KVScheme
     params: FittedParams | None = None
     seed: int = 0
     probe: Probe = "refuse"
+    draft: KVScheme = field(default_factory=lambda: get("dense"))
 
 
 def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto") -> Options | None:
@@ -85,7 +89,11 @@ def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto"
         if not scheme.allows(params.scheme):
             raise SpecError(f"kvcodec: {path} was fitted for {params.spec}, not for {preset}; serve that preset.")
         scheme = params.scheme
-    return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")))
+    draft = given.get("draft", "dense")
+    if not isinstance(draft, str):
+        raise SpecError(f"kvcodec: draft={draft!r}; name a spec of `kvcodec list`, or leave it out for 16 bit.")
+    own = _without(get(draft), given)
+    return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")), own)
 
 
 def _probe(given: Any) -> Probe:

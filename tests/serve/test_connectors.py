@@ -1,0 +1,84 @@
+"""Pages that leave the process: the same server reads them again, one whose bytes mean other numbers refuses them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.identity import claim, digest_of, folders
+from kvcodec.integrations.vllm.options import read_options
+from tests.serve.engines import engine, generate, layers, prompts
+
+IDS = prompts(70, 40)
+
+
+def transfer(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+@pytest.mark.parametrize("given", [{"preset": "turboquant-4"}, {"preset": "kivi-2", "window": 0}], ids=str)
+def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored by one engine and loaded by the next: as without. Other seeds and presets do not start."""
+    from kvcodec.integrations.vllm.backend import PackedImpl
+
+    queries: list[int] = []
+    forward = PackedImpl.forward
+
+    def watched(self: Any, layer: Any, query: Any, *rest: Any, **more: Any) -> Any:
+        queries.append(query.shape[0])
+        return forward(self, layer, query, *rest, **more)
+
+    monkeypatch.setattr(PackedImpl, "forward", watched)
+    sizes: dict[str, Any] = {"block_size": 32, "enable_prefix_caching": False}
+    with engine(llama.folder, given, **sizes, kv_transfer_config=transfer(tmp_path)) as llm:
+        want = generate(llm, IDS[:1])
+        name = layers(llm)["model.layers.3.self_attn.attn"].attn_backend.get_name()
+    computed = max(queries)
+    assert computed >= 70
+    queries.clear()
+    with engine(llama.folder, given, **sizes, kv_transfer_config=transfer(tmp_path)) as llm:
+        queries.clear()
+        assert generate(llm, IDS[:1]) == want
+        assert max(queries) < 70  # only the tokens of the unfinished block
+        assert layers(llm)["model.layers.3.self_attn.attn"].attn_backend.get_name() == name
+    for other in ({**given, "seed": 1}, {"preset": "int-4"}):
+        with (
+            pytest.raises(UnsupportedError, match=r"holds pages of .* mean other numbers; give the connector another"),
+            engine(llama.folder, other, **sizes, kv_transfer_config=transfer(tmp_path)),
+        ):
+            pass
+
+
+def test_a_digest_says_what_bytes_mean() -> None:
+    def digest(**given: Any) -> str:
+        options = read_options({"kvcodec": given})
+        assert options is not None
+        return digest_of(options, 64, torch.float16)
+
+    found = [
+        digest(preset="saw-int4"),
+        digest(preset="int-4"),
+        digest(preset="saw-int4", seed=1),
+        digest(preset="octopus-3", window=0),
+        digest(preset="octopus-4", window=0),
+    ]
+    assert len(set(found)) == len(found)
+    assert digest(preset="saw-int4", probe="off") == found[0]
+
+
+def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:
+    tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "deep")}], "cpu": 1}
+    given = SimpleNamespace(kv_connector_extra_config=tiers)
+    assert folders(None) == []
+    assert folders(given) == [tmp_path / "deep"]
+    claim(given, "a", "saw-int4")
+    claim(given, "a", "saw-int4")
+    with pytest.raises(UnsupportedError, match=r"holds pages of saw-int4 \(a\), this server's are of int-4"):
+        claim(given, "b", "int-4")

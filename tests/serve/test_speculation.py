@@ -1,0 +1,50 @@
+"""Speculative decoding: drafts, accepted and rejected, do not change which tokens a request gets."""
+
+from typing import Any
+
+import pytest
+
+from kvcodec.errors import KVError
+from tests.serve.engines import engine, generate, metric, prompts
+from tests.serve.test_engine import SERVED
+
+IDS = [[*own, *own[:20], *own[:9]] for own in prompts(40, 27, 33)]
+"""Prompts that repeat themselves, so that n-grams are found."""
+NEW = 24
+DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def draft(saved: Any) -> str:
+    """Another random model: almost all that it proposes is rejected."""
+    return str(saved("llama-mqa").folder)
+
+
+@pytest.mark.parametrize("preset", SERVED)
+def test_speculation_is_plain_decoding(preset: str, llama: Any, draft: str) -> None:
+    """By n-grams, a draft model that is mostly wrong, and a draft model that is the model itself in 16 bit."""
+    given = {"preset": preset, **SERVED[preset]}
+    sizes = {"block_size": 16, "max_num_batched_tokens": 64}
+    with engine(llama.folder, given, **sizes) as llm:
+        want = generate(llm, IDS, NEW)
+    kinds = {
+        "wrong": {"method": "draft_model", "model": draft},
+        "itself": {"method": "draft_model", "model": str(llama.folder)},
+        "n-gram": {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1},
+    }
+    for kind, options in kinds.items():
+        speculative = {"num_speculative_tokens": DRAFTS, **options}
+        with engine(llama.folder, given, **sizes, speculative_config=speculative) as llm:
+            assert generate(llm, IDS, NEW) == want, kind
+            drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
+            assert drafted > accepted, kind  # some were rejected
+            assert accepted > 0 or kind == "wrong", kind
+
+
+def test_groups_are_refused(llama: Any) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with (
+        pytest.raises(KVError, match=r"32 tokens together, which a rejected draft would have to undo; switch"),
+        engine(llama.folder, {"preset": "kivi-2", "window": 0}, speculative_config=speculative),
+    ):
+        pass
