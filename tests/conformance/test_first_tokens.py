@@ -273,12 +273,6 @@ def test_without_a_model_auto_is_none_and_post_is_the_first_tokens() -> None:
     assert fitted.roles["key"].encoded == 3
 
 
-def test_what_does_not_wait_or_knows_no_mean_refuses() -> None:
-    from kvcodec.cache.fused import FusedLayerCache
-
-    with pytest.raises(UnsupportedError, match="after RoPE, which a static cache does not follow"):
-        FusedLayerCache(kvcodec.get("int-4:mean=post"), capacity=64)
-    with pytest.raises(UnsupportedError, match="fits its constants on the first 40 tokens"):
-        FusedLayerCache(scheme("none", key=Patient(3)), capacity=64)
+def test_a_mean_before_rope_without_a_model_is_refused() -> None:
     with pytest.raises(FitError, match="only a model knows"):
         LayerCache(kvcodec.get("int-4:mean=pre"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels import basis, build, encode, ghost, innerq
+from kvcodec.kernels import basis, build, cuda_engine, encode, ghost, innerq
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.build import Program
@@ -50,6 +50,7 @@ def forget() -> None:
     for kept in (
         attention._plan,
         basis._kernel,
+        cuda_engine._kernels,
         encode._launches,
         ghost._fit_kernel,
         innerq._fit_kernel,

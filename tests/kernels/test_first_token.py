@@ -44,7 +44,19 @@ from tests.kernels.emulation import forget
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
-VIEWS = ("view", "as_strided", "slice", "select", "expand", "detach", "unsqueeze", "transpose", "alias", "unbind", "permute")
+VIEWS = (
+    "view",
+    "as_strided",
+    "slice",
+    "select",
+    "expand",
+    "detach",
+    "unsqueeze",
+    "transpose",
+    "alias",
+    "unbind",
+    "permute",
+)
 LOOKS = ("_local_scalar_dense", "nonzero", "equal", "unique_dim")
 """Operations that wait for a GPU."""
 SERVED = [s for s in kvcodec.presets() if kvcodec.describe(s)["kernels"]["decode"] == "cuda"]

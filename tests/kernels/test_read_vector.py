@@ -366,7 +366,7 @@ KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Ke
             (Octopus(5, 3), 8, 50, 2.6),
             (Hqmq(24, 3), 8, 48, 2.55),
             (Octopus(3, 1), 4, 40, 1.75),
-            (Octopus(4, 2), 4, 40, 1.8),
+            (Octopus(4, 2), 4, 40, 1.84),
             (Octopus(5, 3), 4, 36, 2.4),
             (Hqmq(24, 3), 4, 32, 2.35),
             (Hqmq(48, 4), 4, 32, 2.8),

@@ -10,12 +10,13 @@
 //   float centre [D], weight [D]        by place; zeros of keys
 //   uint8 order [D], widths [D]         by place
 //
-// A code is found by one look-up and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude and
-// its sign; the six scales share the sign. [0, REACH) is divided into 2^w buckets for a width of w bits, which are
-// narrower than any step between cuts, so a bucket has one cut at most. Its entry is the first cut that is not below it,
-// and where the level of the code on this side of the cut lies; behind the cut lies the next one. Nothing is rounded
-// otherwise than in the reference: x is the correctly rounded quotient (Markstein: the rounded reciprocal, a product and
-// two fused operations; nearly zero it only has to have the right sign), cuts and levels are the reference's.
+// A code is found by one look-up and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude
+// and its sign; the six scales share the sign. [0, REACH) is divided into 2^w buckets for a width of w bits, which are
+// narrower than any step between cuts, so a bucket has one cut at most. Its entry is the first cut that is not below
+// it, and where the level of the code on this side of the cut lies; behind the cut lies the next one. Nothing is
+// rounded otherwise than in the reference: x is the correctly rounded quotient (Markstein: the rounded reciprocal, a
+// product and two fused operations; nearly zero it only has to have the right sign), cuts and levels are the
+// reference's.
 #pragma once
 #include "bits.cuh"
 #include "encode_table.cuh"

@@ -13,8 +13,8 @@ namespace kv {
 // Kinds of pairs of T bits, the last one being that of a pair that gives one to the scale, and their tables of levels.
 // A line of 32 words, as many as there are banks, holds the entry of the same bits of one kind in 32 copies: a lane
 // reads its own bank. Where that takes too much room, rare kinds share lines. Short pairs keep own banks there, as few
-// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). SMALL: all kinds share lines, for GPUs with
-// less shared memory; a look-up then takes two or three turns.
+// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). SMALL: all kinds share lines, for GPUs
+// with less shared memory; a look-up then takes two or three turns.
 template <int T, bool SMALL = false> struct GhostPairs {
   KV_CONST int WIDEST = 7;
   KV_CONST int EVEN = (T + 1) / 2;  // the wider one's bits of the most even kind
