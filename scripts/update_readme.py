@@ -58,7 +58,8 @@ ALL_RESULTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m.json")
 ADDED = Path("benchmarks/results/cpu/quality_smollm2-135m.json")
 """The same of presets that came later, measured on a CPU."""
 FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
-"""`ghost` on the small model with constants of `kvcodec fit`."""
+FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")
+"""`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 OWN, MORE_BITS = "ghost", 0.5
 """The library's own method; others may hold so many bits more than it beside them."""
 VARIANTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json")
@@ -92,8 +93,6 @@ JUDGE = ("qwen2.5-coder-1.5b", "smollm2-135m-stressed", "smollm2-135m")
 """Errors of scores on the model with key biases and on the stressed small one; their runs of BOARD, and the plain."""
 TODAY = "qwen2.5-coder-1.5b-auto"
 """The run of the real model with today's default, which encodes keys without their bias; JUDGE[0] is with it."""
-AGAIN = Path("benchmarks/results/cpu/ghost_qwen2.5-coder-1.5b.json")
-"""What has other bytes since that run, measured again on a CPU (`kvcodec compare`, the same windows)."""
 MED3 = Path("benchmarks/results/cpu/med3_qwen2.5-coder-1.5b.json")
 
 VLLM_ATTENTION = SPEED / "vllm_attention.json"
@@ -323,11 +322,14 @@ def judged_block(root: Path) -> str:
 def ghost_block(root: Path) -> str:
     """Each preset of the own method, and the one of least loss that other methods have at about its bits."""
     values, uncompressed = judged(root, TODAY)
-    large = [(spec, *of, "") for spec, of in values.items()]
     small = quality_rows(root)
-    fitted = rows_of(root / FITTED) if (root / FITTED).is_file() else []
-    told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small]
-    told += [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in fitted]
+
+    def fitted(path: Path) -> list[tuple[str, float, float, float, str]]:
+        rows = rows_of(root / path) if (root / path).is_file() else []
+        return [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in rows]
+
+    large = [(spec, *of, "") for spec, of in values.items()] + fitted(FITTED_LARGE)
+    told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small] + fitted(FITTED)
     out = []
     for title, rows, base in (
         ("Qwen2.5-Coder-1.5B-Instruct", large, uncompressed),
@@ -372,16 +374,11 @@ class Judged(NamedTuple):
 
 
 def judged(root: Path, run: str) -> tuple[dict[str, Judged], float]:
-    """Every compressed spec of a run of the real model, and the uncompressed perplexity.
-
-    Of what AGAIN has been measured in again since TODAY, by its newer bytes, those numbers stand here.
-    """
+    """Every compressed spec of a run of the real model, and the uncompressed perplexity."""
     whole = [r for r in judge_of(root, run).rows if r.group is None]
     perplexity = {r.spec: r["value"] for r in whole if r.metric == "perplexity"}
     rows = [r for r in whole if r.metric == "kl" and r.spec not in EXACT]
     found = {r.spec: Judged(r["effective_bits"], r["value"], perplexity[r.spec]) for r in rows}
-    if run == TODAY and (root / AGAIN).is_file():
-        found |= {r["spec"]: Judged(r["effective_bits"], r["kl"], r["perplexity"]) for r in rows_of(root / AGAIN)}
     return found, perplexity[UNCOMPRESSED]
 
 
