@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site
-from kvcodec.codecs.ghost import Ghost
+from kvcodec.codecs.ghost import Ghost, levels, scales
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL
@@ -22,6 +22,7 @@ from kvcodec.kernels.spec import encoder as encoder_of
 from kvcodec.kernels.tables import wall_table
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
+from kvcodec.ops.widths import put_back, width_cuts
 from tests.kernels.harness import Out, build, same_for_any_order
 from tests.kernels.offline import Loop, architectures_in_turn, compile_kernels, opcode
 
@@ -191,6 +192,23 @@ def test_ghost(dim: int) -> None:
         uneven, sample = (x * sizes).clamp(-60000, 60000).half(), torch.randn(1, HEADS, 300, dim, generator=g)
         for role, rows in (("key", sample * sizes), ("value", sample + sizes)):
             encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), rows), seed=i)
+
+
+def test_ghost_at_cuts() -> None:
+    """Numbers over a scale that are a cut, or next to one, of either sign, zero, or nearly zero."""
+    codec, dim, tokens, g = Ghost(4), 64, 60, torch.Generator().manual_seed(0)
+    steep = torch.randn(1, HEADS, 300, dim, generator=g) * torch.logspace(-1, 1, dim)
+    params = codec.fit(Site(3, "key", HEADS, dim, 5), steep)
+    params["factor"] = torch.ones_like(params["factor"])
+    cuts, widths = width_cuts(levels()).float(), params["widths"].long()
+    count = (2**widths - 1).clamp_min(1).expand(tokens, HEADS, dim)
+    chosen = (torch.rand(count.shape, generator=g) * count).long()
+    x = cuts[widths.expand(tokens, -1, -1), chosen].nan_to_num(posinf=0.0).transpose(0, 1)[None]
+    x = x * scales()[torch.randint(1, 16, (1, HEADS, tokens, 1), generator=g)]
+    nudge = torch.randint(-1, 2, x.shape, generator=g)
+    x = torch.where(nudge == 0, x, torch.nextafter(x, nudge.float() * torch.inf))
+    x[:, :, 0], x[:, :, 1] = 0.0, 1e-44
+    Encoders([codec], dim).check(codec, put_back(x, params["order"]), params)
 
 
 @dims(192)

@@ -410,6 +410,17 @@ def test_ghost_fits_small_machines(spec: str, dim: int) -> None:
         assert not launch.config_for(pair, units, capacity, launch.H200).small
 
 
+@pytest.mark.parametrize(("batch", "tokens", "splits"), [(1, 65536, (16, 15)), (2, 8192, (8, 7)), (8, 8192, (2, 2))])
+def test_dense_tokens_that_join_with_factors_have_a_block_where_there_are_many(
+    batch: int, tokens: int, splits: tuple[int, int]
+) -> None:
+    scheme = kvcodec.get("ghost-4")
+    pair = specs.decode_spec(scheme.key, scheme.value, 128, 64)
+    q, table = torch.zeros(batch, 32, 1, 128), torch.zeros(batch, tokens // 64, dtype=torch.int32)
+    text = attention.text_of(pair)
+    assert tuple(attention.splits_of(text, q, 8, table, dense) for dense in (False, True)) == splits
+
+
 def _fits(pair: specs.DecodeSpec, machine: launch.Machine) -> bool:
     least = launch.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
     return launch.shared_bytes(pair, least) + 1024 <= machine.shared_block

@@ -131,7 +131,7 @@ def _plan(
     device: torch.device,
 ) -> Plan:  # fmt: skip
     spec = decode_spec_of(text)
-    apart = dense >= 0 and not spec.joins
+    apart = dense >= 0 and _apart(spec, units, device)
     config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     # the program does not depend on the number of splits
     decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
@@ -141,12 +141,17 @@ def _plan(
     return Plan(config, decode, combine, shared, early)
 
 
+def _apart(spec: DecodeSpec, units: int, device: torch.device) -> bool:
+    """Whether a CTA is kept for dense tokens: they cannot join, or it takes long where each of many splits is short."""
+    return not spec.joins or (spec.value.multiplies and 8 * units <= machine(device).sms)
+
+
 def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
     """Return the number of splits that ``decode_attention`` chooses for these sizes."""
     spec = _SPECS[text]
     group = q.shape[1] // num_kv_heads
     units = q.shape[0] * num_kv_heads * spec.tiles(group)
-    apart = dense and not spec.joins
+    apart = dense and _apart(spec, units, q.device)
     capacity = table.shape[1] * spec.page_tokens
     return config_for(spec, units, capacity, machine(q.device), apart, spec.heads(group)).splits
 

@@ -132,7 +132,7 @@ def config_for(
         Tokens that the page table can hold per sequence.
     machine : Machine
     dense : bool
-        Whether dense tokens are processed separately: one more CTA for each unit.
+        Whether dense tokens have a CTA of their own: one more for each unit.
     heads : int
         Query heads of a CTA, ``DecodeSpec.heads``.
 

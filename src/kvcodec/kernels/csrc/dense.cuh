@@ -159,6 +159,8 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
       prefetch(k + 2 * token * a.dense_k_token + i % LINES * 128);
       prefetch(v + 2 * token * a.dense_v_token + i % LINES * 128);
     }
+    if (SIZED && live.from < live.tiles && lane * 32 < D)
+      prefetch(a.value.factor + b * a.value.factor_batch + (int64_t)h * D + lane * 32);
   }
 
   template <class State>

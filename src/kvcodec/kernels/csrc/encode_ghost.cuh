@@ -13,10 +13,9 @@
 // A code is found by one look-up and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude
 // and its sign; the six scales share the sign. [0, REACH) is divided into 2^w buckets for a width of w bits, which are
 // narrower than any step between cuts, so a bucket has one cut at most. Its entry is the first cut that is not below
-// it, and where the level of the code on this side of the cut lies; behind the cut lies the next one. Nothing is
-// rounded otherwise than in the reference: x is the correctly rounded quotient (Markstein: the rounded reciprocal, a
-// product and two fused operations; nearly zero it only has to have the right sign), cuts and levels are the
-// reference's.
+// it, and where the level on this side of that cut lies; behind it lies the next one. Nothing is rounded otherwise than
+// in the reference: x is the correctly rounded quotient (Markstein: the rounded reciprocal, a product and two fused
+// operations; denormal ones only tell the sign, which is the product's), cuts and levels are the reference's.
 #pragma once
 #include "bits.cuh"
 #include "encode_table.cuh"
@@ -58,13 +57,12 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     return add(x, shfl_xor(x, 2));
   }
 
-  // Behind the table, made of it: an entry for each bucket of each width, those of w from 2^w on, in COPIES copies;
-  // positive levels, 2^(w - 1) + m the m-th of width w, one copy for each lane; a line of either has 128 bytes. And of
-  // every place four words together: 4 times its channel, and where its buckets begin, from bit 16 on; how many they
-  // are; centre; weight.
-  KV_CONST int LINE_SHIFT = 7, COPIES = 16;
+  // Behind the table, made of it, in COPIES copies: an entry for each bucket of each width, those of w from 2^w on, and
+  // positive levels, 2^(w - 1) + m the m-th of width w. And of every place four words together: 4 times its channel,
+  // and where its buckets begin, from bit 16 on; how many they are; centre; weight.
+  KV_CONST int COPIES = 16, LINE_SHIFT = 7, LEVEL_SHIFT = 6;  // lines of 128 and 64 bytes
   KV_CONST int LEVELS = 256 << LINE_SHIFT;
-  KV_CONST int PLACES = LEVELS + (128 << LINE_SHIFT);
+  KV_CONST int PLACES = LEVELS + (128 << LEVEL_SHIFT);
   KV_CONST int DERIVED = PLACES + 16 * D;
   // neighbouring parts lie side by side
   KV_DEV static int entry_of(int i, int part, int e) { return PLACES + 16 * (32 * i + 8 * e + part); }
@@ -87,28 +85,30 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       const float* own = cuts + (1 << w) + (1 << w >> 1);  // those above zero
       int m = 0;
       while (own[m] < begin) ++m;
-      const Words2 entry = {line ? float_bits(own[m]) << 1 : 0u, (uint32_t)((1 << w >> 1) + m) << LINE_SHIFT};
-      KV_UNROLL for (int i = 0; i < COPIES / 2; i++)
-        ((Words4*)(to + (line << LINE_SHIFT)))[(i + thread) % 8] = {entry.a, entry.b, entry.a, entry.b};
+      const uint32_t cut = line ? float_bits(own[m]) << 1 : 0u, level = (uint32_t)((1 << w >> 1) + m) << LEVEL_SHIFT;
+      KV_UNROLL for (int i = 0; i < COPIES / 2; i++) {
+        const int copy = (i + thread) % 8 * 2;
+        *(Words4*)(to + (line << LINE_SHIFT) + 8 * copy) = {cut, level + 4 * copy, cut, level + 4 * copy + 4};
+      }
     }
     for (int line = thread; line < 128; line += threads) {
       int w = 0;
       while (line >> w) ++w;
       const uint32_t x = float_bits(line ? levels[(1 << w) - 1 + line] : 0.0f);
-      KV_UNROLL for (int i = 0; i < 8; i++)
-        ((Words4*)(to + LEVELS + (line << LINE_SHIFT)))[(i + thread) % 8] = {x, x, x, x};
+      KV_UNROLL for (int i = 0; i < COPIES / 4; i++)
+        ((Words4*)(to + LEVELS + (line << LEVEL_SHIFT)))[(i + thread) % 4] = {x, x, x, x};
     }
   }
-  // where the level of |y / scale| lies; x: the quotient
+  // where the level of |y / scale| lies; q: the quotient, which is zero where the rounded one is
   KV_DEV static uint32_t place(const uint8_t* derived, float y, float scale, float inverse, float count, uint32_t base,
-                               float& x) {
-    const float q = mul(y, inverse);
-    x = fma(fma(-q, scale, y), inverse, q);
+                               float& q) {
+    q = mul(y, inverse);
+    const float x = fma(fma(-q, scale, y), inverse, q);
     const float wide = fma(saturate(mul(magnitude(q), 1.0f / REACH)), count, 65536.0f);  // the bucket from bit 7 on
     const Words2 entry = load_table2(derived, and_or(float_bits(wide), 0x3f80u, base));
     // twice the magnitude, and the sign: a negative one is beyond the cut that it equals
     uint32_t to = entry.b;
-    if (rotate_left(float_bits(x), 1) > entry.a) to += 1u << LINE_SHIFT;
+    if (rotate_left(float_bits(x), 1) > entry.a) to += 1u << LEVEL_SHIFT;
     return to;
   }
 
@@ -140,9 +140,9 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       const int n = nearest + step < 1 ? 1 : nearest + step > 15 ? 15 : nearest + step;
       const float scale = scales[n], inverse = div(1.0f, scale);
       KV_UNROLL for (int k = 0; k < N; k++) {
-        float x;
-        const uint32_t to = place(derived, y[k], scale, inverse, count[k], base[k], x);
-        const float level = bits_float(load_table<LEVELS>(derived, to + 4 * lane));
+        float q;
+        const uint32_t to = place(derived, y[k], scale, inverse, count[k], base[k], q);
+        const float level = bits_float(load_table<LEVELS>(derived, to));
         const float error = sub(magnitude(y[k]), mul(scale, level));
         cost[k] = mul(weight[32 * (k / 4) + 4 * part + k % 4], mul(error, error));
       }
@@ -150,26 +150,33 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       if (all < least) least = all, number = n;
     }
     const float scale = scales[number], inverse = number ? div(1.0f, scale) : 0.0f;
-    uint32_t best[D / 32];
+    sync_warp();  // all have read the row
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
-      best[i] = 0;
+      uint32_t codes[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
         const int k = 4 * i + e;
-        float x;
-        const uint32_t code = place(derived, y[k], scale, inverse, count[k], base[k], x) >> LINE_SHIFT;
-        best[i] |= (x > 0.0f ? code : (base[k] >> LINE_SHIFT) - 1 - code) << 8 * e;
+        float q;
+        const uint32_t code = place(derived, y[k], scale, inverse, count[k], base[k], q) >> LEVEL_SHIFT;
+        codes[e] = q > 0.0f ? code : (base[k] >> LINE_SHIFT) - 1 - code;
       }
+      // two fields
+      uint32_t low = codes[0] | codes[1] * (base[4 * i] >> LINE_SHIFT);
+      uint32_t high = codes[2] | codes[3] * (base[4 * i + 2] >> LINE_SHIFT);
+      if (i == D / 32 - 1 && part >= 6) {
+        low |= (uint32_t)(number >> (2 * part - 12) & 1) << (TWICE - 1);
+        high |= (uint32_t)(number >> (2 * part - 11) & 1) << (TWICE - 1);
+      }
+      ((uint32_t*)own)[8 * i + part] = low | high << TWICE;
     }
-    sync_warp();  // all have read the row
-    KV_UNROLL for (int i = 0; i < D / 32; i++) ((uint32_t*)own)[8 * i + part] = best[i];
     sync_warp();
     for (int u = part; u < WORDS; u += 8) {
       uint32_t bits = 0;
-      for (int p = 32 * u / TWICE; p < PAIRS && p * TWICE < 32 * u + 32; p++) {
-        uint32_t x = own[2 * p] | (uint32_t)own[2 * p + 1] << table[WIDTHS + 2 * p];
-        if (p >= PAIRS - 4) x |= (uint32_t)(number >> (p - PAIRS + 4) & 1) << (TWICE - 1);
-        const int from = p * TWICE - 32 * u;
-        bits |= from < 0 ? x >> -from : x << from;
+      const int first = 32 * u / (2 * TWICE);
+      KV_UNROLL for (int n = 0; n < 32 / (2 * TWICE) + 2; n++) {
+        const int q = first + n, from = q * 2 * TWICE - 32 * u;
+        if (q >= D / 4 || from >= 32) continue;
+        const uint32_t two = ((const uint32_t*)own)[q];
+        bits |= from < 0 ? two >> -from : two << from;
       }
       bits &= keep;
       if (live) ((uint32_t*)at[0])[u] = bits;

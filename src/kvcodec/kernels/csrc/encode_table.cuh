@@ -74,7 +74,16 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
       int64_t i = b * s.factor_batch + head * C::DIM;
-      KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, i + channel_of<8>(part, k));
+      KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
+        const int64_t from = i + channel_of<8>(part, k);
+        if constexpr (R::FACTOR == FACTOR_TIMES) {
+          uint32_t f[4];
+          load_words<4>(f, s.factor + from);
+          KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = mul(y[k + e], bits_float(f[e]));
+        } else {
+          KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = factored<R::FACTOR>(y[k + e], s.factor, from + e);
+        }
+      }
     }
     if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
     uint32_t keep = good ? 0xffffffffu : 0u;
