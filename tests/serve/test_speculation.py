@@ -12,6 +12,8 @@ IDS = [[*own, *own[:20], *own[:9]] for own in prompts(40, 27, 33)]
 """Prompts that repeat themselves, so that n-grams are found."""
 NEW = 24
 DRAFTS = 3
+EVERY_RUN = ("saw-int4", "octopus-3")
+"""Each preset takes four engines."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,9 @@ def draft(saved: Any) -> str:
     return str(saved("llama-mqa").folder)
 
 
-@pytest.mark.parametrize("preset", SERVED)
+@pytest.mark.parametrize(
+    "preset", [p if p in EVERY_RUN else pytest.param(p, marks=pytest.mark.nightly) for p in SERVED]
+)
 def test_speculation_is_plain_decoding(preset: str, llama: Any, draft: str) -> None:
     """By n-grams, a draft model that is mostly wrong, and a draft model that is the model itself in 16 bit."""
     given = {"preset": preset, **SERVED[preset]}
