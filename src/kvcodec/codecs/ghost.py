@@ -8,8 +8,8 @@ model is part of it. The cache takes R_t mu from the key of position t and adds 
 holds it. Values lose their mean m; as attention's weights sum to 1, it comes back in the output.
 
 (2) *Bits by reverse water-filling.* What is left of channel c has variance v_c, and an error in it costs f_c times its
-square. For keys f_c follows E_c, the mean square of the queries, which multiply the error: f = E^(3/4), which
-loses less than E where E is of other tokens than those to come; for values f = 1. RoPE turns channels p and
+square. For keys f_c follows E_c, the mean square of the queries, which multiply the error: f = E^(3/4), as
+E is of other tokens than those to come and is trusted a little less; for values f = 1. RoPE turns channels p and
 p + D/2 as a pair, so v and E of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
 normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
 falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
