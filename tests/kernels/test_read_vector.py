@@ -153,6 +153,10 @@ extern "C" void run(const uint8_t* tile, const uint8_t* k_source, const uint8_t*
 """
 
 
+def table_of(codec: Hqmq, params: Params) -> Tensor:
+    return hqmq_kernels.read_tables(params, hqmq_kernels.crossed(codec))
+
+
 def unpacked_pair(
     codec: Hqmq, dim: int, payload: Payload | None, params: tuple[Params, Params], tokens: int, dead: bool = False,
     halvings: int = 0,
@@ -164,7 +168,7 @@ def unpacked_pair(
     readers = {role: hqmq_kernels.read_type(codec, dim, role) for role in ("key", "value")}
     lib = harness.build("\n".join([*definitions(halvings), PAIR.format(tokens=tokens, D=dim, **readers)]))
     keys, values = torch.full((2, tokens, dim), -1.0)
-    sources = [hqmq_kernels.read_tables(constants)[:1] for constants in params]
+    sources = [table_of(codec, constants)[:1] for constants in params]
     lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values), int(dead))
     return torch.stack([keys, values])
 
@@ -303,7 +307,7 @@ def octopus_side(codec: Octopus) -> Side:
 
 def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
     reader = hqmq_kernels.read_type(codec, 0, role).replace("<0,", "<{D},")
-    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: hqmq_kernels.read_tables(params))
+    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: table_of(codec, params))
 
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 192, 256]), ids=str)

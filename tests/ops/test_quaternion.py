@@ -35,6 +35,7 @@ def test_the_units_are_a_group_60_degrees_apart():
     assert cosines.amax(1).unique().tolist() == [0.5]
     assert UNITS[0].tolist() == [1, 0, 0, 0]
     assert torch.equal(UNITS[0::2], -UNITS[1::2])
+    assert torch.equal(multiply(torch.eye(4, dtype=torch.float64)[1], UNITS[0::4]), UNITS[2::4])
 
 
 def test_hamilton_rules():

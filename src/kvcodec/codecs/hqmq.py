@@ -15,7 +15,7 @@ Block, ``packing=ceil`` (one token of one head; w = ceil(log2 24 S): 10, 11, 12,
     radius    uint8  [ceil(n r / 8)]     r_q
     scale     fp16   [1]                 sigma / 2
 
-Where 8 divides n (layout version 3) the same bits are in another order, of which kernels make addresses and signed
+Where 8 divides n (layout version 5) the same bits are in another order, of which kernels make addresses and signed
 radii with few operations; sign = bit 0 of the code, row = the other w - 1 bits (more: ``ops/signed_rows``)::
 
     w + r >= 16   codes   uint8  [2 n]            16 bits: sign << 15 | row << 16 - w | low 16 - w bits of r_q
@@ -89,9 +89,9 @@ Codebook = Literal["fp16", "int8"]
 SIZES, RADII = (24, 48, 96, 192), (3, 4, 6)
 PACKINGS, CODEBOOKS = get_args(Packing), get_args(Codebook)
 RADIX_TOKENS = 4
-VERSION, SIGNED_VERSION = 2, 3
-"""Of the bytes: plain streams, and the order of ``ops/signed_rows``; what has that now were plain streams in version 2.
-In version 1 the units (+-1 +-i +-j +-k)/2 were in another order."""
+VERSION, SIGNED_VERSION = 4, 5
+"""Of the bytes: plain streams, and the order of ``ops/signed_rows``. Before (1; 2 and 3) the units (+-1 +-i +-j +-k)/2
+were in other orders."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         "read_hqmq.cuh",
         shared=shared_bytes(codec)[0],
         fewer=shared_bytes(codec)[1:],
-        tables=read_tables,
+        tables=lambda params: read_tables(params, crossed(codec)),
         both=read_type(codec, head_dim, role),
         # least shared memory of the readers of keys and values together
         reach=512 * 256 if (codec.s, codec.r) in ((24, 3), (24, 4)) else 0,
@@ -114,19 +114,32 @@ def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
     return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, kv::{place}>"
 
 
+def crossed(codec: Hqmq) -> bool:
+    """Whether a quarter of the codebook is held, ``CROSSED`` of csrc/read_hqmq.cuh."""
+    return codec.s >= 96 and codec.code_bits + codec.r >= 16
+
+
 def shared_bytes(codec: Hqmq) -> tuple[int, ...]:
     """Bytes of shared memory of the reader's codebook, and of fewer copies of it."""
-    held = 16 - codec.code_bits  # bits of a radius in a word of 16 bits, if row and radius fill one: ``LEAST``
-    return copied_bytes(12 * codec.s, TABLE_BUDGET, 1 << held - 3 if codec.code_bits + codec.r >= 16 else 1)
+    held = 16 - codec.code_bits + crossed(codec)  # bits below a row's place in a word of 16 bits: ``FROM``
+    least = 1 << held - 3 if codec.code_bits + codec.r >= 16 else 1
+    return copied_bytes(6 * codec.s if crossed(codec) else 12 * codec.s, TABLE_BUDGET, least)
 
 
-def read_tables(params: Params) -> Tensor:
-    """Every second row of each head's codebook, times 2^15: uint8 ``[H, 8 * 12 S]``; odd rows are their negatives."""
+def read_tables(params: Params, crossed: bool) -> Tensor:
+    """Rows of each head's codebook, times 2^15, of which the others follow.
+
+    Returns
+    -------
+    Tensor uint8 ``[H, 8 * 12 S]`` or ``[H, 8 * 6 S]``
+        Every second row, as odd ones are their negatives; or every fourth, channels 1, 3, 0, 2 (``crossed``).
+    """
     codebook = params["codebook"][0]
     table = codebook.float()
     if codebook.dtype == torch.int8:
         table = table / 127
-    return half_rows(table[:, ::2] * CODEBOOK_UNIT)
+    table = table[:, ::4][..., [1, 3, 0, 2]] if crossed else table[:, ::2]
+    return half_rows(table * CODEBOOK_UNIT)
 
 
 def cell_tables(secondary: Tensor) -> Tensor:

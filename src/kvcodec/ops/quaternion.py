@@ -36,20 +36,6 @@ GRID_CELLS = 4
 """Cells along each of three axes of a face."""
 
 
-def _units() -> Tensor:
-    axes = torch.eye(4, dtype=torch.float64)
-    signs = torch.cartesian_prod(axes[0, :1] / 2, *[torch.tensor([0.5, -0.5], dtype=torch.float64)] * 3)
-    half = torch.cat([axes, signs])
-    return torch.stack([half, -half], 1).flatten(0, 1)
-
-
-UNITS = _units()
-"""The 24 Hurwitz units, float64 ``[24, 4]``: rows 2i and 2i + 1 are opposite, so that a code's lowest bit is a sign.
-
-Rows 0 to 7 are 1, -1, i, -i, j, -j, k, -k; then (1 +-i +-j +-k)/2, + before -, i slowest, each before its opposite.
-"""
-
-
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Hamilton product ``a b`` of quaternions ``[..., 4]``; leading dimensions broadcast.
 
@@ -67,6 +53,22 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     ]
     return torch.stack(product, -1)
 
+
+def _units() -> Tensor:
+    one, i, j, _ = torch.eye(4, dtype=torch.float64)
+    both = torch.tensor([0.5, -0.5], dtype=torch.float64)
+    halves = torch.cartesian_prod(both[:1], both[1:], both, both)
+    pairs = torch.cat([one[None], j[None], halves])
+    pairs = torch.stack([pairs, multiply(i, pairs)], 1).flatten(0, 1)
+    return torch.stack([pairs, -pairs], 1).flatten(0, 1)
+
+
+UNITS = _units()
+"""The 24 Hurwitz units, float64 ``[24, 4]``: rows 4n, 4n + 1, 4n + 2 and 4n + 3 are p, -p, i p and -i p.
+
+So the lowest bit of a code is a sign, and the next one a product with i, which exchanges components: half of the signs,
+and a quarter of all, need not be held in a table. p is 1, j, then (1 - i +-j +-k)/2, + before -, j slower.
+"""
 
 FACE_UNITS = (multiply(UNITS[:8, None], UNITS) @ UNITS.T).max(-1).indices
 """Row of ``p_f p`` for the units p_f = +-1, +-i, +-j, +-k: int64 ``[8, 24]``."""

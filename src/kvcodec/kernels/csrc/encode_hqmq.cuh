@@ -149,10 +149,12 @@ template <int S> struct HqmqSearch {
       if (score > best) best = score, chosen = s;
     }
     turn(table, y, chosen, v);
-    // the lowest of the halves: what is 0 has the sign of the first that is not
-    double first = v[0] != 0.0 ? v[0] : v[1] != 0.0 ? v[1] : v[2] != 0.0 ? v[2] : v[3];
-    uint32_t p = first < 0.0 ? 9 : 8;
-    KV_UNROLL for (int i = 1; i < 4; i++) p += mul(first, v[i]) < 0.0 ? 16u >> i : 0u;
+    uint32_t signs = 0, zeros = 0, p = 24;
+    KV_UNROLL for (int i = 0; i < 4; i++) signs |= (v[i] < 0.0) << (3 - i), zeros |= (v[i] == 0.0) << (3 - i);
+    KV_NO_UNROLL for (uint32_t flip = 0; flip < 16; flip++) {  // the lowest of the halves: where v is 0, either sign
+      const uint32_t half = table[TIMES + 24 * (8 + (signs ^ flip))];  // times 1
+      if (!(flip & ~zeros) && half < p) p = half;
+    }
     KV_UNROLL for (int i = 3; i >= 0; i--) {
       if (v[i] == -best) p = 2 * i + 1;
       if (v[i] == best) p = 2 * i;

@@ -6,7 +6,12 @@
 // stored higher by a power of two are corrected in q or in the output.
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
-// conflicts. Rows 2i and 2i + 1 of it are each other's negatives: half of them are held.
+// conflicts. Rows 2n and 2n + 1 of it are each other's negatives: half of them are held. Where those would still be
+// few copies, a quarter is: rows 4n + 2 and 4n + 3 are i times rows 4n and 4n + 1,
+//
+//     i (a, b, c, d) = (-b, a, -d, c)     with (b, d) and (a, c) in a register each, one of them is -(the other)
+//
+// so that a row is a sum of both registers, each times the radius or zero.
 #pragma once
 #include "bits.cuh"
 #include "hqmq.cuh"
@@ -25,9 +30,11 @@ enum Place {
 template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
-  KV_CONST int ENTRIES = 12 * S, ROOM = 73728;
+  KV_CONST bool CROSSED = Fields::UNITS && S >= 96;  // a quarter of the codebook is held, channels 1, 3, 0, 2
+  KV_CONST int ENTRIES = CROSSED ? 6 * S : 12 * S, ROOM = 73728;
   // a row's place in a word of 16 bits is multiplied, never divided, to become its address
-  KV_CONST int LEAST = Fields::UNITS ? 1 << (Fields::HELD - 3) : 1;
+  KV_CONST int FROM = Fields::HELD + CROSSED;  // the lowest bit of the place
+  KV_CONST int LEAST = Fields::UNITS ? 1 << (FROM - 3) : 1;
   // Rows whose low bits are a byte: keys' and values' tables are interleaved, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
@@ -44,7 +51,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   using Bounded = ReadHqmq<D, S, R, BESIDE, INTERLEAVED>;
   KV_CONST uint32_t MOST = INTERLEAVED ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
-  // source: rows 0, 2, 4 .. of four fp16 numbers, times 2^15
+  // source: rows 0, 2, 4 .., or 0, 4, 8 .., of four fp16 numbers, times 2^15
   KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
     constexpr bool DOWN = PLACE == VALUES && !INTERLEAVED;
     Codebook::template fill<DOWN>(INTERLEAVED && PLACE == VALUES ? to - GAP : to, from, thread, threads);
@@ -56,7 +63,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   // N chunks of a part: all of the eighth `part` of a row (values), or two eighths (keys)
   template <int N> struct Part {
     KV_CONST int TO = Codebook::STRIDE_BIT;
-    KV_CONST uint32_t LAST = (1u << (Fields::W - 1)) - 1;  // of the rows that a code can name
+    KV_CONST uint32_t LAST = (1u << (Fields::W - 1 - CROSSED)) - 1;  // of the rows that a code can name
     // where row 0 would be
     KV_DEV static const uint8_t* begin(const uint8_t* table) {
       return PLACE != VALUES ? table : table - (INTERLEAVED ? GAP : (int)(LAST - ENTRIES + 1) * Codebook::STRIDE);
@@ -73,8 +80,8 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
     template <class P>
     KV_DEV static void units(const uint32_t (&w)[(N + 1) / 2], const P& planes, const uint8_t* table, int token,
                              int own, int part, int lane, uint32_t* r) {
-      constexpr uint32_t BOTH = 0x10001u, ROWS = LAST << Fields::HELD, LOW = (1u << Fields::HELD) - 1;
-      constexpr uint32_t HIGH = ((1u << R) - 1) & ~LOW, WEIGHT = 1u << (TO - Fields::HELD);
+      constexpr uint32_t BOTH = 0x10001u, ROWS = LAST << FROM, LOW = (1u << Fields::HELD) - 1;
+      constexpr uint32_t HIGH = ((1u << R) - 1) & ~LOW, WEIGHT = 1u << (TO - FROM);
       const uint32_t origin = table_origin(begin(table)), mine = Codebook::copy(lane) + origin;
       uint32_t more[(N + 1) / 2];
       if (Fields::SPARE) spare(planes, token, own, part, more);
@@ -85,7 +92,16 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         if (Fields::SPARE) lengths = (x & ~(HIGH * BOTH)) | (more[k / 2] & HIGH * BOTH);
         lengths &= (0x8000u | LOW | HIGH) * BOTH;
         const uint32_t at = bounded(dot2(rows, k % 2 ? WEIGHT << 8 : WEIGHT, mine), origin + TABLE - 8);
-        times(r + 2 * k, load_from2(begin(table), at), lengths, k % 2);
+        const Words2 row = load_from2(begin(table), at);
+        if constexpr (CROSSED) {
+          const uint32_t by_i = prmt(x << (15 - Fields::HELD), 0u, 0xbb99);  // halves all ones, or zeros
+          const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
+          const uint32_t a = k % 2 ? high2(straight) : low2(straight), b = k % 2 ? high2(crossed) : low2(crossed);
+          r[2 * k] = hfma2(row.b, b, hmul2(row.a, a));
+          r[2 * k + 1] = hfms2(row.b, a, hmul2(row.a, b));
+        } else {
+          times(r + 2 * k, row, lengths, k % 2);
+        }
       }
     }
     // high bits of the radii of chunks 2i and 2i + 1, where they belong; other bits are undefined
@@ -161,7 +177,8 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_CONST bool HAS_K_ZERO = false;
   KV_CONST float K_UNIT = 1.0f;
   KV_CONST float K_SCALE_UNIT = UNIT;
-  KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e; }
+  KV_FUNCTION int turned(int e) { return CROSSED ? e / 4 * 4 + (e % 4 * 2 + 1 - e % 4 / 2) % 4 : e; }
+  KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + turned(e); }
   KV_FUNCTION float k_weight(int e) { return weight(e); }
   template <class P>
   KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
@@ -186,7 +203,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_CONST bool HAS_V_SCALE = true;
   KV_CONST bool HAS_V_ZERO = false;
   KV_CONST bool V_TURNED = Fields::UNITS && D == 128;  // rows of 64 bytes
-  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + e; }
+  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + turned(e); }
   KV_FUNCTION float v_weight(int e) { return weight(e) * UNIT; }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,

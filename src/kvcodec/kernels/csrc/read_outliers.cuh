@@ -107,6 +107,7 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   template <class P>
   KV_DEV static Words2 surplus(const P& planes, int token, Found at, int round, int lane) {
     Words2 x = held(planes, token, round, lane);
+    if constexpr (is_crossed<Inner>(0)) x = {prmt(x.a, x.b, 0x7632), prmt(x.a, x.b, 0x5410)};
     if constexpr (Rest::SOME) {
       uint32_t rest[2];
       Rest::read(planes, token + token_of(round, lane), at.some ? at.chunk : 0, rest);
@@ -115,7 +116,11 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
     return x;
   }
 
-  // Channel i of a part's chunk c is its element first(c) + STEP i: neighbours, or every other one of eight.
+  // Channel i of a part's chunk c is its element first(c) + STEP i: neighbours, or every other one of eight. Of CROSSED
+  // readers channels 1, 3, 0, 2 are what 0, 1, 2, 3 are here.
+  KV_FUNCTION int channel(int c, int i) {
+    return 4 * c + (is_crossed<Inner>(0) ? (2 * i + 1 - i / 2) % 4 : i);
+  }
   KV_FUNCTION int element(bool key, int channel) {
     for (int e = 0; e < 2 * (key ? K_REGS : V_REGS); ++e)
       if ((key ? Inner::k_channel(0, e) : Inner::v_channel(0, e)) == channel) return e;
@@ -123,17 +128,17 @@ template <class Inner, int D, int SLOTS, int PASSES, class Rest = RestZero> stru
   }
   template <bool KEY> struct Order {
     KV_CONST int CHUNKS = (KEY ? K_REGS : V_REGS) / 2;
-    KV_CONST int STEP = element(KEY, 1);
-    KV_CONST int SECOND = element(KEY, 4);
-    KV_CONST int THIRD = CHUNKS > 2 ? element(KEY, 8) : 0;
-    KV_CONST int FOURTH = CHUNKS > 3 ? element(KEY, 12) : 0;
+    KV_CONST int STEP = element(KEY, channel(0, 1));
+    KV_CONST int SECOND = element(KEY, channel(1, 0));
+    KV_CONST int THIRD = CHUNKS > 2 ? element(KEY, channel(2, 0)) : 0;
+    KV_CONST int FOURTH = CHUNKS > 3 ? element(KEY, channel(3, 0)) : 0;
     KV_CONST uint32_t TABLE = (uint32_t)(SECOND << 8 | THIRD << 16) | (uint32_t)FOURTH << 24;
     KV_FUNCTION uint32_t first(uint32_t c) { return STEP == 1 ? 4 * c : c / 4 * 16 + (TABLE >> c % 4 * 8 & 0xffu); }
     KV_FUNCTION bool valid() {
       for (int c = 0; c < CHUNKS; ++c) {
         if (STEP == 2 && first(c) % 8 > 1) return false;
         for (int i = 0; i < 4; ++i)
-          if (element(KEY, 4 * c + i) != (int)first(c) + STEP * i) return false;
+          if (element(KEY, channel(c, i)) != (int)first(c) + STEP * i) return false;
       }
       return STEP == 1 || STEP == 2;
     }

@@ -81,6 +81,10 @@ template <class V> KV_CONSTEXPR bool is_turned(...) { return false; }
 template <class K> KV_CONSTEXPR auto is_sketched(int) -> decltype(K::SKETCHED) { return K::SKETCHED; }
 template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 
+// A reader may be CROSSED: the registers of four channels hold channels 1 and 3, and 0 and 2.
+template <class R> KV_CONSTEXPR auto is_crossed(int) -> decltype(R::CROSSED) { return R::CROSSED; }
+template <class R> KV_CONSTEXPR bool is_crossed(...) { return false; }
+
 // A reader may HOLD in registers what a lane needs of its tables: hold_keys(table, part, lane) or hold_values, which it
 // then gets in the place of the table.
 template <class R> KV_CONSTEXPR auto holds(int) -> decltype(R::HOLDS) { return R::HOLDS; }
