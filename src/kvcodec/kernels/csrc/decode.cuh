@@ -84,10 +84,12 @@ struct Decoder {
   KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  // the ring, stage by stage of all warps. Teams that share tables have their query where its later stages will be.
+  // the ring, stage by stage of all warps. Teams that share tables have their query where its last stages will be:
+  // SOONER stages are fetched before it has been taken.
   KV_CONST bool BRIEF = TEAMS > 1 && CODEBOOKS > 0;
-  KV_CONST int STAGE = WARPS * TILE, LATER = (STAGES - 1) * STAGE;
-  KV_CONST int RING = BRIEF ? STAGE + (QUERY > LATER ? QUERY : LATER) : QUERY + STAGE + LATER;
+  KV_CONST int STAGE = WARPS * TILE, ALL = STAGES * STAGE;
+  KV_CONST int RING = !BRIEF ? QUERY + ALL : STAGE + QUERY > ALL ? STAGE + QUERY : ALL;
+  KV_CONST int SOONER = BRIEF && RING - QUERY < ALL ? (RING - QUERY) / STAGE : STAGES;
   KV_CONST int TEAM = RING + Mean::SHARED + WARPS * SCRATCH;
   // the warps' results, which overwrite everything else; those of a team, in its own memory
   KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
@@ -311,7 +313,7 @@ struct Decoder {
     ask_early(a, filled, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
-    float* query = (float*)(own + (BRIEF ? STAGE : 0));
+    float* query = (float*)(own + (BRIEF ? RING - QUERY : 0));
     uint8_t* ring = own + (BRIEF ? 0 : QUERY) + warp * TILE;
     uint8_t* means = own + RING;
     uint8_t* scratch = means + Mean::SHARED + warp * SCRATCH;
@@ -342,7 +344,7 @@ struct Decoder {
     };
     if constexpr (DENSE >= 2) Join::prefetch_rows(a, dense, b, h, lane);  // while the page ids are being loaded
     KV_NO_UNROLL
-    for (int stage = 0; stage < (BRIEF ? 1 : STAGES); ++stage) fetch(stage);
+    for (int stage = 0; stage < SOONER; ++stage) fetch(stage);
     const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
 
@@ -368,10 +370,10 @@ struct Decoder {
     const auto k_held = held_of_keys<K>(k_table, lane % 4, lane);
     const auto v_held = held_of_values<V>(v_table, lane / 4, lane);
     int stage = 0;
-    if constexpr (BRIEF) {
+    if constexpr (SOONER < STAGES) {
       sync();  // the query has been taken
       KV_NO_UNROLL
-      for (int later = 1; later < STAGES; ++later) fetch(later);
+      for (int later = SOONER; later < STAGES; ++later) fetch(later);
     }
     KV_NO_UNROLL
     for (int t = from + warp; t < to; t += WARPS) {
