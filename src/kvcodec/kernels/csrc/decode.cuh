@@ -324,13 +324,15 @@ struct Decoder {
       if constexpr (DENSE >= 2) return typename Join::Live(a, b, split, warp);
       else return 0;
     }();
+    // the page id of the next fetch is read one fetch ahead; of whole sequences the first one before their length is here
+    const int32_t* row = a.page_table + b * a.table_row;
+    const bool known = a.runs == 1 && !a.start && warp * T < a.capacity;
+    const int sooner = known ? row[warp * T / P] : 0;
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
-    // the page id of the next fetch is read one fetch ahead
-    const int32_t* row = a.page_table + b * a.table_row;
     const int64_t stride = page_bytes<K, V>(P);
     int fetched = from + warp;
-    int page = fetched < to ? row[fetched * T / P] : 0;
+    int page = known ? sooner : fetched < to ? row[fetched * T / P] : 0;
     auto fetch = [&](int stage) {
       if (fetched < to) {
         const int next = fetched + WARPS;

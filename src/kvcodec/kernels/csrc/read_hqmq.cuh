@@ -30,7 +30,7 @@ enum Place {
 template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
-  KV_CONST bool CROSSED = Fields::UNITS && S >= 96;  // a quarter of the codebook is held, channels 1, 3, 0, 2
+  KV_CONST bool CROSSED = Fields::UNITS && S == 192;  // a quarter of the codebook is held, channels 1, 3, 0, 2
   KV_CONST int ENTRIES = CROSSED ? 6 * S : 12 * S, ROOM = 73728;
   // a row's place in a word of 16 bits is multiplied, never divided, to become its address
   KV_CONST int FROM = Fields::HELD + CROSSED;  // the lowest bit of the place
