@@ -72,7 +72,7 @@ def test_the_references_constants(
         angles = turn.angles(places)
         back = turn.angles_back(places) if "scaled" in case else None
     keys = Sample(x, tokens, padding, angles, back, turn is not None and turn.interleaved, energy)
-    own, rooms = {role: codec for role in ROLES}, Rooms()
+    own, rooms = dict.fromkeys(ROLES, codec), Rooms()
     rooms.layers = 2
     both = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x, tokens, padding)}, rooms)
     alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, padding)}, Rooms())
