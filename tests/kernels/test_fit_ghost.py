@@ -11,7 +11,7 @@ from kvcodec.codec import ROLES, Role, Site
 from kvcodec.codecs.ghost import Ghost
 from kvcodec.kernels import ghost
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.spec import Sample, encoder, reader
+from kvcodec.kernels.spec import Rooms, Sample, encoder, reader
 from kvcodec.ops.rope import Rotary
 
 HEADS, BATCH = 2, 2
@@ -71,11 +71,17 @@ def test_the_references_constants(
         places = (torch.arange(280) - 3).expand(BATCH, -1)
         angles = turn.angles(places)
         back = turn.angles_back(places) if "scaled" in case else None
+    keys = Sample(x, tokens, padding, angles, back, turn is not None and turn.interleaved, energy)
+    own, rooms = dict.fromkeys(ROLES, codec), Rooms()
+    rooms.layers = 2
+    both = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x, tokens, padding)}, rooms)
+    alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, padding)}, Rooms())
+    again = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x.flip(2), tokens, padding)}, rooms)
+    assert len(machine["kv_fit"].launches) == 3
     for role in ROLES:
-        keys = role == "key"
-        sample = Sample(x, tokens, padding, *((angles, back) if keys else (None, None)),
-                        turn is not None and turn.interleaved, energy if keys else None)  # fmt: skip
-        found = ghost.fit(codec, head_dim, role, sample)
+        keys, found = role == "key", both[role]
+        assert torch.equal(found.params["factor"], again[role].params["factor"]) == (keys or case == "silent")
+        assert keys or all(torch.equal(x, alone[role].params[name]) for name, x in found.params.items())
         want, mean = fitted(codec, role, x, tokens, padding, turn if keys else None, energy if keys else None)
         assert set(found.params) == set(want)
         if mean is not None:
@@ -96,7 +102,7 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
     x = rows(64, 256, torch.bfloat16).clone()
     x[0, 0, 9, 3:6], x[0, 1, 200] = torch.nan, torch.inf
     for role in ROLES:
-        found = ghost.fit(Ghost(3), 64, role, Sample(x, 256)).params
+        found = ghost.fit({role: Ghost(3)}, 64, {role: Sample(x, 256)}, Rooms())[role].params
         assert torch.equal(found["order"].sort(-1).values, torch.arange(64).expand(BATCH, HEADS, -1).short())
         assert (found["widths"].long().sum(-1) == 64 * 3 - 4).all()
 
@@ -107,9 +113,10 @@ def test_on_a_gpu(head_dim: int, bits: float) -> None:
     turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
     x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
     there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())
+    samples: dict[Role, Sample] = {"key": Sample(there[0], 256, *there[1:]), "value": Sample(there[0], 256, there[1])}
+    both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, Rooms())
     for role in ROLES:
-        keys = role == "key"
-        found = ghost.fit(Ghost(bits), head_dim, role, Sample(there[0], 256, there[1], there[2] if keys else None))
+        keys, found = role == "key", both[role]
         want, mean = fitted(Ghost(bits), role, x, 256, padding, turn if keys else None, None)
         assert mean is None or torch.equal(found.mean.cpu(), mean)
         for name, one in want.items():

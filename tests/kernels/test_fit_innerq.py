@@ -9,7 +9,7 @@ from kvcodec.codec import Site
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.kernels import innerq
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.spec import Sample, encoder, reader
+from kvcodec.kernels.spec import Rooms, Sample, encoder, reader
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -20,7 +20,7 @@ def test_the_references_norms(head_dim: int, tokens: int, dtype: torch.dtype, ma
     x[0, 1, :, 5], x[0, 1, :, 5 + head_dim // 2] = 0, 0
     x[1, 2, tokens // 2, 7] = torch.inf
     x[1, 0, tokens // 2, 9] = torch.nan
-    site, found = Site(0, "key", 3, head_dim), innerq.fit(codec, head_dim, "key", Sample(x))
+    site, found = Site(0, "key", 3, head_dim), innerq.fit({"key": codec}, head_dim, {"key": Sample(x)}, Rooms())["key"]
     want = codec.fit(site, x)
     assert found.params.keys() == want.keys()
     torch.testing.assert_close(found.params["norm"], want["norm"], rtol=0, atol=0, equal_nan=True)

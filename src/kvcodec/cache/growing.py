@@ -16,11 +16,11 @@ from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import stream_of
 from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
 from kvcodec.cache.site import Removed
-from kvcodec.codec import Params, Role, check_tensors
+from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.encode import Turned
-from kvcodec.kernels.spec import Fitted, Sample
+from kvcodec.kernels.spec import Sample
 
 
 class State(NamedTuple):
@@ -94,8 +94,7 @@ class GrowingCache(DeviceCache):
             self._place(keys, positions, now=n != 1 and flag is None)
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or not self.is_fitted:
-            waits = self._waits()
-            new = {role: self._pass_window(self.roles[role], x, waits) for role, x in new.items()}
+            new = self._pass_dense(new, self._waits())
         if (count := new["key"].shape[2]) == 0:
             self.length += n
             return
@@ -148,44 +147,49 @@ class GrowingCache(DeviceCache):
         first = self.slots.least - self.scheme.sink - self.slots_freed  # position of the first token
         return max(0, -first - sink)
 
-    def _fit(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
-        if (found := self._fitted_by_kernel(state, pending, whole)) is None:
-            super()._fit(state, pending, whole)
-            return
-        state.params = found.params
-        if found.mean is not None:
-            self.mean = found.mean
+    def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
+        engine = self.engine
+        if isinstance(engine, CudaEngine) and (samples := self._samples(engine, behind, whole)):
+            for role, found in engine.fit(samples).items():
+                self.roles[role].params = found.params
+                if found.mean is not None:
+                    self.mean = found.mean
+        if not self.is_fitted:
+            super()._fit(behind, whole)
 
-    def _fitted_by_kernel(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> Fitted | None:
-        """Fit a role's constants, and the keys' mean, on the first tokens; None: the reference has to.
+    def _samples(
+        self, engine: CudaEngine, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None
+    ) -> dict[Role, Sample]:
+        """What kernels fit constants on, and the keys' mean, of the roles that they fit; arguments as in ``_fit``."""
+        slots, sink, tokens, mean = self.slots, self.roles["key"].sink.shape[2], self.site.fit_tokens, self.site.mean
+        missing = [self.roles[role] for role in ROLES if self.roles[role].params is None and engine.fits(role)]
+        if tokens <= 1:  # all that came
+            own = [state for state in missing if state.role == "value" or mean is None]
+            return {s.role: Sample(self._all(s, behind[s.role]) if whole is None else whole[s.role]) for s in own}
+        if slots is None or self.start or self.slots_freed or sink != self.scheme.sink:
+            return {}  # slot 0 is not the first token behind the sink
+        padded, padding, found = self._most_padding(sink), None, {}
+        if padded:
+            padding = self._padding(sink).to(torch.int32).expand(self.batch).contiguous()
+        for state in missing:
+            pending = self._pending(state, behind[state.role])
+            angles = back = energy = None
+            turned = False
+            if state.role == "key" and mean is not None:
+                if mean.rotary is None or mean.kind != "pre" or self.mean is not None:
+                    continue
+                leaving = (pending.shape[2] - self.scheme.window) // self.unit * self.unit  # as ``_less`` will ask
+                count = max(tokens + padded, leaving)
+                angles, turned = slots.angles(mean.rotary, 0, count), mean.rotary.interleaved
+                back = None if mean.rotary.scaling == 1.0 else mean.rotary.angles_back(slots.of(0, count))
+            if state.role == "key" and self.site.energy is not None:
+                energy = self.site.energy.to(pending.device)
+            found[state.role] = Sample(pending, tokens, padding, angles, back, turned, energy)
+        return found
 
-        Arguments as in ``_fit``.
-        """
-        engine, slots, sink, tokens = self.engine, self.slots, state.sink.shape[2], self.site.fit_tokens
-        mean = self.site.mean if state.role == "key" else None
-        if not isinstance(engine, CudaEngine) or state.params is not None or not engine.fits(state.role):
-            return None
-        if tokens <= 1 and mean is None:  # all that came
-            return engine.fit(state.role, Sample(torch.cat([state.sink, pending], 2) if whole is None else whole))
-        if tokens <= 1 or slots is None:
-            return None
-        if self.start or self.slots_freed or sink != self.scheme.sink:  # slot 0 is not the first token behind the sink
-            return None
-        angles = back = None
-        padded = self._most_padding(sink)
-        if mean is not None:
-            if mean.rotary is None or mean.kind != "pre" or self.mean is not None:
-                return None
-            leaving = (pending.shape[2] - self.scheme.window) // self.unit * self.unit  # as ``_less`` will ask
-            count = max(tokens + padded, leaving)
-            angles = slots.angles(mean.rotary, 0, count)
-            back = None if mean.rotary.scaling == 1.0 else mean.rotary.angles_back(slots.of(0, count))
-        padding = self._padding(sink).to(torch.int32).expand(pending.shape[0]).contiguous() if padded else None
-        energy = None
-        if state.role == "key" and self.site.energy is not None:
-            energy = self.site.energy.to(pending.device)
-        turned = mean is not None and mean.rotary is not None and mean.rotary.interleaved
-        return engine.fit(state.role, Sample(pending, tokens, padding, angles, back, turned, energy))
+    def _all(self, state: RoleState, behind: Tensor) -> Tensor:
+        """Tokens of a role that were held dense, and those of ``behind``."""
+        return torch.cat([state.sink, self._pending(state, behind)], 2)
 
     def removed_from_newest(self, n: int) -> Removed | None:
         """As ``LayerCache.removed_from_newest``; layers share the angles."""

@@ -227,9 +227,10 @@ class LayerCache:
                 if positions is None:
                     positions = torch.arange(self.length, self.length + n, device=keys.device)[None]
                 self.positions.append(positions)
-            waits = self._waits()
-            for role, x in zip(ROLES, (keys, values), strict=True):
-                self._append_role(self.roles[role], x.to(self.roles[role].sink.dtype), waits)
+            both = zip(ROLES, (keys, values), strict=True)
+            new = {role: x.to(self.roles[role].sink.dtype) for role, x in both}
+            for role, x in self._pass_dense(new, self._waits()).items():
+                self._write_role(self.roles[role], x)
         except BaseException:  # out of memory, an interrupt: keep keys and values consistent
             for state, sink, window, runs, params in before:
                 state.sink, state.window, state.runs, state.params = sink, window, runs, params
@@ -264,12 +265,19 @@ class LayerCache:
         """Tokens behind the ``sink`` first ones that are left padding: int64 ``[B]``, or ``[1]`` for all."""
         return (-self.positions.of(0, 1)[:, 0] - sink).clamp_min(0)
 
-    def _fit(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
-        """Fit the missing constants of a role.
+    def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
+        """Fit the missing constants.
 
-        ``pending`` are all its tokens behind the sink, none encoded yet; ``whole``: those of the sink as well, where
-        one call brought all.
+        ``behind`` are new tokens behind the sink; ``whole``: those of the sink as well, where one call brought all.
         """
+        for role in ROLES:
+            state = self.roles[role]
+            if state.params is None or (role == "key" and self.site.mean is not None and self.mean is None):
+                pending = self._pending(state, behind[role])
+                self._fit_role(state, pending, None if whole is None else whole[role])
+
+    def _fit_role(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
+        """As ``_fit``, of one role; ``pending`` are all its tokens behind the sink, none encoded yet."""
         mean = self.site.mean if state.role == "key" else None
         if (wanted := self.site.fit_tokens) > 1:
             batch, heads, _, head_dim = pending.shape
@@ -292,9 +300,9 @@ class LayerCache:
             else:
                 state.params = state.codec.fit(state.site, sample)
 
-    def _append_role(self, state: RoleState, x: Tensor, waits: bool = False) -> None:
+    def _write_role(self, state: RoleState, leaving: Tensor) -> None:
+        """Encode what leaves the window."""
         assert self.store is not None
-        leaving = self._pass_window(state, x, waits)
         count = leaving.shape[2]
         if count:
             at = state.sink.shape[2] + state.encoded
@@ -305,24 +313,36 @@ class LayerCache:
             self.store.write(state.role, first, payload)
             state.extend(count)
 
-    def _pass_window(self, state: RoleState, x: Tensor, waits: bool = False) -> Tensor:
-        """Put new tokens into sink and window; return those that leave the window, in whole blocks.
+    def _pass_dense(self, new: Mapping[Role, Tensor], waits: bool = False) -> dict[Role, Tensor]:
+        """Put new tokens into sinks and windows; return those that leave the windows, in whole blocks.
 
-        ``waits``: all tokens stay dense, because there are too few to fit the constants on.
+        Constants that are missing are fitted in between, unless it ``waits``: then all tokens stay dense, because there
+        are too few to fit on.
         """
+        key = self.roles["key"]
+        held = key.sink.shape[2] + key.window.shape[2]
+        behind = {role: self._pass_sink(self.roles[role], x) for role, x in new.items()}
+        if not waits and not self.is_fitted and held + new["key"].shape[2]:
+            self._fit(behind, None if held else new)
+        return {role: self._pass_window(self.roles[role], x, waits) for role, x in behind.items()}
+
+    def _pass_sink(self, state: RoleState, x: Tensor) -> Tensor:
+        """Put new tokens into the sink while there is room; return the others."""
         sink = self.scheme.sink
-        whole = None if state.sink.shape[2] or state.window.shape[2] else x
-        if sink and (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
-            first = x[:, :, :to_sink]
-            state.sink = torch.cat([state.sink, first], 2) if state.sink.shape[2] else first.clone()
-            x = x[:, :, to_sink:]
+        if not sink or not (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
+            return x
+        first = x.narrow(2, 0, to_sink)
+        state.sink = torch.cat([state.sink, first], 2) if state.sink.shape[2] else first.clone()
+        return x.narrow(2, to_sink, x.shape[2] - to_sink)
+
+    def _pending(self, state: RoleState, x: Tensor) -> Tensor:
+        """Tokens of the window, then ``x``."""
+        return torch.cat([state.window, x], 2) if state.window.shape[2] else x
+
+    def _pass_window(self, state: RoleState, x: Tensor, waits: bool) -> Tensor:
+        """Put tokens behind the sink into the window; return those that leave it, in whole blocks."""
         old, held = state.window, state.window.shape[2]
         total, unit = held + x.shape[2], self._unit(state)
-        unknown = state.params is None or (state.role == "key" and self.site.mean is not None and self.mean is None)
-        if unknown and not waits:
-            if total + state.sink.shape[2] == 0:
-                return x
-            self._fit(state, torch.cat([old, x], 2) if held else x, whole)
         count = 0 if waits else unit * max(0, (total - self.scheme.window) // unit)
         if count == total:
             if not held:
@@ -332,10 +352,10 @@ class LayerCache:
         if held and count <= held:  # each copied once: most steps
             state.window = torch.cat([old.narrow(2, count, held - count), x], 2)
             return old.narrow(2, 0, count)
-        pending = torch.cat([old, x], 2) if held else x
+        pending = self._pending(state, x)
         # a clone: a view would keep the prefill's 16-bit tensor alive
-        state.window = pending[:, :, count:].clone()
-        return pending[:, :, :count]
+        state.window = pending.narrow(2, count, total - count).clone()
+        return pending.narrow(2, 0, count)
 
     def removed_from_newest(self, n: int) -> Removed | None:
         """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet."""

@@ -183,7 +183,7 @@ class StaticCache(DeviceCache):
             self.newest = None
             return
         if self.holds_dense or not self.is_fitted:
-            new = {role: self._pass_window(self.roles[role], x) for role, x in new.items()}
+            new = self._pass_dense(new)
         self._prepare()  # even without tokens: the next step may be captured
         if count := new["key"].shape[2]:
             if self.holds_dense or count > 1:

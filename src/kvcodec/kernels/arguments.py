@@ -152,6 +152,12 @@ class FitGhostArgs(ctypes.Structure):
     )
 
 
+class FitGhostRoles(ctypes.Structure):
+    """``kv::FitGhostRoles``."""
+
+    _fields_ = (("key", FitGhostArgs), ("value", FitGhostArgs))
+
+
 MOST_PARTS = 5
 """Of ``BasisArgs``."""
 

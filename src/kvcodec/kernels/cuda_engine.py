@@ -23,7 +23,18 @@ from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.history_groups import attend_groups
 from kvcodec.kernels.mean import KeyMean, key_mean
-from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, decode_spec, encode_spec, fitter, reader
+from kvcodec.kernels.spec import (
+    Encoder,
+    Fitted,
+    Fitter,
+    Reader,
+    Rooms,
+    Sample,
+    decode_spec,
+    encode_spec,
+    fitters,
+    reader,
+)
 from kvcodec.ops.rope import Rotary
 
 
@@ -34,6 +45,7 @@ class _Kernels(NamedTuple):
     encode: str
     readers: Mapping[Role, Reader]
     encoders: Mapping[Role, Encoder | None]
+    fitters: Sequence[Fitter]
 
 
 @lru_cache(maxsize=256)  # for every layer of a cache whose means come with its first tokens
@@ -44,6 +56,7 @@ def _kernels(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: i
         encode_text(written),
         {role: reader(codec, head_dim, role) for role, codec in zip(ROLES, (key, value), strict=True)},
         {role: written.encoder(role) for role in ROLES},
+        fitters(key, value),
     )
 
 
@@ -65,22 +78,34 @@ class CudaEngine(Engine):
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         super().__init__(key, value, head_dim, page_tokens)
         self.own: dict[Role, Fitted] = {}
+        self.rooms = Rooms()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As ``Engine``; memory for further layers stays behind."""
+        return {name: x for name, x in super().__getstate__().items() if name not in ("rooms", "fitters")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As ``Engine``."""
+        super().__setstate__(state)
+        self.rooms = Rooms()
 
     def fresh(self) -> Self:
-        """As ``Engine.fresh``."""
+        """As ``Engine.fresh``; the layers share the memory of ``rooms``."""
         other = super().fresh()
         other.own = {}
         return other
 
     def fits(self, role: Role) -> bool:
         """Whether a kernel fits a role's constants, to the reference's numbers."""
-        return fitter(self.codecs[role]) is not None
+        return any(role in fitter.codecs for fitter in self.fitters)
 
-    def fit(self, role: Role, sample: Sample) -> Fitted:
-        """Fit a role's constants, whose kernel ``fits`` them."""
-        fit = fitter(self.codecs[role])
-        assert fit is not None
-        found = self.own[role] = fit(self.codecs[role], self.head_dim, role, sample)
+    def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:
+        """Fit the constants of roles for which it ``fits``."""
+        found: dict[Role, Fitted] = {}
+        for fitter in self.fitters:
+            if own := {role: samples[role] for role in fitter.codecs if role in samples}:
+                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.rooms)
+        self.own |= found
         return found
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
@@ -96,7 +121,7 @@ class CudaEngine(Engine):
         key, value = self.codecs["key"], self.codecs["value"]
         pairs = 0 if self.mean is None else self.mean.pairs
         found = _kernels(key, value, self.head_dim, self.page_tokens, pairs)
-        self.decode_spec, self.encode_spec, self.readers, self.encoders = found
+        self.decode_spec, self.encode_spec, self.readers, self.encoders, self.fitters = found
 
     def tensors(self) -> list[Tensor]:
         """Constants on the device, those of the mean included."""
@@ -104,12 +129,11 @@ class CudaEngine(Engine):
         return own if self.mean is None else [*own, self.mean.mean, self.mean.table]
 
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
-        """As ``Engine.hold_without``; existing tensors keep their addresses if shapes allow."""
+        """As ``Engine.hold_without``; existing tensors keep their addresses if shape and pairs stay the same."""
         old = self.mean
         new = key_mean(mean, rotary.radians, scaling=rotary.scaling, interleaved=rotary.interleaved, look=look)
-        if old is not None and (old.mean.shape, old.table.shape) == (new.mean.shape, new.table.shape):
+        if old is not None and old.mean.shape == new.mean.shape and old.table is new.table:
             old.mean.copy_(new.mean)
-            old.table.copy_(new.table)
             return
         self.mean = new
         self._find()

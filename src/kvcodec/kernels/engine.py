@@ -5,6 +5,7 @@ An engine holds only names and tensors, no module or compiled kernel, so that ca
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -105,7 +106,7 @@ class Engine(ABC):
             Whether some pairs of channels may have no mean, so that it is worth the look, which synchronises.
         """
 
-    @property
+    @cached_property
     def flags_all(self) -> bool:
         """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
         return None not in self.encoders.values()

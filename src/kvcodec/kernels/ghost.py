@@ -7,15 +7,15 @@ Constants without a file are fitted by a kernel too: the reference's fit is some
 layer of every prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Role
+from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.ghost import (
     ERRORS,
     PARTS,
@@ -32,12 +32,12 @@ from kvcodec.codecs.ghost import (
     scales,
 )
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.arguments import FitGhostArgs
+from kvcodec.kernels.arguments import FitGhostArgs, FitGhostRoles
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.decode import KINDS
-from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, align, flag
+from kvcodec.kernels.spec import Encoder, Fitted, Reader, Rooms, Sample, align, flag
 from kvcodec.ops.widths import put_back, width_cuts
 
 PARAMS = ("order", "factor", "weight", "widths", "centre")
@@ -210,18 +210,19 @@ def _padded(x: Tensor) -> Tensor:
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
-def fit_program(codec: Codec, head_dim: int, role: Role) -> Program:
-    """Return the source of ``kv_fit``."""
-    assert isinstance(codec, Ghost)
-    name = f"kv::FitGhost<{head_dim}, {codec.total}, {flag(role == 'value')}>"
-    return Program(
-        f"""#include "fit_ghost.cuh"
-using Fit = {name};
-static_assert(Fit::THREADS == {fit_threads(head_dim)}, "threads as the host counts them");
-KV_KERNEL void KV_BOUNDS({fit_threads(head_dim)}, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostArgs a) {{ Fit::run(a); }}
-""",
-        fma=False,
-    )
+def fit_program(codecs: Mapping[Role, Codec], head_dim: int) -> Program:
+    """Return the source of ``kv_fit`` of these roles."""
+    calls = []
+    for role, codec in codecs.items():
+        assert isinstance(codec, Ghost)
+        name = f"kv::FitGhost<{head_dim}, {codec.total}, {flag(role == 'value')}>"
+        calls += [
+            f'static_assert({name}::THREADS == {fit_threads(head_dim)}, "threads as the host counts them");',
+            f"if (kv::block_z() == {ROLES.index(role)}) {name}::fit(a.{role});",
+        ]
+    bounds = f"KV_BOUNDS({fit_threads(head_dim)}, 1)"
+    lines = [f"KV_KERNEL void {bounds} kv_fit(KV_GRID_CONSTANT kv::FitGhostRoles a) {{", *calls, "}", ""]
+    return Program("\n".join(['#include "fit_ghost.cuh"', *lines]), fma=False)
 
 
 def fit_threads(head_dim: int) -> int:
@@ -230,8 +231,9 @@ def fit_threads(head_dim: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _fit_kernel(codec: Codec, head_dim: int, role: Role, device: torch.device) -> Kernel:
-    return load(fit_program(codec, head_dim, role), ("kv_fit",), device, f"fitting {codec}")[0]
+def _fit_kernel(codecs: tuple[tuple[Role, Codec], ...], head_dim: int, device: torch.device) -> Kernel:
+    label = " and ".join(f"{codec} of {role}s" for role, codec in codecs)
+    return load(fit_program(dict(codecs), head_dim), ("kv_fit",), device, f"fitting {label}")[0]
 
 
 @lru_cache(maxsize=16)
@@ -240,17 +242,46 @@ def _numbers_of_fit(device: torch.device) -> Tensor:
         return torch.cat(_of_all_heads(device))
 
 
-def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
-    """As ``Ghost.fit`` or ``fit_with`` of the sample, and the mean before; one launch, no look at a number."""
-    assert isinstance(codec, Ghost)
-    x, device, values = sample.x, sample.x.device, role == "value"
-    batch, heads = x.shape[:2]
-    args = FitGhostArgs()
-    made = _rooms(args, batch, heads, _fitted_sizes(head_dim, values, sample.angles is not None), device)
-    scratch = torch.empty(batch * heads * sample.tokens * head_dim, dtype=torch.float32, device=device)
-    args.rows = scratch.data_ptr()
-    args.x, args.same = x.data_ptr(), _numbers_of_fit(device).data_ptr()
-    args.kind, args.heads, args.tokens = KINDS[x.dtype], heads, sample.tokens
+class _Room(NamedTuple):
+    """A kernel, where it writes each part for one layer, and the constants made of them."""
+
+    kernel: Kernel
+    at: Mapping[Role, Sequence[tuple[str, int]]]
+    fitted: dict[Role, Fitted]
+
+
+def fit(
+    codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
+) -> dict[Role, Fitted]:
+    """As ``Ghost.fit`` or ``fit_with`` of the samples, and the mean before; one launch, no look at a number."""
+    some = next(iter(samples.values()))
+    device, (batch, heads) = some.x.device, some.x.shape[:2]
+    with_mean = tuple((role, sample.angles is not None) for role, sample in samples.items())
+    make = partial(_rooms, codecs, head_dim, with_mean, batch, heads, device)
+    room = rooms.take((with_mean, batch, heads, device), make)
+    count = batch * heads * head_dim
+    scratch = torch.empty(count * sum(x.tokens for x in samples.values()), dtype=torch.float32, device=device)
+    args, rows, same = FitGhostRoles(), scratch.data_ptr(), _numbers_of_fit(device).data_ptr()
+    for role, sample in samples.items():
+        own = getattr(args, role)
+        own.same, own.rows = same, rows
+        rows += 4 * count * sample.tokens
+        for name, address in room.at[role]:
+            setattr(own, name, address)
+        _fill(own, sample)
+        if sample.energy is not None:
+            energy = sample.energy.double().contiguous()
+            own.energy = energy.data_ptr()
+        own.errors[:] = ERRORS
+        own.trim, own.smallest, own.rounds = TRIM * head_dim, SMALLEST, ROUNDS
+    room.kernel.launch((heads, batch, len(ROLES)), fit_threads(head_dim), 0, args)
+    return room.fitted
+
+
+def _fill(args: FitGhostArgs, sample: Sample) -> None:
+    """Set where the tokens are, and how they are turned."""
+    x = sample.x
+    args.x, args.kind, args.heads, args.tokens = x.data_ptr(), KINDS[x.dtype], x.shape[1], sample.tokens
     args.batch, args.head, args.token, _ = x.stride()
     if sample.padding is not None:
         args.padding = sample.padding.data_ptr()
@@ -261,20 +292,11 @@ def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
         args.turning, args.interleaved = 2 * cosines.shape[2], sample.interleaved
     if sample.back is not None:
         args.back_cosines, args.back_sines = (part.data_ptr() for part in sample.back)
-    energy = None if sample.energy is None else sample.energy.double().contiguous()
-    if energy is not None:
-        args.energy = energy.data_ptr()
-    args.errors[:] = ERRORS
-    args.trim, args.smallest, args.rounds = TRIM * head_dim, SMALLEST, ROUNDS
-    _fit_kernel(codec, head_dim, role, device).launch((heads, batch, 1), fit_threads(head_dim), 0, args)
-    params = {name: made[name] for name in PARAMS if name in made}
-    reading, writing = Constants(made["read"], made["sizes"], 1), Constants(made["write"], made["inverse"], 1)
-    return Fitted(params, reading, writing, made.get("mean"))
 
 
-@lru_cache(maxsize=64)
-def _fitted_sizes(head_dim: int, values: bool, mean: bool) -> tuple[tuple[str, int, torch.dtype], ...]:
+def _fitted_sizes(head_dim: int, role: Role, mean: bool) -> tuple[tuple[str, int, torch.dtype], ...]:
     """What the kernel writes for a head: name in ``FitGhostArgs``, how many, of what."""
+    values = role == "value"
     numbers = ["factor", "weight", "sizes", "inverse", *(["centre"] if values else []), *(["mean"] if mean else [])]
     return (
         *((name, head_dim, torch.float32) for name in numbers),
@@ -286,14 +308,45 @@ def _fitted_sizes(head_dim: int, values: bool, mean: bool) -> tuple[tuple[str, i
 
 
 def _rooms(
-    args: FitGhostArgs, batch: int, heads: int, sizes: Sequence[tuple[str, int, torch.dtype]], device: torch.device
-) -> dict[str, Tensor]:
-    """Tensors ``[B, H, count]`` of one allocation, at multiples of 16 bytes; ``args`` gets their addresses."""
-    ends = list(accumulate(align(batch * heads * count * dtype.itemsize) for _, count, dtype in sizes))
-    whole = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-    of = {dtype: whole.view(dtype) for dtype in (torch.float32, torch.int16)} | {torch.uint8: whole}
-    base, made = whole.data_ptr(), {}
-    for (name, count, dtype), at in zip(sizes, (0, *ends), strict=False):
-        setattr(args, name, base + at)
-        made[name] = of[dtype].as_strided((batch, heads, count), (heads * count, count, 1), at // dtype.itemsize)
-    return made
+    codecs: Mapping[Role, Codec],
+    head_dim: int,
+    with_mean: Sequence[tuple[Role, bool]],
+    batch: int,
+    heads: int,
+    device: torch.device,
+    layers: int,
+) -> list[_Room]:
+    """Allocate what the kernel writes for so many layers: parts ``[B, H, count]``, at multiples of 16 bytes."""
+    kernel = _fit_kernel(tuple(codecs.items()), head_dim, device)
+    sizes = {role: _fitted_sizes(head_dim, role, mean) for role, mean in with_mean}
+    steps = {
+        role: [align(batch * heads * count * dtype.itemsize) for _, count, dtype in own] for role, own in sizes.items()
+    }
+    whole = torch.empty(layers * sum(map(sum, steps.values())), dtype=torch.uint8, device=device)
+    of = {dtype: whole.view(dtype) for dtype in (torch.uint8, torch.int16, torch.float32)}
+    base, first = whole.data_ptr(), 0
+    at: dict[Role, list[tuple[str, int, int]]] = {}
+    made: dict[Role, list[tuple[Tensor, ...]]] = {}
+    for role, own in sizes.items():
+        at[role], made[role] = [], []
+        for (name, count, dtype), step in zip(own, steps[role], strict=True):
+            at[role].append((name, base + first, step))
+            strides = step // dtype.itemsize, heads * count, count, 1
+            all_layers = of[dtype].as_strided((layers, batch, heads, count), strides, first // dtype.itemsize)
+            made[role].append(all_layers.unbind())
+            first += layers * step
+    names = {role: [name for name, _, _ in own] for role, own in sizes.items()}
+    return [
+        _Room(
+            kernel,
+            {role: [(name, begin + i * step) for name, begin, step in own] for role, own in at.items()},
+            {role: _fitted(dict(zip(names[role], [x[i] for x in own], strict=True))) for role, own in made.items()},
+        )
+        for i in range(layers)
+    ]
+
+
+def _fitted(made: Mapping[str, Tensor]) -> Fitted:
+    params = {name: made[name] for name in PARAMS if name in made}
+    reading, writing = Constants(made["read"], made["sizes"], 1), Constants(made["write"], made["inverse"], 1)
+    return Fitted(params, reading, writing, made.get("mean"))

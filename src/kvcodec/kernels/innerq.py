@@ -1,8 +1,10 @@
 """Kernels of ``innerq``: keys in groups along channels, values in groups along tokens, norms of channels."""
 
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 
 import torch
+from torch import Tensor
 
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.innerq import GROUP, InnerQ
@@ -13,7 +15,7 @@ from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.decode import KINDS
 from kvcodec.kernels.encode import aligned_rows
-from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample, flag
+from kvcodec.kernels.spec import Encoder, Fitted, Reader, Rooms, Sample, flag
 
 FIT_THREADS = 1024
 """``kv::FIT_NORM_THREADS``."""
@@ -67,7 +69,7 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     return CpuEncoder(f"tokens{codec.width} symmetric", factor=factor, divide=True)
 
 
-def fit_program(codec: Codec, head_dim: int, role: Role) -> Program:
+def fit_program(codecs: Mapping[Role, Codec], head_dim: int) -> Program:
     """Return the source of ``kv_fit``, which depends on the head_dim alone."""
     return Program(
         '#include "fit_innerq.cuh"\n'
@@ -78,18 +80,30 @@ def fit_program(codec: Codec, head_dim: int, role: Role) -> Program:
 
 
 @lru_cache(maxsize=64)
-def _fit_kernel(codec: Codec, head_dim: int, role: Role, device: torch.device) -> Kernel:
-    return load(fit_program(codec, head_dim, role), ("kv_fit",), device, f"fitting {codec}")[0]
+def _fit_kernel(head_dim: int, device: torch.device) -> Kernel:
+    return load(fit_program({}, head_dim), ("kv_fit",), device, f"fitting norms of {head_dim} channels")[0]
 
 
-def fit(codec: Codec, head_dim: int, role: Role, sample: Sample) -> Fitted:
-    """As ``InnerQ.fit`` of all tokens; one launch, no look at a number."""
-    x = aligned_rows(sample.x)
+def fit(
+    codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
+) -> dict[Role, Fitted]:
+    """As ``InnerQ.fit`` of all tokens; a launch for each role, no look at a number."""
+    return {role: _fit(head_dim, sample.x, rooms) for role, sample in samples.items()}
+
+
+def _fit(head_dim: int, x: Tensor, rooms: Rooms) -> Fitted:
+    x = aligned_rows(x)
     batch, heads, tokens, _ = x.shape
-    norm = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=x.device)
-    reciprocal = torch.empty(batch, heads, head_dim, dtype=torch.float64, device=x.device)
+    shape = batch, heads, head_dim
+    norm, reciprocal = rooms.take((shape, x.device), partial(_rooms, shape, x.device))
     args = FitNormArgs(x=x.data_ptr(), norm=norm.data_ptr(), reciprocal=reciprocal.data_ptr())
     args.batch, args.head, args.token, _ = x.stride()
     args.tokens, args.kind, args.heads = tokens, KINDS[x.dtype], heads
-    _fit_kernel(codec, head_dim, role, x.device).launch((heads, batch, 1), FIT_THREADS, 0, args)
+    _fit_kernel(head_dim, x.device).launch((heads, batch, 1), FIT_THREADS, 0, args)
     return Fitted({"norm": norm}, Constants(None, norm, 1), Constants(None, reciprocal, 1))
+
+
+def _rooms(shape: tuple[int, int, int], device: torch.device, layers: int) -> list[tuple[Tensor, Tensor]]:
+    """Norms and their reciprocals of so many layers."""
+    norms = torch.empty(layers, *shape, dtype=torch.float32, device=device)
+    return list(zip(norms.unbind(), torch.empty_like(norms, dtype=torch.float64).unbind(), strict=True))

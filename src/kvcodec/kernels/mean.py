@@ -51,7 +51,7 @@ def key_mean(
     Parameters
     ----------
     mean : Tensor ``[1 or B, H, D]``
-        What was subtracted from the keys, before RoPE.
+        What was subtracted from the keys, before RoPE; float32 numbers are not copied where ``scaling`` is 1.
     frequencies : sequence of float
         R / 2 of RoPE, radians a token; the first R channels turn. The same for all positions.
     scaling : float
@@ -71,15 +71,13 @@ def key_mean(
             f"multiple of 32, and R / 2 with R at most D."
         )
     dim, turning = mean.shape[2], 2 * len(frequencies)
-    channels = pairs_of(dim, turning, interleaved)
-    theta = (*frequencies, *[0.0] * ((dim - turning) // 2))
-    scaled = mean.float().clone()
+    scaled = mean.float().contiguous()
     if scaling != 1.0:
+        scaled = scaled.clone()
         scaled[..., :turning] *= scaling
-    rows = chosen_pairs(mean, channels) if look else [tuple(range(dim // 2))]
-    tables = [_table(theta, channels, row, str(mean.device)) for row in rows]
-    table = torch.stack(tables) if len(tables) > 1 else tables[0][None]
-    return KeyMean(scaled.contiguous(), table, len(rows[0]))
+    rows = chosen_pairs(mean, pairs_of(dim, turning, interleaved)) if look else [tuple(range(dim // 2))]
+    tables = [_table(tuple(frequencies), dim, interleaved, row, mean.device) for row in rows]
+    return KeyMean(scaled, torch.cat(tables) if len(tables) > 1 else tables[0], len(rows[0]))
 
 
 def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -111,9 +109,11 @@ def pairs_of(head_dim: int, turning: int, interleaved: bool) -> tuple[tuple[int,
 
 @lru_cache(maxsize=64)
 def _table(
-    theta: tuple[float, ...], channels: tuple[tuple[int, int], ...], chosen: tuple[int, ...], device: str
+    frequencies: tuple[float, ...], head_dim: int, interleaved: bool, chosen: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """The table of a KV head for the chosen pairs, uint8 ``[bytes]``; angles in float64."""
+    """The table of a KV head for the chosen pairs, uint8 ``[1, bytes]``, never written to; angles in float64."""
+    turning = 2 * len(frequencies)
+    channels, theta = pairs_of(head_dim, turning, interleaved), (*frequencies, *[0.0] * ((head_dim - turning) // 2))
     angle = torch.tensor([theta[p] for p in chosen], dtype=torch.float64)
     tile = (torch.arange(ROWS)[:, None] * angle).unflatten(1, (-1, 2))
     digits = (torch.arange(1 << BITS) << BITS * torch.arange(DIGITS)[:, None])[..., None] * angle
@@ -127,7 +127,7 @@ def _table(
         names,
         inverse,
     )
-    return torch.cat([x.flatten().view(torch.uint8) for x in parts]).to(device)
+    return torch.cat([x.flatten().view(torch.uint8) for x in parts])[None].to(device)
 
 
 def tile_bytes(pairs: int, tokens: int) -> int:

@@ -18,7 +18,7 @@ from kvcodec.kernels import basis, decode, encode, history
 from kvcodec.kernels.build import Program, compile_program, compiled
 from kvcodec.kernels.launch import Machine, configs_for
 from kvcodec.kernels.mean import BLOCK
-from kvcodec.kernels.spec import decode_spec, encode_spec, of_module
+from kvcodec.kernels.spec import decode_spec, encode_spec, fitters
 from kvcodec.progress import Progress
 from kvcodec.scheme import KVScheme, Mix
 
@@ -123,9 +123,8 @@ def of_codecs(
     writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
     for roles, program in encode.programs(writing).items():
         yield Needed(program, f"{writing.name}: {' and '.join(f'{role}s' for role in roles)}")
-    for role, codec in zip(ROLES, (key, value), strict=True):
-        if codec.needs_sample and (fit := of_module(type(codec).__module__, "fit_program")):
-            yield Needed(fit(codec, head_dim, role), f"fitting {codec}, {role}s")
+    for fitter in fitters(key, value):
+        yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
     yield Needed(history.program(spec.small, *history.config_for(spec.small, machine)), f"unpacking {spec.name}")
     yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
 

@@ -13,7 +13,7 @@ back in reverse order.
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import ModuleType
@@ -23,10 +23,12 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.kernels.build import CSRC
+from kvcodec.kernels.build import CSRC, Program
 from kvcodec.kernels.constants import Constants
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
+
+T = TypeVar("T")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Multiples of 32: a lane of a warp holds every 32nd channel of a row."""
@@ -271,10 +273,54 @@ class Fitted(NamedTuple):
     mean: Tensor | None = None
 
 
-def fitter(codec: Codec) -> Callable[[Codec, int, Role, Sample], Fitted] | None:
-    """Return what fits a codec's constants by a kernel, to the numbers of the reference; None: PyTorch does."""
-    found: Callable[[Codec, int, Role, Sample], Fitted] | None = of_module(type(codec).__module__, "fit")
-    return found
+class Rooms:
+    """Memory for the constants that kernels fit for the layers of a cache: allocated for all by the first of them."""
+
+    layers = 0
+    """How many are known to come."""
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, list[Any]] = {}
+
+    def take(self, name: Hashable, make: Callable[[int], list[T]]) -> T:
+        """Return the memory of one layer; ``make`` allocates that of so many, which is asked for by ``name``."""
+        left = self._left.get(name)
+        if not left:
+            left = self._left[name] = make(max(1, self.layers))
+        one: T = left.pop()
+        return one
+
+
+class Fitter(NamedTuple):
+    """What fits constants by kernels, to the numbers of the reference; for the codecs of one module.
+
+    Parameters
+    ----------
+    codecs : mapping of role to Codec
+    fit : callable
+        ``(codecs, head_dim, samples, rooms) -> fitted``: the constants of the roles of which there are samples.
+    program : callable
+        ``(codecs, head_dim)``: what it launches.
+    """
+
+    codecs: Mapping[Role, Codec]
+    fit: Callable[[Mapping[Role, Codec], int, Mapping[Role, Sample], Rooms], dict[Role, Fitted]]
+    program: Callable[[Mapping[Role, Codec], int], Program]
+
+    @property
+    def name(self) -> str:
+        """Of the codecs."""
+        return ", ".join(f"{codec} of {role}s" for role, codec in self.codecs.items())
+
+
+def fitters(key: Codec, value: Codec) -> list[Fitter]:
+    """Return what fits the constants of keys and values; PyTorch fits those of roles that are missing there."""
+    found: dict[str, dict[Role, Codec]] = {}
+    for role, codec in zip(ROLES, (key, value), strict=True):
+        module = type(codec).__module__
+        if codec.needs_sample and of_module(module, "fit") is not None:
+            found.setdefault(module, {})[role] = codec
+    return [Fitter(codecs, of_module(m, "fit"), of_module(m, "fit_program")) for m, codecs in found.items()]
 
 
 def of_module(module: str, name: str) -> Any:

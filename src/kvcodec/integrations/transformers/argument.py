@@ -5,6 +5,7 @@ transformers.
 """
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 from kvcodec.errors import UnsupportedError
@@ -15,8 +16,18 @@ NAMES = ("cache", "past_key_values")
 
 def cache_argument(model: Any) -> str | None:
     """Name of the argument of ``model.forward`` that takes the cache; None: it has none of ``NAMES``."""
-    taken = inspect.signature(model.forward).parameters
+    forward = model.forward
+    of_class = getattr(type(model), "forward", None)
+    return _argument(of_class) if getattr(forward, "__func__", None) is of_class is not None else _find(forward)
+
+
+def _find(forward: Any) -> str | None:
+    taken = inspect.signature(forward).parameters
     return next((name for name in NAMES if name in taken), None)
+
+
+_argument = lru_cache(maxsize=64)(_find)
+"""Of the function of a class: a signature is slow to ask for."""
 
 
 def passing(model: Any, cache: Any) -> dict[str, Any]:

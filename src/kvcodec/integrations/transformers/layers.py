@@ -121,7 +121,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def _take(self, keys: Tensor, values: Tensor, first: bool) -> None:
         if self.is_compileable and not torch.compiler.is_compiling():
             self._count(keys.shape[2], first)
-        self._append(keys.detach(), values.detach())
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        self._append(keys, values)
         self._arrived(keys, first)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are allocated, lengths looked at on the host
@@ -144,7 +146,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if first:
             self.mask_checked = False
         if first or self.arrivals.noted:
-            self.arrivals.came(self, keys.detach(), first)
+            self.arrivals.came(self, keys, first)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]

@@ -3,10 +3,12 @@
 // factors that read_ghost.cuh and encode_ghost.cuh take. In double and operation by operation as the reference does it,
 // sums by halves, so the numbers are the reference's.
 //
-//     using Fit = kv::FitGhost<128, 6, true>;
-//     KV_KERNEL void KV_BOUNDS(Fit::THREADS, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostArgs args) { Fit::run(args); }
+//     KV_KERNEL void KV_BOUNDS(512, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostRoles args) {
+//       if (kv::block_z() == 0) kv::FitGhost<128, 6, false>::fit(args.key);
+//       if (kv::block_z() == 1) kv::FitGhost<128, 6, true>::fit(args.value);
+//     }
 //
-// Grid (H, B, 1).
+// Grid (H, B, 2).
 #pragma once
 #include "basis.cuh"
 #include "encode_ghost.cuh"
@@ -38,6 +40,10 @@ struct FitGhostArgs {
   int32_t tokens, heads;
   int32_t turning, interleaved;        // R; 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
   int32_t rounds;           // in which tokens are left out
+};
+
+struct FitGhostRoles {
+  FitGhostArgs key, value;  // without x: the role is not fitted
 };
 
 template <int D, int TWICE, bool VALUES> struct FitGhost {
@@ -126,6 +132,10 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
       return second ? add(mul(x, cosine), mul(with, sine)) : sub(mul(x, cosine), mul(with, sine));
     }
   };
+
+  KV_DEV static void fit(const FitGhostArgs& a) {
+    if (a.x) run(a);
+  }
 
   KV_DEV static void run(const FitGhostArgs& a) {
     KV_SHARED(double, sums, THREADS);
