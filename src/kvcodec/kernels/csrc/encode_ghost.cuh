@@ -36,7 +36,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
   KV_CONST int CUTS = 1024, WALLS = 2048, SCALES = WALLS + 64, CENTRE = SCALES + 64, WEIGHT = CENTRE + 4 * D;
   KV_CONST int ORDER = WEIGHT + 4 * D, WIDTHS = ORDER + D;
   KV_CONST int TABLE = align16(WIDTHS + D);
-  KV_CONST int ROW = 4 * D;              // bytes of scratch
+  KV_CONST int ROW = 4 * D + 32;         // bytes of scratch; rows begin at different banks
   KV_CONST int SCRATCH = 4 * ROW;
 
   // the sum over the row's channels, lane `part` of eight having 32 i + 4 part + e in y[4 i + e]
@@ -63,13 +63,13 @@ template <int D, int TWICE> struct GhostRow : TableRow {
 
   // Behind the table, made of it: a line of COPIES entries for each bucket of each width, those of w from 2^w on: a cut,
   // half the distance of its levels. Of each line the number of the level below the cut, as of the positive levels, of
-  // which width w has those from 2^(w - 1) on. 1 / scales. And of every place four words together: 4 times its channel
-  // and 2^w, from bit 16 on; how many lines and buckets before the next width's; centre; weight.
+  // which width w has those from 2^(w - 1) on. 1 / scales. And of every place four words together: 4 times its channel;
+  // its lines; centre; 1 or, for places without bits, 0.
   KV_CONST int COPIES = 16, LINE_SHIFT = 7;
   KV_CONST int LOWER = 256 << LINE_SHIFT, LEVELS = LOWER + 256, INVERSES = LEVELS + 4 * 128, PLACES = INVERSES + 64;
   KV_CONST int DERIVED = PLACES + 16 * D;
   // neighbouring parts lie side by side
-  KV_DEV static int entry_of(int i, int part, int e) { return PLACES + 16 * (32 * i + 8 * e + part); }
+  KV_FUNCTION int entry_of(int i, int part, int e) { return PLACES + 16 * (32 * i + 8 * e + part); }
   // x / SPAN + SHIFT, up to 1, times so many, is the line; 1 is beyond the last cut of all widths
   KV_CONST float SPAN = 7.83f, SHIFT = 0.5078125f;
   KV_DEV static float lines(int width) { return (float)(2 << width) - 0.015625f; }  // so that 1 is in the last one
@@ -77,8 +77,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     check_shared_base();
     for (int c = thread; c < D; c += threads) {
       const int w = table[WIDTHS + c];
-      *(Words4*)(to + entry_of(c / 32, c % 32 / 4, c % 4)) = {4u * table[ORDER + c] | 1u << w << 16,
-          float_bits(lines(w)), ((const uint32_t*)(table + CENTRE))[c], ((const uint32_t*)(table + WEIGHT))[c]};
+      *(Words4*)(to + entry_of(c / 32, c % 32 / 4, c % 4)) = {4u * table[ORDER + c], float_bits(lines(w)),
+          ((const uint32_t*)(table + CENTRE))[c], float_bits(w ? 1.0f : 0.0f)};
     }
     const float *levels = (const float*)table, *cuts = (const float*)(table + CUTS);
     for (int line = thread; line < 256; line += threads) {
@@ -103,7 +103,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       while (number >> w) ++w;
       ((float*)(to + LEVELS))[number] = number ? levels[(1 << w) - 1 + number] : 0.0f;
     }
-    for (int n = thread; n < 16; n += threads)
+    KV_NO_UNROLL for (int n = thread; n < 16; n += threads)
       ((float*)(to + INVERSES))[n] = n ? div(1.0f, ((const float*)(table + SCALES))[n]) : 0.0f;
   }
   // where the entry of x lies, x being over SPAN
@@ -154,6 +154,12 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     return number;
   }
 
+  // two codes, of `width` bits, by its lowest five bits, and the rest; those of negative numbers are flipped
+  KV_DEV static uint32_t field(uint32_t first, uint32_t second, uint32_t flip, uint32_t other, uint32_t width) {
+    const uint32_t above = rotate_left(1u, width), below = above - 1;
+    return (first + second * above ^ (flip & below | other & ~below)) & ((1u << TWICE) - 1);  // codes of no bits: none
+  }
+
   // y is in the model's order
   KV_DEV static void quad(const float (&given)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[1],
                           const uint8_t* table, uint8_t* scratch) {
@@ -167,13 +173,14 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
     sync_warp();
     float y[N], energy[N], lines[N], zero = 0.0f;
+    const uint8_t* places = table + opaque(16 * part);
     KV_UNROLL for (int k = 0; k < N; k++) {
-      const Words4 of = *(const Words4*)(derived + entry_of(k / 4, part, k % 4));
-      y[k] = sub(*(const float*)(own + (of.a & 0xffffu)), bits_float(of.c));
+      const Words4 of = *(const Words4*)(places + (TABLE + entry_of(k / 4, 0, k % 4)));
+      y[k] = sub(*(const float*)(own + of.a), bits_float(of.c));
       const float square = mul(y[k], y[k]);
       lines[k] = bits_float(of.b);
-      energy[k] = lines[k] > 2.0f ? square : 0.0f;  // of widths above 0
-      zero = fma(bits_float(of.d), square, zero);
+      energy[k] = mul(square, bits_float(of.d));
+      zero = fma(weight[32 * (k / 4) + k % 4], square, zero);
     }
     zero = over_parts(zero);
     const float total = sum(energy);
@@ -207,20 +214,20 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     const float scale = scales[number], inverse = inverses[number];
     sync_warp();  // all have read the row
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
-      uint32_t codes[4], many[4];
+      const uint32_t widths = *(const uint32_t*)(table + opaque(4 * part) + (WIDTHS + 32 * i));
+      uint32_t codes[4], flipped[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
         const int k = 4 * i + e;
-        many[e] = *(const uint32_t*)(derived + entry_of(i, part, e)) >> 16;
         float q;
         codes[e] = number_of(table, y[k], scale, inverse, lines[k], copy, q);
-        if (!(q > 0.0f)) codes[e] ^= many[e] - 1;
+        flipped[e] = q > 0.0f ? 0u : 0xffffffffu;
       }
-      // two fields, but for the codes of no bits
-      uint32_t low = (codes[0] | codes[1] * many[0]) & ((1u << TWICE) - 1);
-      uint32_t high = (codes[2] | codes[3] * many[2]) & ((1u << TWICE) - 1);
-      if (i == D / 32 - 1 && part >= 6) {
-        low |= (uint32_t)(number >> (2 * part - 12) & 1) << (TWICE - 1);
-        high |= (uint32_t)(number >> (2 * part - 11) & 1) << (TWICE - 1);
+      uint32_t low = field(codes[0], codes[1], flipped[0], flipped[1], widths);
+      uint32_t high = field(codes[2], codes[3], flipped[2], flipped[3], widths >> 16);
+      if (i == D / 32 - 1 && part >= 6) {  // short pairs
+        constexpr uint32_t TOP = 1u << (TWICE - 1);
+        low = and_or(low, TOP - 1, (uint32_t)(number >> (2 * part - 12) & 1) * TOP);
+        high = and_or(high, TOP - 1, (uint32_t)(number >> (2 * part - 11) & 1) * TOP);
       }
       ((uint32_t*)own)[8 * i + part] = low | high << TWICE;
     }

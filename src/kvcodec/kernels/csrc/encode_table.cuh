@@ -46,6 +46,8 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   int lane = thread() % 32, part = lane % 8, b = block_y();
   uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * 4;
   int64_t row = b * s.batch + head * s.head, begin = s.first[b];
+  const int64_t factors = b * s.factor_batch + head * C::DIM;
+  const float* times = R::FACTOR == FACTOR_TIMES ? s.factor + factors + 4 * part : nullptr;
   for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4; first < tokens; first += step) {
     uint32_t n = first + lane / 8;
     bool live = n < tokens;
@@ -73,14 +75,13 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     }
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
-      int64_t i = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
-        const int64_t from = i + channel_of<8>(part, k);
         if constexpr (R::FACTOR == FACTOR_TIMES) {
           uint32_t f[4];
-          load_words<4>(f, s.factor + from);
+          load_words<4>(f, times + 8 * k);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = mul(y[k + e], bits_float(f[e]));
         } else {
+          const int64_t from = factors + channel_of<8>(part, k);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = factored<R::FACTOR>(y[k + e], s.factor, from + e);
         }
       }
