@@ -63,23 +63,14 @@ template <int D, int TWICE> struct GhostRow : TableRow {
 
   // Behind the table, made of it: a line of COPIES entries for each bucket of each width, those of w from 2^w on: a cut,
   // half the distance of its levels. Of each line the number of the level below the cut, as of the positive levels, of
-  // which width w has those from 2^(w - 1) on. 1 / scales. And of every place four words together: 4 times its channel;
-  // its lines; centre; 1 or, for places without bits, 0.
+  // which width w has those from 2^(w - 1) on. 1 / scales.
   KV_CONST int COPIES = 16, LINE_SHIFT = 7;
-  KV_CONST int LOWER = 256 << LINE_SHIFT, LEVELS = LOWER + 256, INVERSES = LEVELS + 4 * 128, PLACES = INVERSES + 64;
-  KV_CONST int DERIVED = PLACES + 16 * D;
-  // neighbouring parts lie side by side
-  KV_FUNCTION int entry_of(int i, int part, int e) { return PLACES + 16 * (32 * i + 8 * e + part); }
+  KV_CONST int LOWER = 256 << LINE_SHIFT, LEVELS = LOWER + 256, INVERSES = LEVELS + 4 * 128, DERIVED = INVERSES + 64;
   // x / SPAN + SHIFT, up to 1, times so many, is the line; 1 is beyond the last cut of all widths
   KV_CONST float SPAN = 7.83f, SHIFT = 0.5078125f;
   KV_DEV static float lines(int width) { return (float)(2 << width) - 0.015625f; }  // so that 1 is in the last one
   KV_DEV static void derive(uint8_t* to, const uint8_t* table, int thread, int threads) {
     check_shared_base();
-    for (int c = thread; c < D; c += threads) {
-      const int w = table[WIDTHS + c];
-      *(Words4*)(to + entry_of(c / 32, c % 32 / 4, c % 4)) = {4u * table[ORDER + c], float_bits(lines(w)),
-          ((const uint32_t*)(table + CENTRE))[c], float_bits(w ? 1.0f : 0.0f)};
-    }
     const float *levels = (const float*)table, *cuts = (const float*)(table + CUTS);
     for (int line = thread; line < 256; line += threads) {
       int w = 0;
@@ -121,6 +112,21 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     // a negative one is beyond the cut that it equals
     return table[TABLE + LOWER + (at >> LINE_SHIFT)] + (x > cut || x <= -cut ? 1u : 0u);
   }
+  // of the lane's places: their lines, weights, and 4 times their channels
+  KV_CONST bool HOLDS = true;
+  struct Held {
+    float lines[N], weight[N];
+    uint32_t from[N];
+  };
+  KV_DEV static Held hold(const uint8_t* table, int part) {
+    Held held;
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const int c = channel_of<8>(part, k);
+      held.lines[k] = lines(table[WIDTHS + c]), held.weight[k] = ((const float*)(table + WEIGHT))[c];
+      held.from[k] = 4u * table[ORDER + c];
+    }
+    return held;
+  }
   KV_DEV static float over_parts(float x) {
     KV_UNROLL for (int step = 4; step; step /= 2) x = add(x, shfl_xor(x, step));
     return x;
@@ -130,12 +136,11 @@ template <int D, int TWICE> struct GhostRow : TableRow {
   }
 
   // the scale of least cost as the reference finds it
-  KV_DEV static int searched(const float (&y)[N], const float (&lines)[N], int part, uint32_t copy, int nearest,
+  KV_DEV static int searched(const float (&y)[N], const Held& held, uint32_t copy, int nearest,
                              const uint8_t* table) {
     const uint8_t* derived = table + TABLE;
-    const float* weight = (const float*)(table + WEIGHT) + 4 * part;
     float cost[N];
-    KV_UNROLL for (int k = 0; k < N; k++) cost[k] = mul(weight[32 * (k / 4) + k % 4], mul(y[k], y[k]));
+    KV_UNROLL for (int k = 0; k < N; k++) cost[k] = mul(held.weight[k], mul(y[k], y[k]));
     float least = sum(cost);
     int number = 0;
     KV_NO_UNROLL for (int step = -1; step <= 4; step++) {
@@ -143,10 +148,10 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       const float scale = ((const float*)(table + SCALES))[n], inverse = ((const float*)(derived + INVERSES))[n];
       KV_UNROLL for (int k = 0; k < N; k++) {
         float q;
-        const uint32_t own = number_of(table, y[k], scale, inverse, lines[k], copy, q);
-        const float level = lines[k] > 2.0f ? ((const float*)(derived + LEVELS))[own] : 0.0f;  // of width 0
+        const uint32_t own = number_of(table, y[k], scale, inverse, held.lines[k], copy, q);
+        const float level = held.lines[k] > 2.0f ? ((const float*)(derived + LEVELS))[own] : 0.0f;  // of width 0
         const float error = sub(magnitude(y[k]), mul(scale, level));
-        cost[k] = mul(weight[32 * (k / 4) + k % 4], mul(error, error));
+        cost[k] = mul(held.weight[k], mul(error, error));
       }
       const float all = sum(cost);
       if (all < least) least = all, number = n;
@@ -162,9 +167,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
 
   // y is in the model's order
   KV_DEV static void quad(const float (&given)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[1],
-                          const uint8_t* table, uint8_t* scratch) {
+                          const uint8_t* table, uint8_t* scratch, const Held& held) {
     const float *walls = (const float*)(table + WALLS), *scales = (const float*)(table + SCALES);
-    const float* weight = (const float*)(table + WEIGHT) + 4 * part;
     const uint8_t* derived = table + TABLE;
     const float* inverses = (const float*)(derived + INVERSES);
     const int lane = thread() % 32;
@@ -172,15 +176,13 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     uint8_t* own = scratch + lane / 8 * ROW;
     KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
     sync_warp();
-    float y[N], energy[N], lines[N], zero = 0.0f;
-    const uint8_t* places = table + opaque(16 * part);
+    float y[N], energy[N], zero = 0.0f;
+    const uint8_t* centre = table + opaque(16 * part) + CENTRE;
     KV_UNROLL for (int k = 0; k < N; k++) {
-      const Words4 of = *(const Words4*)(places + (TABLE + entry_of(k / 4, 0, k % 4)));
-      y[k] = sub(*(const float*)(own + of.a), bits_float(of.c));
+      y[k] = sub(*(const float*)(own + held.from[k]), ((const float*)centre)[32 * (k / 4) + k % 4]);
       const float square = mul(y[k], y[k]);
-      lines[k] = bits_float(of.b);
-      energy[k] = mul(square, bits_float(of.d));
-      zero = fma(weight[32 * (k / 4) + k % 4], square, zero);
+      energy[k] = held.lines[k] > 2.0f ? square : 0.0f;  // of widths above 0
+      zero = fma(held.weight[k], square, zero);
     }
     zero = over_parts(zero);
     const float total = sum(energy);
@@ -191,12 +193,11 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       float by[2], cost[2] = {0.0f, 0.0f};
       KV_UNROLL for (int i = 0; i < 2; i++) by[i] = mul(inverses[tried(nearest, step + i)], 1.0f / SPAN);
       KV_UNROLL for (int k = 0; k < N; k++) {
-        const float own_weight = weight[32 * (k / 4) + k % 4];
         KV_UNROLL for (int i = 0; i < 2; i++) {
           const float x = mul(magnitude(y[k]), by[i]);
-          const Words2 entry = load_table2<TABLE>(table, place(x, lines[k], copy));
+          const Words2 entry = load_table2<TABLE>(table, place(x, held.lines[k], copy));
           const float error = sub(magnitude(fma(x, SPAN, -bits_float(entry.a))), bits_float(entry.b));
-          cost[i] = fma(mul(own_weight, error), error, cost[i]);
+          cost[i] = fma(mul(held.weight[k], error), error, cost[i]);
         }
       }
       KV_UNROLL for (int i = 0; i < 2; i++) {
@@ -210,7 +211,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     }
     // NaN too
     const bool unsure = !(next > fma(least, 1.0f + 1.0f / 32768, fma(zero, 1.0f / 8388608, 1e-36f)));
-    if (any(unsure)) number = searched(y, lines, part, copy, nearest, table);
+    if (any(unsure)) number = searched(y, held, copy, nearest, table);
     const float scale = scales[number], inverse = inverses[number];
     sync_warp();  // all have read the row
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
@@ -219,7 +220,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       KV_UNROLL for (int e = 0; e < 4; e++) {
         const int k = 4 * i + e;
         float q;
-        codes[e] = number_of(table, y[k], scale, inverse, lines[k], copy, q);
+        codes[e] = number_of(table, y[k], scale, inverse, held.lines[k], copy, q);
         flipped[e] = q > 0.0f ? 0u : 0xffffffffu;
       }
       uint32_t low = field(codes[0], codes[1], flipped[0], flipped[1], widths);

@@ -19,7 +19,8 @@
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
 //               as in encode.cuh; `scratch` is the warp's, and free again when all lanes return. With OWN true there
-//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head
+//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head; with HOLDS
+//               true, what hold(table, part) has found of the head
 #pragma once
 #include "encode.cuh"
 
@@ -32,6 +33,9 @@ struct TableRow {
   KV_CONST int TEAM = 8;
   KV_CONST bool BY_SEQUENCE = false;
   KV_CONST bool OWN = false;
+  KV_CONST bool HOLDS = false;
+  struct Held {};
+  KV_DEV static Held hold(const uint8_t*, int) { return {}; }
   KV_CONST int DERIVED = 0;
 };
 
@@ -46,6 +50,10 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   int lane = thread() % 32, part = lane % 8, b = block_y();
   uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * 4;
   int64_t row = b * s.batch + head * s.head, begin = s.first[b];
+  const int size = a.kind == 2 ? 4 : 2;  // bytes of a number
+  const uint8_t* rows = (const uint8_t*)s.x + size * (row + 4 * part);
+  const int64_t stride = size * s.token;
+  const typename C::Held held = C::hold(table, part);
   const int64_t factors = b * s.factor_batch + head * C::DIM;
   const float* times = R::FACTOR == FACTOR_TIMES ? s.factor + factors + 4 * part : nullptr;
   for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4; first < tokens; first += step) {
@@ -53,7 +61,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     bool live = n < tokens;
     if (!live) n = first;
     uint32_t w[N];
-    load_words<8>(w, s.x, row + n * s.token, part, a.kind);
+    load_words<8>(w, rows + n * stride, 0, 0, a.kind);
     uint32_t slot = 0;
     if (live && begin + n >= (uint32_t)a.capacity) {
       if (part == 0) raise(a.bad, 2);
@@ -89,6 +97,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
     uint32_t keep = good ? 0xffffffffu : 0u;
     if constexpr (C::OWN) C::quad(y, part, keep, live, at, table, scratch, s.factor[b * s.factor_batch + head]);
+    else if constexpr (C::HOLDS) C::quad(y, part, keep, live, at, table, scratch, held);
     else C::quad(y, part, keep, live, at, table, scratch);
   }
 }
