@@ -102,15 +102,16 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     const float wide = fma(saturate(add(x, SHIFT)), lines, 65536.0f);  // the line from bit 7 on
     return and_or(float_bits(wide), 0x7f80u, copy);
   }
-  // Number of the positive level of |y / scale|, 1 without bits; q: the quotient, which is zero where the rounded one is
+  // Number of the positive level of |y / scale| but for one more if it is beyond a cut; 1 without bits. q: the quotient,
+  // which is zero where the rounded one is
   KV_DEV static uint32_t number_of(const uint8_t* table, float y, float scale, float inverse, float lines,
-                                   uint32_t copy, float& q) {
+                                   uint32_t copy, float& q, bool& beyond) {
     q = mul(y, inverse);
     const float x = fma(fma(-q, scale, y), inverse, q);
     const uint32_t at = place(mul(magnitude(q), 1.0f / SPAN), lines, copy);
     const float cut = bits_float(load_table<TABLE>(table, at));
-    // a negative one is beyond the cut that it equals
-    return table[TABLE + LOWER + (at >> LINE_SHIFT)] + (x > cut || x <= -cut ? 1u : 0u);
+    beyond = x > cut || x <= -cut;  // a negative one is beyond the cut that it equals
+    return table[TABLE + LOWER + (at >> LINE_SHIFT)];
   }
   // of the lane's places: their lines, weights, and 4 times their channels
   KV_CONST bool HOLDS = true;
@@ -148,7 +149,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       const float scale = ((const float*)(table + SCALES))[n], inverse = ((const float*)(derived + INVERSES))[n];
       KV_UNROLL for (int k = 0; k < N; k++) {
         float q;
-        const uint32_t own = number_of(table, y[k], scale, inverse, held.lines[k], copy, q);
+        bool beyond;
+        const uint32_t own = number_of(table, y[k], scale, inverse, held.lines[k], copy, q, beyond) + beyond;
         const float level = held.lines[k] > 2.0f ? ((const float*)(derived + LEVELS))[own] : 0.0f;  // of width 0
         const float error = sub(magnitude(y[k]), mul(scale, level));
         cost[k] = mul(held.weight[k], mul(error, error));
@@ -159,10 +161,17 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     return number;
   }
 
-  // two codes, of `width` bits, by its lowest five bits, and the rest; those of negative numbers are flipped
-  KV_DEV static uint32_t field(uint32_t first, uint32_t second, uint32_t flip, uint32_t other, uint32_t width) {
-    const uint32_t above = rotate_left(1u, width), below = above - 1;
-    return (first + second * above ^ (flip & below | other & ~below)) & ((1u << TWICE) - 1);  // codes of no bits: none
+  // a pair's bits: two numbers, one more where they are beyond a cut, flipped where negative; the first has so many bits
+  // as the lowest five of `width` say
+  KV_DEV static uint32_t field(uint32_t first, uint32_t second, const bool* beyond, const bool* negative,
+                               uint32_t width) {
+    const uint32_t above = rotate_left(1u, width);
+    uint32_t x = first + second * above;
+    if (beyond[0]) x += 1;
+    if (beyond[1]) x += above;
+    if (negative[0]) x ^= above - 1;
+    if (negative[1]) x ^= -above;
+    return x & ((1u << TWICE) - 1);  // a code of no bits: none
   }
 
   // y is in the model's order
@@ -216,15 +225,16 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     sync_warp();  // all have read the row
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
       const uint32_t widths = *(const uint32_t*)(table + opaque(4 * part) + (WIDTHS + 32 * i));
-      uint32_t codes[4], flipped[4];
+      uint32_t codes[4];
+      bool beyond[4], negative[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
         const int k = 4 * i + e;
         float q;
-        codes[e] = number_of(table, y[k], scale, inverse, held.lines[k], copy, q);
-        flipped[e] = q > 0.0f ? 0u : 0xffffffffu;
+        codes[e] = number_of(table, y[k], scale, inverse, held.lines[k], copy, q, beyond[e]);
+        negative[e] = !(q > 0.0f);
       }
-      uint32_t low = field(codes[0], codes[1], flipped[0], flipped[1], widths);
-      uint32_t high = field(codes[2], codes[3], flipped[2], flipped[3], widths >> 16);
+      uint32_t low = field(codes[0], codes[1], beyond, negative, widths);
+      uint32_t high = field(codes[2], codes[3], beyond + 2, negative + 2, widths >> 16);
       if (i == D / 32 - 1 && part >= 6) {  // short pairs
         constexpr uint32_t TOP = 1u << (TWICE - 1);
         low = and_or(low, TOP - 1, (uint32_t)(number >> (2 * part - 12) & 1) * TOP);
@@ -236,7 +246,10 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     // a word of the row is a run of these numbers from some bit of the first on
     constexpr int BITS = 2 * TWICE, STEP = BITS % 8 ? BITS % 4 ? 2 : 4 : BITS % 16 ? 8 : 16;  // of those first bits
     constexpr int COUNT = (32 + BITS - STEP + BITS - 1) / BITS;
-    for (int u = part; u < WORDS; u += 8) {
+    uint32_t* to = (uint32_t*)at[0] + part;
+    KV_UNROLL for (int i = 0; i < (WORDS + 7) / 8; i++) {
+      const int u = 8 * i + part;
+      if (WORDS % 8 && u >= WORDS) break;
       const uint32_t first = 32u * u / BITS;
       uint32_t low = 0, high = 0;
       KV_UNROLL for (int n = 0; n < COUNT; n++) {
@@ -247,7 +260,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
         else if (from + BITS > 32) high |= two >> (from > 0 ? 32 - from : 0);
       }
       const uint32_t bits = funnel(low, high, 32u * u - first * BITS) & keep;
-      if (live) ((uint32_t*)at[0])[u] = bits;
+      if (live) to[8 * i] = bits;
     }
     sync_warp();
   }
