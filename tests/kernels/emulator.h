@@ -141,7 +141,7 @@ inline double sqrt(double a) { return __builtin_sqrt(a); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline float saturate(float x) { return x > 0.0f ? x < 1.0f ? x : 1.0f : 0.0f; }
-inline uint32_t rotate_left(uint32_t x, int by) { return x << by | x >> (32 - by); }
+inline uint32_t rotate_left(uint32_t x, uint32_t by) { return by % 32 ? x << by % 32 | x >> (32 - by % 32) : x; }
 inline float rcp_fast(float x) { return 1.0f / x; }
 inline float round_even(float a) { return nearbyintf(a); }
 inline double round_even(double a) { return nearbyint(a); }

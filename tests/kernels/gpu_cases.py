@@ -3,10 +3,11 @@
     python -m tests.kernels.gpu_cases --cases 10000 --out cases.json
 
 A *combination* is a preset, a head_dim and a page size: what programs are compiled for, the better part of the time. So
-a combination draws once what else decides on programs (``of_programs``: heads that share a KV head, soft cap, teams).
+a combination draws once what else decides on programs (``of_programs``: heads that share a KV head, soft cap, teams,
+whether and in how many pairs of channels keys are held without their mean).
 Each case draws the rest: sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens,
 one of a million for each preset), heads, group, first live token, splits (few of them where sequences are long), dense
-tokens, sinks, the numbers' law, diffuse and sharp attention. Every token is another one. Keys and values are encoded
+tokens, sinks, the numbers' law, the mean and how it turns, diffuse and sharp attention. Every token is another one. Keys and values are encoded
 into pages of a pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what
 the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws,
 bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of
@@ -36,16 +37,21 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Params, Payload, Site
+from kvcodec.errors import ShapeError
 from kvcodec.kernels import build, encode, launch
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, pairs_of
 from kvcodec.layout import PageLayout
+from kvcodec.ops.rope import Rotary
 
 DIMS = (64, 96, 128, 192, 256)
-VARIANTS = ("hqmq-s96_r4:outliers=3",)
+VARIANTS = ("hqmq-s96_r4:outliers=3", *(f"ghost-4:bits={bits}" for bits in (2.5, 3.5, 4.5, 5)))
 """What is read beside the presets by readers of its own."""
+CHUNK = 50
+"""Cases of a job at most: first jobs of all combinations, which compile their programs, then second ones."""
 PAGES = (64, 128, 32)
 FEW = 16
 LENGTHS = (1, 40, 64, 200, 700, 700, 3000)
@@ -70,7 +76,11 @@ def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS)
         scheme = kvcodec.get(preset)
         for dim in dims:
             page = math.lcm(PAGES[len(found) % len(PAGES)], scheme.key.block_tokens, scheme.value.block_tokens)
-            if specs.kernels_for(scheme, dim)["decode"] == "cuda":
+            try:
+                there = specs.kernels_for(scheme, dim)["decode"] == "cuda"
+            except ShapeError:  # ghost: not of so many bits
+                continue
+            if there:
                 found.append(Combination(preset, dim, page))
     return found
 
@@ -92,6 +102,44 @@ def rows(rng: random.Random, gen: torch.Generator, shape: tuple[int, ...], role:
     return (x if role == "value" or law != "plain" else x * rng.choice((0.5, 1.0, 2.0))), law
 
 
+class Mean(NamedTuple):
+    """The mean before RoPE that keys are held without: ``[1 or B, H, D]``; position of slot 0 of each sequence."""
+
+    mean: Tensor
+    rotary: Rotary
+    placed: Tensor
+    held: KeyMean
+
+    def at(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of ``count`` slots from ``first`` on."""
+        slots = torch.arange(first, first + count, device=self.placed.device)
+        return self.rotary.angles(self.placed[:, None] + slots)
+
+    def turned(self, first: int, count: int) -> Tensor:
+        """What is subtracted from their keys: float32 ``[B, H, count, D]``."""
+        return self.rotary.turned(self.mean[:, :, None], *self.at(first, count))
+
+
+def mean_of(pairs: int, dim: int, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Mean:
+    """Draw a mean in ``pairs`` pairs of channels, all or fewer: before RoPE of all or half of the channels, or after."""
+    device = gen.device
+    turning = rng.choice((dim, dim, dim // 2, 0))
+    theta = rng.choice((1e4, 1e6)) ** (-torch.arange(0, turning, 2, device=device).float() / max(turning, 1))
+    rotary = Rotary(theta, rng.choice((1.0, 1.0, 1.3)) if turning else 1.0, bool(turning) and rng.random() < 0.3)
+    size = (rng.choice((1, batch)), heads, dim)
+    mean = torch.randn(size, generator=gen, device=device) * rng.choice((0.1, 0.5, 1.0, 3.0, 20.0))
+    if pairs < dim // 2:
+        channels = torch.tensor(pairs_of(dim, turning, rotary.interleaved))
+        for head in range(heads):
+            gone = torch.tensor(rng.sample(range(dim // 2), dim // 2 - rng.randint(1, pairs)))
+            mean[:, head, channels[gone].flatten().to(device)] = 0.0
+    most = rng.choice((0, 100, 100_000, MOST_POSITIONS - tokens))
+    placed = torch.tensor([rng.randint(0, most) for _ in range(batch)], dtype=torch.int32, device=device)
+    held = key_mean(mean, rotary.radians, scaling=rotary.scaling, interleaved=rotary.interleaved)
+    assert held.pairs == pairs
+    return Mean(mean, rotary, placed, held)
+
+
 class Layer(NamedTuple):
     """One layer's pages, as a cache would hold them, and what they decode to."""
 
@@ -103,14 +151,23 @@ class Layer(NamedTuple):
     values: Tensor
     note: str
     laws: list[str]
+    mean: Mean | None
+
+    @property
+    def term(self) -> dict[str, Any]:
+        """What a reader is told of the mean."""
+        return {} if self.mean is None else {"mean": self.mean.held, "placed": self.mean.placed}
 
 
-def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Layer:
+def fill(
+    c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int, pairs: int = 0
+) -> Layer:
     """Encode random keys and values with the kernels; raise if a byte is not the codec's."""
     scheme, device = kvcodec.get(c.preset), gen.device
     codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
-    pair = specs.decode_spec(scheme.key, scheme.value, c.dim, c.page)
-    target = specs.encode_spec(scheme.key, scheme.value, c.dim, c.page)
+    mean = mean_of(pairs, c.dim, rng, gen, batch, heads, tokens) if pairs else None
+    pair = specs.decode_spec(scheme.key, scheme.value, c.dim, c.page, pairs)
+    target = specs.encode_spec(scheme.key, scheme.value, c.dim, c.page, mean=pairs > 0)
     layout = PageLayout(scheme.key.layout(c.dim), scheme.value.layout(c.dim), c.page)
     columns = -(-tokens // c.page)
     store = PageStore(layout, batch, heads, device)
@@ -132,12 +189,14 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
         codec, side = codecs[role], target.encoder(role)
         site = Site(rng.randrange(8), role, heads, c.dim, rng.randrange(1000), device)
         x, law = rows(rng, gen, (batch, heads, tokens, c.dim), role)
-        x = x.clamp(-60000, 60000).to(dtype)
+        less = mean if role == "key" else None
+        x = (x if less is None else x + less.turned(0, tokens)).clamp(-60000, 60000).to(dtype)
         laws.append(law)
         x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
-        fitted = codec.fit(site, x.float() if codec.needs_sample else None)
+        y = x.float() if less is None else x.float() - less.turned(0, tokens)
+        fitted = codec.fit(site, y if codec.needs_sample else None)
         params[role] = own = {name: value.to(device) for name, value in fitted.items()}
-        payloads[role] = [codec.encode(codec.to_code(x[:, :, at : at + STEP].float(), own), own) for at in parts]
+        payloads[role] = [codec.encode(codec.to_code(y[:, :, at : at + STEP], own), own) for at in parts]
         if side is not None:
             given[role], held[role] = x, constants_for(side, own, heads, c.dim)
     bad, before = torch.zeros(1, dtype=torch.int32, device=device), store.pages.clone()
@@ -145,6 +204,8 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
         encode.encode_to_pages(
             given["key"], given["value"], store.pages, store.table, first, spec=encode.text_of(target), bad=bad,
             key=held["key"], value=held["value"],
+            less=None if mean is None or not target.mean else encode.Turned(
+                mean.mean, *mean.at(0, tokens), mean.rotary.interleaved),
         )  # fmt: skip
     written, store.pages = store.pages, before
     for role in ROLES:
@@ -161,10 +222,12 @@ def fill(c: Combination, rng: random.Random, gen: torch.Generator, batch: int, h
         tensors[role] = constants_for(specs.reader(codec, c.dim, role), own, heads, c.dim)
         back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), own) for at in parts)
         decoded[role] = torch.cat([codec.from_code(part, own) for part in back], 2)
+        if role == "key" and mean is not None:
+            decoded[role] = decoded[role] + mean.turned(0, tokens)
     note = ",".join(role for role in ROLES if given[role] is None)
     return Layer(
         store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"], note,
-        laws,
+        laws, mean,
     )  # fmt: skip
 
 
@@ -241,20 +304,24 @@ def distance(a: Tensor, b: Tensor) -> float:
 class Programs(NamedTuple):
     """What a combination draws once, because programs are compiled for it.
 
-    Heads that share a KV head, up to 4 and more; the soft cap of all scores, 0: none; warps of a team, and teams.
+    Heads that share a KV head, up to 4 and more; the soft cap of all scores, 0: none; warps of a team, and teams; pairs
+    of channels with a mean.
     """
 
     groups: list[int]
     cap: float
     warps: int
     teams: int
+    pairs: int
 
 
 def of_programs(c: Combination) -> Programs:
     """Draw them."""
     rng = random.Random(repr(c))
     groups = [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)]
-    return Programs(groups, 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3)))
+    cap, warps, teams = 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3))
+    pairs = rng.choice((0, BLOCK, c.dim // 2)) if kvcodec.get(c.preset).key.block_tokens == 1 else 0
+    return Programs(groups, cap, warps, teams, pairs)
 
 
 def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
@@ -270,7 +337,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
     block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
     tokens = -(-length // block) * block
-    layer = fill(c, rng, gen, batch, heads, tokens)
+    layer = fill(c, rng, gen, batch, heads, tokens, programs.pairs)
     some = (tokens, rng.randint(tokens // 2, tokens)) if few_splits else (0, 1, 15, tokens, tokens)
     lens = [rng.choice((*some, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
     begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
@@ -300,7 +367,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), spec=layer.spec,
         key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
         sinks=sinks, softcap=cap, config=config,
-        start=torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None,
+        start=torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None, **layer.term,
     )  # fmt: skip
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
     for b in range(batch):
@@ -323,7 +390,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
     asked = {
         "heads": heads, "group": group, "lens": lens, "starts": begins, "softcap": cap, "sinks": sinks is not None,
         "dense": 0 if dense[0] is None else dense[0].shape[2], "scale": scale, "q": f"{dtype} times {loud}",
-        "laws": layer.laws, "config": config,
+        "laws": layer.laws, "config": config, "pairs": programs.pairs,
     }  # fmt: skip
     result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "case": asked}
     if layer.note:
@@ -338,7 +405,7 @@ def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generato
     q = torch.randn(batch, hq, n, dim, generator=gen, device=like.device).to(like.dtype)
     first = rng.choice((0, rng.randint(0, tokens - 1)))
     last = rng.randint(first + 1, tokens)
-    packed = prefill.Packed(layer.store.pages, layer.store.table, layer.spec, layer.key, layer.value)
+    packed = prefill.Packed(layer.store.pages, layer.store.table, layer.spec, layer.key, layer.value, **layer.term)
     got = prefill.attend_pages(q, packed, first, last, scale)
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
     for b in range(batch):
@@ -350,16 +417,16 @@ def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generato
     return worst
 
 
-Job = tuple[Combination, int, int, str]
-"""A combination, its first seed, how many cases, and the device."""
+Job = tuple[Combination, int, int, str, bool]
+"""A combination, its first seed, how many cases, the device, and whether the first is of most tokens."""
 
 
 def run_combination(job: Job) -> Iterator[dict[str, Any]]:
     """Run cases ``[first, first + count)`` of one combination; a case that raises is a failure with its text."""
-    c, first, count, device = job
+    c, first, count, device, longest = job
     for seed in range(first, first + count):
         try:
-            yield decode_case(c, seed, device, longest=seed == first and c.dim == 128)
+            yield decode_case(c, seed, device, longest=seed == first and longest)
         except Exception as error:  # every failure is counted and shown
             yield {**c._asdict(), "seed": seed, "failed": f"{type(error).__name__}: {error}"[:300]}
             if "CUDA" in str(error) or "cuda" in str(error):
@@ -438,7 +505,12 @@ def main(argv: list[str] | None = None) -> int:
     few = min(FEW, least)
     each = least if slow == len(wanted) else -(-(args.cases - slow * few) // (len(wanted) - slow))
     counts = [few if c.preset.startswith("hqmq") and slow < len(wanted) else each for c in wanted]
-    jobs = [(c, args.seed + i * each, n, "cuda") for i, (c, n) in enumerate(zip(wanted, counts, strict=True))]
+    jobs = [
+        (c, args.seed + i * each + at, min(CHUNK, n - at), "cuda", c.dim == 128 and not at)
+        for at in range(0, max(counts), CHUNK)
+        for i, (c, n) in enumerate(zip(wanted, counts, strict=True))
+        if at < n
+    ]
     if reason := build.refusal(torch.device("cuda", 0)):
         print(f"no case can run: {reason}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from tests.kernels import gpu_cases
 from tests.kernels.gpu_cases import Combination, Programs, bad, decode_case, gathered, report, truth
 
 CASE = Combination("int-4", 64, 64)
+PAIRS = {"int-4": 0, "ghost-4:bits=2.5": 32}
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_cases, "LONG", (200,))
     monkeypatch.setattr(gpu_cases, "LONGEST", 300)
     monkeypatch.setattr(gpu_cases, "STEP", 64)
-    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2))  # one program
+    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2, PAIRS[c.preset]))  # one program
 
 
 @pytest.mark.usefixtures("_short")
@@ -42,6 +43,12 @@ def test_a_case_of_each_kind_passes_and_a_wrong_answer_does_not(machine: Any, mo
 
     monkeypatch.setattr(gpu_cases.attention, "decode_attention", shifted)
     assert bad(decode_case(CASE, 3, "cpu", longest=True))
+
+
+@pytest.mark.usefixtures("_short")
+def test_ghost_of_any_bits_without_its_mean(machine: Any) -> None:
+    assert machine == {}
+    assert not any(bad(decode_case(Combination("ghost-4:bits=2.5", 64, 32), seed, "cpu")) for seed in range(4))
 
 
 def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:

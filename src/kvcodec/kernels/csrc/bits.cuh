@@ -107,6 +107,11 @@ template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t 
   asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(shared_address(table, at)), "n"(BEHIND));
   return x;
 }
+template <int BEHIND> KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) {
+  Words2 x;
+  asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(x.a), "=r"(x.b) : "r"(shared_address(table, at)), "n"(BEHIND));
+  return x;
+}
 #else
 KV_DEV void check_shared_base() {}
 KV_DEV uint32_t table_origin(const uint8_t*) { return 0; }
@@ -115,6 +120,9 @@ KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) { return *(const Wo
 KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) { return *(const uint32_t*)(table + at); }
 template <int BEHIND> KV_DEV uint32_t load_table(const uint8_t* table, uint32_t at) {
   return *(const uint32_t*)(table + BEHIND + at);
+}
+template <int BEHIND> KV_DEV Words2 load_table2(const uint8_t* table, uint32_t at) {
+  return *(const Words2*)(table + BEHIND + at);
 }
 #endif
 

@@ -10,11 +10,15 @@
 //   float centre [D], weight [D]        by place; zeros of keys
 //   uint8 order [D], widths [D]         by place
 //
-// A code is found by one look-up and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude
-// and its sign; the six scales share the sign. [0, REACH) is divided into 2^w buckets for a width of w bits, which are
-// narrower than any step between cuts, so a bucket has one cut at most. Its entry is the first cut that is not below
-// it, and where the level on this side of that cut lies; behind it lies the next one. Nothing is rounded otherwise than
-// in the reference: x is the correctly rounded quotient (Markstein: the rounded reciprocal, a product and two fused
+// Which scale costs least is found by sums that are not rounded as the reference's. Where another scale costs as little
+// but for what rounding may do, the sums are taken again, number by number as the reference does. With x = |y| / scale
+// the error of a channel is | |x - c| - h |: c the cut next to x, h half the distance of the levels beside it. [0, REACH)
+// is divided into 2^w buckets for a width of w bits, which are narrower than any step between cuts, so a bucket has one
+// cut at most; its entry is that cut, or the next one, or the last. Rounding moves an error by less than 2^-21 |y| +
+// 2^-22 of itself, so a cost C beside a cost C0 of zeros by less than 2^-20 sqrt(C C0) + 2^-18 C: `unsure`.
+//
+// A code is found by the same entry and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude
+// and its sign. x is the correctly rounded quotient (Markstein: the rounded reciprocal, a product and two fused
 // operations; denormal ones only tell the sign, which is the product's), cuts and levels are the reference's.
 #pragma once
 #include "bits.cuh"
@@ -32,7 +36,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
   KV_CONST int CUTS = 1024, WALLS = 2048, SCALES = WALLS + 64, CENTRE = SCALES + 64, WEIGHT = CENTRE + 4 * D;
   KV_CONST int ORDER = WEIGHT + 4 * D, WIDTHS = ORDER + D;
   KV_CONST int TABLE = align16(WIDTHS + D);
-  KV_CONST int ROW = 4 * D;              // bytes of scratch
+  KV_CONST int ROW = 4 * D + 32;         // bytes of scratch; rows begin at different banks
   KV_CONST int SCRATCH = 4 * ROW;
 
   // the sum over the row's channels, lane `part` of eight having 32 i + 4 part + e in y[4 i + e]
@@ -57,129 +61,206 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     return add(x, shfl_xor(x, 2));
   }
 
-  // Behind the table, made of it, in COPIES copies: an entry for each bucket of each width, those of w from 2^w on, and
-  // positive levels, 2^(w - 1) + m the m-th of width w. And of every place four words together: 4 times its channel,
-  // and where its buckets begin, from bit 16 on; how many they are; centre; weight.
-  KV_CONST int COPIES = 16, LINE_SHIFT = 7, LEVEL_SHIFT = 6;  // lines of 128 and 64 bytes
-  KV_CONST int LEVELS = 256 << LINE_SHIFT;
-  KV_CONST int PLACES = LEVELS + (128 << LEVEL_SHIFT);
-  KV_CONST int DERIVED = PLACES + 16 * D;
-  // neighbouring parts lie side by side
-  KV_DEV static int entry_of(int i, int part, int e) { return PLACES + 16 * (32 * i + 8 * e + part); }
-  KV_CONST float REACH = 3.85f;  // beyond the last cut of all widths
-  KV_DEV static float buckets(int width) { return (float)(1 << width) - 0.015625f; }  // so that 1 is in the last one
+  // Behind the table, made of it: a line of COPIES entries for each bucket of each width, those of w from 2^w on: a cut,
+  // half the distance of its levels. Of each line the number of the level below the cut, as of the positive levels, of
+  // which width w has those from 2^(w - 1) on. 1 / scales.
+  KV_CONST int COPIES = 16, LINE_SHIFT = 7;
+  KV_CONST int LOWER = 256 << LINE_SHIFT, LEVELS = LOWER + 256, INVERSES = LEVELS + 4 * 128, DERIVED = INVERSES + 64;
+  // x / SPAN + SHIFT, up to 1, times so many, is the line; 1 is beyond the last cut of all widths
+  KV_CONST float SPAN = 7.83f, SHIFT = 0.5078125f;
+  KV_DEV static float lines(int width) { return (float)(2 << width) - 0.015625f; }  // so that 1 is in the last one
   KV_DEV static void derive(uint8_t* to, const uint8_t* table, int thread, int threads) {
     check_shared_base();
-    for (int c = thread; c < D; c += threads) {
-      const int w = table[WIDTHS + c];
-      const uint32_t channel = 4u * table[ORDER + c] | 1u << w << (LINE_SHIFT + 16);
-      *(Words4*)(to + entry_of(c / 32, c % 32 / 4, c % 4)) = {channel, float_bits(buckets(w)),
-          ((const uint32_t*)(table + CENTRE))[c], ((const uint32_t*)(table + WEIGHT))[c]};
-    }
     const float *levels = (const float*)table, *cuts = (const float*)(table + CUTS);
     for (int line = thread; line < 256; line += threads) {
       int w = 0;
       while (line >> (w + 1)) ++w;
+      const int last = (1 << w >> 1) - 2;  // of the cuts above zero
       // a little below the bucket's begin
-      const float begin = ((float)(line - (1 << w)) - 0.0078125f) * (REACH / buckets(w));
-      const float* own = cuts + (1 << w) + (1 << w >> 1);  // those above zero
+      const float begin = (((float)line - 0.0078125f) / lines(w) - SHIFT) * SPAN;
+      const float* own = cuts + (1 << w) + (1 << w >> 1);
       int m = 0;
-      while (own[m] < begin) ++m;
-      const uint32_t cut = line ? float_bits(own[m]) << 1 : 0u, level = (uint32_t)((1 << w >> 1) + m) << LEVEL_SHIFT;
-      KV_UNROLL for (int i = 0; i < COPIES / 2; i++) {
-        const int copy = (i + thread) % 8 * 2;
-        *(Words4*)(to + (line << LINE_SHIFT) + 8 * copy) = {cut, level + 4 * copy, cut, level + 4 * copy + 4};
-      }
+      while (m < last && own[m] < begin) ++m;
+      // the level above the cut; a width of 1 bit has a cut at zero alone, one of none has none
+      const int above = last < 0 ? (1 << w >> 1) : (1 << w >> 1) + m + 1;
+      const float cut = last < 0 ? 0.0f : own[m], half = sub(levels[(1 << w) - 1 + above], cut);
+      KV_UNROLL for (int i = 0; i < COPIES / 2; i++)
+        *(Words4*)(to + (line << LINE_SHIFT) + (i + thread) % 8 * 16) =
+            {float_bits(cut), float_bits(half), float_bits(cut), float_bits(half)};
+      to[LOWER + line] = (uint8_t)(above - (w > 0));
     }
-    for (int line = thread; line < 128; line += threads) {
+    for (int number = thread; number < 128; number += threads) {
       int w = 0;
-      while (line >> w) ++w;
-      const uint32_t x = float_bits(line ? levels[(1 << w) - 1 + line] : 0.0f);
-      KV_UNROLL for (int i = 0; i < COPIES / 4; i++)
-        ((Words4*)(to + LEVELS + (line << LEVEL_SHIFT)))[(i + thread) % 4] = {x, x, x, x};
+      while (number >> w) ++w;
+      ((float*)(to + LEVELS))[number] = number ? levels[(1 << w) - 1 + number] : 0.0f;
     }
+    KV_NO_UNROLL for (int n = thread; n < 16; n += threads)
+      ((float*)(to + INVERSES))[n] = n ? div(1.0f, ((const float*)(table + SCALES))[n]) : 0.0f;
   }
-  // where the level of |y / scale| lies; q: the quotient, which is zero where the rounded one is
-  KV_DEV static uint32_t place(const uint8_t* derived, float y, float scale, float inverse, float count, uint32_t base,
-                               float& q) {
+  // where the entry of x lies, x being over SPAN
+  KV_DEV static uint32_t place(float x, float lines, uint32_t copy) {
+    const float wide = fma(saturate(add(x, SHIFT)), lines, 65536.0f);  // the line from bit 7 on
+    return and_or(float_bits(wide), 0x7f80u, copy);
+  }
+  // Number of the positive level of |y / scale| but for one more if it is beyond a cut; 1 without bits. q: the quotient,
+  // which is zero where the rounded one is
+  KV_DEV static uint32_t number_of(const uint8_t* table, float y, float scale, float inverse, float lines,
+                                   uint32_t copy, float& q, bool& beyond) {
     q = mul(y, inverse);
     const float x = fma(fma(-q, scale, y), inverse, q);
-    const float wide = fma(saturate(mul(magnitude(q), 1.0f / REACH)), count, 65536.0f);  // the bucket from bit 7 on
-    const Words2 entry = load_table2(derived, and_or(float_bits(wide), 0x3f80u, base));
-    // twice the magnitude, and the sign: a negative one is beyond the cut that it equals
-    uint32_t to = entry.b;
-    if (rotate_left(float_bits(x), 1) > entry.a) to += 1u << LEVEL_SHIFT;
-    return to;
+    const uint32_t at = place(mul(magnitude(q), 1.0f / SPAN), lines, copy);
+    const float cut = bits_float(load_table<TABLE>(table, at));
+    beyond = x > cut || x <= -cut;  // a negative one is beyond the cut that it equals
+    return table[TABLE + LOWER + (at >> LINE_SHIFT)];
+  }
+  // of the lane's places: their lines, weights, and 4 times their channels
+  KV_CONST bool HOLDS = true;
+  struct Held {
+    float lines[N], weight[N];
+    uint32_t from[N];
+  };
+  KV_DEV static Held hold(const uint8_t* table, int part) {
+    Held held;
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const int c = channel_of<8>(part, k);
+      held.lines[k] = lines(table[WIDTHS + c]), held.weight[k] = ((const float*)(table + WEIGHT))[c];
+      held.from[k] = 4u * table[ORDER + c];
+    }
+    return held;
+  }
+  KV_DEV static float over_parts(float x) {
+    KV_UNROLL for (int step = 4; step; step /= 2) x = add(x, shfl_xor(x, step));
+    return x;
+  }
+  KV_DEV static int tried(int nearest, int step) {
+    return nearest + step < 1 ? 1 : nearest + step > 15 ? 15 : nearest + step;
   }
 
-  // y is in the model's order
-  KV_DEV static void quad(const float (&given)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[1],
-                          const uint8_t* table, uint8_t* scratch) {
-    const float* walls = (const float*)(table + WALLS);
-    const float *weight = (const float*)(table + WEIGHT), *scales = (const float*)(table + SCALES);
+  // the scale of least cost as the reference finds it
+  KV_DEV static int searched(const float (&y)[N], const Held& held, uint32_t copy, int nearest,
+                             const uint8_t* table) {
     const uint8_t* derived = table + TABLE;
-    const int lane = thread() % 32;
-    uint8_t* own = scratch + lane / 8 * ROW;
-    KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
-    sync_warp();
-    float y[N], cost[N], energy[N], count[N];
-    uint32_t base[N];
-    KV_UNROLL for (int k = 0; k < N; k++) {
-      const Words4 of = *(const Words4*)(derived + entry_of(k / 4, part, k % 4));
-      y[k] = sub(*(const float*)(own + (of.a & 0xffffu)), bits_float(of.c));
-      const float square = mul(y[k], y[k]);
-      base[k] = (of.a >> 16) + lane % COPIES * 8, count[k] = bits_float(of.b);
-      energy[k] = count[k] > 1.0f ? square : 0.0f;  // of widths above 0
-      cost[k] = mul(bits_float(of.d), square);
-    }
+    float cost[N];
+    KV_UNROLL for (int k = 0; k < N; k++) cost[k] = mul(held.weight[k], mul(y[k], y[k]));
     float least = sum(cost);
-    const float total = sum(energy);
-    int nearest = 1, number = 0;
-    KV_UNROLL for (int step = 8; step; step /= 2) nearest += walls[nearest + step - 2] < total ? step : 0;
+    int number = 0;
     KV_NO_UNROLL for (int step = -1; step <= 4; step++) {
-      const int n = nearest + step < 1 ? 1 : nearest + step > 15 ? 15 : nearest + step;
-      const float scale = scales[n], inverse = div(1.0f, scale);
+      const int n = tried(nearest, step);
+      const float scale = ((const float*)(table + SCALES))[n], inverse = ((const float*)(derived + INVERSES))[n];
       KV_UNROLL for (int k = 0; k < N; k++) {
         float q;
-        const uint32_t to = place(derived, y[k], scale, inverse, count[k], base[k], q);
-        const float level = bits_float(load_table<LEVELS>(derived, to));
+        bool beyond;
+        const uint32_t own = number_of(table, y[k], scale, inverse, held.lines[k], copy, q, beyond) + beyond;
+        const float level = held.lines[k] > 2.0f ? ((const float*)(derived + LEVELS))[own] : 0.0f;  // of width 0
         const float error = sub(magnitude(y[k]), mul(scale, level));
-        cost[k] = mul(weight[32 * (k / 4) + 4 * part + k % 4], mul(error, error));
+        cost[k] = mul(held.weight[k], mul(error, error));
       }
       const float all = sum(cost);
       if (all < least) least = all, number = n;
     }
-    const float scale = scales[number], inverse = number ? div(1.0f, scale) : 0.0f;
+    return number;
+  }
+
+  // a pair's bits: two numbers, one more where they are beyond a cut, flipped where negative; the first has so many bits
+  // as the lowest five of `width` say
+  KV_DEV static uint32_t field(uint32_t first, uint32_t second, const bool* beyond, const bool* negative,
+                               uint32_t width) {
+    const uint32_t above = rotate_left(1u, width);
+    uint32_t x = first + second * above;
+    if (beyond[0]) x += 1;
+    if (beyond[1]) x += above;
+    if (negative[0]) x ^= above - 1;
+    if (negative[1]) x ^= -above;
+    return x & ((1u << TWICE) - 1);  // a code of no bits: none
+  }
+
+  // y is in the model's order
+  KV_DEV static void quad(const float (&given)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[1],
+                          const uint8_t* table, uint8_t* scratch, const Held& held) {
+    const float *walls = (const float*)(table + WALLS), *scales = (const float*)(table + SCALES);
+    const uint8_t* derived = table + TABLE;
+    const float* inverses = (const float*)(derived + INVERSES);
+    const int lane = thread() % 32;
+    const uint32_t copy = lane % COPIES * 8;
+    uint8_t* own = scratch + lane / 8 * ROW;
+    KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
+    sync_warp();
+    float y[N], energy[N], zero = 0.0f;
+    const uint8_t* centre = table + opaque(16 * part) + CENTRE;
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      y[k] = sub(*(const float*)(own + held.from[k]), ((const float*)centre)[32 * (k / 4) + k % 4]);
+      const float square = mul(y[k], y[k]);
+      energy[k] = held.lines[k] > 2.0f ? square : 0.0f;  // of widths above 0
+      zero = fma(held.weight[k], square, zero);
+    }
+    zero = over_parts(zero);
+    const float total = sum(energy);
+    int nearest = 1, number = 0;
+    KV_UNROLL for (int step = 8; step; step /= 2) nearest += walls[nearest + step - 2] < total ? step : 0;
+    float least = zero, next = bits_float(0x7f800000u);
+    KV_NO_UNROLL for (int step = -1; step <= 4; step += 2) {
+      float by[2], cost[2] = {0.0f, 0.0f};
+      KV_UNROLL for (int i = 0; i < 2; i++) by[i] = mul(inverses[tried(nearest, step + i)], 1.0f / SPAN);
+      KV_UNROLL for (int k = 0; k < N; k++) {
+        KV_UNROLL for (int i = 0; i < 2; i++) {
+          const float x = mul(magnitude(y[k]), by[i]);
+          const Words2 entry = load_table2<TABLE>(table, place(x, held.lines[k], copy));
+          const float error = sub(magnitude(fma(x, SPAN, -bits_float(entry.a))), bits_float(entry.b));
+          cost[i] = fma(mul(held.weight[k], error), error, cost[i]);
+        }
+      }
+      KV_UNROLL for (int i = 0; i < 2; i++) {
+        const int n = tried(nearest, step + i);
+        const float all = mul(over_parts(cost[i]), mul(scales[n], scales[n]));
+        if (n == nearest + step + i) {  // else it is tried by another step
+          next = minimum(next, maximum(all, least));
+          if (all < least) least = all, number = n;
+        }
+      }
+    }
+    // NaN too
+    const bool unsure = !(next > fma(least, 1.0f + 1.0f / 32768, fma(zero, 1.0f / 8388608, 1e-36f)));
+    if (any(unsure)) number = searched(y, held, copy, nearest, table);
+    const float scale = scales[number], inverse = inverses[number];
     sync_warp();  // all have read the row
     KV_UNROLL for (int i = 0; i < D / 32; i++) {
+      const uint32_t widths = *(const uint32_t*)(table + opaque(4 * part) + (WIDTHS + 32 * i));
       uint32_t codes[4];
+      bool beyond[4], negative[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
         const int k = 4 * i + e;
         float q;
-        const uint32_t code = place(derived, y[k], scale, inverse, count[k], base[k], q) >> LEVEL_SHIFT;
-        codes[e] = q > 0.0f ? code : (base[k] >> LINE_SHIFT) - 1 - code;
+        codes[e] = number_of(table, y[k], scale, inverse, held.lines[k], copy, q, beyond[e]);
+        negative[e] = !(q > 0.0f);
       }
-      // two fields
-      uint32_t low = codes[0] | codes[1] * (base[4 * i] >> LINE_SHIFT);
-      uint32_t high = codes[2] | codes[3] * (base[4 * i + 2] >> LINE_SHIFT);
-      if (i == D / 32 - 1 && part >= 6) {
-        low |= (uint32_t)(number >> (2 * part - 12) & 1) << (TWICE - 1);
-        high |= (uint32_t)(number >> (2 * part - 11) & 1) << (TWICE - 1);
+      uint32_t low = field(codes[0], codes[1], beyond, negative, widths);
+      uint32_t high = field(codes[2], codes[3], beyond + 2, negative + 2, widths >> 16);
+      if (i == D / 32 - 1 && part >= 6) {  // short pairs
+        constexpr uint32_t TOP = 1u << (TWICE - 1);
+        low = and_or(low, TOP - 1, (uint32_t)(number >> (2 * part - 12) & 1) * TOP);
+        high = and_or(high, TOP - 1, (uint32_t)(number >> (2 * part - 11) & 1) * TOP);
       }
       ((uint32_t*)own)[8 * i + part] = low | high << TWICE;
     }
     sync_warp();
-    for (int u = part; u < WORDS; u += 8) {
-      uint32_t bits = 0;
-      const int first = 32 * u / (2 * TWICE);
-      KV_UNROLL for (int n = 0; n < 32 / (2 * TWICE) + 2; n++) {
-        const int q = first + n, from = q * 2 * TWICE - 32 * u;
-        if (q >= D / 4 || from >= 32) continue;
-        const uint32_t two = ((const uint32_t*)own)[q];
-        bits |= from < 0 ? two >> -from : two << from;
+    // a word of the row is a run of these numbers from some bit of the first on
+    constexpr int BITS = 2 * TWICE, STEP = BITS % 8 ? BITS % 4 ? 2 : 4 : BITS % 16 ? 8 : 16;  // of those first bits
+    constexpr int COUNT = (32 + BITS - STEP + BITS - 1) / BITS;
+    uint32_t* to = (uint32_t*)at[0] + part;
+    KV_UNROLL for (int i = 0; i < (WORDS + 7) / 8; i++) {
+      const int u = 8 * i + part;
+      if (WORDS % 8 && u >= WORDS) break;
+      const uint32_t first = 32u * u / BITS;
+      uint32_t low = 0, high = 0;
+      KV_UNROLL for (int n = 0; n < COUNT; n++) {
+        const uint32_t two = ((const uint32_t*)own)[first + n];
+        const int from = n * BITS;
+        if (from < 32) low |= two << (from < 32 ? from : 0);
+        if (from >= 32) high |= two << (from >= 32 ? from - 32 : 0);
+        else if (from + BITS > 32) high |= two >> (from > 0 ? 32 - from : 0);
       }
-      bits &= keep;
-      if (live) ((uint32_t*)at[0])[u] = bits;
+      const uint32_t bits = funnel(low, high, 32u * u - first * BITS) & keep;
+      if (live) to[8 * i] = bits;
     }
     sync_warp();
   }

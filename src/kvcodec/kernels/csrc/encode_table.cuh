@@ -19,7 +19,8 @@
 //   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
 //               as in encode.cuh; `scratch` is the warp's, and free again when all lanes return. With OWN true there
-//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head
+//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head; with HOLDS
+//               true, what hold(table, part) has found of the head
 #pragma once
 #include "encode.cuh"
 
@@ -32,6 +33,9 @@ struct TableRow {
   KV_CONST int TEAM = 8;
   KV_CONST bool BY_SEQUENCE = false;
   KV_CONST bool OWN = false;
+  KV_CONST bool HOLDS = false;
+  struct Held {};
+  KV_DEV static Held hold(const uint8_t*, int) { return {}; }
   KV_CONST int DERIVED = 0;
 };
 
@@ -46,12 +50,18 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   int lane = thread() % 32, part = lane % 8, b = block_y();
   uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * 4;
   int64_t row = b * s.batch + head * s.head, begin = s.first[b];
+  const int size = a.kind == 2 ? 4 : 2;  // bytes of a number
+  const uint8_t* rows = (const uint8_t*)s.x + size * (row + 4 * part);
+  const int64_t stride = size * s.token;
+  const typename C::Held held = C::hold(table, part);
+  const int64_t factors = b * s.factor_batch + head * C::DIM;
+  const float* times = R::FACTOR == FACTOR_TIMES ? s.factor + factors + 4 * part : nullptr;
   for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4; first < tokens; first += step) {
     uint32_t n = first + lane / 8;
     bool live = n < tokens;
     if (!live) n = first;
     uint32_t w[N];
-    load_words<8>(w, s.x, row + n * s.token, part, a.kind);
+    load_words<8>(w, rows + n * stride, 0, 0, a.kind);
     uint32_t slot = 0;
     if (live && begin + n >= (uint32_t)a.capacity) {
       if (part == 0) raise(a.bad, 2);
@@ -73,14 +83,13 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     }
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
-      int64_t i = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
-        const int64_t from = i + channel_of<8>(part, k);
         if constexpr (R::FACTOR == FACTOR_TIMES) {
           uint32_t f[4];
-          load_words<4>(f, s.factor + from);
+          load_words<4>(f, times + 8 * k);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = mul(y[k + e], bits_float(f[e]));
         } else {
+          const int64_t from = factors + channel_of<8>(part, k);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = factored<R::FACTOR>(y[k + e], s.factor, from + e);
         }
       }
@@ -88,6 +97,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
     uint32_t keep = good ? 0xffffffffu : 0u;
     if constexpr (C::OWN) C::quad(y, part, keep, live, at, table, scratch, s.factor[b * s.factor_batch + head]);
+    else if constexpr (C::HOLDS) C::quad(y, part, keep, live, at, table, scratch, held);
     else C::quad(y, part, keep, live, at, table, scratch);
   }
 }

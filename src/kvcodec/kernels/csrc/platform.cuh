@@ -175,8 +175,9 @@ KV_DEV uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
   return y;
 }
+// by so many bits modulo 32
+KV_DEV uint32_t rotate_left(uint32_t x, uint32_t by) { return __funnelshift_l(x, x, by); }
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
-KV_DEV uint32_t rotate_left(uint32_t x, int by) { return __funnelshift_l(x, x, by); }
 KV_DEV uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) { return __funnelshift_r(low, high, shift); }
 
 // number of the lowest bit that is set; 32 for none
