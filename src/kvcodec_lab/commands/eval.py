@@ -57,6 +57,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="an empty folder that several processes name, each with its own --output: they share the specs",
     )
     p.add_argument(
+        "--against", type=specs, metavar="A,B", help="of the specs: how every other one differs from these, paired"
+    )
+    p.add_argument(
         "--stress", metavar="FACTOR[:PAIRS]", help="give the keys outlier channels first, with the same logits: 64:1"
     )
     add_text(p, windows=None)
@@ -83,7 +86,7 @@ def _one(args: argparse.Namespace) -> Result:
     from kvcodec_lab.eval.quantized_cache import quantized_cache_of
     from kvcodec_lab.eval.rows import plain
 
-    for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "share", "stress"):
+    for option in ("tasks", "limit", "output", "lengths", "depths", "batch", "share", "against", "stress"):
         if getattr(args, option) is not None:
             raise SpecError(f"--{option} is for tasks; use --specs {args.spec} in place of --spec {args.spec}.")
     if quantized_cache_of(args.spec) is not None:
@@ -99,14 +102,19 @@ def _one(args: argparse.Namespace) -> Result:
 
 def _tasks(args: argparse.Namespace) -> Result:
     from kvcodec.progress import Progress
-    from kvcodec_lab.eval.rows import check_writable
+    from kvcodec_lab.eval.rows import check_writable, write_lines
     from kvcodec_lab.eval.run import RunSettings, checked_specs, evaluate
+    from kvcodec_lab.eval.stats import against
+    from kvcodec_lab.eval.store import AGAINST, read_run
     from kvcodec_lab.eval.stress import parse_stress, stress
     from kvcodec_lab.eval.tasks import get_task
     from kvcodec_lab.eval.tasks.base import TaskSettings
     from kvcodec_lab.models import load, load_text
 
-    checked_specs(args.specs)
+    own = list(map(str, checked_specs(args.specs)))
+    compared = list(map(str, checked_specs(args.against))) if args.against else []
+    if strangers := sorted(set(compared) - set(own)):
+        raise SpecError(f"--against {', '.join(strangers)}: not among --specs; name it there as well.")
     names, limits = task_list(args.tasks or TASKS.split(","))
     data, data_of = data_paths(args.data)
     params = read_constants(args.params, args.specs)
@@ -132,8 +140,13 @@ def _tasks(args: argparse.Namespace) -> Result:
     share = None if args.share is None else check_writable(args.share)
     chosen = RunSettings(settings, args.prefill, args.batch, args.budget, share, changes)
     found = evaluate(model, args.specs, names, folder, chosen, params=params, progress=progress)
-    written = f"written: {found.folder} (rows in results.json, items in items.jsonl)"
-    return Result(found.rows, f"{tables(found.rows)}\n\n{written}")
+    texts = [tables(found.rows)]
+    if compared:
+        rows = [row for spec in compared for row in against([read_run(found.folder)], spec)]
+        write_lines(found.folder / AGAINST, rows)
+        texts.append(differences(rows))
+    texts.append(f"written: {found.folder} (rows in results.json, items in items.jsonl)")
+    return Result(found.rows, "\n\n".join(texts))
 
 
 def task_list(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:
@@ -193,6 +206,21 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     whole = [row for row in rows if row["group"] is None]
     parts = [_table(task, [r for r in whole if r["task"] == task]) for task in dict.fromkeys(r["task"] for r in whole)]
     parts.append("[95 % interval over items; the difference's is paired with the uncompressed model on the same items]")
+    return "\n\n".join(parts)
+
+
+def differences(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How specs differ from one: a table for each task, metric and spec."""
+    parts = []
+    for key in dict.fromkeys((row["task"], row["metric"], row["spec"]) for row in rows):
+        mine = [row for row in rows if (row["task"], row["metric"], row["spec"]) == key]
+        task, metric, spec = key
+        lines = [["other", spec, "other's", f"{spec} - other's", "items"]]
+        for row in mine:
+            cells = [f"{row['value']:.4g}", f"{row['other_value']:.4g}"]
+            cells += [_interval(row, "difference", "low", "high", sign="+"), str(row["items"])]
+            lines.append([row["other"], *cells])
+        parts.append("\n".join([f"{task}: {metric} of {spec}", *_aligned(lines)]))
     return "\n\n".join(parts)
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
@@ -147,6 +148,45 @@ def summarize(run: Run, status: str = "complete") -> list[Row]:
                 reference = None if spec == UNCOMPRESSED else base.get(key, _Cell(None))
                 for row in _rows(cell, reference, metrics, int(run.about["seed"])):
                     rows.append({"spec": spec, "task": task, **row, "group": cell.group, **common})
+    return rows
+
+
+def against(runs: Sequence[Run], spec: str) -> list[Row]:
+    """How every other spec differs from one, on the items that both have finished, which are resampled together.
+
+    Parameters
+    ----------
+    runs : sequence of Run
+        Of the same model on other data, such as several texts: their items are taken together.
+    spec : str
+
+    Returns
+    -------
+    list of dict
+        By task, other spec and metric: ``value`` of ``spec`` and ``other_value`` over the ``items`` of both, their
+        ``difference`` and its interval. Empty for a spec without items.
+    """
+    rows: list[Row] = []
+    scores: dict[tuple[str, str], dict[str, dict[str, tuple[float, float]]]] = {}
+    for number, run in enumerate(runs):
+        for line in run.lines:
+            for name, score in {} if line.get("error") else line["scores"].items():
+                mine = scores.setdefault((line["task"], line["spec"]), {}).setdefault(name, {})
+                mine[f"{number} {line['item']}"] = tuple(score)
+    tasks = {task: about for run in runs for task, about in run.about["tasks"].items()}
+    others = dict.fromkeys(other for run in runs for other in run.about["specs"] if other != spec)
+    for (task, about), other in product(tasks.items(), others):
+        for name, given in about["metrics"].items():
+            metric = Metric(**given)
+            own, theirs = (scores.get((task, s), {}).get(metric.of or name, {}) for s in (spec, other))
+            if (found := paired(own, theirs, metric, int(runs[0].about["seed"]))) is None:
+                continue
+            common = sorted(set(own) & set(theirs))
+            values = [metric.value(*(float(x.sum()) for x in _columns(of, common))) for of in (own, theirs)]
+            row: Row = {"spec": spec, "task": task, "metric": name, "better": metric.better, "other": other}
+            row |= zip(("value", "other_value"), values, strict=True)
+            row |= zip(("difference", "low", "high"), found, strict=True)
+            rows.append({**row, "items": len(common)})
     return rows
 
 

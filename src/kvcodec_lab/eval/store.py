@@ -18,7 +18,7 @@ from kvcodec.errors import FormatError, KVError
 from kvcodec_lab.eval.rows import Row, check_writable, plain, write_json
 
 FORMAT, VERSION = "kvcodec-eval", 1
-RUN, ITEMS, RESULTS = "run.json", "items.jsonl", "results.json"
+RUN, ITEMS, RESULTS, AGAINST = "run.json", "items.jsonl", "results.json", "against.json"
 KEYS = ("spec", "task", "item")
 Key = tuple[str, str, str]
 

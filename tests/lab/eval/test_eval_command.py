@@ -9,7 +9,7 @@ import pytest
 from kvcodec_lab import cli
 from kvcodec_lab.arguments import depths, lengths
 from kvcodec_lab.commands.eval import data_paths, task_list
-from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN
+from kvcodec_lab.eval.store import AGAINST, ITEMS, RESULTS, RUN
 from tests.lab.eval.test_run import QUESTIONS, interrupted_after
 from tests.lab.eval.tiny import TEXT, save_tiny, tiny_llama
 from tests.test_cli import refused, run
@@ -65,6 +65,22 @@ def test_a_run_prints_tables_and_writes_its_folder(capsys, model, text, data, tm
     assert "going on: 21 of 21 items are finished" in err
 
 
+def test_specs_are_compared_with_those_that_are_named(capsys, model, text, tmp_path):
+    arguments = ["eval", model, "--specs", "int-4,dense,fp8", "--tasks", "kl,perplexity", "--text", text, *SIZES]
+    status, out, _ = run(capsys, *arguments, "--output", str(tmp_path / "out"), "--against", "fp8,dense")
+    assert status == 0
+    rows = json.loads((tmp_path / "out" / AGAINST).read_text())["rows"]
+    assert {(r["spec"], r["other"]) for r in rows} == {
+        (a, b) for a in ("fp8", "dense") for b in ("int-4", "dense", "fp8") if a != b
+    }
+    kl = next(r for r in rows if (r["spec"], r["other"], r["metric"]) == ("dense", "int-4", "kl"))
+    assert kl["value"] < kl["other_value"]
+    assert kl["difference"] == pytest.approx(kl["value"] - kl["other_value"])
+    assert kl["low"] <= kl["difference"] <= kl["high"] < 0
+    at = out.splitlines().index("kl: kl of dense")
+    assert [line.split()[0] for line in out.splitlines()[at + 1 : at + 5 : 2]] == ["other", "int-4"]
+
+
 def test_an_interrupt_ends_with_130_and_the_same_command_goes_on(capsys, model, text, tmp_path, monkeypatch):
     arguments = ["eval", model, "--specs", "int-4", "--tasks", "kl,perplexity", "--text", text, *SIZES]
     arguments += ["--output", str(tmp_path / "out")]
@@ -117,6 +133,7 @@ def test_stress_is_part_of_what_a_run_is(capsys, model, text, tmp_path):
         (["--specs", "int-4", "--tasks", "piqa"], "piqa: nothing below --data"),
         (["--specs", "int-4", "--text", "no.txt"], "the text 'no.txt' cannot be read"),
         (["--specs", "int-4", "--params", "no.safetensors"], "was not found"),
+        (["--specs", "int-4", "--against", "int-8"], "--against int-8: not among --specs"),
         (["--specs", "int-4", "--stress", "x"], "stress 'x': expected FACTOR"),
         (["--specs", "int-4", "--windows", "3"], "--windows is for --spec; use --limit"),
         (["--specs", "int-4", "--new-tokens", "3"], "--new-tokens is for --spec"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcodec_lab.eval.scoring import UNCOMPRESSED
-from kvcodec_lab.eval.stats import AGREEMENT, estimate, paired, summarize, wilson
+from kvcodec_lab.eval.stats import AGREEMENT, against, estimate, paired, summarize, wilson
 from kvcodec_lab.eval.store import Run
 from kvcodec_lab.eval.tasks.base import Metric
 
@@ -155,6 +155,26 @@ def test_rows_for_the_whole_and_for_each_cell(tmp_path):
     assert (base["difference"], base["effective_bits"], base["key_bits"]) == (None, 16.0, None)
     assert found["int-4", AGREEMENT, "None"]["value"] == pytest.approx(2 / 3)
     assert (UNCOMPRESSED, AGREEMENT, "None") not in found
+
+
+def test_a_spec_is_compared_with_others_on_the_items_of_both_over_several_texts(tmp_path):
+    loss = {"better": "lower", "text": "", "of": "nll", "exp": True}
+    tasks = {"perplexity": {"items": 2, "metrics": {"perplexity": loss}}}
+    specs = ("int-4", "saw-int4", "fp8")
+
+    def window(spec, item, nll, **more) -> dict:
+        return {"spec": spec, "task": "perplexity", "item": item, "scores": {"nll": [nll, 4.0]}, **more}
+
+    one = [window("int-4", "a", 4.0), window("int-4", "b", 8.0), window("saw-int4", "a", 2.0)]
+    two = [window("int-4", "a", 12.0), window("saw-int4", "a", 11.0), window("saw-int4", "b", 0.0, error="NaN")]
+    (row,) = against([run(tmp_path, lines, tasks, specs) for lines in (one, two)], "int-4")
+    assert (row["spec"], row["other"], row["items"], row["better"]) == ("int-4", "saw-int4", 2, "lower")
+    assert row["value"] == pytest.approx(math.exp(16 / 8))
+    assert row["other_value"] == pytest.approx(math.exp(13 / 8))
+    assert row["difference"] == pytest.approx(math.exp(16 / 8) - math.exp(13 / 8))
+    assert row["low"] == pytest.approx(math.exp(4 / 4) - math.exp(2 / 4))
+    assert row["high"] == pytest.approx(math.exp(12 / 4) - math.exp(11 / 4))
+    assert against([run(tmp_path, one, tasks, specs)], "fp8") == []
 
 
 def test_parts_of_a_window_become_groups(tmp_path):
