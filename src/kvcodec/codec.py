@@ -100,6 +100,11 @@ class Codec(ABC):
         return 1
 
     @property
+    def fit_every(self) -> int:
+        """Which of these tokens ``fit`` gets: every, every second, and so on, from the first. Needs ``fit_tokens``."""
+        return 1
+
+    @property
     def without_mean(self) -> bool:
         """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases break it."""
         return False

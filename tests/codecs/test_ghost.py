@@ -13,6 +13,7 @@ from kvcodec.codec import Site, roundtrip
 from kvcodec.codecs.ghost import (
     CUBIC,
     ERRORS,
+    FIT_EVERY,
     FIT_TOKENS,
     PARTS,
     TRIED,
@@ -201,13 +202,13 @@ def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(role, dim,
 
 
 def test_constants_of_a_prefill_are_each_sequences_own_and_of_its_first_tokens():
-    keys = torch.cat([uneven(2, 300, 64, seed=1), uneven(2, 300, 64, seed=5)])
+    keys, most = torch.cat([uneven(2, 300, 64, seed=1), uneven(2, 300, 64, seed=5)]), FIT_TOKENS // FIT_EVERY
     params = Ghost(3).fit(site(), keys)
     loud = keys.clone()
-    loud[:, :, FIT_TOKENS:] *= 50
+    loud[:, :, most:] *= 50
     assert all(torch.equal(params[n], x) for n, x in Ghost(3).fit(site(), loud).items())
     for b, head in itertools.product(range(2), range(2)):
-        mean, variance = moments_by_hand(keys[b, head, :FIT_TOKENS], True)
+        mean, variance = moments_by_hand(keys[b, head, :most], True)
         order, widths, _, _ = constants_by_hand(mean, variance, [v**0.5 for v in variance], 3)
         assert params["order"][b, head].tolist() == order
         assert params["widths"][b, head].tolist() == widths

@@ -224,7 +224,7 @@ def test_constants_of_the_first_tokens_cost_few_operations(
         cache = cache_for(model, spec, attention="fused")
         counts.clear()
         with torch.no_grad():
-            model(torch.arange(300)[None] % 100, **passing(model, cache))
+            model(torch.arange(600)[None] % 100, **passing(model, cache))
         assert cache.layer_caches[0].roles["key"].encoded
     seen, kernels = counts[LAYERS // 2]
     assert not [name for name in LOOKS if seen[name]], seen

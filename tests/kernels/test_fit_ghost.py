@@ -30,9 +30,11 @@ def rows(head_dim: int, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def fitted(codec: Ghost, role: Role, x: Tensor, tokens: int, padding: Tensor | None, turn: Rotary | None,
-           energy: Tensor | None) -> Any:  # fmt: skip
+           energy: Tensor | None, every: int = 1) -> Any:  # fmt: skip
     """As ``LayerCache`` fits: the mean before RoPE of the sample, then the constants of what is left."""
-    at = torch.arange(tokens)[None] + (torch.zeros(BATCH, 1, dtype=torch.long) if padding is None else padding[:, None])
+    at = every * torch.arange(tokens)[None] + (
+        torch.zeros(BATCH, 1, dtype=torch.long) if padding is None else padding[:, None]
+    )
     sample = x.gather(2, at[:, None, :, None].expand(-1, HEADS, -1, x.shape[3]))
     mean = None
     if turn is not None:
@@ -47,9 +49,9 @@ def fitted(codec: Ghost, role: Role, x: Tensor, tokens: int, padding: Tensor | N
     ("bits", "head_dim", "tokens", "dtype", "case"),
     [
         (3, 64, 256, torch.bfloat16, "turned"),
-        (4, 128, 256, torch.bfloat16, "turned, padded"),
+        (4, 128, 129, torch.bfloat16, "turned, padded, every second"),
         (2, 96, 256, torch.float16, "turned, interleaved, scaled, padded"),
-        (3.5, 64, 100, torch.float16, "turned in part, energy"),
+        (3.5, 64, 100, torch.float16, "turned in part, energy, every second"),
         pytest.param(5, 256, 256, torch.bfloat16, "turned", marks=pytest.mark.wide),
         pytest.param(3, 192, 37, torch.float16, "energy", marks=pytest.mark.wide),
         pytest.param(4.5, 128, 256, torch.bfloat16, "silent", marks=pytest.mark.wide),
@@ -71,18 +73,19 @@ def test_the_references_constants(
         places = (torch.arange(280) - 3).expand(BATCH, -1)
         angles = turn.angles(places)
         back = turn.angles_back(places) if "scaled" in case else None
-    keys = Sample(x, tokens, padding, angles, back, turn is not None and turn.interleaved, energy)
+    every = 2 if "every second" in case else 1
+    keys = Sample(x, tokens, every, padding, angles, back, turn is not None and turn.interleaved, energy)
     own, rooms = dict.fromkeys(ROLES, codec), Rooms()
     rooms.layers = 2
-    both = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x, tokens, padding)}, rooms)
-    alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, padding)}, Rooms())
-    again = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x.flip(2), tokens, padding)}, rooms)
+    both = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x, tokens, every, padding)}, rooms)
+    alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, every, padding)}, Rooms())
+    again = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x.flip(2), tokens, every, padding)}, rooms)
     assert len(machine["kv_fit"].launches) == 3
     for role in ROLES:
         keys, found = role == "key", both[role]
         assert torch.equal(found.params["factor"], again[role].params["factor"]) == (keys or case == "silent")
         assert keys or all(torch.equal(x, alone[role].params[name]) for name, x in found.params.items())
-        want, mean = fitted(codec, role, x, tokens, padding, turn if keys else None, energy if keys else None)
+        want, mean = fitted(codec, role, x, tokens, padding, turn if keys else None, energy if keys else None, every)
         assert set(found.params) == set(want)
         if mean is not None:
             assert torch.equal(found.mean, mean)
@@ -113,11 +116,14 @@ def test_on_a_gpu(head_dim: int, bits: float) -> None:
     turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
     x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
     there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())
-    samples: dict[Role, Sample] = {"key": Sample(there[0], 256, *there[1:]), "value": Sample(there[0], 256, there[1])}
+    samples: dict[Role, Sample] = {
+        "key": Sample(there[0], 128, 2, *there[1:]),
+        "value": Sample(there[0], 128, 2, there[1]),
+    }
     both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, Rooms())
     for role in ROLES:
         keys, found = role == "key", both[role]
-        want, mean = fitted(Ghost(bits), role, x, 256, padding, turn if keys else None, None)
+        want, mean = fitted(Ghost(bits), role, x, 128, padding, turn if keys else None, None, 2)
         assert mean is None or torch.equal(found.mean.cpu(), mean)
         for name, one in want.items():
             assert torch.equal(found.params[name].cpu(), one), (role, name)

@@ -184,7 +184,8 @@ class GrowingCache(DeviceCache):
                 back = None if mean.rotary.scaling == 1.0 else mean.rotary.angles_back(slots.of(0, count))
             if state.role == "key" and self.site.energy is not None:
                 energy = self.site.energy.to(pending.device)
-            found[state.role] = Sample(pending, tokens, padding, angles, back, turned, energy)
+            every = state.codec.fit_every
+            found[state.role] = Sample(pending, -(-tokens // every), every, padding, angles, back, turned, energy)
         return found
 
     def _all(self, state: RoleState, behind: Tensor) -> Tensor:

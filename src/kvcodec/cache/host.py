@@ -283,7 +283,7 @@ class LayerCache:
             batch, heads, _, head_dim = pending.shape
             sink = state.sink.shape[2]
             padding = self._padding(sink).to(pending.device).expand(batch)
-            at = padding[:, None] + torch.arange(wanted, device=pending.device)
+            at = padding[:, None] + torch.arange(0, wanted, state.codec.fit_every, device=pending.device)
             sample = pending.gather(2, at[:, None, :, None].expand(-1, heads, -1, head_dim))
             if mean is not None:
                 placed = self.positions.of(0, len(self.positions)).expand(batch, -1).gather(1, at + sink)

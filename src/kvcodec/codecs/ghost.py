@@ -61,9 +61,9 @@ Constants, by place: ``order [1, H, D]`` int16, the channels; ``factor [1, H, D]
 float32, W over the head's largest; ``widths [1, H, D]`` uint8; of values ``centre [1, H, D]`` float32, m / sqrt(v).
 klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns of ``matrix`` have length 1 and are
 multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys, values and queries. Without its file
-each sequence's first 256 tokens do, and the leading dimension is B: the cache keeps tokens dense until as many have
-come, so that no byte is written twice. The prompt's queries are not at hand there: E is of the model's queries of
-tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
+every second of each sequence's first 512 tokens does, and the leading dimension is B: the cache keeps tokens dense
+until as many have come, so that no byte is written twice. The prompt's queries are not at hand there: E is of the
+model's queries of tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
 head's mean over n tokens: what a few tokens do not show may be loud later.
@@ -79,7 +79,7 @@ them (fine-tuning, LoRA on keys or values) they are fitted again.
 
 Use: the least loss at 2 to 4.5 bits, token by token (pages, prefix reuse, speculation).
 
-Not for: fewer than 256 tokens without a file.
+Not for: fewer than 512 tokens without a file.
 """
 
 from dataclasses import dataclass
@@ -124,7 +124,8 @@ UNIT = 6
 """Number of the scale 1."""
 TRIED = (-1, 0, 1, 2, 3, 4)
 """Scales tried, in numbers from the one nearest to the root mean square."""
-FIT_TOKENS = 256
+FIT_TOKENS, FIT_EVERY = 512, 2
+"""Constants are fitted on every second of so many tokens: neighbours are alike, and a text changes as it goes on."""
 TRIM = 6.0
 """Mean of x^2/v from which a token does not count in the constants."""
 ROUNDS = 2
@@ -342,6 +343,11 @@ class Ghost(Codec):
         """So many tokens tell a channel's size."""
         return FIT_TOKENS
 
+    @property
+    def fit_every(self) -> int:
+        """Every second of them is enough."""
+        return FIT_EVERY
+
     def layout(self, head_dim: int) -> Layout:
         """The pairs of one token."""
         if head_dim < 2 * PARTS or head_dim % (2 * PARTS) or head_dim * self.bits % (8 * PARTS):
@@ -357,7 +363,7 @@ class Ghost(Codec):
         return int(2 * self.bits)
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """Fit each sequence of the sample on its own, on its first 256 tokens; f of keys is sqrt(v).
+        """Fit each sequence of the sample on its own, on its first 256 tokens at most; f of keys is sqrt(v).
 
         Returns
         -------
@@ -387,7 +393,7 @@ class Ghost(Codec):
                 "ghost needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to "
                 "fit, or run `kvcodec fit MODEL ghost-3 --text FILE -o PARAMS` (with your spec) and pass params."
             )
-        mean, variance, _ = usual(sample[:, :, :FIT_TOKENS], paired=site.role == "key")
+        mean, variance, _ = usual(sample[:, :, : FIT_TOKENS // FIT_EVERY], paired=site.role == "key")
         asked = torch.ones_like(variance)
         if site.role == "key":
             asked = variance.sqrt() if energy is None else query_cost(energy).expand_as(variance)

@@ -59,6 +59,11 @@ class Wrapper(Codec):
         return self.inner.fit_tokens
 
     @property
+    def fit_every(self) -> int:
+        """The inner codec's."""
+        return self.inner.fit_every
+
+    @property
     def without_mean(self) -> bool:
         """The inner codec's."""
         return self.inner.without_mean

@@ -148,7 +148,7 @@ class FitGhostArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "head", "token", "turn_batch", "turn_token")),
         ("errors", ctypes.c_double * 8),
         *((name, ctypes.c_double) for name in ("trim", "smallest")),
-        *((name, ctypes.c_int32) for name in ("kind", "tokens", "heads", "turning", "interleaved", "rounds")),
+        *((name, ctypes.c_int32) for name in ("kind", "tokens", "every", "heads", "turning", "interleaved", "rounds")),
     )
 
 

@@ -283,6 +283,7 @@ def _fill(args: FitGhostArgs, sample: Sample) -> None:
     x = sample.x
     args.x, args.kind, args.heads, args.tokens = x.data_ptr(), KINDS[x.dtype], x.shape[1], sample.tokens
     args.batch, args.head, args.token, _ = x.stride()
+    args.every = sample.every
     if sample.padding is not None:
         args.padding = sample.padding.data_ptr()
     if sample.angles is not None:

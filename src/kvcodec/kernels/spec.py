@@ -243,6 +243,8 @@ class Sample(NamedTuple):
         Model basis; the last axis contiguous.
     tokens : int
         How many are taken; 0: all.
+    every : int
+        Which: every, every second, and so on.
     padding : Tensor int32 ``[B]``, optional
         How many before them are not.
     angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
@@ -257,6 +259,7 @@ class Sample(NamedTuple):
 
     x: Tensor
     tokens: int = 0
+    every: int = 1
     padding: Tensor | None = None
     angles: tuple[Tensor, Tensor] | None = None
     back: tuple[Tensor, Tensor] | None = None

@@ -18,9 +18,9 @@ namespace kv {
 
 // mirrored in kvcodec/kernels/arguments.py
 struct FitGhostArgs {
-  const void* x;            // [B, H, >= padding + tokens, D], model basis, channels contiguous
+  const void* x;            // [B, H, n, D], model basis, channels contiguous; n > padding + every (tokens - 1)
   const int32_t* padding;   // [B] tokens before the sample; null: none
-  const float *cosines, *sines;            // [1 or B, >= padding + tokens, R / 2] of RoPE, from x's first token on;
+  const float *cosines, *sines;            // [1 or B, n, R / 2] of RoPE, from x's first token on;
                                            // null: the mean stays in the tokens
   const float *back_cosines, *back_sines;  // of the inverse rotation; null: the same angles, mirrored
   const double* energy;     // [H, D] mean squares of the queries; null: keys alone say what an error costs
@@ -37,7 +37,8 @@ struct FitGhostArgs {
   double errors[8];         // d(w)
   double trim, smallest;    // TRIM D, SMALLEST
   int32_t kind;             // of x: 0 fp16, 1 bf16
-  int32_t tokens, heads;
+  int32_t tokens, every;    // how many are taken behind the padding: every, every second, and so on
+  int32_t heads;
   int32_t turning, interleaved;        // R; 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
   int32_t rounds;           // in which tokens are left out
 };
@@ -157,6 +158,7 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     const int tokens = a.tokens, skip = a.padding ? a.padding[b] : 0;
     const int64_t head = (int64_t)b * a.heads + h;
     const int64_t from = b * a.batch + h * a.head + skip * a.token, angle = b * a.turn_batch + skip * a.turn_token;
+    const int64_t next = a.every * a.token, next_angle = a.every * a.turn_token;  // from one token to the other
     float* rows = a.rows + head * tokens * D;
     const Turn turn(c, a.turning, a.interleaved);
 
@@ -167,10 +169,10 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
       const float sign = own ? 1.0f : -1.0f;
       KV_UNROLL_8
       for (int i = part; i < tokens; i += PARTS) {
-        float x = number(a.x, from + i * a.token + c, a.kind);
+        float x = number(a.x, from + i * next + c, a.kind);
         if (turn.pair >= 0) {
-          const int64_t at = angle + i * a.turn_token + turn.pair;
-          x = turn.of(x, number(a.x, from + i * a.token + turn.other, a.kind), cosines[at], mul(sign, sines[at]));
+          const int64_t at = angle + i * next_angle + turn.pair;
+          x = turn.of(x, number(a.x, from + i * next + turn.other, a.kind), cosines[at], mul(sign, sines[at]));
         }
         rows[i * D + c] = x;
       }
@@ -180,11 +182,11 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     }
     KV_UNROLL_8
     for (int i = part; i < tokens; i += PARTS) {
-      float x = number(a.x, from + i * a.token + c, a.kind);
+      float x = number(a.x, from + i * next + c, a.kind);
       if (a.cosines) {
         float own = mu[c];
         if (turn.pair >= 0) {
-          const int64_t at = angle + i * a.turn_token + turn.pair;
+          const int64_t at = angle + i * next_angle + turn.pair;
           own = turn.of(own, mu[turn.other], a.cosines[at], a.sines[at]);
         }
         x = sub(x, own);
