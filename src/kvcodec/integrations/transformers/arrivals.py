@@ -1,8 +1,8 @@
 """What a forward pass on a GPU leaves for its end: appends of the pass that fills a cache, and checks of any pass.
 
-A pass that fills a cache attends the fresh K and V, so the layers' tokens may be encoded all together: code that runs
-layer after layer is twice as fast as between the model's own. Reading a number synchronises with the GPU, which is
-expensive in the middle of a pass: numbers are noted layer by layer and read once.
+A pass that fills a cache attends the fresh K and V, so all layers' tokens may be encoded later, one layer after the
+other: the host, which short prompts wait for, is quicker so than between the model's own layers. Reading a number
+synchronises with the GPU, which is expensive in the middle of a pass: numbers are noted layer by layer and read once.
 """
 
 from collections.abc import Sequence
