@@ -246,12 +246,8 @@ class LayerCache:
     @property
     def is_fitted(self) -> bool:
         """Whether all constants are known; before the first append, whether all are given."""
-        if self.site.mean is not None and self.mean is None:
-            return False
-        for state in self.roles.values():  # asked several times in an append: quicker than ``all`` of a generator
-            if state.params is None:
-                return False
-        return True
+        known = self.site.mean is None or self.mean is not None
+        return known and None not in [state.params for state in self.roles.values()]
 
     def _waits(self) -> bool:
         """Whether constants are missing, and the tokens placed are too few to fit them on."""
