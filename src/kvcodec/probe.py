@@ -157,7 +157,8 @@ class OutlierProbe:
         if tokens < FEWEST_TOKENS:
             return
         sample = (keys if batch == 1 else keys[:1]).narrow(2, fresh - tokens, tokens)
-        sample = sample.to(storage_dtype(keys.dtype))
+        if sample.dtype != (dtype := storage_dtype(keys.dtype)):
+            sample = sample.to(dtype)
         if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
             sample = sample.clone()
         removed = cache.removed_from_newest(tokens)

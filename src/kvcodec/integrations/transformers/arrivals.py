@@ -118,7 +118,9 @@ class Arrivals:
             zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
             flags = self.flags[keys.device] = zeros.split(1)
         flag = flags[len(self.noted) % self.layers]
-        if first and grows and layer.may_wait:
+        if first and isinstance(cache, GrowingCache) and layer.may_wait:
+            if not self.waiting:  # the GPU has little to do yet
+                cache.expect(positions, keys.shape[0])
             self.waiting.append(Waiting(layer, keys, values, positions, flag))
             self.noted[layer.index] = Note(layer, keys.shape[2])
             layer.waits = True
