@@ -137,7 +137,7 @@ class OutlierProbe:
         self.undo: Callable[[], None] = lambda: None
         """Called before a refusal, to drop the prefill."""
         self.found: dict[int, KeyProbe] = {}
-        self.noted: list[_Noted] = []
+        self.noted: dict[int, _Noted] = {}
         self.measured: dict[int, Tensor] = {}
         self.warned = False
 
@@ -146,31 +146,34 @@ class OutlierProbe:
 
         On a GPU the result comes with ``settle``.
         """
-        state = cache.roles["key"]
-        known = layer in self.found or any(noted.layer == layer for noted in self.noted)
-        if known or isinstance(state.codec, Dense) or keys.shape[-1] % 4 or not cache.is_fitted:
+        if layer in self.found or layer in self.noted:
             return
-        unit = cache.unit if isinstance(cache, DeviceCache) else state.codec.block_tokens
-        known_at = keys.shape[2] if cache.site.mean is None else len(cache)  # a sliding layer forgets positions
-        tokens = min(keys.shape[2], known_at, max(SAMPLE_TOKENS, unit)) // unit * unit
+        codec, (batch, _, fresh, dim) = cache.roles["key"].codec, keys.shape
+        if isinstance(codec, Dense) or dim % 4 or not cache.is_fitted:
+            return
+        unit = cache.unit if isinstance(cache, DeviceCache) else codec.block_tokens
+        known_at = fresh if cache.site.mean is None else len(cache)  # a sliding layer forgets positions
+        tokens = min(fresh, known_at, max(SAMPLE_TOKENS, unit)) // unit * unit
         if tokens < FEWEST_TOKENS:
             return
-        sample = keys[:1, :, -tokens:].to(storage_dtype(keys.dtype))
+        sample = (keys if batch == 1 else keys[:1]).narrow(2, fresh - tokens, tokens)
+        if sample.dtype != (dtype := storage_dtype(keys.dtype)):
+            sample = sample.to(dtype)
         if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
             sample = sample.clone()
         removed = cache.removed_from_newest(tokens)
-        self.noted.append(_Noted(layer, cache, sample, removed and removed.first()))
+        self.noted[layer] = _Noted(layer, cache, sample, removed and removed.first())
         if not waits(keys):
             self.settle()
 
     def forget(self, layer: int) -> None:
         """Drop what was noted of a layer."""
-        self.noted = [one for one in self.noted if one.layer != layer]
+        self.noted.pop(layer, None)
         self.measured.pop(layer, None)
 
     def measure(self) -> None:
         """Start the measurements on the GPU whose results ``settle`` reads."""
-        fresh = [one for one in self.noted if one.layer not in self.measured]
+        fresh = [one for one in self.noted.values() if one.layer not in self.measured]
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
             engine = _cuda_engine(one.cache)
@@ -185,7 +188,7 @@ class OutlierProbe:
     def settle(self) -> None:
         """Report on the layers that were noted: one synchronisation per device."""
         self.measure()
-        noted, self.noted = self.noted, []
+        noted, self.noted = list(self.noted.values()), {}
         measured, self.measured = self.measured, {}
         for device in {one.sample.device for one in noted}:
             here = [one for one in noted if one.sample.device == device]

@@ -21,6 +21,7 @@ from kvcodec.layout import PageLayout, page_tokens_for
 
 Mean = Literal["auto", "pre", "post", "none"]
 """What is subtracted from keys before they are encoded; see ``KVScheme``."""
+MEANS = get_args(Mean)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class KVScheme:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise SpecError(f"{name}={value!r}: expected an integer >= 0.")
-        if self.mean not in get_args(Mean):
-            raise SpecError(f"mean={self.mean!r}: expected one of {', '.join(get_args(Mean))}.")
+        if self.mean not in MEANS:
+            raise SpecError(f"mean={self.mean!r}: expected one of {', '.join(MEANS)}.")
 
     def __str__(self) -> str:
         """Return the spec, or the repr of a scheme built by hand."""
@@ -82,6 +83,11 @@ class KVScheme:
         """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
         sampled = any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
         return sampled or self.mean in ("pre", "post")
+
+    @cached_property
+    def fit_tokens(self) -> int:
+        """Largest ``Codec.fit_tokens`` of the codecs whose constants are fitted; 0: there are none."""
+        return max(codec.fit_tokens if codec.needs_sample else 0 for codec in (self.key, self.value))
 
     def layout_versions(self, head_dim: int) -> dict[str, Any]:
         """``Layout.version`` of each role: saved constants are valid only for these."""

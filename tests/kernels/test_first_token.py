@@ -19,6 +19,7 @@ import kvcodec
 from kvcodec import probe
 from kvcodec.attention import Partial
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
+from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import ROLES, SHARED, Dense, Shared, Site, drawn
 from kvcodec.codecs.hqmq import Hqmq
@@ -94,6 +95,12 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer encodes its tokens when they come."""
+    monkeypatch.setattr(arrivals, "HELD", 0)
+
+
+@pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which a look at a number waits, as a GPU's does."""
     for module in (arrivals, probe):
@@ -120,7 +127,7 @@ def model_cache(spec: str, **options: Any) -> Any:
     ],
 )
 def test_a_second_cache_costs_few_operations_and_no_look(
-    spec: str, max_len: int | None, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+    spec: str, max_len: int | None, idle: None, at_once: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)  # kernels that do nothing break on all keys
     k, v = rows(300)
@@ -151,7 +158,7 @@ def test_a_second_cache_costs_few_operations_and_no_look(
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3", "hqmq-s24_r3", "octopus-3", "kivi-2"])
 def test_a_layer_of_a_second_cache_asks_once_for_its_constants(
-    spec: str, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+    spec: str, idle: None, at_once: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And launches what encodes; a later turn and a step ask for nothing, a step makes no tensor in any layer."""
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
@@ -201,7 +208,7 @@ def test_many_queries_take_three_launches_beside_attention(
 
 @pytest.mark.parametrize("spec", ["ghost-3", "ghost-2:sink=0"])
 def test_constants_of_the_first_tokens_cost_few_operations(
-    spec: str, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+    spec: str, idle: None, at_once: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel fits ghost; layers share angles; the first layer alone looks at the positions."""
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
@@ -423,7 +430,9 @@ def turn(cache: Any, tokens: int, seed: int = 0, wrong: tuple[int, float] = (-1,
 
 @pytest.mark.parametrize("max_len", [None, 512])
 @pytest.mark.parametrize("spec", ["int-4", "octopus-3", "kivi-2:sink=4"])
-def test_what_waits_for_a_passes_end_holds_no_tokens(spec: str, max_len: int | None, idle: None, waiting: None) -> None:
+def test_what_waits_for_a_passes_end_holds_no_tokens(
+    spec: str, max_len: int | None, idle: None, at_once: None, waiting: None
+) -> None:
     """A prefill would have every layer's keys and values in memory."""
     cache = model_cache(spec, max_len=max_len, probe=False)
     k, v = (x.clone() for x in rows(300))  # with memory of their own
@@ -507,6 +516,93 @@ def test_a_pass_that_stopped_in_its_middle_is_looked_at_first(act: Any, machine:
     turn(cache := model_cache("saw-int4"), 100)
     turn(cache, 40, 1, last=3)  # nothing is wrong with these
     act(cache)
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=20", "kivi-2:sink=4", "innerq-base"])
+def test_tokens_that_fill_a_cache_wait_for_the_passs_end(
+    spec: str, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are the same bytes as without."""
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    cache, (k, v) = model_cache(spec), rows(150)
+    with Counted() as counted:
+        for layer in range(LAYERS - 1):
+            cache.update(k, v, layer)
+    assert not machine
+    assert counted.seen.total() <= 2  # the flags of all layers
+    assert [layer.waits for layer in cache.packed_layers] == [True] * (LAYERS - 1) + [False]
+    cache.update(*rows(150), LAYERS - 1)
+    assert not any(layer.waits for layer in cache.packed_layers)
+    with monkeypatch.context() as patch:
+        patch.setattr(arrivals, "HELD", 0)
+        turn(other := model_cache(spec), 150, last=LAYERS - 1)
+        assert [len(layer._cache) for layer in other.packed_layers] == [150] * (LAYERS - 1) + [0]
+        other.update(*rows(150), LAYERS - 1)
+    assert alike(contents(cache), contents(other))
+    assert cache.report()["keys"] == other.report()["keys"] != {}
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda cache: cache.layers[1].get_seq_length() == 90,
+        lambda cache: len(cache.layers[1].cache) == 90,
+        lambda cache: cache.layers[1].batch_size == 1,
+        lambda cache: cache.report()["layers"][1]["tokens"] == 90,
+    ],
+)
+def test_who_looks_at_tokens_that_wait_sees_them(look: Any, machine: dict[str, Any], waiting: None) -> None:
+    cache = model_cache("saw-int4")
+    turn(cache, 90, last=3)
+    assert look(cache)
+    for layer in (3, 4):
+        cache.update(*rows(90), layer)
+    turn(other := model_cache("saw-int4"), 90)
+    assert alike(contents(cache), contents(other))
+
+
+def test_few_bytes_wait(idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    k, v = rows(90)
+    monkeypatch.setattr(arrivals, "HELD", 2 * (k.nbytes + v.nbytes))
+    cache = model_cache("saw-int4", probe=False)
+    waits = []
+    for layer in range(LAYERS):
+        cache.update(k, v, layer)
+        waits.append(sum(one.waits for one in cache.packed_layers))
+    assert waits == [1, 2, 0, 1, 0]
+
+
+def test_tokens_that_wait_are_dropped_with_their_cache(machine: dict[str, Any], waiting: None) -> None:
+    cache = model_cache("saw-int4")
+    turn(cache, 90, last=3)
+    cache.reset()
+    assert not cache.packed_layers[0].arrivals.waiting
+    assert len(cache.layers[1].cache) == 0
+    turn(cache, 60, 1)
+    turn(other := model_cache("saw-int4"), 60, 1)
+    assert alike(contents(cache), contents(other))
+
+
+def test_layers_behind_one_that_fails_are_empty(
+    machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, append = model_cache("saw-int4"), GrowingCache.append
+    with monkeypatch.context() as patch:
+
+        def fail(own: GrowingCache, *given: Any, **more: Any) -> None:
+            if own.layer == 2:
+                raise MemoryError
+            append(own, *given, **more)
+
+        patch.setattr(GrowingCache, "append", fail)
+        with pytest.raises(MemoryError):
+            turn(cache, 90)
+    assert [len(layer.cache) for layer in cache.packed_layers] == [90, 90, 0, 0, 0]
+    assert [layer.filled for layer in cache.packed_layers] == [True, True, False, False, False]
+    cache.reset()
+    turn(cache, 90)
+    turn(other := model_cache("saw-int4"), 90)
+    assert alike(contents(cache), contents(other))
 
 
 def test_what_a_decode_step_could_not_hold_is_told_by_the_next_turn(machine: dict[str, Any], waiting: None) -> None:

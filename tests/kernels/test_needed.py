@@ -211,6 +211,28 @@ def test_another_version_of_the_compiler_compiles_again(
     assert build.compiled(program, "sm_80") is None
 
 
+def test_a_filled_folder_does_not_import_the_compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda-core: its import takes longer than everything else of a process's first cache."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.compiler_version.cache_clear()
+    try:
+        version = build.compiler_version()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    program = needed.basis.program(64)
+    build.write_cached(build.cache_file(program, "sm_90", version), b"compiled")
+
+    def imported() -> None:
+        raise AssertionError("cuda-core was imported")
+
+    monkeypatch.setattr(build, "_core", imported)
+    build.compiler_version.cache_clear()
+    assert build.compile_program(program, "sm_90") == b"compiled"
+    with pytest.raises(AssertionError, match="imported"):
+        build.compile_program(program, "sm_80")
+
+
 def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
     compiler: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

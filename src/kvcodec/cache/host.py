@@ -247,15 +247,15 @@ class LayerCache:
     def is_fitted(self) -> bool:
         """Whether all constants are known; before the first append, whether all are given."""
         known = self.site.mean is None or self.mean is not None
-        return known and all(state.params is not None for state in self.roles.values())
+        return known and None not in [state.params for state in self.roles.values()]
 
     def _waits(self) -> bool:
         """Whether constants are missing, and the tokens placed are too few to fit them on."""
-        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not len(self.positions):
+        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not (placed := len(self.positions)):
             return False
-        fresh = len(self.positions) - self.length
+        fresh = placed - self.length
         sink = self.roles["key"].sink.shape[2] + min(max(self.scheme.sink - self.start - self.length, 0), fresh)
-        return len(self.positions) < sink + wanted + self._most_padding(sink)
+        return placed < sink + wanted + self._most_padding(sink)
 
     def _most_padding(self, sink: int) -> int:
         """Largest number of ``_padding``."""

@@ -35,7 +35,7 @@ class Positions:
         self.runs: list[tuple[int, Tensor]] = []  # tokens, and the position of the first: int64 [B], or [1] for all
 
     def __len__(self) -> int:
-        return sum(count for count, _ in self.runs)
+        return sum([count for count, _ in self.runs])
 
     def append(self, positions: Tensor) -> None:
         """Add the positions of new tokens.

@@ -241,6 +241,8 @@ class LayerSite:
 
     @cached_property
     def _codecs_fit_tokens(self) -> int:
+        if not self.fitted:
+            return self.scheme.fit_tokens
         missing = [
             codec.fit_tokens
             for role in ROLES

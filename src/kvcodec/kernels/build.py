@@ -213,7 +213,8 @@ def compiler_version() -> str:
     UnsupportedError
         NVRTC is not installed.
     """
-    _core()
+    if not _installed("cuda.core"):
+        _core()  # says what is missing; its import takes longer than everything else here, and only compiling needs it
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()

@@ -118,6 +118,7 @@ class Kernels:
     def __init__(self, page_tokens: int | None = None, *, static: bool = False) -> None:
         self.page_tokens, self.static = page_tokens, static
         self._chosen: dict[tuple[Codec, Codec, int, torch.dtype, torch.device], Chosen] = {}
+        self._served: dict[tuple[int, int, torch.dtype, torch.device], tuple[KVScheme, Chosen]] = {}
 
     def serve(self, scheme: KVScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> Chosen:
         """Return the kernels for keys and values of this head_dim and dtype.
@@ -127,6 +128,14 @@ class Kernels:
         UnsupportedError
             No kernels support them; the text says why.
         """
+        same = id(scheme), head_dim, dtype, device  # codecs are slower to hash
+        if (served := self._served.get(same)) is not None and served[0] is scheme:
+            return served[1]
+        chosen = self._choose(scheme, head_dim, dtype, device)
+        self._served[same] = scheme, chosen
+        return chosen
+
+    def _choose(self, scheme: KVScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> Chosen:
         asked = scheme.key, scheme.value, head_dim, dtype, device
         if (known := self._chosen.get(asked)) is not None:
             return known

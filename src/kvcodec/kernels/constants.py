@@ -104,13 +104,18 @@ def _one(name: Hashable, device: torch.device, before: Tensor | None, build: Cal
 def joined(layers: Sequence[Constants], heads: int) -> Constants:
     """Constants of several layers, concatenated along the heads; of one sequence."""
     if len(layers) == 1:
-        return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
+        return layers[0]._replace(factor=None if layers[0].factor is None else _first(layers[0].factor))
     tables = layers[0].tables
     if tables is not None and not (tables.dim() == 2 and len(tables) == 1 and all(x.tables is tables for x in layers)):
         held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
-        tables = torch.cat([x.expand(heads, -1) if by_head else x[:1] for x in held], 0 if by_head else 1)
-    factors = [x.factor[:1] for x in layers if x.factor is not None]
+        tables = torch.cat([x.expand(heads, -1) if by_head else _first(x) for x in held], 0 if by_head else 1)
+    factors = [_first(x.factor) for x in layers if x.factor is not None]
     return Constants(tables, torch.cat(factors, 1) if factors else None, layers[0].order)
+
+
+def _first(x: Tensor) -> Tensor:
+    """Of the first sequence alone."""
+    return x if x.shape[0] == 1 else x[:1]
 
 
 def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:

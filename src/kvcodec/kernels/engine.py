@@ -5,7 +5,6 @@ An engine holds only names and tensors, no module or compiled kernel, so that ca
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -53,6 +52,8 @@ class Engine(ABC):
         self.reading: dict[Role, Constants] = {}
         self.writing: dict[Role, Constants] = {}
         self._find()
+        self.flags_all = None not in self.encoders.values()
+        """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
 
     @abstractmethod
     def _find(self) -> None:
@@ -105,11 +106,6 @@ class Engine(ABC):
         look : bool
             Whether some pairs of channels may have no mean, so that it is worth the look, which synchronises.
         """
-
-    @cached_property
-    def flags_all(self) -> bool:
-        """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
-        return None not in self.encoders.values()
 
     def written_by(self, role: Role) -> str:
         """Return what encodes a role: the engine's name, or ``torch``."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcodec.cache.pages import stream_of
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.ghost import (
     ERRORS,
@@ -243,11 +244,14 @@ def _numbers_of_fit(device: torch.device) -> Tensor:
 
 
 class _Room(NamedTuple):
-    """A kernel, where it writes each part for one layer, and the constants made of them."""
+    """A kernel and arguments that layers share; where it writes the parts of one layer, and what is made of them."""
 
     kernel: Kernel
-    at: Mapping[Role, Sequence[tuple[str, int]]]
+    args: FitGhostRoles
+    own: Mapping[Role, FitGhostArgs]
+    parts: Mapping[Role, Sequence[tuple[str, int]]]
     fitted: dict[Role, Fitted]
+    scratch: Tensor  # of all layers, whose kernels run one after the other
 
 
 def fit(
@@ -256,43 +260,35 @@ def fit(
     """As ``Ghost.fit`` or ``fit_with`` of the samples, and the mean before; one launch, no look at a number."""
     some = next(iter(samples.values()))
     device, (batch, heads) = some.x.device, some.x.shape[:2]
-    with_mean = tuple((role, sample.angles is not None) for role, sample in samples.items())
-    make = partial(_rooms, codecs, head_dim, with_mean, batch, heads, device)
-    room = rooms.take((with_mean, batch, heads, device), make)
-    count = batch * heads * head_dim
-    scratch = torch.empty(count * sum(x.tokens for x in samples.values()), dtype=torch.float32, device=device)
-    args, rows, same = FitGhostRoles(), scratch.data_ptr(), _numbers_of_fit(device).data_ptr()
+    shapes = tuple([(role, sample.tokens, sample.angles is not None) for role, sample in samples.items()])
+    make = partial(_rooms, codecs, head_dim, shapes, batch, heads, device)
+    room = rooms.take((shapes, batch, heads, device, stream_of(device)), make)
     for role, sample in samples.items():
-        own = getattr(args, role)
-        own.same, own.rows = same, rows
-        rows += 4 * count * sample.tokens
-        for name, address in room.at[role]:
+        own = room.own[role]
+        for name, address in room.parts[role]:
             setattr(own, name, address)
         _fill(own, sample)
         if sample.energy is not None:
             energy = sample.energy.double().contiguous()
             own.energy = energy.data_ptr()
-        own.errors[:] = ERRORS
-        own.trim, own.smallest, own.rounds = TRIM * head_dim, SMALLEST, ROUNDS
-    room.kernel.launch((heads, batch, len(ROLES)), fit_threads(head_dim), 0, args)
+    room.kernel.launch((heads, batch, len(ROLES)), fit_threads(head_dim), 0, room.args)
     return room.fitted
 
 
 def _fill(args: FitGhostArgs, sample: Sample) -> None:
     """Set where the tokens are, and how they are turned."""
     x = sample.x
-    args.x, args.kind, args.heads, args.tokens = x.data_ptr(), KINDS[x.dtype], x.shape[1], sample.tokens
+    args.x, args.kind = x.data_ptr(), KINDS[x.dtype]
     args.batch, args.head, args.token, _ = x.stride()
     args.every = sample.every
-    if sample.padding is not None:
-        args.padding = sample.padding.data_ptr()
+    args.padding = None if sample.padding is None else sample.padding.data_ptr()
     if sample.angles is not None:
         cosines, sines = sample.angles
         args.cosines, args.sines = cosines.data_ptr(), sines.data_ptr()
         args.turn_batch, args.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
         args.turning, args.interleaved = 2 * cosines.shape[2], sample.interleaved
-    if sample.back is not None:
-        args.back_cosines, args.back_sines = (part.data_ptr() for part in sample.back)
+    args.back_cosines, args.back_sines = [x.data_ptr() for x in sample.back] if sample.back else (None, None)
+    args.energy = None
 
 
 def _fitted_sizes(head_dim: int, role: Role, mean: bool) -> tuple[tuple[str, int, torch.dtype], ...]:
@@ -311,37 +307,42 @@ def _fitted_sizes(head_dim: int, role: Role, mean: bool) -> tuple[tuple[str, int
 def _rooms(
     codecs: Mapping[Role, Codec],
     head_dim: int,
-    with_mean: Sequence[tuple[Role, bool]],
+    shapes: Sequence[tuple[Role, int, bool]],
     batch: int,
     heads: int,
     device: torch.device,
     layers: int,
 ) -> list[_Room]:
     """Allocate what the kernel writes for so many layers: parts ``[B, H, count]``, at multiples of 16 bytes."""
-    kernel = _fit_kernel(tuple(codecs.items()), head_dim, device)
-    sizes = {role: _fitted_sizes(head_dim, role, mean) for role, mean in with_mean}
-    steps = {
-        role: [align(batch * heads * count * dtype.itemsize) for _, count, dtype in own] for role, own in sizes.items()
-    }
-    whole = torch.empty(layers * sum(map(sum, steps.values())), dtype=torch.uint8, device=device)
+    kernel, args = _fit_kernel(tuple(codecs.items()), head_dim, device), FitGhostRoles()
+    scratch = torch.empty(batch * heads * head_dim * sum(n for _, n, _ in shapes), dtype=torch.float32, device=device)
+    own, rows, same = {role: getattr(args, role) for role, *_ in shapes}, scratch.data_ptr(), _numbers_of_fit(device)
+    for role, tokens, _ in shapes:
+        one = own[role]
+        one.same, one.rows, one.heads, one.tokens = same.data_ptr(), rows, heads, tokens
+        one.errors[:] = ERRORS
+        one.trim, one.smallest, one.rounds = TRIM * head_dim, SMALLEST, ROUNDS
+        rows += 4 * batch * heads * head_dim * tokens
+    sizes = [(role, *part) for role, _, mean in shapes for part in _fitted_sizes(head_dim, role, mean)]
+    steps = [align(batch * heads * count * dtype.itemsize) for *_, count, dtype in sizes]
+    whole = torch.empty(layers * sum(steps), dtype=torch.uint8, device=device)
     of = {dtype: whole.view(dtype) for dtype in (torch.uint8, torch.int16, torch.float32)}
-    base, first = whole.data_ptr(), 0
-    at: dict[Role, list[tuple[str, int, int]]] = {}
-    made: dict[Role, list[tuple[Tensor, ...]]] = {}
-    for role, own in sizes.items():
-        at[role], made[role] = [], []
-        for (name, count, dtype), step in zip(own, steps[role], strict=True):
-            at[role].append((name, base + first, step))
-            strides = step // dtype.itemsize, heads * count, count, 1
-            all_layers = of[dtype].as_strided((layers, batch, heads, count), strides, first // dtype.itemsize)
-            made[role].append(all_layers.unbind())
-            first += layers * step
-    names = {role: [name for name, _, _ in own] for role, own in sizes.items()}
+    base, at = whole.data_ptr(), 0
+    begins: dict[Role, list[tuple[str, int, int]]] = {role: [] for role in own}
+    made: dict[Role, dict[str, tuple[Tensor, ...]]] = {role: {} for role in own}
+    for (role, name, count, dtype), step in zip(sizes, steps, strict=True):
+        strides = step // dtype.itemsize, heads * count, count, 1
+        begins[role].append((name, base + at, step))
+        made[role][name] = of[dtype].as_strided((layers, batch, heads, count), strides, at // dtype.itemsize).unbind()
+        at += layers * step
     return [
         _Room(
             kernel,
-            {role: [(name, begin + i * step) for name, begin, step in own] for role, own in at.items()},
-            {role: _fitted(dict(zip(names[role], [x[i] for x in own], strict=True))) for role, own in made.items()},
+            args,
+            own,
+            {role: [(name, begin + i * step) for name, begin, step in parts] for role, parts in begins.items()},
+            {role: _fitted({name: x[i] for name, x in parts.items()}) for role, parts in made.items()},
+            scratch,
         )
         for i in range(layers)
     ]

@@ -1,6 +1,8 @@
-"""Deferred checks of a forward pass on a GPU: noted layer by layer, read once, at its end.
+"""What a forward pass on a GPU leaves for its end: appends of the pass that fills a cache, and checks of any pass.
 
-Reading a number synchronises with the GPU, which is expensive in the middle of a pass.
+A pass that fills a cache attends the fresh K and V, so all layers' tokens may be encoded later, one layer after the
+other: the host, which short prompts wait for, is quicker so than between the model's own layers. Reading a number
+synchronises with the GPU, which is expensive in the middle of a pass: numbers are noted layer by layer and read once.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,10 @@ from kvcodec.probe import OutlierProbe, waits
 
 if TYPE_CHECKING:
     from kvcodec.integrations.transformers.layers import PackedCacheLayer
+
+
+HELD = 64 << 20
+"""Bytes of K and V that wait for a pass's end at most; where they are more, the layers so far are encoded at once."""
 
 
 class Before(NamedTuple):
@@ -67,10 +73,21 @@ class Note(NamedTuple):
     earlier: Tensor | None = None
 
 
-class Arrivals:
-    """The notes of a forward pass of several tokens, checked once, at its end.
+class Waiting(NamedTuple):
+    """Tokens that fill a layer, to be appended at the pass's end."""
 
-    If a pass stopped half-way, its notes are checked before the next call adds, changes or reads anything.
+    layer: "PackedCacheLayer"
+    keys: Tensor
+    values: Tensor
+    positions: Tensor | None
+    flag: Tensor
+
+
+class Arrivals:
+    """The notes of a forward pass of several tokens, checked once, at its end; and tokens that wait for it.
+
+    If a pass stopped half-way, its tokens are appended and its notes checked before the next call adds, changes or
+    reads anything.
 
     Parameters
     ----------
@@ -82,11 +99,15 @@ class Arrivals:
 
     def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
         self.layers, self.probe = layers, probe
-        self.noted: dict[int, Note] = {}
+        self.noted: dict[int, Note] = {}  # those that wait are among them
+        self.waiting: list[Waiting] = []
         self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
 
     def append(self, layer: "PackedCacheLayer", keys: Tensor, values: Tensor, positions: Tensor | None = None) -> bool:
-        """Append several tokens to a fused layer and note what ``settle`` must check; False: nothing was appended."""
+        """Append several tokens to a fused layer and note what ``settle`` must check; False: nothing was appended.
+
+        Those that fill it may wait for the pass's end.
+        """
         cache, first = layer.cache, not layer.filled
         if not isinstance(cache, DeviceCache) or keys.shape[2] == 1 or not waits(keys):
             return False
@@ -97,8 +118,21 @@ class Arrivals:
             zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
             flags = self.flags[keys.device] = zeros.split(1)
         flag = flags[len(self.noted) % self.layers]
+        if first and isinstance(cache, GrowingCache) and layer.may_wait:
+            if not self.waiting:  # the GPU has little to do yet
+                cache.expect(positions, keys.shape[0])
+            self.waiting.append(Waiting(layer, keys, values, positions, flag))
+            self.noted[layer.index] = Note(layer, keys.shape[2])
+            layer.waits = True
+            if len(self.waiting) * (keys.nbytes + values.nbytes) > HELD:
+                self.flush()
+            return True
+        self._append(cache, Waiting(layer, keys, values, positions, flag), None if first else layer.state())
+        return True
+
+    def _append(self, cache: DeviceCache, new: Waiting, before: Before | None) -> None:
+        layer, keys, values, positions, flag = new
         earlier = cache.bad if isinstance(cache, GrowingCache) and cache.unchecked else None
-        before = None if first else layer.state()
         try:
             cache.append(keys, values, positions, flag=flag)
         except BaseException:
@@ -111,13 +145,30 @@ class Arrivals:
         most = (largest(keys), largest(values)) if held is None else ()
         dense = [x for x in held or () if x.numel()]
         self.noted[layer.index] = Note(layer, keys.shape[2], before, flag, most, dense, earlier)
-        return True
+
+    def flush(self) -> None:
+        """Append the tokens that wait. If that fails, layers that have not got theirs are empty again."""
+        waiting, self.waiting = self.waiting, []
+        for new in waiting:
+            new.layer.waits = False
+        done = 0
+        try:
+            for new in waiting:
+                cache = new.layer.cache
+                assert isinstance(cache, DeviceCache)
+                self._append(cache, new, None)
+                done += 1
+                if self.probe is not None:
+                    self.probe(new.layer.index, cache, new.keys)
+        finally:
+            for new in waiting[done:]:
+                new.layer.reset()
 
     def came(self, layer: "PackedCacheLayer", keys: Tensor, first: bool) -> None:
         """Note that these keys were appended to a layer."""
         if first:
             self.noted.setdefault(layer.index, Note(layer, keys.shape[2]))
-            if self.probe is not None:
+            if self.probe is not None and not layer.waits:
                 self.probe(layer.index, layer.cache, keys)
         if self.noted and (not waits(keys) or len(self.noted) == self.layers):
             self.settle()
@@ -132,6 +183,8 @@ class Arrivals:
         """
         if not self.noted:
             return
+        if self.waiting:
+            self.flush()
         if self.probe is not None:
             self.probe.measure()  # launches, before the synchronisation
         noted, self.noted = list(self.noted.values()), {}
@@ -187,7 +240,10 @@ class Arrivals:
                 note.layer.go_back(note.before)
 
     def forget(self, layer: "PackedCacheLayer") -> None:
-        """Drop what was noted of a layer."""
+        """Drop what was noted of a layer, and its tokens that wait."""
+        if layer.waits:
+            layer.waits = False
+            self.waiting = [new for new in self.waiting if new.layer is not layer]
         if self.noted.pop(layer.index, None):
             self.flags = {}  # its own may be raised, and is not read any more
         if self.probe is not None:

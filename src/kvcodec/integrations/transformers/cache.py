@@ -333,6 +333,7 @@ attention='decoded')
             _check_rounding(scheme, attention)
     packed = iter(sites)
     layers: list[Any] = []
+    rope: Rope | None = None
     for planned in plan.layers:
         if not planned.holds_kv:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
@@ -351,7 +352,8 @@ attention='decoded')
             common = cache, planned.index, attention, prefill, arrivals
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
         if cache.places_tokens:
-            layers[-1].rope = _listening(model_or_config)
+            rope = rope or _listening(model_or_config)
+            layers[-1].rope = rope
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
     made = KVCache(layers, scheme, plan, options, watch)
     made.unfused = unfused

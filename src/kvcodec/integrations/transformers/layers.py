@@ -49,6 +49,10 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Notified of appended tokens; one object for all layers of a model.
     """
 
+    may_wait = True
+    """Whether the tokens that fill the layer may be appended at the pass's end."""
+    waits = False
+    """Whether tokens of the layer wait for that."""
     is_sliding = False
     is_croppable = True
     is_compileable = False
@@ -63,7 +67,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__()
-        self.cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
+        self._cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
         self.arrivals = arrivals or Arrivals(1)
         self.is_compileable = isinstance(cache, StaticCache)
         self.sampled = cache.site.fit_tokens == 1  # constants are fitted on the whole prefill
@@ -75,6 +79,17 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.filled = False
         self.mask_checked = False
         self.rope: Rope | None = None  # tells the positions of new tokens
+
+    @property
+    def cache(self) -> LayerCache:
+        """The packed tokens; those that wait for the pass's end are appended first."""
+        if self.waits:
+            self.arrivals.flush()
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: LayerCache) -> None:
+        self._cache = cache
 
     def __repr__(self) -> str:
         """Return layer, scheme and tokens held."""
@@ -277,8 +292,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token."""
-        self.cache.reset()
         self.arrivals.forget(self)
+        self.cache.reset()
         self.filled = self.is_initialized = False
 
     def offload(self) -> None:

@@ -139,6 +139,6 @@ def rope_of(model: nn.Module) -> Rope:
     UnsupportedError
         See ``Rope``.
     """
-    if model not in _ropes:
-        _ropes[model] = Rope(model)
-    return _ropes[model]
+    if (known := _ropes.get(model)) is None:
+        known = _ropes[model] = Rope(model)
+    return known

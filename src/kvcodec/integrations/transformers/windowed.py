@@ -27,6 +27,7 @@ class WindowedLayer(PackedCacheLayer):
         ``sliding_attention`` or ``chunked_attention``.
     """
 
+    may_wait = False  # what no query sees is dropped after attention
     is_sliding = True
 
     def __init__(
