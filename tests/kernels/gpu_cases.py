@@ -7,11 +7,11 @@ a combination draws once what else decides on programs (``of_programs``: heads t
 whether and in how many pairs of channels keys are held without their mean).
 Each case draws the rest: sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens,
 one of a million for each preset), heads, group, first live token, splits (few of them where sequences are long), dense
-tokens, sinks, the numbers' law, the mean and how it turns, diffuse and sharp attention. Every token is another one. Keys and values are encoded
-into pages of a pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what
-the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws,
-bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of
-the same problem (``expected``), and the row says so.
+tokens, sinks, the numbers' law, the mean and how it turns, diffuse and sharp attention. Every token is another one.
+Keys and values are encoded into pages of a pool of random bytes; bytes have to be those of the codec. Attention's
+error, against float64 over what the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded
+keys and values. Of 10,000 draws, bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error
+is taken over several roundings of the same problem (``expected``), and the row says so.
 
 A case again: ``--presets kivi-4 --dims 256 --seed 2400 --cases 1`` with the preset, head_dim and seed of its row (the
 page is that of a first combination, 64, or the least multiple of it that the codecs take).
@@ -120,8 +120,10 @@ class Mean(NamedTuple):
         return self.rotary.turned(self.mean[:, :, None], *self.at(first, count))
 
 
-def mean_of(pairs: int, dim: int, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Mean:
-    """Draw a mean in ``pairs`` pairs of channels, all or fewer: before RoPE of all or half of the channels, or after."""
+def mean_of(
+    pairs: int, dim: int, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int
+) -> Mean:
+    """Draw a mean in ``pairs`` pairs, all or fewer: before RoPE of all channels or half of them, or after RoPE."""
     device = gen.device
     turning = rng.choice((dim, dim, dim // 2, 0))
     theta = rng.choice((1e4, 1e6)) ** (-torch.arange(0, turning, 2, device=device).float() / max(turning, 1))

@@ -79,8 +79,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       // a little below the bucket's begin
       const float begin = (((float)line - 0.0078125f) / lines(w) - SHIFT) * SPAN;
       const float* own = cuts + (1 << w) + (1 << w >> 1);
-      int m = 0;
-      while (m < last && own[m] < begin) ++m;
+      int m = 0;  // how many are before it, or `last`
+      KV_UNROLL for (int step = 32; step; step /= 2) m += m + step <= last && own[m + step - 1] < begin ? step : 0;
       // the level above the cut; a width of 1 bit has a cut at zero alone, one of none has none
       const int above = last < 0 ? (1 << w >> 1) : (1 << w >> 1) + m + 1;
       const float cut = last < 0 ? 0.0f : own[m], half = sub(levels[(1 << w) - 1 + above], cut);
