@@ -329,7 +329,8 @@ struct Decoder {
       if constexpr (DENSE >= 2) return typename Join::Live(a, b, split, warp);
       else return 0;
     }();
-    // the page id of the next fetch is read one fetch ahead; of whole sequences the first one before their length is here
+    // the page id of the next fetch is read one fetch ahead; of whole sequences the first one before their length is
+    // here
     const int32_t* row = a.page_table + b * a.table_row;
     const bool known = a.runs == 1 && !a.start && warp * T < a.capacity;
     const int sooner = known ? row[warp * T / P] : 0;
