@@ -309,7 +309,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 class Programs(NamedTuple):
     """What a combination draws once, because programs are compiled for it.
 
-    Heads that share a KV head, all up to 4 or all more; the soft cap of all scores, 0: none; warps of a team, and teams;
+    Heads that share a KV head, all up to 4 or all more; soft cap of all scores, 0: none; warps of a team, and teams;
     pairs of channels with a mean.
     """
 
