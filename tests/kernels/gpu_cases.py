@@ -4,14 +4,14 @@
 
 A *combination* is a preset, a head_dim and a page size: what programs are compiled for, the better part of the time. So
 a combination draws once what else decides on programs (``of_programs``: heads that share a KV head, soft cap, teams,
-whether and in how many pairs of channels keys are held without their mean).
-Each case draws the rest: sequences and their lengths (0 and odd ones among them, one in twenty of 20k to 128k tokens,
-one of a million for each preset), heads, group, first live token, splits (few of them where sequences are long), dense
-tokens, sinks, the numbers' law, the mean and how it turns, diffuse and sharp attention. Every token is another one. Keys and values are encoded
-into pages of a pool of random bytes; bytes have to be those of the codec. Attention's error, against float64 over what
-the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 draws,
-bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error is taken over several roundings of
-the same problem (``expected``), and the row says so.
+whether and in how many pairs of channels keys are held without their mean). Four cases share a layer, which draws
+sequences and their tokens (one in thirty has 20k to 128k, one for each preset a million), KV heads, the numbers' law,
+the mean and how it turns; each case lengths (0 and odd ones among them), group, first live token, splits (few of them
+where sequences are long), dense tokens, sinks, diffuse and sharp attention. Every token is another one. Keys and values
+are encoded into pages of a pool of random bytes; bytes have to be those of the codec. Attention's error, against
+float64 over what the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and
+values. Of 10,000 draws, bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error is taken
+over several roundings of the same problem (``expected``), and the row says so.
 
 A case again: ``--presets kivi-4 --dims 256 --seed 2400 --cases 1`` with the preset, head_dim and seed of its row (the
 page is that of a first combination, 64, or the least multiple of it that the codecs take).
@@ -27,6 +27,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,13 +51,15 @@ from kvcodec.ops.rope import Rotary
 DIMS = (64, 96, 128, 192, 256)
 VARIANTS = ("hqmq-s96_r4:outliers=3", *(f"ghost-4:bits={bits}" for bits in (2.5, 3.5, 4.5, 5)))
 """What is read beside the presets by readers of its own."""
-CHUNK = 50
-"""Cases of a job at most: first jobs of all combinations, which compile their programs, then second ones."""
+ASKS = 4
+"""Cases of a layer: what is encoded is the better part of a case's time."""
+CHUNK = 48
+"""Cases of a job at most, of whole layers: first jobs of all combinations, which compile programs, then second ones."""
 PAGES = (64, 128, 32)
 FEW = 16
 LENGTHS = (1, 40, 64, 200, 700, 700, 3000)
 LONG, LONGEST = (20_000, 50_000, 131_072), 1 << 20
-"""Tokens of one case in twenty, and of one case for each preset."""
+"""Tokens of one layer in thirty, and of one case for each preset."""
 STEP = 16384
 """Tokens that the reference encodes and decodes at a time; whole blocks of every codec."""
 SLACK = 2e-4
@@ -120,8 +123,10 @@ class Mean(NamedTuple):
         return self.rotary.turned(self.mean[:, :, None], *self.at(first, count))
 
 
-def mean_of(pairs: int, dim: int, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int) -> Mean:
-    """Draw a mean in ``pairs`` pairs of channels, all or fewer: before RoPE of all or half of the channels, or after."""
+def mean_of(
+    pairs: int, dim: int, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int
+) -> Mean:
+    """Draw a mean in ``pairs`` pairs, all or fewer: before RoPE of all channels or half of them, or after RoPE."""
     device = gen.device
     turning = rng.choice((dim, dim, dim // 2, 0))
     theta = rng.choice((1e4, 1e6)) ** (-torch.arange(0, turning, 2, device=device).float() / max(turning, 1))
@@ -304,8 +309,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 class Programs(NamedTuple):
     """What a combination draws once, because programs are compiled for it.
 
-    Heads that share a KV head, up to 4 and more; the soft cap of all scores, 0: none; warps of a team, and teams; pairs
-    of channels with a mean.
+    Heads that share a KV head, all up to 4 or all more; soft cap of all scores, 0: none; warps of a team, and teams;
+    pairs of channels with a mean.
     """
 
     groups: list[int]
@@ -318,26 +323,42 @@ class Programs(NamedTuple):
 def of_programs(c: Combination) -> Programs:
     """Draw them."""
     rng = random.Random(repr(c))
-    groups = [rng.choice((1, 2, 3, 4)), 4, *rng.sample((7, 8, 9, 12, 16), 2)]
+    groups = [rng.choice((1, 2, 3)), 4] if rng.random() < 0.5 else rng.sample((7, 8, 9, 12, 16), 3)
     cap, warps, teams = 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3))
     pairs = rng.choice((0, BLOCK, c.dim // 2)) if kvcodec.get(c.preset).key.block_tokens == 1 else 0
     return Programs(groups, cap, warps, teams, pairs)
 
 
-def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
-    """One random case of encode, decode attention and, sometimes, prefill; its errors."""
-    rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
-    batch, heads = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4))
-    programs = of_programs(c)
-    group, length = rng.choice(programs.groups), rng.choice(LENGTHS)
-    few_splits = longest or rng.random() < 0.05
+class Asked(NamedTuple):
+    """A layer of several cases: its encoded tokens, of how many sequences, and whether these are long."""
+
+    layer: Layer
+    batch: int
+    tokens: int
+    long: bool
+
+
+@lru_cache(maxsize=1)  # until its cases are done
+def layer_of(c: Combination, number: int, device: str, longest: bool) -> Asked:
+    """Draw a layer; ``longest``: of ``LONGEST`` tokens."""
+    rng, gen = random.Random(f"layer {number}"), torch.Generator(device).manual_seed(number)
+    batch, heads, length = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 4)), rng.choice(LENGTHS)
+    long = longest or rng.random() < 0.03
     if longest:
-        batch, heads, group, length = 1, 1, programs.groups[0], LONGEST
-    elif few_splits:
+        batch, heads, length = 1, 1, LONGEST
+    elif long:
         batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
     block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
     tokens = -(-length // block) * block
-    layer = fill(c, rng, gen, batch, heads, tokens, programs.pairs)
+    return Asked(fill(c, rng, gen, batch, heads, tokens, of_programs(c).pairs), batch, tokens, long)
+
+
+def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
+    """One random case of encode, decode attention and, sometimes, prefill; its errors. ``ASKS`` cases share a layer."""
+    layer, batch, tokens, few_splits = layer_of(c, seed // ASKS, device, longest)
+    rng, gen = random.Random(seed), torch.Generator(device).manual_seed(seed)
+    heads, programs = layer.store.heads, of_programs(c)
+    group = programs.groups[0] if longest else rng.choice(programs.groups)
     some = (tokens, rng.randint(tokens // 2, tokens)) if few_splits else (0, 1, 15, tokens, tokens)
     lens = [rng.choice((*some, rng.randint(0, tokens))) % (tokens + 1) for _ in range(batch)]
     begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
@@ -361,7 +382,8 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         config = launch.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
         teams = config._replace(tile=min(32, config.tile), warps=programs.warps, resident=1, teams=programs.teams)
-        if not apart and rng.random() > 0.7 and launch.shared_bytes(pair, teams) <= machine.shared_block:
+        shared = pair.key.team_warps and pair.value.team_warps  # else tables may be those of a sequence
+        if not apart and rng.random() > 0.7 and shared and launch.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
     o, lse = attention.decode_attention(
         q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), spec=layer.spec,
@@ -504,9 +526,10 @@ def main(argv: list[str] | None = None) -> int:
     least = -(-args.cases // len(wanted))
     few = min(FEW, least)
     each = least if slow == len(wanted) else -(-(args.cases - slow * few) // (len(wanted) - slow))
+    each = -(-each // ASKS) * ASKS
     counts = [few if c.preset.startswith("hqmq") and slow < len(wanted) else each for c in wanted]
     jobs = [
-        (c, args.seed + i * each + at, min(CHUNK, n - at), "cuda", c.dim == 128 and not at)
+        (c, args.seed + i * each + at, min(CHUNK, n - at), "cuda", c.dim == 128 and not at and ":" not in c.preset)
         for at in range(0, max(counts), CHUNK)
         for i, (c, n) in enumerate(zip(wanted, counts, strict=True))
         if at < n

@@ -12,6 +12,11 @@ from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.errors import UnsupportedError
+from kvcodec.kernels import decode as attention
+from kvcodec.kernels import launch
+from kvcodec.kernels import spec as specs
+from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.ghost import SMALL, read_tables, sizes
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
@@ -154,6 +159,20 @@ def test_small_tables() -> None:
 def test_beside_another_codec() -> None:
     saw = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
     check_all(saw, side(Ghost(4), True), 64, CASES[:2])
+
+
+def test_teams_do_not_share_tables_of_a_sequence(machine: dict[str, Any]) -> None:
+    codec = Ghost(3)
+    pair = specs.decode_spec(codec, codec, 64, 64)
+    config = launch.config_for(pair, 1, 64, launch.H200)._replace(teams=2)
+    side = Constants(torch.zeros(1, 1, 512, dtype=torch.uint8), torch.ones(1, 1, 64), 1)
+    pages, table = torch.zeros(1, 1, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="2 teams of warps, which share tables"):
+        attention.decode_attention(
+            torch.zeros(1, 4, 1, 64), pages, table, torch.ones(1, dtype=torch.int32), spec=attention.text_of(pair),
+            key=side, value=side, scale=1.0, num_kv_heads=1, config=config,
+        )  # fmt: skip
+    assert machine == {}
 
 
 def test_a_fused_cache(machine: dict[str, Any]) -> None:

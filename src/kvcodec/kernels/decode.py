@@ -320,6 +320,12 @@ def decode_attention(
     """
     _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value)
     checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, q.shape[0], num_kv_heads)
+    apart = [x for x in (key.tables, value.tables) if x is not None and x.dim() == 3]
+    if config is not None and config.teams > 1 and apart:
+        raise UnsupportedError(
+            f"decode_attention: config has {config.teams} teams of warps, which share tables, and each sequence has "
+            f"tables of its own; use teams=1."
+        )
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,

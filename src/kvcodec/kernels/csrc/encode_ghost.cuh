@@ -11,11 +11,12 @@
 //   uint8 order [D], widths [D]         by place
 //
 // Which scale costs least is found by sums that are not rounded as the reference's. Where another scale costs as little
-// but for what rounding may do, the sums are taken again, number by number as the reference does. With x = |y| / scale
-// the error of a channel is | |x - c| - h |: c the cut next to x, h half the distance of the levels beside it. [0, REACH)
-// is divided into 2^w buckets for a width of w bits, which are narrower than any step between cuts, so a bucket has one
-// cut at most; its entry is that cut, or the next one, or the last. Rounding moves an error by less than 2^-21 |y| +
-// 2^-22 of itself, so a cost C beside a cost C0 of zeros by less than 2^-20 sqrt(C C0) + 2^-18 C: `unsure`.
+// but for what rounding may do (one row of some thousands), the sums are taken again, number by number as the reference
+// does. With x = |y| / scale the error of a channel is | |x - c| - h |: c the cut next to x, h half the distance of the
+// levels beside it. The numbers up to the last cut are divided into 2^w buckets for a width of w bits, which are
+// narrower than any step between cuts, so a bucket has one cut at most; its entry is that cut, or the next one, or the
+// last. Rounding moves an error by less than 2^-21 |y| + 2^-22 of itself, so a cost C, where all zeros cost C0, by less
+// than 2^-20 sqrt(C C0) + 2^-18 C <= 2^-17 C + 2^-25 C0 + 2^-18 C: `unsure` allows both costs that, and more.
 //
 // A code is found by the same entry and one comparison. Codes are symmetric, so x = y / scale is coded by its magnitude
 // and its sign. x is the correctly rounded quotient (Markstein: the rounded reciprocal, a product and two fused
@@ -61,9 +62,9 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     return add(x, shfl_xor(x, 2));
   }
 
-  // Behind the table, made of it: a line of COPIES entries for each bucket of each width, those of w from 2^w on: a cut,
-  // half the distance of its levels. Of each line the number of the level below the cut, as of the positive levels, of
-  // which width w has those from 2^(w - 1) on. 1 / scales.
+  // Behind the table, made of it: a line of COPIES entries for each bucket of each width, those of w from 2^w on, of a
+  // cut and half the distance of its levels; of each line the number of the level below the cut; positive levels by
+  // their numbers, 2^(w - 1) + m for the m-th of width w; 1 / scales.
   KV_CONST int COPIES = 16, LINE_SHIFT = 7;
   KV_CONST int LOWER = 256 << LINE_SHIFT, LEVELS = LOWER + 256, INVERSES = LEVELS + 4 * 128, DERIVED = INVERSES + 64;
   // x / SPAN + SHIFT, up to 1, times so many, is the line; 1 is beyond the last cut of all widths
@@ -79,8 +80,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       // a little below the bucket's begin
       const float begin = (((float)line - 0.0078125f) / lines(w) - SHIFT) * SPAN;
       const float* own = cuts + (1 << w) + (1 << w >> 1);
-      int m = 0;
-      while (m < last && own[m] < begin) ++m;
+      int m = 0;  // how many are before it, or `last`
+      KV_UNROLL for (int step = 32; step; step /= 2) m += m + step <= last && own[m + step - 1] < begin ? step : 0;
       // the level above the cut; a width of 1 bit has a cut at zero alone, one of none has none
       const int above = last < 0 ? (1 << w >> 1) : (1 << w >> 1) + m + 1;
       const float cut = last < 0 ? 0.0f : own[m], half = sub(levels[(1 << w) - 1 + above], cut);
@@ -102,8 +103,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     const float wide = fma(saturate(add(x, SHIFT)), lines, 65536.0f);  // the line from bit 7 on
     return and_or(float_bits(wide), 0x7f80u, copy);
   }
-  // Number of the positive level of |y / scale| but for one more if it is beyond a cut; 1 without bits. q: the quotient,
-  // which is zero where the rounded one is
+  // number of the positive level of |y / scale|, less one if that is beyond a cut; with it, 1 for a place of no bits.
+  // q: the quotient, which is zero where the rounded one is
   KV_DEV static uint32_t number_of(const uint8_t* table, float y, float scale, float inverse, float lines,
                                    uint32_t copy, float& q, bool& beyond) {
     q = mul(y, inverse);
@@ -161,8 +162,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     return number;
   }
 
-  // a pair's bits: two numbers, one more where they are beyond a cut, flipped where negative; the first has so many bits
-  // as the lowest five of `width` say
+  // a pair's bits: two numbers, one more where they are beyond a cut, flipped where negative; the first has as many
+  // bits as the lowest five of `width` say
   KV_DEV static uint32_t field(uint32_t first, uint32_t second, const bool* beyond, const bool* negative,
                                uint32_t width) {
     const uint32_t above = rotate_left(1u, width);
