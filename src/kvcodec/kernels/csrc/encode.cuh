@@ -23,7 +23,8 @@
 // rounded to fp32.
 //
 // A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity
-// is not stored and raises *bad to 2.
+// is not stored and raises *bad to 2. Where pages keep their first tokens in 16 bit as well (`kept`), those are written
+// too, as they came, or as zeros.
 //
 // Row codecs: a struct template on D, in encode_<name>.cuh, lanes of a warp share a row:
 //
@@ -262,6 +263,18 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
   }
 }
 
+// A lane's part of a row as it came, into the 16-bit rows that a page has for its first tokens behind the codes
+template <int TEAM, int D, int N>
+KV_DEV void keep_row(const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot, int part,
+                     const float (&y)[N], int kind) {
+  const uint32_t place = slot % (uint32_t)a.page_tokens;
+  if (place >= a.kept) return;
+  const int64_t page = a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
+  uint16_t* to = (uint16_t*)(a.pages + (page * a.heads + head) * a.page_bytes + s.rows) + place * D;
+  KV_UNROLL for (int k = 0; k < N; k++)
+    to[channel_of<TEAM>(part, k)] = kind == 1 ? bf16_bits(y[k]) : half_bits(y[k]);
+}
+
 template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide& s, int kind) {
   using C = typename R::Codec;
   constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
@@ -295,6 +308,7 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
+    if (a.kept && live) keep_row<TEAM, C::DIM>(a, s, b, head, slot, part, y, kind);
     if constexpr (R::MEAN) subtract_mean<TEAM, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
       int64_t at = b * s.factor_batch + head * C::DIM;

@@ -81,6 +81,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
+    if (a.kept && live) keep_row<8, C::DIM>(a, s, b, head, slot, part, y, a.kind);
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
