@@ -88,8 +88,6 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     """Bytes of a token's codes in one KV head; None before the layer is bound."""
     room: ClassVar[int] = 0
     """Bytes of one KV head that every block has besides, for first tokens in 16 bit."""
-    page_tokens: ClassVar[int] = BLOCK
-    """Tokens of a block, where vLLM asks for the bytes of a single token."""
 
     @staticmethod
     def get_name() -> str:
@@ -155,7 +153,7 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
         """Return the spec with the bytes of a packed token."""
         if spec.state_content_bytes is not None:
             return spec
-        content, room, tokens = cls.token_bytes, cls.room, cls.page_tokens
+        content, room = cls.token_bytes, cls.room
         if content is None:  # before layers are bound: as inner layers
             options = current_options()
             if options is None:
@@ -163,9 +161,7 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
             step, scheme = _step(), options.scheme
             content = scheme.page_layout(spec.head_size, step).page_bytes // step
             room = rows_bytes(scheme.sink, spec.head_size)
-            tokens = get_current_vllm_config().cache_config.block_size or preferred_page(scheme)
-        if spec.block_size % PAGE_STEP == 0:
-            tokens = spec.block_size
+        tokens = BLOCK if spec.block_size == 1 else spec.block_size  # 1: to compare kinds of layers
         return replace(spec, dtype=torch.uint8, state_content_bytes=content + -(-room // tokens))
 
 
@@ -175,12 +171,11 @@ def _step() -> int:
 
 
 @lru_cache(maxsize=256)
-def backend_for(name: str, token_bytes: int, room: int, page_tokens: int, unit: int) -> type[PackedBackend]:
+def backend_for(name: str, token_bytes: int, room: int, unit: int) -> type[PackedBackend]:
     """Return the backend of layers that encode ``unit`` tokens at a time; the other numbers as in ``PackedBackend``."""
     own = {
         "token_bytes": token_bytes,
         "room": room,
-        "page_tokens": page_tokens,
         "forward_includes_kv_cache_update": unit > 1,
         "get_name": staticmethod(lambda: name),
         "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
@@ -415,6 +410,12 @@ def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
     served = [layer.engine(page_tokens) for layer in layers if not layer.unserved]
     for name, count in Counter(engine.name for engine in served).items():
         logger.info("kvcodec: %d of %d layers are served by the kernels %r", count, len(layers), name)
+    if sink := max(layer.sink for layer in layers):
+        logger.info(
+            "kvcodec: each block of %d tokens has room for the first %d in 16 bit, which takes %.2f bits a number; a "
+            "larger --block-size takes less",
+            *(page_tokens, sink, 16 * sink / page_tokens),
+        )
     slow = Counter(layer.unserved for layer in layers if layer.unserved)
     for why, count in slow.items():
         logger.warning(
@@ -527,7 +528,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         named = f"{layers[name].attn_backend.get_name()}-{self._identity(act_dtype)}"
         step, room = self.packed.step, rows_bytes(self.packed.sink, self.head_size)
         codes = self.packed.layout(step).page_bytes // step
-        layers[name].attn_backend = backend_for(named, codes, room, page_tokens, unit)
+        layers[name].attn_backend = backend_for(named, codes, room, unit)
 
     def _check_biases(self) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""

@@ -156,7 +156,8 @@ class EngineLayer:
         params: Mapping[Role, Params] | None = None,
         mean: MeanRemoval | None = None,
     ) -> None:
-        self.scheme = KVScheme(scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype), spec=scheme.spec)
+        key, value = scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype)
+        self.scheme = KVScheme(key, value, scheme.sink, spec=scheme.spec)
         self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
         self.sink = scheme.sink
         self.holds_dense = self.sink > 0  # beside the codes, in decode steps

@@ -81,7 +81,6 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
-    if (a.kept && live) keep_row<8, C::DIM>(a, s, b, head, slot, part, y, a.kind);
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if (R::FACTOR != FACTOR_NONE) {
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
@@ -107,6 +106,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
+  keep_rows<C::DIM, TABLE_WARPS>(a, s);
   uint8_t* scratch = shared + C::TABLE + C::DERIVED + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
