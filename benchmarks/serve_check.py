@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcodec.cache.kept_rows import kept_rows
 from kvcodec.cache.pages import read_blocks
 from kvcodec.codec import ROLES, storage_dtype
 from kvcodec.integrations.vllm.groups import GroupedLayer
@@ -117,6 +118,14 @@ def _one(packed: EngineLayer, rules: Any, calls: Any, cache: Tensor, kept: Tenso
             same = read_blocks(layout, own.pages(there)[1], role, slots)[name].contiguous().view(torch.uint8)
             found["bytes"] += same.numel()
             found["equal"] += int((same == field.contiguous().view(torch.uint8)).sum())
+    if own.sink:
+        both = [kept_rows(*own.pages(x), own.sink, storage_dtype(own.dtype))[kept] for x in (here, there)]
+        written = min(own.sink, length - (blocks - 1) * cache.shape[2])  # of the last block
+        for block, (a, b) in enumerate(zip(*both, strict=True)):
+            last = own.sink if block < len(both[0]) - 1 or not kept[-1] else written
+            same = (a[:, :, :last] == b[:, :, :last]).sum()
+            found["bytes"] += 2 * a[:, :, :last].numel()
+            found["equal"] += 2 * int(same)
     for begin, end, _, (part, *_) in [calls[0], calls[-1]]:
         if isinstance(own, GroupedLayer):
             first = begin // unit * unit

@@ -87,29 +87,39 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
 def kvcodec_of(job: Job, folder: Path) -> dict[str, Any]:
     """The plugin's options: the preset, without dense tokens beside its pages, with constants if it needs a file."""
     from kvcodec.codec import ROLES
+    from kvcodec.integrations.vllm.servable import group_tokens
     from kvcodec.registry import get
 
     scheme = get(job.variant.removeprefix("kvcodec:"))
     inner = scheme.for_layer(18, 36)
     found: dict[str, Any] = {"preset": str(scheme)}
-    found |= {name: 0 for name in ("window", "sink") if getattr(scheme, name) or getattr(inner, name)}
-    if any(inner.codec(role).needs_sample or inner.codec(role).needs_queries for role in ROLES):
+    beside = ("window", "sink") if group_tokens(inner) > 1 else ("window",)
+    found |= {name: 0 for name in beside if getattr(scheme, name) or getattr(inner, name)}
+    fits = any(inner.codec(role).needs_sample or inner.codec(role).needs_queries for role in ROLES)
+    if fits or inner.mean in ("pre", "post"):
         found["params"] = str(fitted(scheme, folder, folder.parent / f"params-{job.name}.safetensors"))
     return found
 
 
 def fitted(scheme: Any, folder: Path, path: Path) -> Path:
-    """Write constants fitted to Gaussian keys, values and queries: the model's weights are random as well."""
+    """Write constants fitted to Gaussian keys, values and queries: the model's weights are random as well.
+
+    Channels differ in size, as a real model's do, so that codecs whose widths go by it give some more bits than others.
+    """
     import torch
     from transformers import AutoConfig
 
+    from kvcodec.cache.site import MEAN
     from kvcodec.codec import ROLES, Site
     from kvcodec.files.params import FittedParams, sites_to_fit
     from kvcodec.integrations.transformers.identity import identify
 
     model = identify(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(1, model.kv_heads, 256, model.head_dim, generator=generator)
+    sizes = torch.randn(1, model.kv_heads, 1, model.head_dim, generator=generator).mul(0.7).exp()
+    x = sizes * torch.randn(1, model.kv_heads, 256, model.head_dim, generator=generator)
+    if scheme.mean == "auto" and any(own.key.without_mean for own in scheme.layer_schemes):
+        scheme = scheme.with_means(["pre"] * len(model.layers))
     made: dict[str, dict[int, Any]] = {role: {} for role in ROLES}
     codecs = {}
     for layer, role, codec in sites_to_fit(scheme, list(model.layers)):
@@ -120,6 +130,10 @@ def fitted(scheme: Any, folder: Path, path: Path) -> Path:
     for role, codec in codecs.items():
         for layer, params in zip(made[role], codec.settle(list(made[role].values())), strict=True):
             layers[layer][role] = params
+    for index, layer in enumerate(model.layers):
+        if scheme.for_layer(index, len(model.layers)).mean in ("pre", "post"):
+            mean = torch.randn(1, model.kv_heads, model.head_dim, generator=generator)
+            layers[layer]["key"] = {**layers[layer].get("key", {}), MEAN: mean}
     FittedParams(scheme, model, layers, 0, False, 256, 1, 256, "Gaussian").save(path)
     return path
 

@@ -54,7 +54,9 @@ def block_of(layer: GroupedLayer) -> int:
 
 
 def pool(layer: GroupedLayer, blocks: int = 12) -> torch.Tensor:
-    return torch.full((blocks, layer.heads, block_of(layer), layer.token_bytes), 0xFF, dtype=torch.uint8)
+    return torch.full(
+        (blocks, layer.heads, block_of(layer), layer.token_bytes(block_of(layer))), 0xFF, dtype=torch.uint8
+    )
 
 
 def pending_of(layer: GroupedLayer, rows: int = 4, device: torch.device = CPU) -> PendingGroups:

@@ -8,6 +8,8 @@ import torch
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.kept_rows import kept_rows
+from kvcodec.cache.site import LayerSite
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
@@ -34,7 +36,7 @@ def rows(heads: int = HEADS, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.
 
 def pool(layer: EngineLayer, blocks: int = 12) -> torch.Tensor:
     """Blocks as vLLM allocates them, full of bytes that nobody wrote."""
-    return torch.full((blocks, layer.heads, BLOCK, layer.token_bytes), 0xFF, dtype=torch.uint8)
+    return torch.full((blocks, layer.heads, BLOCK, layer.token_bytes(BLOCK)), 0xFF, dtype=torch.uint8)
 
 
 ROW = torch.tensor([7, 2, 11, 5, 9], dtype=torch.int32)
@@ -142,6 +144,45 @@ def test_written_pages_are_the_librarys(spec: str) -> None:
     torch.testing.assert_close(found, wanted[0].transpose(0, 1), atol=2e-3, rtol=2e-3)  # of fp16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("length", [2, 5, TOKENS])
+def test_first_tokens_are_dense_as_the_librarys(length: int, dtype: torch.dtype) -> None:
+    """Those of a request that is shorter than its sink too; a window that has passed some of them."""
+    layer = made("saw-int4:sink=4", dtype=dtype)
+    cache, (k, v) = pool(layer), (x.to(dtype) for x in rows())
+    k[0] *= 30.0  # what 4 bits cannot hold
+    layer.write(k[:length], v[:length], cache, slots(0, length))
+    library = LayerCache(LayerSite(kvcodec.get("saw-int4:sink=4"), 3))
+    library.append(k[:length].transpose(0, 1)[None], v[:length].transpose(0, 1)[None])
+    n = min(5, length)
+    q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found = layer.attend(q, cache, ROW, length, Rules(0.2))
+    wanted = library.attend(q.transpose(0, 1)[None], scale=0.2)[0].transpose(0, 1)
+    torch.testing.assert_close(found.float(), wanted.float(), atol=2e-3, rtol=1e-2)
+    bare = made("saw-int4", dtype=dtype)
+    coded = pool(bare)
+    bare.write(k[:length], v[:length], coded, slots(0, length))
+    assert (bare.attend(q, coded, ROW, length, Rules(0.2)) - found).abs().max() > 0.05
+    if length == TOKENS:
+        exact = [x[0].transpose(0, 1) for x in library.decode()]
+        windowed = layer.attend(q[:1], cache, ROW, length, Rules(0.2, window=length - 2))
+        torch.testing.assert_close(
+            windowed, plain(q[:1], *exact, Rules(0.2, window=length - 2)).to(dtype), atol=2e-2, rtol=0
+        )
+
+
+def test_rows_in_16_bit_of_what_cannot_be_held_are_zeros() -> None:
+    layer = made("saw-int4:sink=2", dtype=torch.float32)
+    cache, (k, v) = pool(layer), (x.float() for x in rows())
+    k[0, 1, 3], v[1, 0, 2] = torch.nan, 1e6
+    layer.write(k, v, cache, slots(0, TOKENS))
+    held = kept_rows(*layer.pages(cache), 2, torch.float16)[7]
+    assert not held[1, 0, 0].any()
+    assert not held[0, 1, 1].any()
+    assert torch.equal(held[0, 0], k[:2, 0].half())
+    assert bool((cache[0] == 0xFF).all())
+
+
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Attention of the newest queries in float64, with the window, cap and sinks of ``rules``."""
     n, tokens = q.shape[0], k.shape[0]
@@ -214,7 +255,7 @@ def test_rows_that_cannot_be_stored_are_zero_bytes(spec: str) -> None:
 
 def test_blocks_in_another_order_are_refused() -> None:
     layer = made("saw-int4")
-    token_major = torch.zeros(12, BLOCK, HEADS, layer.token_bytes, dtype=torch.uint8).transpose(1, 2)
+    token_major = torch.zeros(12, BLOCK, HEADS, layer.token_bytes(BLOCK), dtype=torch.uint8).transpose(1, 2)
     with pytest.raises(UnsupportedError, match="layout LBHNC"):
         layer.pages(token_major)
     with pytest.raises(UnsupportedError, match="layout LBHNC"):

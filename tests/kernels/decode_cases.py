@@ -405,6 +405,7 @@ def _check(
         args = DecodeArgs()
         args.q, args.q_batch, args.q_head = put(q), hq * dim, dim
         args.pages, args.page_table, args.table_row = put(store.pages), put(store.table), columns
+        args.page_bytes = store.pages.shape[2]
         args.seq_lens, args.start = put(_ints(case.lens)), put(_ints(case.start))
         if dense:
             width = dense[0].shape[2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.integrations.vllm.layer import Live
 from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.engine import CpuEngine
@@ -31,6 +32,8 @@ SERVED = [spec for spec in map(bare, kvcodec.presets()) if not refusal(kvcodec.g
 READ = [s for s in SERVED if not kvcodec.kernels.choose.refusal(kvcodec.get(s).for_layer(3, 8), DIM, CPU)]
 """Those that the CPU kernels read."""
 ALONE = [s for s in READ if group_tokens(kvcodec.get(s).for_layer(3, 8)) == 1]
+SUNK = ["saw-int4:sink=4", "turboquant-4:sink=3", "octopus-3:window=0,sink=1"]
+"""With first tokens in 16 bit."""
 GROUPS = [*(s for s in READ if s not in ALONE), "innerq-hybrid:window=0,sink=0"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -41,10 +44,10 @@ def test_every_method_with_readers_is_served() -> None:
     assert left == {"additive", "e8", "kvarn", "polarquant"}
 
 
-@pytest.mark.parametrize("spec", ALONE)
+@pytest.mark.parametrize("spec", ALONE + SUNK)
 def test_the_kernels_write_the_codecs_bytes(spec: str) -> None:
     """A prompt cut anywhere, single tokens of a batch in any order, and none where a token has no slot."""
-    for dtype in DTYPES if spec in ("saw-int4", "dense") else (torch.float16,):
+    for dtype in DTYPES if spec in ("saw-int4", "dense", "saw-int4:sink=4") else (torch.float16,):
         layer = single.made(spec, dtype=dtype)
         want, found, (k, v) = single.pool(layer), single.pool(layer), (x.to(dtype) for x in single.rows())
         layer.write(k, v, want, single.slots(0, TOKENS))
@@ -68,7 +71,7 @@ def test_what_cannot_be_stored_is_zero_bytes() -> None:
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("spec", ALONE)
+@pytest.mark.parametrize("spec", ALONE + SUNK)
 def test_attention_is_the_references(spec: str, rules: str) -> None:
     """Decode steps of three requests, one of them without tokens, and chunks of a prompt, with pages freed."""
     layer, rule = single.made(spec), RULES[rules]
@@ -79,8 +82,7 @@ def test_attention_is_the_references(spec: str, rules: str) -> None:
         table[0, :2] = 0
     q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    start = (seq_lens - rule.window).clamp(min=0) if rule.window else None
-    found = layer.decode(q, cache, table, seq_lens, rule, start)
+    found = layer.decode(q, cache, table, seq_lens, rule, Live.of(seq_lens, layer.sink, rule.window))
     for i, length in enumerate(lengths):
         if length:
             want = layer.attend(q[i : i + 1], cache, table[i], length, rule)

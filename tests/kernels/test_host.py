@@ -262,7 +262,7 @@ def _q(**changes: Any) -> dict[str, Any]:
         ({"q": torch.zeros(2, 4, 1, 128)}, ShapeError, "does not fit head_dim=64"),
         ({"q": torch.zeros(2, 3, 1, 64)}, ShapeError, "must divide the query heads"),
         ({"spec": "int-5"}, UnsupportedError, "is unknown"),
-        ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, 2, 4608\] is needed"),
+        ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, 2, 4608\] or longer is"),
         ({"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
         ({"dense_k": torch.zeros(2, 2, 1, 64)}, ShapeError, "come together"),

@@ -10,13 +10,15 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
-from kvcodec.integrations.vllm.layer import EngineLayer, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.ops.rope import Rotary
 from tests.integrations.test_serving import BLOCK, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
+SUNK = ("int-8:sink=3", "turboquant-4:sink=3")
+"""With first tokens in 16 bit: values that join the codes' sums, and values that are rotated."""
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def filled(layer: EngineLayer, tokens: int = TOKENS) -> torch.Tensor:
     return cache
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SPECS + SUNK)
 def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict[str, Any]) -> None:
     layer = made(spec)
     cache, (k, v) = pool(layer), rows()
@@ -52,7 +54,7 @@ def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict
     assert torch.equal(cache, filled(layer, 31))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SPECS + SUNK)
 def test_chunks_of_a_prompt_are_the_codecs_bytes(spec: str, emulated: dict[str, Any]) -> None:
     """Cut anywhere, also into single tokens, across blocks that do not follow each other."""
     layer = made(spec)
@@ -63,7 +65,7 @@ def test_chunks_of_a_prompt_are_the_codecs_bytes(spec: str, emulated: dict[str, 
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("spec", ["int-8", "ultraquant"])
+@pytest.mark.parametrize("spec", ["int-8", "ultraquant", *SUNK])
 def test_decoding_is_the_references(spec: str, rules: str, emulated: dict[str, Any]) -> None:
     """Three requests in one pool, one of them padding without tokens; tables as wide as the longest request may get."""
     layer, rule = made(spec), RULES[rules]
@@ -72,10 +74,9 @@ def test_decoding_is_the_references(spec: str, rules: str, emulated: dict[str, A
     table[0, :5], table[2, :5] = ROW, ROW
     q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    start = (seq_lens - rule.window).clamp(min=0) if rule.window else None
     size = layer.workspace_bytes(4, 2 * HEADS, cache, 6, rule)
     space = torch.full((-(-size // 4),), torch.nan)
-    found = layer.decode(q, cache, table, seq_lens, rule, start, space)
+    found = layer.decode(q, cache, table, seq_lens, rule, Live.of(seq_lens, layer.sink, rule.window), space)
     for i, length in enumerate(lengths):
         if length:
             want = layer.attend(q[i : i + 1], cache, table[i], length, rule)
@@ -147,8 +148,7 @@ def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served
     for window in (0, 9):
         rule = Rules(0.125, window)
         q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
-        start = (seq_lens - window).clamp(min=0) if window else None
-        found = layer.decode(q, cache, table, seq_lens, rule, start)
+        found = layer.decode(q, cache, table, seq_lens, rule, Live.of(seq_lens, 0, window))
         for i in (0, 2):
             right = layer.attend(q[i : i + 1], cache, ROW, int(seq_lens[i]), rule)
             torch.testing.assert_close(found[i : i + 1], right, rtol=0, atol=6e-3)

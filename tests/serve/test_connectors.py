@@ -23,7 +23,7 @@ def transfer(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("given", [{"preset": "turboquant-4"}, {"preset": "kivi-2", "window": 0}], ids=str)
+@pytest.mark.parametrize("given", [{"preset": "turboquant-4:sink=3"}, {"preset": "kivi-2", "window": 0}], ids=str)
 def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored by one engine and loaded by the next: as without. Other seeds and presets do not start."""
     from kvcodec.integrations.vllm.backend import PackedImpl
@@ -66,11 +66,17 @@ def test_a_digest_says_what_bytes_mean() -> None:
         digest(preset="saw-int4"),
         digest(preset="int-4"),
         digest(preset="saw-int4", seed=1),
+        digest(preset="saw-int4:sink=4"),
         digest(preset="octopus-3", window=0),
         digest(preset="octopus-4", window=0),
     ]
     assert len(set(found)) == len(found)
     assert digest(preset="saw-int4", probe="off") == found[0]
+    assert digest(preset="saw-int4", sink=0) == found[0]
+    options = read_options({"kvcodec": {"preset": "saw-int4"}})
+    assert options is not None
+    decided = [digest_of(options, 64, torch.float16, means) for means in (("none", "none"), ("none", "pre"))]
+    assert len({found[0], *decided}) == 3
 
 
 def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
+from kvcodec.errors import KVError
 from tests.serve.engines import engine, generate, prompts
 
 IDS = prompts(40, 7)
@@ -42,3 +43,11 @@ def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, monk
     assert k.shape[2] == 40 + len(first[0]) - 1
     torch.testing.assert_close(out.float(), own.attend(q).float(), rtol=2e-2, atol=2e-2)
     assert any("the prefix cache finds whole blocks" in line for line in told)
+
+
+def test_dense_first_tokens_are_refused(saved: Any) -> None:
+    with (
+        pytest.raises(KVError, match=r'first 4 tokens dense.*hybrid model.*; give "sink": 0 to serve it without'),
+        engine(saved("falcon-h1").folder, {"preset": "int-8:sink=4"}, dtype="bfloat16"),
+    ):
+        pass

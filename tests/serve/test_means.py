@@ -12,7 +12,8 @@ from kvcodec.integrations.vllm.layer import EngineLayer
 from tests.serve.biased import Biased, library
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
-IDS = prompts(40, 7, 33)
+IDS = prompts(40, 2, 33)
+"""One is shorter than ghost's dense first tokens."""
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "block_size": 16}
 
 
@@ -35,7 +36,7 @@ def test_the_weights_give_the_mean(preset: str, biased: Biased) -> None:
         assert metric(llm, "prefix_cache_hits") == 32
 
 
-@pytest.mark.parametrize("spec", ["ghost-3:sink=0", "int-8:mean=post"])
+@pytest.mark.parametrize("spec", ["ghost-3", "int-8:mean=post"])
 def test_a_file_gives_the_constants(spec: str, biased: Biased, tmp_path: Path) -> None:
     fitted = biased.fitted(spec, tmp_path / "fitted.safetensors")
     want = [library(biased.model, spec, ids, params=fitted) for ids in IDS]
@@ -56,15 +57,35 @@ def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.M
         assert generate(llm, IDS[:1]) == want[:1]
 
 
-def test_preemption_loses_nothing(biased: Biased) -> None:
-    ids = prompts(30, 30, 30, 30, seed=3)
-    with engine(biased.folder, {"preset": "saw-int4"}, block_size=16) as llm:
+def test_preemption_loses_nothing(biased: Biased, tmp_path: Path) -> None:
+    ids, file = prompts(30, 30, 30, 30, seed=3), tmp_path / "fitted.safetensors"
+    biased.fitted("ghost-3", file)
+    given = {"preset": "ghost-3", "params": str(file)}
+    with engine(biased.folder, given, block_size=16) as llm:
         want = generate(llm, ids, 40)
         assert metric(llm, "num_preemptions") == 0
     few = {"num_gpu_blocks_override": 12, "max_model_len": 128}
-    with engine(biased.folder, {"preset": "saw-int4"}, block_size=16, **few) as llm:
+    with engine(biased.folder, given, block_size=16, **few) as llm:
         assert generate(llm, ids, 40) == want
         assert metric(llm, "num_preemptions") > 0
+
+
+@pytest.mark.nightly
+def test_drafts_read_the_same_bytes(biased: Biased, tmp_path: Path) -> None:
+    """In blocks of the size that a server chooses, in which ghost's dense first tokens take a quarter bit a number."""
+    ids = [[*own, *own[:20], *own[:9]] for own in prompts(40, 2, 33)]
+    file = tmp_path / "fitted.safetensors"
+    biased.fitted("ghost-3", file)
+    given = {"preset": "ghost-3", "params": str(file)}
+    with engine(biased.folder, given) as llm:
+        want = generate(llm, ids, 24)
+        cache = next(iter(layers(llm).values())).kv_cache
+        assert cache.shape[2:] == (128, 2 * 64 * 3 // 8 + 2 * 4 * 64 * 2 // 128)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with engine(biased.folder, given, speculative_config=drafts) as llm:
+        assert generate(llm, ids, 24) == want
+        drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
+        assert drafted > accepted > 0
 
 
 ROPES: dict[str, tuple[dict[str, Any], str]] = {
@@ -114,7 +135,7 @@ def test_what_cannot_be_served_is_refused(biased: Biased, llama: Any) -> None:
             r'weights add no large bias to keys; run kvcodec fit MODEL "saw',
             llama,
         ),
-        ("ghost-3:sink=0", UnsupportedError, r'run kvcodec fit MODEL "ghost-3:sink=0" --text TEXT -o FILE', biased),
+        ("ghost-3", UnsupportedError, r'run kvcodec fit MODEL "ghost-3" --text TEXT -o FILE', biased),
         ("kivi-4:window=0,mean=pre", UnsupportedError, r"unfinished ones beside the pages keep their mean", biased),
     ):
         with pytest.raises(error, match=sentence), engine(model.folder, {"preset": preset}):

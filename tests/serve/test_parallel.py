@@ -35,7 +35,7 @@ def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3:sink=0"])
+@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3"])
 def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tmp_path: Path) -> None:
     file = tmp_path / "fitted.safetensors"
     fitted = biased.fitted(preset, file) if "ghost" in preset else None

@@ -17,6 +17,11 @@ REFUSED = {
     "another window": ({"preset": "octopus-3", "window": 8}, {}, r"window=8; only 0 can be served"),
     "statistics": ({"preset": "hqmq-s24_r3:outliers=3"}, {}, r"each sequence's own tokens.*run kvcodec fit"),
     "block size": ({"preset": "saw-int4"}, {"block_size": 24}, r"--block-size 24; pages are multiples of 16"),
+    "sink and block": (
+        {"preset": "int-8:sink=20"},
+        {"block_size": 16},
+        r"the first 20 tokens lie in one page, give as",
+    ),
     "another dtype": ({"preset": "saw-int4"}, {"kv_cache_dtype": "fp8"}, r"--kv-cache-dtype fp8.*; leave it out"),
 }
 

@@ -49,11 +49,12 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "pages", "page_table", "seq_lens", "start")),
-        *((name, ctypes.c_void_p) for name in ("dense_k", "dense_v", "dense_lens", "dense_start", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("dense_k", "dense_v", "dense_lens", "dense_start")),
+        *((name, ctypes.c_void_p) for name in ("dense_at", "sinks")),
         *((name, ctypes.c_void_p) for name in ("part_o", "part_m", "part_l", "out", "lse")),
         ("key", RoleArgs),
         ("value", RoleArgs),
-        *((name, ctypes.c_int64) for name in ("q_batch", "q_head", "table_row")),
+        *((name, ctypes.c_int64) for name in ("q_batch", "q_head", "table_row", "page_bytes", "dense_step")),
         *((name, ctypes.c_int64) for name in ("dense_k_batch", "dense_k_head", "dense_k_token")),
         *((name, ctypes.c_int64) for name in ("dense_v_batch", "dense_v_head", "dense_v_token")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "runs", "alike", "pieces")),
@@ -71,7 +72,7 @@ class EncodeRoleArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "tables", "factor", "first")),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token", "table_head", "factor_batch")),
-        *((name, ctypes.c_int64) for name in ("plane", "tokens")),
+        *((name, ctypes.c_int64) for name in ("plane", "tokens", "rows")),
     )
 
     def fill(self, x: Tensor, tables: Tensor | None, factor: Tensor | None, first: Tensor, plane: int) -> None:
@@ -111,6 +112,7 @@ class EncodeArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("page_bytes", "table_row")),
         *((name, ctypes.c_int32) for name in ("kind", "page_tokens", "capacity", "heads")),
         ("mean", EncodeMeanArgs),
+        ("kept", ctypes.c_int64),
     )
 
 
@@ -119,7 +121,7 @@ class UnpackArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pages", "page_table", "k_table", "v_table", "keys", "values")),
-        *((name, ctypes.c_int64) for name in ("k_table_head", "v_table_head", "table_row")),
+        *((name, ctypes.c_int64) for name in ("k_table_head", "v_table_head", "table_row", "page_bytes")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
         *((name, ctypes.c_int32) for name in ("heads", "first", "count", "kind")),
         ("mean", MeanArgs),

@@ -139,7 +139,13 @@ class CudaEngine(Engine):
         self._find()
 
     def encode(
-        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+        self,
+        new: Mapping[Role, Tensor],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+        less: Turned | None = None,
+        kept: int = 0,
     ) -> None:
         """As ``Engine.encode``."""
         encode_checked(
@@ -153,6 +159,7 @@ class CudaEngine(Engine):
             value=self.writing["value"],
             bad=bad,
             less=less,
+            kept=kept,
         )
 
     def roundtrip(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Tensor | None:
@@ -241,9 +248,11 @@ class CudaEngine(Engine):
         seen: Seen,
         flash: Flash | None = None,
         placed: Tensor | None = None,
+        sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """As ``Engine.attend_pages``: by flash attention, or with a soft cap by scores in PyTorch."""
-        history = History(self.packed(store.pages, store.table, placed), 0, length)
+        before = 0 if sink is None else sink[0].shape[2]
+        history = History(self.packed(store.pages, store.table, placed), before, length, sink)
         return attend_history(q, history, scale, seen=seen, sinks=sinks, flash=flash)
 
     def attend_groups(

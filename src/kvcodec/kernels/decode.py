@@ -161,7 +161,8 @@ def _attend(
     key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
     value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
     dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
-    sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None, config: Sequence[int],
+    dense_at: Tensor | None, sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None,
+    config: Sequence[int],
     mean: Tensor | None, mean_table: Tensor | None, placed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     spec = _SPECS[text]
@@ -185,6 +186,8 @@ def _attend(
             args.dense_lens = dense_lens.data_ptr()
         if dense_start is not None:
             args.dense_start = dense_start.data_ptr()
+        if dense_at is not None:
+            args.dense_at, args.dense_step = dense_at.data_ptr(), dense_at.stride(0)
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * spec.page_tokens
@@ -222,7 +225,7 @@ def _attend(
     args.value.fill(value_tables, value_factor, value_order)
     args.mean.fill(mean, mean_table, placed)
     args.q_batch, args.q_head, _, _ = q.stride()
-    args.table_row = table.stride(0)
+    args.table_row, args.page_bytes = table.stride(0), pages.shape[2]
     args.out_batch, args.out_head = num_q_heads * dim, dim
     args.runs, args.alike, args.pieces = runs, alike, pieces
     args.q_kind = args.out_kind = KINDS[q.dtype]
@@ -263,6 +266,7 @@ def decode_attention(
     dense_v: Tensor | None = None,
     dense_lens: Tensor | None = None,
     dense_start: Tensor | None = None,
+    dense_at: Tensor | None = None,
     sinks: Tensor | None = None,
     start: Tensor | None = None,
     softcap: float = 0.0,
@@ -278,6 +282,7 @@ def decode_attention(
     q : Tensor ``[B, HQ, 1, D]``
         Model basis (not rotated), fp16, bf16 or fp32; last axis contiguous or copied.
     pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
     table : Tensor int32 ``[B, max_pages]``
         Page ids; token t of sequence b lies in page ``table[b, t // P]``, slot ``t % P``.
     seq_lens : Tensor int32 ``[B]``
@@ -293,6 +298,8 @@ def decode_attention(
         Tokens kept dense (sinks, window), model basis; fp32 is rounded to fp16, as caches hold it.
     dense_lens, dense_start : Tensor int32 ``[B]``, optional
         Live dense tokens are ``[dense_start, dense_lens)``; default all W.
+    dense_at : Tensor int32 ``[B]``, optional
+        Which of ``dense_k, dense_v [N, H, W, D]`` are those of each sequence; default: the first, the second, ...
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
     start : Tensor int32 ``[B]``, optional
@@ -329,7 +336,7 @@ def decode_attention(
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,
-        value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, sinks, start,
+        value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, dense_at, sinks, start,
         float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
         None if mean is None else mean.table, placed,
     )  # fmt: skip
@@ -354,10 +361,11 @@ def _check(
             f"divide the query heads."
         )
     want = [heads, spec.tile_bytes(spec.page_tokens)]
-    if pages.dtype != torch.uint8 or list(pages.shape[1:]) != want or not pages.is_contiguous():
+    fits = pages.dim() == 3 and pages.shape[1] == heads and pages.shape[2] >= want[1] and pages.shape[2] % 16 == 0
+    if pages.dtype != torch.uint8 or not fits or not pages.is_contiguous():
         raise ShapeError(
             f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, {want[0]}, "
-            f"{want[1]}] is needed."
+            f"{want[1]}] or longer is needed."
         )
     for what, x in (("table", table), ("seq_lens", seq_lens)):
         if x.dtype != torch.int32 or x.stride(-1) != 1:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcodec.cache.kept_rows import rows_bytes
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import EncodeArgs
@@ -160,6 +161,7 @@ def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
     value_factor: Tensor | None, mean: Tensor | None, cosines: Tensor | None, sines: Tensor | None, interleaved: bool,
+    kept: int,
 ) -> None:  # fmt: skip
     spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
@@ -177,7 +179,9 @@ def _encode(
             args.mean.fill(mean, cosines, sines, interleaved)
     if "value" in x:
         args.value.fill(x["value"], value_tables, value_factor, first, spec.value_plane)
-    args.page_bytes, args.table_row, args.kind = spec.page_bytes, table.stride(0), KINDS[some.dtype]
+    args.page_bytes, args.table_row, args.kind = pages.shape[2], table.stride(0), KINDS[some.dtype]
+    args.kept, args.key.rows = kept, spec.page_bytes
+    args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
     args.page_tokens, args.capacity, args.heads = spec.page_tokens, table.shape[1] * spec.page_tokens, pages.shape[1]
     for group, (kernel, shared) in _launches(text, tuple(x), some.device).items():
         encoder = spec.encoder(group[0])
@@ -221,6 +225,7 @@ def encode_to_pages(
     value: Constants,
     bad: Tensor | None = None,
     less: Turned | None = None,
+    kept: int = 0,
 ) -> None:
     """Encode new tokens into their slots.
 
@@ -229,6 +234,7 @@ def encode_to_pages(
     keys, values : Tensor ``[B, H, N, D]`` or None
         Model basis, fp16, bf16 or fp32; N a multiple of the encoder's block. None: the role is not written.
     pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
     table : Tensor int32 ``[B, max_pages]``
     first : Tensor int32 ``[B]``
         Slot of token 0, on the device; a multiple of the block.
@@ -240,6 +246,8 @@ def encode_to_pages(
         Raised to 1 or 2; see the module's text.
     less : Turned, optional
         What is subtracted from the keys first, in float32; the spec says whether there is one.
+    kept : int
+        So many first tokens of every page are also written in 16 bit, ``cache.kept_rows``.
 
     Raises
     ------
@@ -252,12 +260,13 @@ def encode_to_pages(
     if (
         pages.dtype != torch.uint8
         or pages.dim() != 3
-        or pages.shape[2] != known.page_bytes
+        or pages.shape[2] < known.page_bytes + rows_bytes(kept, known.head_dim)
+        or pages.shape[2] % 16
         or not pages.is_contiguous()
     ):
         raise ShapeError(
             f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, "
-            f"{known.page_bytes}] is needed."
+            f"{known.page_bytes + rows_bytes(kept, known.head_dim)}] or longer is needed."
         )
     for what, t in (("table", table), ("first", first)):
         if t.dtype != torch.int32 or t.stride(-1) != 1:
@@ -274,6 +283,8 @@ def encode_to_pages(
                 f"{name}: {role}s are {x.dtype} {list(x.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
                 f"{want[2]}] is needed."
             )
+        if kept and encoder.form == "blocks":
+            raise UnsupportedError(f"{name}: {known.name} encodes groups of tokens, whose pages keep none in 16 bit.")
         if x.shape[2] % encoder.block or x.shape[0] > MOST_SEQUENCES:
             raise ShapeError(
                 f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {encoder.block} tokens and at "
@@ -283,7 +294,7 @@ def encode_to_pages(
         _check_turned(name, known, less, keys)
     if keys is not None and values is not None and keys.dtype != values.dtype:
         raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
-    encode_checked(keys, values, pages, table, first, spec=spec, key=key, value=value, bad=bad, less=less)
+    encode_checked(keys, values, pages, table, first, spec=spec, key=key, value=value, bad=bad, less=less, kept=kept)
 
 
 def encode_checked(
@@ -298,11 +309,15 @@ def encode_checked(
     value: Constants,
     bad: Tensor | None = None,
     less: Turned | None = None,
+    kept: int = 0,
 ) -> None:
     """As ``encode_to_pages``, of arguments that fit each other, as those of a cache do."""
     run = _op if torch.compiler.is_compiling() else _encode
-    turned = (None, None, None, False) if less is None else less
-    run(keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, *turned)
+    mean, cosines, sines, interleaved = (None, None, None, False) if less is None else less
+    run(
+        keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, mean, cosines,
+        sines, interleaved, kept,
+    )  # fmt: skip
 
 
 def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor) -> None:

@@ -118,13 +118,19 @@ class Engine(ABC):
 
     @abstractmethod
     def encode(
-        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+        self,
+        new: Mapping[Role, Tensor],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+        less: Turned | None = None,
+        kept: int = 0,
     ) -> None:
         """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
 
         Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
         cannot hold, and to 2 by tokens behind the pages. ``less``: what is subtracted from the keys, if they are held
-        without a mean.
+        without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``cache.kept_rows``.
         """
 
     @abstractmethod
@@ -142,6 +148,7 @@ class Engine(ABC):
         dense_v: Tensor | None = None,
         dense_lens: Tensor | None = None,
         dense_start: Tensor | None = None,
+        dense_at: Tensor | None = None,
         workspace: Tensor | None = None,
         placed: Tensor | None = None,
     ) -> Tensor:
@@ -180,10 +187,12 @@ class Engine(ABC):
         seen: Seen,
         flash: Flash | None = None,
         placed: Tensor | None = None,
+        sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attention of the newest ``q [1, HQ, n, D]`` over the ``length`` tokens of a sequence that is all in pages.
 
-        ``flash``: what a GPU attends with, if not PyTorch's. ``placed``: as in ``attend``.
+        ``flash``: what a GPU attends with, if not PyTorch's. ``placed``: as in ``attend``. ``sink``: keys and values
+        ``[1, H, t, D]`` that are read instead of the first t slots.
         """
 
     @abstractmethod

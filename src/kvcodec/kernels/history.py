@@ -183,6 +183,7 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
         packed.table.data_ptr(),
         packed.table.stride(0),
     )
+    args.page_bytes = packed.pages.shape[2]
     if (tables := packed.key.tables) is not None:
         args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
     if (tables := packed.value.tables) is not None:

@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from kvcodec.cache.kept_rows import rows_bytes
 from kvcodec.cache.positions import shared
 from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
@@ -39,7 +40,7 @@ from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, c
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import claim, digest_of
-from kvcodec.integrations.vllm.layer import EngineLayer, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import (
@@ -52,6 +53,7 @@ from kvcodec.integrations.vllm.servable import (
     refusal,
 )
 from kvcodec.kernels.build import LEAST
+from kvcodec.scheme import Mean
 
 logger = init_logger("vllm.kvcodec")
 
@@ -83,7 +85,9 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     token_bytes: ClassVar[int | None] = None
-    """Bytes of a token of one KV head; None before the layer is bound."""
+    """Bytes of a token's codes in one KV head; None before the layer is bound."""
+    room: ClassVar[int] = 0
+    """Bytes of one KV head that every block has besides, for first tokens in 16 bit."""
 
     @staticmethod
     def get_name() -> str:
@@ -149,14 +153,16 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
         """Return the spec with the bytes of a packed token."""
         if spec.state_content_bytes is not None:
             return spec
-        content = cls.token_bytes
+        content, room = cls.token_bytes, cls.room
         if content is None:  # before layers are bound: as inner layers
             options = current_options()
             if options is None:
                 return spec
-            step = _step()
-            content = options.scheme.page_layout(spec.head_size, step).page_bytes // step
-        return replace(spec, dtype=torch.uint8, state_content_bytes=content)
+            step, scheme = _step(), options.scheme
+            content = scheme.page_layout(spec.head_size, step).page_bytes // step
+            room = rows_bytes(scheme.sink, spec.head_size)
+        tokens = BLOCK if spec.block_size == 1 else spec.block_size  # 1: to compare kinds of layers
+        return replace(spec, dtype=torch.uint8, state_content_bytes=content + -(-room // tokens))
 
 
 def _step() -> int:
@@ -165,17 +171,18 @@ def _step() -> int:
 
 
 @lru_cache(maxsize=256)
-def backend_for(name: str, token_bytes: int, unit: int) -> type[PackedBackend]:
-    """Return the backend of layers with ``token_bytes`` bytes per token and head that encode ``unit`` at a time."""
+def backend_for(name: str, token_bytes: int, room: int, unit: int) -> type[PackedBackend]:
+    """Return the backend of layers that encode ``unit`` tokens at a time; the other numbers as in ``PackedBackend``."""
     own = {
         "token_bytes": token_bytes,
+        "room": room,
         "forward_includes_kv_cache_update": unit > 1,
         "get_name": staticmethod(lambda: name),
         "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
         "__doc__": PackedBackend.__doc__,
     }
     # vLLM distinguishes backends by class name
-    return type(f"PackedBackend{token_bytes}x{unit}", (PackedBackend,), own)
+    return type(f"PackedBackend{token_bytes}x{unit}" + f"and{room}" * (room > 0), (PackedBackend,), own)
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
@@ -208,7 +215,7 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class Slots:
-    """Where a step's tokens are stored, and the first token that each request sees: computed once per layer group.
+    """Where a step's tokens are stored, and what each request sees: computed once per layer group.
 
     The tensors keep their addresses, because captured graphs hold them.
 
@@ -221,7 +228,9 @@ class Slots:
 
     def __init__(self, tokens: int, requests: int, device: torch.device) -> None:
         self.page, self.place = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
-        self.start = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.start, self.sunk, self.sunk_from = (
+            torch.zeros(requests, dtype=torch.int32, device=device) for _ in range(3)
+        )
         self.newest = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.positions: dict[tuple[int, int] | None, Tensor] = {}
         self.workspace: Tensor | None = None
@@ -251,9 +260,18 @@ class Slots:
             self.positions[first, last] = shared(torch.arange(first, last, device=self.newest.device)[None])
         return self.positions[first, last]
 
-    def see(self, seq_lens: Tensor, window: int) -> None:
-        """Set the first token that each request sees."""
-        self.start[: seq_lens.shape[0]] = (seq_lens - window).clamp_(min=0)
+    def see(self, seq_lens: Tensor, sink: int, window: int) -> None:
+        """Set what each request sees."""
+        held = (self.start, self.sunk, self.sunk_from)
+        for to, found in zip(held, Live.of(seq_lens, sink, window), strict=True):
+            if found is not None:
+                to[: found.shape[0]] = found
+
+    def live(self, requests: int, sink: int, window: int) -> Live:
+        """Return what ``see`` has set for so many requests."""
+        there = (sink or window, sink, sink and window)
+        held = (self.start, self.sunk, self.sunk_from)
+        return Live(*(x[:requests] if any_ else None for x, any_ in zip(held, there, strict=True)))
 
 
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[misc]
@@ -392,6 +410,12 @@ def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
     served = [layer.engine(page_tokens) for layer in layers if not layer.unserved]
     for name, count in Counter(engine.name for engine in served).items():
         logger.info("kvcodec: %d of %d layers are served by the kernels %r", count, len(layers), name)
+    if sink := max(layer.sink for layer in layers):
+        logger.info(
+            "kvcodec: each block of %d tokens has room for the first %d in 16 bit, which takes %.2f bits a number; a "
+            "larger --block-size takes less",
+            *(page_tokens, sink, 16 * sink / page_tokens),
+        )
     slow = Counter(layer.unserved for layer in layers if layer.unserved)
     for why, count in slow.items():
         logger.warning(
@@ -456,6 +480,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.around = Around(self)
         self.packed: EngineLayer | None = None
         self.means: dict[int, MeanRemoval] = {}
+        self.kinds: tuple[Mean, ...] = ()
         self.slots: Slots | None = None
         self.pending: PendingGroups | None = None
         self.leads = False
@@ -501,13 +526,15 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
         unit = group_tokens(self.packed.scheme)
         named = f"{layers[name].attn_backend.get_name()}-{self._identity(act_dtype)}"
-        layers[name].attn_backend = backend_for(named, self.packed.token_bytes, unit)
+        step, room = self.packed.step, rows_bytes(self.packed.sink, self.head_size)
+        codes = self.packed.layout(step).page_bytes // step
+        layers[name].attn_backend = backend_for(named, codes, room, unit)
 
     def _check_biases(self) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
         impls = self._impls()
         if next(iter(impls.values())) is self and self.packed is None:
-            told, means = check_weights(self.config, self.options, impls)
+            told, means, kinds = check_weights(self.config, self.options, impls)
             for text in told:
                 logger.warning("kvcodec: %s", text)
             for (kind, source), count in Counter((mean.kind, mean.source) for mean in means.values()).items():
@@ -516,13 +543,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                     "kvcodec: %d layers hold keys without their mean %s RoPE, which the %s give", count, side, source
                 )
             for impl in impls.values():
-                impl.means = means
+                impl.means, impl.kinds = means, kinds
         self.around.end()
 
     def _identity(self, dtype: torch.dtype) -> str:
         """Return the digest of what the bytes mean, which is noted in the folder of a connector as well."""
         options = self.options
-        digest = digest_of(options, self.head_size, dtype)
+        digest = digest_of(options, self.head_size, dtype, self.kinds)
         claim(self.config.kv_transfer_config, digest, f"{options.scheme} with seed {options.seed}")
         return digest
 
@@ -625,13 +652,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots, n = self.slots, m.decodes
         assert slots is not None
-        seq_lens, start = m.seq_lens[:n], None
-        if self.rules.window:
-            if self.leads:
-                slots.see(seq_lens, self.rules.window)
-            start = slots.start[:n]
+        seq_lens, window = m.seq_lens[:n], self.rules.window
+        if self.leads:
+            slots.see(seq_lens, packed.sink, window)
+        live = slots.live(n, packed.sink, window)
         space = self._workspace(packed, q, kv_cache, m)
-        return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, start, space)
+        return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, live, space)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
         """Memory for decode steps that a graph captures; a CPU's kernels have their own."""

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+)
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcodec.cache.site import MeanRemoval
-from kvcodec.codec import Params, Role
+from kvcodec.codec import ROLES, Dense, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.files.params import FittedParams
 from kvcodec.integrations.transformers.identity import check_params
@@ -37,6 +42,12 @@ def check_engine(config: VllmConfig, options: Options) -> None:
             f"kvcodec: {grouped[0]} encodes {group_tokens(grouped[0])} tokens together, which a rejected draft would "
             f"have to undo; switch speculative decoding off, or use a preset that encodes each token alone, such as "
             f"saw-int4."
+        )
+    kept = next((own for own in options.scheme.layer_schemes if own.sink), None)
+    if kept is not None and config.model_config.is_hybrid:
+        raise UnsupportedError(
+            f"kvcodec: {kept} keeps the first {kept.sink} tokens dense, for which each block has room, and vLLM counts "
+            f'the blocks of a hybrid model in tokens of equal size; give "sink": 0 to serve it without.'
         )
     asked = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -73,8 +84,11 @@ def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
 
 def check_weights(
     config: VllmConfig, options: Options, impls: Mapping[str, Any]
-) -> tuple[list[str], dict[int, MeanRemoval]]:
-    """Check a preset against the model's key biases; return messages to log, and means by layer.
+) -> tuple[list[str], dict[int, MeanRemoval], tuple[Mean, ...]]:
+    """Check a preset against the model's key biases; return messages to log, and what keys are held without.
+
+    That is, by layer, the means of this process's heads; and of all of the model's layers in order the kind of mean,
+    which is the same in all processes.
 
     Parameters
     ----------
@@ -99,19 +113,23 @@ def check_weights(
         rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
         if biases:
             biases.turned = all(isinstance(rotaries.of(index), Rotary) for index in biases.layers)
-        kinds = dict(zip(order, _agreed(decided(scheme, order, biases, params)), strict=True))
+        agreed = _agreed(decided(scheme, order, biases, params))
+        kinds = dict(zip(order, agreed, strict=True))
         told = check_biases(options, found, params=params if whole else None)
         asked = frozenset(i for at, i in enumerate(order) if scheme.for_layer(at, len(order)).mean in ("pre", "post"))
         given = None if params is None else {i: _own_params(config, params, i, impl) for i, impl in own.items()}
-        return told, means_of(scheme, kinds, own, biases, given, rotaries, asked)
+        return told, means_of(scheme, kinds, own, biases, given, rotaries, asked), tuple(agreed)
 
 
 def _agreed(means: list[Mean]) -> list[Mean]:
-    """The same for all processes that share the heads: where one of them decides for a mean, all do."""
-    if get_tensor_model_parallel_world_size() == 1:
-        return means
+    """The same for all processes: where one that has some of a layer's heads decides for a mean, all do.
+
+    A pipeline's stage knows the biases of its own layers only.
+    """
     numbers = torch.tensor([KINDS.index(mean) for mean in means])
-    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group.cpu_group)
     return [KINDS[number] for number in numbers.tolist()]
 
 
@@ -183,7 +201,8 @@ def bind(
         scheme = options.draft.for_layer(0, 1)
     else:
         scheme = packed_everywhere(config, options.scheme).for_layer(layers.index(index), len(layers))
-    scheme = replace(scheme, mean="none" if mean is None else mean.kind)
+    dense = all(isinstance(scheme.codec(role), Dense) for role in ROLES)
+    scheme = replace(scheme, mean="none" if mean is None else mean.kind, sink=0 if dense else scheme.sink)
     if why := refusal(scheme, head_dim, fitted=fitted is not None):
         raise UnsupportedError(f"kvcodec, layer {index}: {why}")
     if getattr(layer, "head_size_v", head_dim) != head_dim:

@@ -45,10 +45,9 @@ class GroupedLayer(EngineLayer):
         Requests that run at once.
     """
 
-    holds_dense = True
-
     def __init__(self, scheme: KVScheme, *, slots: int, **options: Any) -> None:
         super().__init__(scheme, **options)
+        self.holds_dense = True
         self.unit, self.slots = group_tokens(self.scheme), slots
         shape = (slots + 1, self.heads, self.unit, self.head_dim)
         held = storage_dtype(self.dtype)

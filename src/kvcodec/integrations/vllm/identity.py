@@ -7,7 +7,7 @@ servers compare before they exchange pages (NIXL, Mooncake), and is written into
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.options import Options
+from kvcodec.scheme import Mean
 
 NOTE = "kvcodec.json"
 """File in a connector's folder that says whose pages it holds."""
@@ -25,17 +26,22 @@ WHOLE_BLOCKS = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConn
 """Connectors that hand over whole blocks. Planes of a page are not rows of tokens: part of a block is no tokens."""
 
 
-def digest_of(options: Options, head_dim: int, dtype: torch.dtype) -> str:
-    """Return 12 hexadecimal digits of what a server's bytes mean: codecs, layouts, seed and fitted constants."""
+def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequence[Mean] = ()) -> str:
+    """Return 12 hexadecimal digits of what a server's bytes mean.
+
+    That is codecs, layouts, how many first tokens are dense, seed, fitted constants, and ``means``: what each layer's
+    keys are held without, as ``mean=auto`` was decided.
+    """
     scheme = replace(options.scheme, spec="")
-    means = {
+    identity = {
         "scheme": json.loads(scheme.to_json()),
         "layout": scheme.layout_versions(head_dim),
         "dtype": str(dtype),
         "seed": options.seed,
+        "means": list(means),
         "params": None if options.params is None else options.params.sha256,
     }
-    return hashlib.sha256(json.dumps(means, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def folders(transfer: Any) -> list[Path]:

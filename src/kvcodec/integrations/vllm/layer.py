@@ -19,6 +19,9 @@ Every token attends to what the pages hold, in a prefill too, so chunked prefill
 results.
 
 Keys may be held without their mean, which is the same for all requests. A token's place in its request is its position.
+
+A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first page (``cache.kept_rows``).
+A page has as many bytes a token as fill its tokens' share of that room.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,10 +33,11 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen, attend_parts, rounded_queries
+from kvcodec.cache.kept_rows import keep_rows, kept_rows, rows_bytes
 from kvcodec.cache.pages import PageStore, write_blocks
 from kvcodec.cache.positions import angles_near
 from kvcodec.cache.site import LayerSite, MeanRemoval
-from kvcodec.codec import FP16_MAX, ROLES, Params, Role
+from kvcodec.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.kernels.choose import choose
@@ -44,6 +48,33 @@ from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import workspace_bytes
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
+
+
+class Live(NamedTuple):
+    """Which tokens decode steps see.
+
+    Parameters
+    ----------
+    start : Tensor int32 ``[B]`` or None
+        First slot of each request that is read; None: 0.
+    sunk, sunk_from : Tensor int32 ``[B]`` or None
+        Dense first tokens ``[sunk_from, sunk)`` that are seen; None: there are none, and 0.
+    """
+
+    start: Tensor | None = None
+    sunk: Tensor | None = None
+    sunk_from: Tensor | None = None
+
+    @classmethod
+    def of(cls, seq_lens: Tensor, sink: int, window: int) -> "Live":
+        """Return it for requests of ``seq_lens`` tokens."""
+        if not sink and not window:
+            return cls()
+        oldest = (seq_lens - window).clamp_(min=0) if window else None
+        if not sink:
+            return cls(oldest)
+        start = torch.full_like(seq_lens, sink) if oldest is None else oldest.clamp(min=sink)
+        return cls(start, seq_lens.clamp(max=sink), oldest)
 
 
 class Rules(NamedTuple):
@@ -91,7 +122,7 @@ class EngineLayer:
     Parameters
     ----------
     scheme : KVScheme
-        Of this layer, without sink and window.
+        Of this layer, without window.
     layer : int
         Layer index; with ``seed`` and the head's number it determines random constants.
     heads, head_dim : int
@@ -108,8 +139,6 @@ class EngineLayer:
         What keys are held without, given.
     """
 
-    holds_dense = False
-    """Whether decode steps attend to dense tokens beside the pages."""
     unserved = ""
     """Why the reference serves the layer, on a CPU, and not kernels; see ``find_kernels``."""
 
@@ -127,8 +156,11 @@ class EngineLayer:
         params: Mapping[Role, Params] | None = None,
         mean: MeanRemoval | None = None,
     ) -> None:
-        self.scheme = KVScheme(scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype), spec=scheme.spec)
+        key, value = scheme.key.for_dtype(dtype), scheme.value.for_dtype(dtype)
+        self.scheme = KVScheme(key, value, scheme.sink, spec=scheme.spec)
         self.heads, self.head_dim, self.dtype, self.device = heads, head_dim, dtype, device
+        self.sink = scheme.sink
+        self.holds_dense = self.sink > 0  # beside the codes, in decode steps
         self.site = LayerSite(self.scheme, layer, seed, params, first_head, mean)
         self.mean: Tensor | None = None
         if mean is not None and mean.given is not None:
@@ -146,11 +178,9 @@ class EngineLayer:
         """A page is a multiple of this many tokens."""
         return page_step(self.scheme)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token of one KV head, keys and values."""
-        page = self.scheme.page_layout(self.head_dim, self.step)
-        return page.page_bytes // page.page_tokens
+    def token_bytes(self, page_tokens: int) -> int:
+        """Bytes of a token of one KV head, keys and values, where a page has so many tokens and room for the sink."""
+        return -(-(self.layout(page_tokens).page_bytes + rows_bytes(self.sink, self.head_dim)) // page_tokens)
 
     def layout(self, page_tokens: int) -> PageLayout:
         """Byte map of a page; cached, because it computes its sizes once."""
@@ -167,12 +197,14 @@ class EngineLayer:
             If the strides differ: heads of a block, and bytes of a head, must be contiguous.
         """
         blocks, heads, tokens, content = cache.shape
-        layout = self.layout(tokens)
+        layout, least = self.layout(tokens), self.token_bytes(tokens)
         want = (heads * tokens * content, tokens * content, content, 1)
-        if (heads, tokens * content) != (self.heads, layout.page_bytes) or cache.stride() != want:
+        # an engine may make blocks longer after it has asked for a token's bytes: there is room left then
+        fits = content >= least if self.sink else content == least
+        if heads != self.heads or not fits or cache.stride() != want:
             raise UnsupportedError(
                 f"the engine's blocks are {cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}; pages "
-                f"of {self.heads} heads and {layout.page_bytes} bytes without gaps are needed (KV-cache layout LBHNC)."
+                f"of {self.heads} heads and {tokens * least} bytes without gaps are needed (KV-cache layout LBHNC)."
             )
         return layout, cache.view(blocks, heads, -1)
 
@@ -227,7 +259,7 @@ class EngineLayer:
         """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``; ``positions [1, n]``."""
         layout, pages = self.pages(cache)
         site = self.roles[role]
-        good = (rows.abs() <= FP16_MAX).all(-1)
+        good, x = (rows.abs() <= FP16_MAX).all(-1), rows
         rows = rows.to(site.codec.held_dtype(self.dtype)).float()
         rows = rows.masked_fill(~good[..., None], 0.0)
         if role == "key" and (removed := self._removed(positions)) is not None:
@@ -237,6 +269,8 @@ class EngineLayer:
             bad = ~good.unflatten(2, (-1, site.codec.block_tokens)).all(-1)
             payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
         write_blocks(layout, pages, role, slots, payload)
+        if self.sink:
+            keep_rows(layout, pages, role, x.to(self.dtype), slots, self.sink)
 
     def write_run(
         self, role: Role, rows: Tensor, cache: Tensor, row: Tensor, begin: int, positions: Tensor | None = None
@@ -281,10 +315,23 @@ class EngineLayer:
         for at in range(first, last, CHUNK_TOKENS):
             end = min(at + CHUNK_TOKENS, last)
             removed = self._removed(torch.arange(at, end, device=cache.device)[None])
-            yield (
-                self.roles["key"].read(store, at, end, self.dtype, removed),
-                self.roles["value"].read(store, at, end, self.dtype),
-            )
+            k = self.roles["key"].read(store, at, end, self.dtype, removed)
+            v = self.roles["value"].read(store, at, end, self.dtype)
+            if at < self.sink and (dense := self._sink(cache, row, end)) is not None:
+                own_k, own_v = (x[:, :, at:].to(self.dtype) for x in dense)
+                k, v = (torch.cat([own, x[:, :, own.shape[2] :]], 2) for own, x in ((own_k, k), (own_v, v)))
+            yield k, v
+
+    def _rows(self, cache: Tensor) -> Tensor:
+        """The 16-bit rows of all pages, ``[num_blocks, H, 2, sink, D]``."""
+        return kept_rows(*self.pages(cache), self.sink, storage_dtype(self.dtype))
+
+    def _sink(self, cache: Tensor, row: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values ``[1, H, t, D]`` of a request's dense first tokens, of ``length``; None: it has none."""
+        if not self.sink:
+            return None
+        held = self._rows(cache).index_select(0, row[:1])[:, :, :, :length]
+        return held[:, :, 0], held[:, :, 1]
 
     def _attend_parts(
         self, q: Tensor, parts: Iterator[tuple[Tensor, Tensor]], total: int, rules: Rules, mask: Tensor | None
@@ -371,7 +418,7 @@ class EngineLayer:
         engine = self.engine(cache.shape[2])
         rest = [role for role in new if engine.encoders[role] is None]  # only on a CPU, where nothing synchronises
         written = {role: x for role, x in new.items() if role not in rest}
-        engine.encode(written, self._store(cache, table), first, self.bad, **self._less(positions))
+        engine.encode(written, self._store(cache, table), first, self.bad, kept=self.sink, **self._less(positions))
         for role in rest:
             for b, begin in enumerate(first.tolist()):
                 if begin < table.shape[1] * cache.shape[2]:
@@ -413,7 +460,7 @@ class EngineLayer:
         table: Tensor,
         seq_lens: Tensor,
         rules: Rules,
-        start: Tensor | None = None,
+        live: Live,
         workspace: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query token per request with kernels; nothing synchronises.
@@ -423,9 +470,11 @@ class EngineLayer:
         q : Tensor ``[B, HQ, D]``
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         table : Tensor int32 ``[B, M]``
-        seq_lens, start : Tensor int32 ``[B]``
-            Number of tokens, and the first one that is seen.
+        seq_lens : Tensor int32 ``[B]``
+            Number of tokens.
         rules : Rules
+        live : Live
+            ``Live.of`` them.
         workspace : Tensor float32, optional
             Of ``workspace_bytes``.
 
@@ -434,6 +483,11 @@ class EngineLayer:
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
         engine = self.engine(cache.shape[2])
+        dense: dict[str, Tensor | None] = {}
+        if self.sink:
+            keys, values = self._rows(cache).unbind(2)
+            dense = {"dense_k": keys, "dense_v": values, "dense_at": table[:, 0]}
+            dense |= {"dense_lens": live.sunk, "dense_start": live.sunk_from}
         out = engine.attend(
             q[:, :, None],
             self._store(cache, table),
@@ -441,8 +495,9 @@ class EngineLayer:
             scale=rules.scale,
             softcap=rules.softcap,
             sinks=rules.sinks,
-            start=start,
+            start=live.start,
             workspace=workspace,
+            **dense,
             **self._placed(q.shape[0]),
         )
         return out[:, :, 0]
@@ -450,7 +505,7 @@ class EngineLayer:
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Upper bound of the bytes that ``prefill`` needs for ``tokens`` new tokens of a request of ``length``."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        return workspace_bytes(q, self.heads, length, 0, not rules.softcap)
+        return workspace_bytes(q, self.heads, length, self.sink, not rules.softcap)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Upper bound of the bytes that ``decode`` needs for up to ``requests`` requests."""
@@ -476,6 +531,7 @@ class EngineLayer:
             sinks=rules.sinks,
             seen=Seen(window=rules.window, softcap=rules.softcap),
             flash=self.flash,
+            sink=self._sink(cache, row, length),
             **self._placed(1),
         )
         return out[0].transpose(0, 1)

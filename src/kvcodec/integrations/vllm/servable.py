@@ -3,7 +3,8 @@
 Requests with the same prefix share pages: they are found by the hash of their tokens, evicted, and computed again. So
 the bytes of a page must be a pure function of its tokens' own keys and values. Dense tokens beside the pages and
 statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other numbers than
-the one that computed it. Groups of tokens do not: requests share whole blocks, which are whole groups.
+the one that computed it. Groups of tokens do not: requests share whole blocks, which are whole groups. Nor do dense
+first tokens of codecs that encode each token alone: pages have room for them (``cache.kept_rows``).
 """
 
 import math
@@ -35,16 +36,18 @@ def page_step(scheme: KVScheme) -> int:
 
 
 def preferred_page(scheme: KVScheme) -> int:
-    """Tokens of a page that kernels read fastest."""
-    step = page_step(scheme)
-    return -(-BLOCK // step) * step
+    """Tokens of a page that kernels read fastest; with a sink so many that its room takes a quarter bit a number."""
+    step, sink = page_step(scheme), max(own.sink for own in scheme.layer_schemes)
+    return -(-max(BLOCK, BLOCK * sink) // step) * step
 
 
 def page_refusal(scheme: KVScheme, page_tokens: int) -> str:
     """Return why a page, which is an engine's block, cannot have so many tokens, or ``""`` if it can."""
     step, unit = page_step(scheme), group_tokens(scheme)
     if page_tokens % step == 0:
-        return ""
+        if page_tokens >= scheme.sink:
+            return ""
+        return f"--block-size {page_tokens}; the first {scheme.sink} tokens lie in one page, give as many or more."
     why = f"{scheme} encodes {unit} tokens together and " if unit > 1 else ""
     return f"--block-size {page_tokens}; {why}pages are multiples of {step} tokens, give one of these."
 
@@ -86,7 +89,7 @@ RULES = (
     ),
     Rule(
         "dense tokens",
-        lambda s, fitted: bool(s.window or s.sink),
+        lambda s, fitted: bool(s.window or (s.sink and group_tokens(s) > 1)),
         "it keeps {dense} dense, which is not in the pages that requests share",
         "give {zeros} to serve it without",
     ),
@@ -116,14 +119,12 @@ def refusal(
     >>> refusal(get("octopus-3"))
     'octopus-3: it keeps the newest 32 tokens dense, which is not in the pages that requests share; give "window": 0 to serve it without.'
     """  # noqa: E501
+    grouped = group_tokens(scheme) > 1
+    dense = {"sink": ("first", scheme.sink if grouped else 0), "window": ("newest", scheme.window)}
     words = {
-        "dense": " and ".join(
-            f"the {which} {count} tokens"
-            for which, count in (("first", scheme.sink), ("newest", scheme.window))
-            if count
-        ),
+        "dense": " and ".join(f"the {which} {count} tokens" for which, count in dense.values() if count),
         "s": str(scheme),
-        "zeros": " and ".join(f'"{name}": 0' for name in ("sink", "window") if getattr(scheme, name)),
+        "zeros": " and ".join(f'"{name}": 0' for name, (_, count) in dense.items() if count),
     }
     for rule in RULES:
         if rule.broken(scheme, fitted):

@@ -60,6 +60,7 @@ def attend(
     q : Tensor ``[B, HQ, n, D]``
         Model basis.
     pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
     table : Tensor int32 ``[B, max_pages]``
     pieces : sequence of sequence of Piece
         The tokens of each sequence, oldest first; as many pieces for each (some may be empty).
@@ -107,7 +108,7 @@ def attend(
     if sinks is not None:
         sinks = sinks.float().contiguous()
         args.sinks = sinks.data_ptr()
-    args.page_bytes, args.page_tokens = spec.page.page_bytes, spec.page.page_tokens
+    args.page_bytes, args.page_tokens = pages.shape[2], spec.page.page_tokens
     args.table_row = table.stride(0)
     args.batch, args.heads, args.group = batch, heads, query_heads // heads
     args.queries, args.dim, args.threads = n, dim, torch.get_num_threads()

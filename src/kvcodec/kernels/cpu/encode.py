@@ -20,7 +20,7 @@ ROUNDED = 3
 def prepared(spec: CpuSpec) -> EncodeArgsStruct:
     """What every call of ``encode`` for these codecs has in common."""
     args = EncodeArgsStruct()
-    args.page_bytes, args.page_tokens, args.dim = spec.page.page_bytes, spec.page.page_tokens, spec.head_dim
+    args.page_tokens, args.dim = spec.page.page_tokens, spec.head_dim
     for role in ROLES:
         struct: EncodeRoleStruct = getattr(args, role)
         struct.block = spec.page.side(role).block_tokens
@@ -54,6 +54,7 @@ def encode(
     new : mapping of role to Tensor ``[B, H, n, D]``
         Model basis, fp16, bf16 or float32; n a multiple of the codec's block. Only roles with an encoder.
     pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
     table : Tensor int32 ``[B, max_pages]``
     first : Tensor int32 ``[B]``
         Slot of token 0; a multiple of the block.
@@ -71,7 +72,7 @@ def encode(
     """
     args = EncodeArgsStruct.from_buffer_copy(common)
     args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
-    args.table_row, args.columns = table.stride(0), table.shape[1]
+    args.page_bytes, args.table_row, args.columns = pages.shape[2], table.stride(0), table.shape[1]
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
     held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.items()]
     if less is not None and "key" in new:

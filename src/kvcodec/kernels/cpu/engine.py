@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcodec.attention import Seen
 from kvcodec.cache.host import RoleState
+from kvcodec.cache.kept_rows import keep_rows
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Role
 from kvcodec.kernels.constants import NO_CONSTANTS
@@ -55,7 +56,13 @@ class CpuEngine(Engine):
         self.mean = cpu_mean(mean, rotary)
 
     def encode(
-        self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, bad: Tensor, less: Turned | None = None
+        self,
+        new: Mapping[Role, Tensor],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+        less: Turned | None = None,
+        kept: int = 0,
     ) -> None:
         """As ``Engine.encode``; float32 tokens are rounded to fp16 first where caches hold them so."""
         if not new:
@@ -66,6 +73,16 @@ class CpuEngine(Engine):
             new, store.pages, store.table, first, bad, common=self.common, constants=self.writing,
             rounded=self.rounded, less=less,
         )  # fmt: skip
+        if kept:
+            self._keep(new, store, first, kept)
+
+    def _keep(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, kept: int) -> None:
+        """Write the 16-bit rows of the new tokens; those behind the pages are dropped."""
+        for role, x in new.items():
+            at = first[:, None].long() + torch.arange(x.shape[2])
+            column = (at // self.page_tokens).clamp(max=store.table.shape[1] - 1)
+            slots = store.table.gather(1, column).long() * self.page_tokens + at % self.page_tokens
+            keep_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), kept)
 
     def attend(
         self,
@@ -81,6 +98,7 @@ class CpuEngine(Engine):
         dense_v: Tensor | None = None,
         dense_lens: Tensor | None = None,
         dense_start: Tensor | None = None,
+        dense_at: Tensor | None = None,
         workspace: Tensor | None = None,
         placed: Tensor | None = None,
     ) -> Tensor:
@@ -88,6 +106,8 @@ class CpuEngine(Engine):
         batch = q.shape[0]
         at = _numbers(placed, batch, 0)
         first, last = _numbers(start, batch, 0), seq_lens.tolist()
+        if dense_at is not None and dense_k is not None and dense_v is not None:
+            dense_k, dense_v = (x.index_select(0, dense_at) for x in (dense_k, dense_v))
         dense = 0 if dense_k is None else dense_k.shape[2]
         dense_first, dense_last = _numbers(dense_start, batch, 0), _numbers(dense_lens, batch, dense)
         pieces: list[list[Piece]] = [
@@ -110,11 +130,15 @@ class CpuEngine(Engine):
         seen: Seen,
         flash: Flash | None = None,
         placed: Tensor | None = None,
+        sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """As ``Engine.attend_pages``; ``flash`` is a GPU's."""
+        dense_k, dense_v = sink or (None, None)
+        t = 0 if dense_k is None else dense_k.shape[2]
+        pieces = [Piece(t, ~0, ~0), Piece(length - t, t, t, _numbers(placed, 1, 0)[0] + t)]
         return self._attend(
-            q, store, [[Piece(length, 0, 0, _numbers(placed, 1, 0)[0])]], scale=scale, softcap=seen.softcap,
-            sinks=sinks, seen=ranges(seen, 1, q.shape[2], length), mean=self.mean,
+            q, store, [pieces], dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=seen.softcap, sinks=sinks,
+            seen=ranges(seen, 1, q.shape[2], length), mean=self.mean,
         )  # fmt: skip
 
     def attend_groups(

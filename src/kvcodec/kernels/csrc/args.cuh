@@ -35,6 +35,7 @@ struct DecodeArgs {
   const void* dense_v;
   const int32_t* dense_lens;   // [B] null: W
   const int32_t* dense_start;  // [B] null: 0
+  const int32_t* dense_at;  // [B], dense_step apart: which of dense_k and dense_v are a sequence's; null: b
   const float* sinks;       // [HQ] learned logits; null: none
   float* part_o;            // [B * HQ, slots, D] partial outputs, code basis (the dense slot: model basis)
   float* part_m;            // [B * HQ, slots] reference exponent, log2
@@ -44,6 +45,8 @@ struct DecodeArgs {
   Side key, value;
   int64_t q_batch, q_head;  // strides in elements
   int64_t table_row;
+  int64_t page_bytes;       // from one page to the next; its codes may take less
+  int64_t dense_step;
   int64_t dense_k_batch, dense_k_head, dense_k_token;
   int64_t dense_v_batch, dense_v_head, dense_v_token;
   int64_t out_batch, out_head;

@@ -336,7 +336,7 @@ struct Decoder {
     const int sooner = known ? row[warp * T / P] : 0;
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
-    const int64_t stride = page_bytes<K, V>(P);
+    const int64_t stride = a.page_bytes;
     int fetched = from + warp;
     int page = known ? sooner : fetched < to ? row[fetched * T / P] : 0;
     typename Mean::Begin mean_begin{};

@@ -6,6 +6,9 @@
 
 namespace kv {
 
+// which of the dense tensors are those of a sequence
+KV_DEV int64_t dense_of(const DecodeArgs& a, int b) { return a.dense_at ? a.dense_at[b * a.dense_step] : b; }
+
 template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
   using R = ReadDense<D, BF16>;
   using Loop = Decoder<R, R, D, 16, 16, WARPS, 1, CAP, -1, HEADS>;
@@ -27,7 +30,8 @@ template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart {
     begin = begin > 0 ? begin : 0;
     end = end < a.dense_width ? end : a.dense_width;
     uint8_t* tile = shared + Loop::QUERY + warp * Loop::TILE;
-    const int64_t k_at = b * a.dense_k_batch + h * a.dense_k_head, v_at = b * a.dense_v_batch + h * a.dense_v_head;
+    const int64_t at = dense_of(a, b);
+    const int64_t k_at = at * a.dense_k_batch + h * a.dense_k_head, v_at = at * a.dense_v_batch + h * a.dense_v_head;
     auto start = [&](int first) {
       if (first < end) {
         fetch(tile, a.dense_k, k_at, a.dense_k_token, first, end, lane);
@@ -148,8 +152,9 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
 
   // prefetch a warp's first rows into the L2, long before they are read
   KV_DEV static void prefetch_rows(const DecodeArgs& a, const Live& live, int b, int h, int lane) {
-    const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head);
-    const uint8_t* v = (const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head);
+    const int64_t at = dense_of(a, b);
+    const uint8_t* k = (const uint8_t*)a.dense_k + 2 * (at * a.dense_k_batch + h * a.dense_k_head);
+    const uint8_t* v = (const uint8_t*)a.dense_v + 2 * (at * a.dense_v_batch + h * a.dense_v_head);
     constexpr int LINES = (2 * D + 127) / 128, TILES = 3;
     KV_NO_UNROLL
     for (int i = lane; i < TILES * 16 * LINES; i += 32) {
@@ -169,9 +174,10 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     const int begin = live.begin, end = live.end, tiles = live.tiles;
     if (!Live::any(a, tiles, split)) return;
-    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (b * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
+    const int64_t at = dense_of(a, b);
+    const Rows k_rows{(const uint8_t*)a.dense_k + 2 * (at * a.dense_k_batch + h * a.dense_k_head), 2 * a.dense_k_token,
                       end - 1};
-    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (b * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
+    const Rows v_rows{(const uint8_t*)a.dense_v + 2 * (at * a.dense_v_batch + h * a.dense_v_head), 2 * a.dense_v_token,
                       end - 1};
     uint32_t next_x[R::K_REGS], next_y[R::K_REGS];  // of the next tile, under way where registers allow
     auto fetch = [&](int t) {

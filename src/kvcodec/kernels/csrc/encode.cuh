@@ -23,7 +23,8 @@
 // rounded to fp32.
 //
 // A row holding NaN, Inf or a magnitude above 65504 is stored as zeros and raises *bad to 1; a token past the capacity
-// is not stored and raises *bad to 2.
+// is not stored and raises *bad to 2. Where pages keep their first tokens in 16 bit as well (`kept`), those are written
+// too, as they came, or as zeros.
 //
 // Row codecs: a struct template on D, in encode_<name>.cuh, lanes of a warp share a row:
 //
@@ -262,6 +263,36 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
   }
 }
 
+// The first `kept` tokens of every page as they came, into the rows of 16 bit behind its codes; a warp to a row
+template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const EncodeSide& s) {
+  if (!a.kept) return;
+  const int lane = thread() % 32, b = block_y(), kind = a.kind;
+  const uint32_t first = (uint32_t)s.first[b], last = first + (uint32_t)s.tokens, kept = (uint32_t)a.kept;
+  const uint32_t tokens = (uint32_t)a.page_tokens, heads = (uint32_t)a.heads, begin = first / tokens;
+  const uint32_t rows = ((last + tokens - 1) / tokens - begin) * kept * heads;
+  KV_NO_UNROLL
+  for (uint32_t i = block_x() * WARPS + thread() / 32; i < rows; i += grid_x() * WARPS) {
+    const uint32_t head = i % heads, place = i / heads % kept, column = begin + i / heads / kept;
+    const uint32_t slot = column * tokens + place;
+    if (slot < first || slot >= last || slot >= (uint32_t)a.capacity) continue;
+    const int64_t from = b * s.batch + head * s.head + (slot - first) * s.token;
+    float y[(D + 31) / 32];
+    bool bad = false;
+    KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++) {
+      const int c = lane + 32 * k < D ? lane + 32 * k : D - 1;
+      if (kind == 2) y[k] = ((const float*)s.x)[from + c];
+      else if (kind == 1) y[k] = bits_float((uint32_t)((const uint16_t*)s.x)[from + c] << 16);
+      else y[k] = half_float(((const uint16_t*)s.x)[from + c]);
+      bad |= !(magnitude(y[k]) <= HALF_MAX);
+    }
+    bad = any(bad);
+    const int64_t page = a.page_table[b * a.table_row + column];
+    uint16_t* to = (uint16_t*)(a.pages + (page * a.heads + head) * a.page_bytes + s.rows) + place * D;
+    KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++)
+      if (lane + 32 * k < D) to[lane + 32 * k] = bad ? (uint16_t)0 : kind == 1 ? bf16_bits(y[k]) : half_bits(y[k]);
+  }
+}
+
 template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide& s, int kind) {
   using C = typename R::Codec;
   constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
@@ -317,6 +348,7 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
 
 // all rows of one role
 template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
+  keep_rows<R::Codec::DIM, ENCODE_WARPS>(a, s);
   // four rows at a time are little work: separate code for each kind of x, so that the load is waited for late
   if (R::Codec::TEAM == 32) encode_rows<R>(a, s, a.kind);
   else if (a.kind == 1) encode_rows<R>(a, s, 1);

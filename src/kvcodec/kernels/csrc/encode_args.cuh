@@ -16,6 +16,7 @@ struct EncodeSide {
   int64_t factor_batch;     // elements; 0: one for all sequences
   int64_t plane;            // byte of the page at which this role's first plane begins
   int64_t tokens;           // N
+  int64_t rows;             // byte of the page at which the role's 16-bit rows begin, where `kept` > 0
 };
 
 // what is subtracted from keys before they are encoded: their mean before RoPE, turned to each token's position
@@ -41,6 +42,7 @@ struct EncodeArgs {
   int32_t capacity;         // slots that a row of the page table can hold
   int32_t heads;            // H
   EncodeMean mean;          // of the keys
+  int64_t kept;             // so many tokens of a page also lie in 16 bit behind its codes, [kept, D]; 0: none
 };
 
 }  // namespace kv

@@ -106,6 +106,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
+  keep_rows<C::DIM, TABLE_WARPS>(a, s);
   uint8_t* scratch = shared + C::TABLE + C::DERIVED + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;

@@ -17,6 +17,7 @@ struct UnpackArgs {
   void* values;
   int64_t k_table_head, v_table_head;
   int64_t table_row;
+  int64_t page_bytes;         // from one page to the next; its codes may take less
   int64_t out_batch, out_head, out_token;  // of keys and of values, in numbers; multiples of 8
   int32_t heads;
   int32_t first;              // token of the first row, a multiple of T
@@ -187,7 +188,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     const bool mine = first < a.first + a.count;
     if (mine) {
       const int64_t page = a.page_table[b * a.table_row + first / P];
-      fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * (int64_t)page_bytes<K, V>(P), first % P, lane);
+      fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * a.page_bytes, first % P, lane);
     }
     copy_commit();
     if (K::TABLE) K::fill(k_table, source_of<K>(a.k_table, a.k_table_head, b, h), thread(), WARPS * 32);
