@@ -19,6 +19,8 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     key-summary, key-breaks, key-channels, key-mends, key-means
                 which presets fail on keys with biases, and what mends it, from KEY_ERRORS and the runs JUDGE
     ghost       the own method beside the best of the others, from the run TODAY, ALL_RESULTS, ADDED and FITTED
+    ghost-steps what each of its steps gains, from STEPS
+    ghost-fresh the same beside others on texts that it was not designed on, from the runs below FRESH
     med3        perplexity by slots of outliers, from MED3
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
@@ -29,26 +31,32 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcodec.description import kernels_for
-from kvcodec.errors import FormatError
+from kvcodec.errors import FormatError, KVError
 from kvcodec.registry import get, presets
 from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number
 from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
 from kvcodec_lab.eval.generation import CUDNN_OFF
+from kvcodec_lab.eval.merge import unpack
+from kvcodec_lab.eval.rows import Row
+from kvcodec_lab.eval.stats import against, summarize
+from kvcodec_lab.eval.store import Run
 from kvcodec_lab.report import figures, pictures
 from kvcodec_lab.report.figures import SPEED_TITLES
 from kvcodec_lab.report.pages import key_errors
 from kvcodec_lab.report.pages.leaderboard import found_values, read_runs, retrieval_sentences, sentences
 from kvcodec_lab.report.ranks import EXACT
-from kvcodec_lab.report.rows import UNCOMPRESSED, Results, read_rows
+from kvcodec_lab.report.rows import UNCOMPRESSED, Results, mapping, read_rows
 from kvcodec_lab.report.tables import cell, columns_of, markdown, with_reference
+from kvcodec_lab.report.words import listed
 from kvcodec_lab.serve.tables import Found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +69,12 @@ FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
 FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 OWN, MORE_BITS = "ghost", 0.5
+STEPS = "benchmarks/results/*/ghost_steps_*.json"
+"""Of `benchmarks/ghost_steps.py`, a file for each model."""
+FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "stressed", "needle-4k"
+"""Published runs MODEL/TEXT/plain and /stressed of texts of `benchmarks/fresh_texts.py`, and MODEL/NEEDLE/plain."""
+BESIDE = ("ghost-3", "ghost-4")
+"""What the others are compared with there."""
 """The library's own method; others may hold so many bits more than it beside them."""
 VARIANTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json")
 QUALITY_FIGURE = Path("docs/img/all-presets.png")
@@ -350,7 +364,126 @@ def ghost_block(root: Path) -> str:
     return "\n".join(out) + (
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
-        f"on another text; the other rows take them from the prompt itself."
+        f"on another text; the other rows take them from the prompt itself. {least_sentence(values)}"
+    )
+
+
+def least_sentence(values: Mapping[str, "Judged"]) -> str:
+    """Which presets of other methods lose less than `ghost-4` on the real model, and which is next to it."""
+    own = values["ghost-4"]
+    others = sorted((of.kl, spec, of.bits) for spec, of in values.items() if spec in presets() and OWN not in spec)
+    less = [f"`{spec}` ({bits:.2f} bits, {kl:.4f})" for kl, spec, bits in others if kl <= own.kl]
+    more = [(kl, spec, bits) for kl, spec, bits in others if kl > own.kl]
+    (kl, spec, bits), int8 = more[0], values["int-8"]
+    return (
+        f"On Qwen2.5-Coder-1.5B-Instruct `ghost-4` loses less than every preset of other methods"
+        f"{f' but {listed(less)}' if less else ''}: `{spec}`, the next, has a KL of {kl:.4f} at {bits:.2f} bits, "
+        f"`int-8` {int8.kl:.4f} at {int8.bits:.2f}."
+    )
+
+
+def ghost_steps_block(root: Path) -> str:
+    """A row for each step, with the KL of each model."""
+    files = sorted(root.glob(STEPS))
+    if not files:
+        return "Not measured yet: `benchmarks/ghost_steps.py` makes the rows."
+    models = {rows[0]["model"]: {row["step"]: row for row in rows} for rows in map(rows_of, files)}
+    steps = dict.fromkeys(step for rows in models.values() for step in rows)
+    lines = []
+    for step in steps:
+        cells = [step]
+        for rows in models.values():
+            row = rows.get(step)
+            cells += ["–"] * 2 if row is None else [f"{row['effective_bits']:.2f}", f"{row['kl']:.4f}"]
+        lines.append(cells)
+    some = next(iter(next(iter(models.values())).values()))
+    heads = ["step", *(head for model in models for head in (f"{model}: bits", "KL"))]
+    return (
+        f"{markdown(heads, lines)}\n\n{some['windows']} windows of {some['window_tokens']:,} tokens of {some['text']}, "
+        f"constants of the prompt itself where a row does not say fitted; bits of every byte held."
+    )
+
+
+def published(folder: Path) -> Run:
+    """A published run with its items.
+
+    Raises
+    ------
+    MissingResultError
+        If there is none, or it is damaged.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as made:
+            return unpack(folder, made)
+    except KVError as error:
+        raise MissingResultError(str(error)) from error
+
+
+def ghost_fresh_block(root: Path) -> str:
+    """For each model a table of every preset, and what stress and a needle do to the own method."""
+    models = sorted(path for path in (root / FRESH).glob("*") if path.is_dir())
+    parts = []
+    for folder in models:
+        texts = sorted(path.parent.name for path in folder.glob(f"*/{PLAIN}") if path.parent.name != NEEDLE)
+        runs = [published(folder / text / PLAIN) for text in texts]
+        parts.append(_fresh_table(texts, runs))
+        if stressed := [published(path) for text in texts if (path := folder / text / STRESSED).is_dir()]:
+            parts.append(_stressed_sentence(runs, stressed))
+        if (folder / NEEDLE).is_dir():
+            parts.append(_needle_sentence(published(folder / NEEDLE / PLAIN)))
+    return "\n\n".join(parts) or "Not measured yet: `benchmarks/evaluate.py` on texts of `benchmarks/fresh_texts.py`."
+
+
+def _kl_rows(runs: Sequence[Run]) -> dict[str, Row]:
+    """Row of each spec's KL over the items of all runs."""
+    found = (row for row in against(runs, UNCOMPRESSED) if row["metric"] == "kl")
+    return {row["other"]: row for row in found}
+
+
+def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
+    about, whole = runs[0].about, _kl_rows(runs)
+    beside = {own: {r["other"]: r for r in against(runs, own) if r["metric"] == "kl"} for own in BESIDE}
+    each = [_kl_rows([run]) for run in runs]
+    held = {row["spec"]: row["effective_bits"] for run in runs for row in summarize(run) if row["effective_bits"]}
+    lines = []
+    for spec, row in sorted(whole.items(), key=lambda item: item[1]["other_value"]):
+        cells = [f"`{spec}`", f"{held[spec]:.2f}", *(f"{one[spec]['other_value']:.4f}" for one in each)]
+        cells.append(f"{row['other_value']:.4f}")
+        for own in BESIDE:
+            of = beside[own].get(spec)
+            cells.append("–" if of is None else f"{-of['difference']:+.4f} [{-of['high']:+.4f}, {-of['low']:+.4f}]")
+        lines.append(cells)
+    heads = [about["model"]["name"], "bits", *(f"KL, {text}" for text in texts), "KL, all"]
+    windows, size = next(iter(whole.values()))["items"], about["tasks"]["kl"]["window_tokens"]
+    heads += [f"less `{own}`" for own in BESIDE]
+    return (
+        f"{markdown(heads, lines)}\n\n{windows} windows of {size:,} tokens; the last columns are a preset's KL less "
+        f"that of ours on the same windows, with the interval of 95 % over windows."
+    )
+
+
+def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:
+    usual, loud = _kl_rows(plain), _kl_rows(stressed)
+    own = [(spec, row["other_value"]) for spec, row in loud.items() if spec.startswith(OWN)]
+    told = [f"{kl:.4f}, {kl / usual[spec]['other_value']:.2f} times as much" for spec, kl in own]
+    named = [
+        f"`{spec}` {'is ' if i == 0 else ''}{text}" for i, ((spec, _), text) in enumerate(zip(own, told, strict=True))
+    ]
+    text = mapping(stressed[0].about["settings"]["stress"])
+    return (
+        f"With outlier channels ([stress](stress.md) {text['factor']:g}:{text['pairs']}) on the same windows the KL of "
+        f"{', '.join(named)}."
+    )
+
+
+def _needle_sentence(run: Run) -> str:
+    rows = [row for row in summarize(run) if row["metric"] == "recall" and row["group"] is None]
+    found = {row["spec"]: f"{row['value'] * row['items']:.0f}" for row in rows}
+    told = [f"`{spec}` {'finds ' if i == 1 else ''}{n}" for i, (spec, n) in enumerate(found.items()) if i]
+    length = run.about["tasks"]["needle"]["lengths"][0]
+    return (
+        f"Of {rows[0]['items']} numbers hidden in {length:,} tokens of a novel, one each, "
+        f"{listed(told)}, the uncompressed model {found[UNCOMPRESSED]}."
     )
 
 
@@ -737,6 +870,8 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
         for part in ("summary", "breaks", "channels", "mends", "means")
     },
     "ghost": (Path("docs/ghost.md"), ghost_block),
+    "ghost-steps": (Path("docs/ghost.md"), ghost_steps_block),
+    "ghost-fresh": (Path("docs/ghost.md"), ghost_fresh_block),
     "med3": (Path("docs/key-biases.md"), med3_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),

@@ -1,6 +1,7 @@
 """README and docs say what the result files say: their blocks are derived again, and the README's program runs."""
 
 import functools
+import gzip
 import importlib.util
 import json
 import re
@@ -125,7 +126,7 @@ def test_table_of_kernels_has_speedups_and_the_break_even(tmp_path: Path) -> Non
     assert (tmp_path / script.SPEED_FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
-UNMEASURED = ("kernels", "board")
+UNMEASURED = ("kernels", "board", "ghost-steps", "ghost-fresh")
 """Blocks that say so where nothing was measured."""
 
 
@@ -376,3 +377,68 @@ def test_what_the_readme_says_of_the_speed_of_ghost_is_what_was_measured() -> No
     assert 1.2 < slower[4] < 1.25
     said = "as fast as that of `saw-int4` at 2 and 3 bits, at 4 bits up to a quarter slower"
     assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_less_is_lost_than_by_all_at_about_these_bits_and_by_eight_bit_integers() -> None:
+    values, _ = script.judged(ROOT, script.TODAY)
+    own = values["ghost-4"]
+    others = {spec: of for spec, of in values.items() if spec in script.presets() and "ghost" not in spec}
+    assert {spec for spec, of in others.items() if of.kl <= own.kl and of.bits <= 5} == set()
+    assert values["int-8"].kl > own.kl
+    told = script.least_sentence(values)
+    less = {spec for spec, of in others.items() if of.kl <= own.kl}
+    assert all(f"`{spec}`" in told for spec in (*less, "int-8", min(others.keys() - less, key=lambda s: others[s].kl)))
+
+
+def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl", **more: Any) -> None:
+    """A published run: KL of each window, or whether a number was found, of each spec."""
+    metric, text = ("kl", "lower") if task == "kl" else ("recall", "higher")
+    about = {"format": "kvcodec-eval", "version": 1, "model": {"name": folder.parents[1].name}, "seed": 0}
+    about |= {"versions": {}, "settings": {"prefill": "decoded", **more}, "specs": list(scores), "bits": {}}
+    own = {"items": 2, "window_tokens": 2048, "lengths": [4096]}
+    about["tasks"] = {task: {**own, "metrics": {metric: {"better": text, "text": "", "of": "", "exp": False}}}}
+    none = dict.fromkeys(next(iter(scores.values())), 0.0 if task == "kl" else 1.0)
+    lines = [
+        {"spec": spec, "task": task, "item": item, "group": {}, "scores": {metric: [x, 1.0]}, "prefill": "decoded"}
+        | {"seconds": 1.0, "bytes": 3 * 64, "elements": 8 * 64}
+        for spec, of in {script.UNCOMPRESSED: none, **scores}.items()
+        for item, x in of.items()
+    ]
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "items.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(x) + "\n" for x in lines).encode()))
+
+
+def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) -> None:
+    assert "Not measured yet" in script.ghost_fresh_block(tmp_path)
+    folder = tmp_path / script.FRESH / "tiny"
+    code = {"ghost-3": {"a": 0.1, "b": 0.3}, "ghost-4": {"a": 0.02, "b": 0.02}, "int-4": {"a": 0.4, "b": 0.5}}
+    write_run(folder / "code" / "plain", code)
+    write_run(folder / "novel" / "plain", {spec: {"c": 0.2, "d": 0.2} for spec in code})
+    loud = {spec: {item: 1.5 * x for item, x in of.items()} for spec, of in code.items()}
+    write_run(folder / "code" / "stressed", loud, stress={"factor": 64.0, "pairs": 1})
+    found = {"ghost-3": {"x": 1.0, "y": 1.0}, "ghost-4": {"x": 1.0, "y": 0.0}}
+    write_run(folder / "needle-4k" / "plain", found, task="needle")
+    told = script.ghost_fresh_block(tmp_path)
+    row = next(line for line in told.splitlines() if line.startswith("| `int-4`")).strip("| ").split(" | ")
+    assert row[:5] == ["`int-4`", "3.00", "0.4500", "0.2000", "0.3250"]
+    value, low, high = map(float, re.findall(r"[-+][.\d]+", row[5]))
+    assert (value, 0 <= low < value < high <= 0.3) == (0.125, True)
+    assert next(line for line in told.splitlines() if line.startswith("| `ghost-3`")).count("–") == 1
+    assert "4 windows of 2,048 tokens" in told
+    assert "64:1) on the same windows the KL of `ghost-3` is 0.3000, 1.50 times as much, `ghost-4` 0.0300" in told
+    assert "Of 2 numbers hidden in 4,096 tokens of a novel, one each, `ghost-3` finds 2 and `ghost-4` 1" in told
+    assert "uncompressed model 2." in told
+
+
+def test_steps_stand_beside_each_other_for_every_model(tmp_path: Path) -> None:
+    assert "Not measured yet" in script.ghost_steps_block(tmp_path)
+    (tmp_path / "benchmarks/results/gpu").mkdir(parents=True)
+    same = {"effective_bits": 3.0, "windows": 3, "window_tokens": 2048, "text": "T"}
+    for model, names in (("a", ("one", "two")), ("b", ("two",))):
+        rows = [{"step": name, "model": model, "kl": 0.5 if name == "one" else 0.25, **same} for name in names]
+        (tmp_path / f"benchmarks/results/gpu/ghost_steps_{model}.json").write_text(json.dumps(rows))
+    told = script.ghost_steps_block(tmp_path)
+    assert "| one | 3.00 | 0.5000 | – | – |" in told
+    assert "| two | 3.00 | 0.2500 | 3.00 | 0.2500 |" in told
+    assert "3 windows of 2,048 tokens of T" in told
