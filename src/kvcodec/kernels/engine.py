@@ -52,8 +52,6 @@ class Engine(ABC):
         self.reading: dict[Role, Constants] = {}
         self.writing: dict[Role, Constants] = {}
         self._find()
-        self.flags_all = None not in self.encoders.values()
-        """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
 
     @abstractmethod
     def _find(self) -> None:
@@ -106,6 +104,11 @@ class Engine(ABC):
         look : bool
             Whether some pairs of channels may have no mean, so that it is worth the look, which synchronises.
         """
+
+    @property
+    def flags_all(self) -> bool:
+        """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
+        return None not in self.encoders.values()  # other encoders where keys have no mean
 
     def written_by(self, role: Role) -> str:
         """Return what encodes a role: the engine's name, or ``torch``."""
