@@ -446,5 +446,24 @@ def test_machine_code(codec: Codec, arch: int) -> None:
     assert count <= BUDGETS[codec]
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4.5])
+def test_ghost_tries_two_scales_with_few_instructions(bits: float) -> None:
+    encoder = encoder_of(Ghost(bits), 128, "key")
+    assert encoder is not None
+    kernel = compile_kernels(
+        f"""
+        #include "{encoder.header}"
+        KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, {encoder.resident}) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{
+          kv::encode_with_table<kv::Role<{encoder.type}, 1, kv::FACTOR_TIMES>>(a, kv::block_z() ? a.value : a.key);
+        }}
+        """,
+        fma=False,
+    )["kv_encode"]
+    assert not kernel.spills()
+    assert kernel.stack == 0
+    # 32 numbers, nine instructions each; those of the least cost and the next
+    assert len(kernel.loop_with("SHFL", "FMNMX").code) <= 360
+
+
 def _has(loop: Loop, loads: int) -> bool:
     return sum(opcode(x) == "LDS" for x in loop.code) >= loads

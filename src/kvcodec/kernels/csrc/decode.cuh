@@ -355,6 +355,8 @@ struct Decoder {
     if constexpr (DENSE >= 2) Join::prefetch_rows(a, dense, b, h, lane);  // while the page ids are being loaded
     KV_NO_UNROLL
     for (int stage = 0; stage < SOONER; ++stage) fetch(stage);
+    typename Mean::Given mean_given;
+    if constexpr (PAIRS > 0) mean_given = Mean::gather(a, asked, b, h, first_head, live_heads, warp);
     const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
 
@@ -363,7 +365,7 @@ struct Decoder {
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
-        Mean::stage(means, a, asked, b, h, first_head, live_heads, warp);
+        Mean::stage(means, a, mean_given, live_heads, warp);
         mean.start_turning(asked, mean_begin, warp);
       }
     }

@@ -43,13 +43,13 @@ template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + C::DERIVED
 
 // a warp's rows of a head
 template <class R>
-KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int workers,
+KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int workers, int64_t begin,
                        const uint8_t* table, uint8_t* scratch) {
   using C = typename R::Codec;
   constexpr int N = C::DIM / 8;
   int lane = thread() % 32, part = lane % 8, b = block_y();
   uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * 4;
-  int64_t row = b * s.batch + head * s.head, begin = s.first[b];
+  int64_t row = b * s.batch + head * s.head;
   const int size = a.kind == 2 ? 4 : 2;  // bytes of a number
   const uint8_t* rows = (const uint8_t*)s.x + size * (row + 4 * part);
   const int64_t stride = size * s.token;
@@ -102,6 +102,21 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   }
 }
 
+// A few rows wait longer for memory than for anything else: what they need later is asked for beside the tables.
+template <class R>
+KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int64_t begin) {
+  using C = typename R::Codec;
+  const int b = block_y(), lane = thread() % 32;
+  if (R::FACTOR == FACTOR_TIMES && thread() * 32 < C::DIM)
+    prefetch(s.factor + b * s.factor_batch + head * C::DIM + thread() * 32);
+  const uint32_t n = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4;
+  if (n >= (uint32_t)s.tokens || begin + n >= (uint32_t)a.capacity) return;
+  const int64_t row = b * s.batch + head * s.head + n * s.token;
+  const int size = a.kind == 2 ? 4 : 2;
+  if (lane == 0) prefetch(a.page_table + b * a.table_row + (uint32_t)(begin + n) / (uint32_t)a.page_tokens);
+  else if ((lane - 1) * 128 < C::DIM * size) prefetch((const uint8_t*)s.x + size * row + (lane - 1) * 128);
+}
+
 template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const EncodeSide& s) {
   using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
@@ -111,6 +126,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
+  const int64_t begin = s.first[block_y()];
   for (int head = block_x() % heads; head < a.heads; head += heads) {
     const int64_t behind = C::BY_SEQUENCE ? block_y() * s.table_head + head * C::TABLE : head * s.table_head;
     const uint8_t* table = s.tables + behind;
@@ -118,6 +134,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
       sync_threads();  // the last head's may still be in use
       for (int i = 16 * thread(); i < C::TABLE; i += 16 * TABLE_THREADS) copy16(shared + i, table + i);
       copy_commit();
+      ask_early<R>(a, s, head, worker, begin);
       copy_wait<0>();
       sync_threads();
     }
@@ -125,7 +142,7 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
       C::derive(shared + C::TABLE, shared, thread(), TABLE_THREADS);
       sync_threads();
     }
-    table_rows<R>(a, s, head, worker, workers, C::TABLE ? (const uint8_t*)shared : table, scratch);
+    table_rows<R>(a, s, head, worker, workers, begin, C::TABLE ? (const uint8_t*)shared : table, scratch);
   }
 }
 

@@ -152,41 +152,41 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     return begin;
   }
 
-  // A and B of the team's heads, scaled by a power of two
-  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, const Asked& asked, int b, int h, int first_head,
-                           int live, int warp) {
-    const int lane = thread() % 32;
+  // the means of a lane's pairs, and the numbers of the query that meet them, in words of 32 bits; loads only
+  KV_CONST int ROWS = (HEADS + WARPS - 1) / WARPS;
+  struct Given {
+    float mean[UNITS][2][2];
+    uint32_t words[ROWS][UNITS][2][2];
+    int odd[ROWS][UNITS][2][2];  // 2: in the high half
+  };
+  KV_DEV static Given gather(const DecodeArgs& a, const Asked& asked, int b, int h, int first_head, int live,
+                             int warp) {
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
-    int channel[UNITS][2][2];
-    float m[UNITS][2][2];
-    KV_UNROLL
-    for (int i = 0; i < 2 * UNITS; ++i) {
-      const int pair = 2 * lane + 64 * (i / 2) + i % 2;
-      const uint32_t both = asked.channels[i];
-      KV_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        channel[i / 2][i % 2][k] = (int)(both >> 16 * k & 0xffffu);
-        m[i / 2][i % 2][k] = pair < PAIRS ? mean[channel[i / 2][i % 2][k]] : 0.0f;
-      }
-    }
-    constexpr int ROWS = (HEADS + WARPS - 1) / WARPS;
     const int wide = a.q_kind == 2;
-    uint32_t given[ROWS][UNITS][2][2];  // words that hold a number of 32 bits, or of 16; all loads before any is needed
-    int odd[ROWS][UNITS][2][2];
+    Given given;
     KV_UNROLL
-    for (int row = 0; row < ROWS; ++row) {
-      const int n = warp + row * WARPS;
-      const int64_t q = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head;
+    for (int i = 0; i < UNITS; ++i) {
       KV_UNROLL
-      for (int i = 0; i < UNITS; ++i) {
+      for (int k = 0; k < 4; ++k) {
+        const int channel = (int)(asked.channels[2 * i + k / 2] >> 16 * (k % 2) & 0xffffu);
+        given.mean[i][k / 2][k % 2] = mean[channel];
         KV_UNROLL
-        for (int k = 0; k < 4; ++k) {
-          const uint8_t* at = (const uint8_t*)a.q + ((q + channel[i][k / 2][k % 2]) << (1 + wide));
-          odd[row][i][k / 2][k % 2] = (int)((uint64_t)at & 2);
-          given[row][i][k / 2][k % 2] = *(const uint32_t*)(at - odd[row][i][k / 2][k % 2]);
+        for (int row = 0; row < ROWS; ++row) {
+          const int n = warp + row * WARPS;
+          const int64_t number = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head + channel;
+          const uint8_t* at = (const uint8_t*)a.q + (number << (1 + wide));
+          const int odd = (int)((uint64_t)at & 2);
+          given.odd[row][i][k / 2][k % 2] = odd;
+          given.words[row][i][k / 2][k % 2] = *(const uint32_t*)(at - odd);
         }
       }
     }
+    return given;
+  }
+
+  // A and B of the team's heads, scaled by a power of two
+  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, const Given& given, int live, int warp) {
+    const int lane = thread() % 32;
     KV_UNROLL
     for (int row = 0; row < ROWS; ++row) {
       const int n = warp + row * WARPS;
@@ -196,10 +196,11 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       for (int i = 0; i < UNITS; ++i) {
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
-          const float u = real_of(given[row][i][k][0] >> odd[row][i][k][0] * 8, a.q_kind);
-          const float v = real_of(given[row][i][k][1] >> odd[row][i][k][1] * 8, a.q_kind);
-          x[i][k] = n < live ? u * m[i][k][0] + v * m[i][k][1] : 0.0f;
-          y[i][k] = n < live ? v * m[i][k][0] - u * m[i][k][1] : 0.0f;
+          const float u = real_of(given.words[row][i][k][0] >> given.odd[row][i][k][0] * 8, a.q_kind);
+          const float v = real_of(given.words[row][i][k][1] >> given.odd[row][i][k][1] * 8, a.q_kind);
+          const bool there = n < live && 2 * (lane + 32 * i) + k < PAIRS;
+          x[i][k] = there ? u * given.mean[i][k][0] + v * given.mean[i][k][1] : 0.0f;
+          y[i][k] = there ? v * given.mean[i][k][0] - u * given.mean[i][k][1] : 0.0f;
           top = maximum(top, magnitude(x[i][k]) + magnitude(y[i][k]));  // no turn makes it larger
         }
       }
@@ -318,6 +319,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
 template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
   KV_CONST int TILE = 0, SHARED = 0;
   struct Asked {};
+  struct Given {};
   struct Begin {};
   KV_DEV static Asked ask(const DecodeArgs&, int, int, int, int) { return {}; }
   KV_DEV static Begin ask_begin(const DecodeArgs&, int, int) { return {}; }
