@@ -16,7 +16,7 @@ from kvcodec.kernels.spec import Encoder, Reader, flag
 from kvcodec.kernels.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
-from kvcodec.ops.split_words import runs, split_bytes
+from kvcodec.ops.split_words import PARTS, runs, split_bytes
 
 DIRECTION_BITS = 6
 """Largest b_dir: 4096 directions of 8 bytes."""
@@ -46,13 +46,13 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+def cpu_reader(codec: Codec, head_dim: int, role: Role, straight: bool = False) -> CpuReader:
+    """As ``cpu.spec.cpu_reader``; ``straight``: triplets in their own order."""
     assert isinstance(codec, Octopus)
     return CpuReader(
         "octopus",
         cpu_options(codec, head_dim),
-        cpu_tables(codec, head_dim),
+        cpu_tables(codec, head_dim, straight),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         alike=True,
@@ -66,11 +66,16 @@ def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
     return (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
 
 
-def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
+def cpu_tables(codec: Octopus, head_dim: int, straight: bool) -> Callable[[Params], Tensor]:
     """Return the function that builds the tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
-    bits, low = codec.code_bits, codec.low_bits
+    bits, low, n = codec.code_bits, codec.low_bits, -(-head_dim // 3)
     fields = [(low, bits, 4), (0, low, 0)] if low else [(0, bits, 4)]
-    places = [cpu_places(-(-head_dim // 3), bits, low, *field).flatten() for field in fields]
+    order = list(range(n)) if straight else cpu_order(n, bits, low)
+    places = []
+    for field in fields:
+        found = cpu_places(n, bits, low, *field)
+        found[:, :n] = found[:, order]
+        places.append(found.flatten())
 
     def build(params: Params) -> Tensor:
         rho = params["rho"][0].float()
@@ -83,13 +88,25 @@ def cpu_tables(codec: Octopus, head_dim: int) -> Callable[[Params], Tensor]:
     return build
 
 
+def cpu_order(n: int, bits: int, low: int) -> list[int]:
+    """Return the order of ``n`` triplets (read_triplets.h): by fours of each part, then those with bits in the tail."""
+    head = split_bytes(n, bits).get("codes", 0)
+    where = runs(n, bits, low, "cpu")
+    late = set(where.code[where.byte >= head].tolist())
+    each, more = divmod(n, PARTS)
+    starts = [part * each + min(part, more) for part in range(PARTS)]
+    whole = next((i for i in range(each) if any(start + i in late for start in starts)), each)
+    first = [start + i for four in range(0, whole - 3, 4) for start in starts for i in range(four, four + 4)]
+    return first + sorted({*range(n)} - {*first})
+
+
 def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Tensor:
-    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[6, n rounded up to 16]``.
+    """Return where bits ``[first, end)`` of ``n`` codes lie (read_triplets.h): int32 ``[7, n rounded up to 16]``.
 
     The numbers come times ``2**by``.
     """
     codes = 8 * split_bytes(n, bits).get("codes", 0)
-    places = torch.zeros(6, -(-n // 16) * 16, dtype=torch.int32)
+    places = torch.zeros(7, -(-n // 16) * 16, dtype=torch.int32)
     where = runs(n, bits, low, "cpu")
     for code, shift, mask, byte, bit in zip(*(x.tolist() for x in where), strict=True):
         begin, stop = max(shift, first), min(shift + mask.bit_length(), end)
@@ -98,6 +115,8 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
         at, to = 8 * byte + bit + begin - shift, begin - first + by
         row, at = (0, at) if at < codes else (3, at - codes)
         unit = at // 16
+        if row == 0:
+            places[6, code] = 2 * (unit % (codes // PARTS // 16)) * 0x01010101 + 0x03020100
         numbers = unit | (unit + 1) << 16, (to - at % 16) % 32, (1 << stop - begin) - 1 << to
         places[row : row + 3, code] = torch.tensor(numbers)
     return places

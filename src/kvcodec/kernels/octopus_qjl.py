@@ -15,7 +15,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
-    return sketch.cpu_sketched(octopus.cpu_reader(codec, head_dim, role), codec, head_dim)
+    return sketch.cpu_sketched(octopus.cpu_reader(codec, head_dim, role, straight=True), codec, head_dim)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -64,7 +64,7 @@ inline void unpack_octopus_sketch(const Rows& r) {
   const Rows stage = stage_of(r);
   float ones[TILE], norms[TILE];
   for (float& one : ones) one = 1;
-  all_triplets(stage, ones, 0);
+  all_triplets<true>(stage, ones);
   triplets_norms(stage, norms);
   for (int t = 0; t < r.count; ++t) add_residual(r, t, norms[t], r.out + t * r.dim);
 }

@@ -9,6 +9,7 @@
 // says which channel lies at each place.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 namespace kv {
 
@@ -29,6 +30,18 @@ struct Rows {
   const uint8_t* plane(int p) const { return page + planes[p]; }
   const uint8_t* row(int p, int place, int64_t bytes) const { return page + planes[p] + place * bytes; }
 };
+
+// A reader's parts are joined whatever the compiler's limits say, so that it knows their constants.
+#define KV_JOINED __attribute__((always_inline))
+#define KV_INLINE inline KV_JOINED
+#define KV_APART __attribute__((noinline))
+
+// with(dim) gets the commonest head_dims as constants: loops whose length is known take up to a third less time
+template <class With> KV_INLINE void known_dim(int dim, const With& with) {
+  if (dim == 128) with(std::integral_constant<int, 128>());
+  else if (dim == 64) with(std::integral_constant<int, 64>());
+  else with(dim);
+}
 
 using Unpack = void (*)(const Rows&);
 using Order = void (*)(const int32_t* options, int dim, int16_t* channel);

@@ -51,6 +51,15 @@ inline F fma(F a, F b, F c) {
 #endif
 }
 
+// each lane's bits, rotated to the left
+inline U rotated(U x, U by) {
+#if defined(__AVX512F__)
+  return (U)_mm512_rolv_epi32((__m512i)x, (__m512i)by);
+#else
+  return x << by | x >> (-by & 31u);
+#endif
+}
+
 // 0, 1, 2, ...
 inline I iota() {
   I x;
@@ -138,10 +147,12 @@ inline F picked_from(const float* from, const int16_t* at) {
 inline F four_by_four(const void* table, const uint32_t* at) {
   const char* from = (const char*)table;
 #if defined(__AVX512F__)
-  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float*)(from + at[0])));
-  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[1])), 1);
-  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[2])), 2);
-  return (F)_mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + at[3])), 3);
+  uint64_t first, last;  // two addresses a load: loads are what takes longest
+  memcpy(&first, at, 8), memcpy(&last, at + 2, 8);
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float*)(from + (uint32_t)first)));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + (first >> 32))), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + (uint32_t)last)), 2);
+  return (F)_mm512_insertf32x4(x, _mm_loadu_ps((const float*)(from + (last >> 32))), 3);
 #else
   F x;
   for (int i = 0; i < LANES / 4; ++i) memcpy((char*)&x + 16 * i, from + at[i], 16);
@@ -149,16 +160,11 @@ inline F four_by_four(const void* table, const uint32_t* at) {
 #endif
 }
 
-// LANES / 4 numbers, each four times
-inline F each_four_times(const float* p) {
-#if defined(__AVX512F__)
-  const __m512i at = _mm512_srli_epi32((__m512i)iota(), 2);
-  return (F)_mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_loadu_ps(p)));
-#else
-  F x;
-  for (int i = 0; i < LANES; ++i) x[i] = p[i / 4];
-  return x;
-#endif
+// quarter J of a vector, each number four times
+template <int J> inline F each_four_times(F x) {
+  I at;
+  for (int i = 0; i < LANES; ++i) at[i] = J * LANES / 4 + i / 4;
+  return KV_SHUFFLE(x, x, at);
 }
 
 // the first three of every four lanes; what lies behind them is overwritten, LANES numbers in all
@@ -168,13 +174,17 @@ inline void store_threes(float* p, F x) {
   store(p, KV_SHUFFLE(x, x, at));
 }
 
-// x, but every fourth lane is lane J of the same four of y
+// Number i of those that are the first three of every four lanes: its lane.
+constexpr int lane_of_three(int i) { return i / 3 * 4 + i % 3; }
+
+// x, but every fourth lane is one of y's first three of every four, of which quarter J is meant
 template <int J> inline F filled(F x, F y) {
-#if defined(__AVX512F__)
-  return (F)_mm512_mask_permute_ps((__m512)x, 0x8888, (__m512)y, J << 6);
-#else
   I at;
-  for (int i = 0; i < LANES; ++i) at[i] = i % 4 < 3 ? i : LANES + i / 4 * 4 + J;
+#if defined(__AVX512F__)
+  for (int i = 0; i < LANES; ++i) at[i] = lane_of_three(J * LANES / 4 + i / 4);
+  return (F)_mm512_mask_permutexvar_ps((__m512)x, 0x8888, (__m512i)at, (__m512)y);
+#else
+  for (int i = 0; i < LANES; ++i) at[i] = i % 4 < 3 ? i : LANES + lane_of_three(J * LANES / 4 + i / 4);
   return KV_SHUFFLE(x, y, at);
 #endif
 }
