@@ -114,20 +114,27 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     beyond = x > cut || x <= -cut;  // a negative one is beyond the cut that it equals
     return table[TABLE + LOWER + (at >> LINE_SHIFT)];
   }
-  // of the lane's places: their lines, weights, and 4 times their channels
+  // of the lane's places: their lines, and as far as registers go weights and 4 times their channels
   KV_CONST bool HOLDS = true;
+  KV_CONST int KEPT = N <= 16 ? N : 0;
   struct Held {
-    float lines[N], weight[N];
-    uint32_t from[N];
+    float lines[N], weight[KEPT ? KEPT : 1];
+    uint32_t from[KEPT ? KEPT : 1];
   };
   KV_DEV static Held hold(const uint8_t* table, int part) {
-    Held held;
-    KV_UNROLL for (int k = 0; k < N; k++) {
+    Held held{};
+    KV_UNROLL for (int k = 0; k < N; k++) held.lines[k] = lines(table[WIDTHS + channel_of<8>(part, k)]);
+    KV_UNROLL for (int k = 0; k < KEPT; k++) {
       const int c = channel_of<8>(part, k);
-      held.lines[k] = lines(table[WIDTHS + c]), held.weight[k] = ((const float*)(table + WEIGHT))[c];
-      held.from[k] = 4u * table[ORDER + c];
+      held.weight[k] = ((const float*)(table + WEIGHT))[c], held.from[k] = 4u * table[ORDER + c];
     }
     return held;
+  }
+  KV_DEV static float weight(const Held& held, const uint8_t* table, int k) {
+    return KEPT ? held.weight[KEPT ? k : 0] : ((const float*)(table + WEIGHT))[channel_of<8>(thread() % 8, k)];
+  }
+  KV_DEV static uint32_t from(const Held& held, const uint8_t* table, int k) {
+    return KEPT ? held.from[KEPT ? k : 0] : 4u * table[ORDER + channel_of<8>(thread() % 8, k)];
   }
   KV_DEV static float over_parts(float x) {
     KV_UNROLL for (int step = 4; step; step /= 2) x = add(x, shfl_xor(x, step));
@@ -142,7 +149,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
                              const uint8_t* table) {
     const uint8_t* derived = table + TABLE;
     float cost[N];
-    KV_UNROLL for (int k = 0; k < N; k++) cost[k] = mul(held.weight[k], mul(y[k], y[k]));
+    KV_UNROLL for (int k = 0; k < N; k++) cost[k] = mul(weight(held, table, k), mul(y[k], y[k]));
     float least = sum(cost);
     int number = 0;
     KV_NO_UNROLL for (int step = -1; step <= 4; step++) {
@@ -154,7 +161,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
         const uint32_t own = number_of(table, y[k], scale, inverse, held.lines[k], copy, q, beyond) + beyond;
         const float level = held.lines[k] > 2.0f ? ((const float*)(derived + LEVELS))[own] : 0.0f;  // of width 0
         const float error = sub(magnitude(y[k]), mul(scale, level));
-        cost[k] = mul(held.weight[k], mul(error, error));
+        cost[k] = mul(weight(held, table, k), mul(error, error));
       }
       const float all = sum(cost);
       if (all < least) least = all, number = n;
@@ -189,10 +196,10 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     float y[N], energy[N], zero = 0.0f;
     const uint8_t* centre = table + opaque(16 * part) + CENTRE;
     KV_UNROLL for (int k = 0; k < N; k++) {
-      y[k] = sub(*(const float*)(own + held.from[k]), ((const float*)centre)[32 * (k / 4) + k % 4]);
+      y[k] = sub(*(const float*)(own + from(held, table, k)), ((const float*)centre)[32 * (k / 4) + k % 4]);
       const float square = mul(y[k], y[k]);
       energy[k] = held.lines[k] > 2.0f ? square : 0.0f;  // of widths above 0
-      zero = fma(held.weight[k], square, zero);
+      zero = fma(weight(held, table, k), square, zero);
     }
     zero = over_parts(zero);
     const float total = sum(energy);
@@ -203,11 +210,12 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       float by[2], cost[2] = {0.0f, 0.0f};
       KV_UNROLL for (int i = 0; i < 2; i++) by[i] = mul(inverses[tried(nearest, step + i)], 1.0f / SPAN);
       KV_UNROLL for (int k = 0; k < N; k++) {
+        const float own_weight = weight(held, table, k);
         KV_UNROLL for (int i = 0; i < 2; i++) {
           const float x = mul(magnitude(y[k]), by[i]);
           const Words2 entry = load_table2<TABLE>(table, place(x, held.lines[k], copy));
           const float error = sub(magnitude(fma(x, SPAN, -bits_float(entry.a))), bits_float(entry.b));
-          cost[i] = fma(mul(held.weight[k], error), error, cost[i]);
+          cost[i] = fma(mul(own_weight, error), error, cost[i]);
         }
       }
       KV_UNROLL for (int i = 0; i < 2; i++) {
