@@ -66,7 +66,7 @@ def _threads(spec: EncodeSpec, encoder: Encoder) -> int:
     return TABLE_THREADS if encoder.form == "table" else ROW_THREADS
 
 
-def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
+def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool) -> Program:
     """Return the source of ``kv_encode`` for one role, or for both at once."""
     encoders = [encoder for role in roles if (encoder := spec.encoder(role)) is not None]
     first = encoders[0]
@@ -88,6 +88,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
         tell = f"*a.bad = kv::table_bytes<{first.type}>();"
     source = "\n".join(
         [
+            *(["#define KV_KEPT"] if kept else []),
             *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
             f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {first.resident or 1}) "
@@ -102,8 +103,11 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...]) -> Program:
     return Program(source, fma=False, folders=folders)  # bit-exact: no multiply-add is contracted
 
 
-def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Role, ...], Program]:
-    """Return the launches that write these roles: the roles of each, and its program."""
+def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, kept: bool = False) -> dict[tuple[Role, ...], Program]:
+    """Return the launches that write these roles: the roles of each, and its program.
+
+    ``kept``: whether pages keep first tokens in 16 bit.
+    """
     there = tuple(role for role in roles if spec.encoder(role) is not None)
     encoders = [encoder for role in there if (encoder := spec.encoder(role)) is not None]
     groups = tuple((role,) for role in there)
@@ -111,8 +115,8 @@ def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES) -> dict[tuple[Ro
         key, value = encoders
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
         if key.form == value.form == "rows" or (key.form == value.form == "table" and alike and not spec.mean):
-            return {there: _program(spec, there)}
-    return {group: _program(spec, group) for group in groups}
+            return {there: _program(spec, there, kept)}
+    return {group: _program(spec, group, kept) for group in groups}
 
 
 class Launch(NamedTuple):
@@ -123,9 +127,9 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _launches(text: str, roles: tuple[Role, ...], device: torch.device) -> dict[tuple[Role, ...], Launch]:
+def _launches(text: str, roles: tuple[Role, ...], kept: bool, device: torch.device) -> dict[tuple[Role, ...], Launch]:
     spec, found = _SPECS[text], {}
-    for group, program in programs(spec, roles).items():
+    for group, program in programs(spec, roles, kept).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None
         if encoder.form != "table":
@@ -183,7 +187,7 @@ def _encode(
     args.kept, args.key.rows = kept, spec.page_bytes
     args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
     args.page_tokens, args.capacity, args.heads = spec.page_tokens, table.shape[1] * spec.page_tokens, pages.shape[1]
-    for group, (kernel, shared) in _launches(text, tuple(x), some.device).items():
+    for group, (kernel, shared) in _launches(text, tuple(x), kept > 0, some.device).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None
         blocks = max(_blocks(spec, role, x[role]) for role in group)

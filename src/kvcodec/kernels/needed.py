@@ -105,8 +105,12 @@ def of_codecs(
     steps: Steps | None = None,
     *,
     pairs: int = 0,
+    kept: bool = False,
 ) -> Iterator[Needed]:
-    """Programs that read and write the pages of two codecs, and fit their constants; ``pairs`` as ``DecodeSpec``."""
+    """Programs that read and write the pages of two codecs, and fit their constants.
+
+    ``pairs`` as ``DecodeSpec``, ``kept`` as ``encode.programs``.
+    """
     steps = steps or Steps()
     spec = decode_spec(key, value, head_dim, page_tokens, pairs)
     for group in dict.fromkeys(spec.heads(group) for group in steps.groups):
@@ -121,7 +125,7 @@ def of_codecs(
                 name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
                 yield Needed(decode.program(spec, config, steps.softcap, kind, group), name)
     writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
-    for roles, program in encode.programs(writing).items():
+    for roles, program in encode.programs(writing, kept=kept).items():
         yield Needed(program, f"{writing.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
         yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")

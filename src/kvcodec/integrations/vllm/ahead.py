@@ -26,13 +26,13 @@ def compile_ahead(impls: Sequence[Any], page_tokens: int, config: VllmConfig, de
         assert isinstance(engine, CudaEngine)
         given = engine.codecs["key"], engine.codecs["value"], impl.head_size, page_tokens
         pairs = 0 if engine.mean is None else engine.mean.pairs
-        if (this := (given, impl.num_heads, layer.heads, impl.rules.softcap > 0, pairs)) in asked:
+        if (this := (given, impl.num_heads, layer.heads, impl.rules.softcap > 0, pairs, layer.sink > 0)) in asked:
             continue
         asked.add(this)
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
-        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs))
+        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs, kept=layer.sink > 0))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("kvcodec: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()

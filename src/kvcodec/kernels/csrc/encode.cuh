@@ -263,9 +263,9 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
   }
 }
 
-// The first `kept` tokens of every page as they came, into the rows of 16 bit behind its codes; a warp to a row
+// With KV_KEPT: the first `kept` tokens of every page as they came, into the rows of 16 bit behind its codes; a warp to a row
 template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const EncodeSide& s) {
-  if (!a.kept) return;
+#ifdef KV_KEPT
   const int lane = thread() % 32, b = block_y(), kind = a.kind;
   const uint32_t first = (uint32_t)s.first[b], last = first + (uint32_t)s.tokens, kept = (uint32_t)a.kept;
   const uint32_t tokens = (uint32_t)a.page_tokens, heads = (uint32_t)a.heads, begin = first / tokens;
@@ -291,6 +291,7 @@ template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const Enc
     KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++)
       if (lane + 32 * k < D) to[lane + 32 * k] = bad ? (uint16_t)0 : kind == 1 ? bf16_bits(y[k]) : half_bits(y[k]);
   }
+#endif
 }
 
 template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide& s, int kind) {
