@@ -33,6 +33,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -405,7 +406,7 @@ def ghost_steps_block(root: Path) -> str:
 
 
 def published(folder: Path) -> Run:
-    """A published run with its items.
+    """A published run with its items, those that every spec has finished.
 
     Raises
     ------
@@ -414,9 +415,15 @@ def published(folder: Path) -> Run:
     """
     try:
         with tempfile.TemporaryDirectory() as made:
-            return unpack(folder, made)
+            run = unpack(folder, made)
     except KVError as error:
         raise MissingResultError(str(error)) from error
+    done: dict[tuple[str, str], set[str]] = {}
+    for line in run.lines:
+        if not line.get("error"):
+            done.setdefault((line["task"], line["item"]), set()).add(line["spec"])
+    whole = {key for key, specs in done.items() if specs >= {UNCOMPRESSED, *run.about["specs"]}}
+    return replace(run, lines=[line for line in run.lines if (line["task"], line["item"]) in whole])
 
 
 def ghost_fresh_block(root: Path) -> str:
@@ -463,7 +470,10 @@ def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
 
 
 def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:
-    usual, loud = _kl_rows(plain), _kl_rows(stressed)
+    """KL of the own method under stress, beside the same windows without it."""
+    items = {line["item"] for run in stressed for line in run.lines}
+    alike = [replace(run, lines=[line for line in run.lines if line["item"] in items]) for run in plain]
+    usual, loud = _kl_rows(alike), _kl_rows(stressed)
     own = [(spec, row["other_value"]) for spec, row in loud.items() if spec.startswith(OWN)]
     told = [f"{kl:.4f}, {kl / usual[spec]['other_value']:.2f} times as much" for spec, kl in own]
     named = [
@@ -472,7 +482,7 @@ def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:
     text = mapping(stressed[0].about["settings"]["stress"])
     return (
         f"With outlier channels ([stress](stress.md) {text['factor']:g}:{text['pairs']}) on the same windows the KL of "
-        f"{', '.join(named)}."
+        f"{'; '.join(named)}."
     )
 
 

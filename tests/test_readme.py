@@ -426,7 +426,7 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     assert (value, 0 <= low < value < high <= 0.3) == (0.125, True)
     assert next(line for line in told.splitlines() if line.startswith("| `ghost-3`")).count("–") == 1
     assert "4 windows of 2,048 tokens" in told
-    assert "64:1) on the same windows the KL of `ghost-3` is 0.3000, 1.50 times as much, `ghost-4` 0.0300" in told
+    assert "64:1) on the same windows the KL of `ghost-3` is 0.3000, 1.50 times as much; `ghost-4` 0.0300" in told
     assert "Of 2 numbers hidden in 4,096 tokens of a novel, one each, `ghost-3` finds 2 and `ghost-4` 1" in told
     assert "uncompressed model 2." in told
 
