@@ -130,11 +130,7 @@ struct Decoder {
     float block_zero[2] = {0.0f, 0.0f};
     bool more_keys = false, more_values = false;  // outliers to be added
     float term[SUBS][2 * N];
-    if constexpr (PAIRS > 0) {
-      mean.terms(term);
-      sync_warp();  // all lanes have read where the tile starts
-      mean.turn_on();
-    }
+    if constexpr (PAIRS > 0) mean.terms(term);
     if constexpr (scratch_bytes<K>(0) > 0) more_keys = K::template has_outliers<T>(keys, lane);
     if constexpr (scratch_bytes<V>(0) > 0) more_values = V::template has_outliers<T>(values, lane);
     KV_UNROLL
@@ -315,7 +311,6 @@ struct Decoder {
     const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
     ask_early(a, filled, h, b, warp, lane);
-    const auto asked = Mean::ask(a, b, h, warp * 32 + lane, WARPS * 32);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)(own + (BRIEF ? RING - QUERY : 0));
@@ -339,8 +334,6 @@ struct Decoder {
     const int64_t stride = a.page_bytes;
     int fetched = from + warp;
     int page = known ? sooner : fetched < to ? row[fetched * T / P] : 0;
-    typename Mean::Begin mean_begin{};
-    if constexpr (PAIRS > 0) mean_begin = Mean::ask_begin(a, h, asked.placed + fetched * T);
     auto fetch = [&](int stage) {
       if (fetched < to) {
         const int next = fetched + WARPS;
@@ -355,8 +348,6 @@ struct Decoder {
     if constexpr (DENSE >= 2) Join::prefetch_rows(a, dense, b, h, lane);  // while the page ids are being loaded
     KV_NO_UNROLL
     for (int stage = 0; stage < SOONER; ++stage) fetch(stage);
-    typename Mean::Given mean_given;
-    if constexpr (PAIRS > 0) mean_given = Mean::gather(a, asked, b, h, first_head, live_heads, warp);
     const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
 
@@ -365,8 +356,8 @@ struct Decoder {
     Mean mean(shared + CODEBOOKS, means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
-        Mean::stage(means, a, mean_given, live_heads, warp);
-        mean.start_turning(asked, mean_begin, warp);
+        Mean::stage(means, a, b, h, first_head, live_heads, warp);
+        mean.start_turning(a, b, h, (from + warp) * T, warp);
       }
     }
     Query<K, D, HEADS> q;
@@ -396,6 +387,7 @@ struct Decoder {
       if (whole) tile<false>(st, q, a, at, k_held, v_held, lane, 0, T, mean, scratch);
       else tile<true>(st, q, a, at, k_held, v_held, lane, begin - t * T, end - t * T, mean, scratch);
       sync_warp();  // all lanes have read this stage before it is filled again
+      if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

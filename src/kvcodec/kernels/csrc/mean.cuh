@@ -43,38 +43,18 @@ struct MeanTable {
   KV_DEV uint32_t of_channel(int c) const {
     return ((const uint32_t*)(turns() + 2 * (TURN_DIGITS << TURN_BITS) * pairs))[pairs + c];
   }
-  // what the angles of two neighbouring pairs at a position are made of
-  struct Turns {
-    Words4 digits[TURN_DIGITS];
-    bool back;
-  };
-  KV_DEV const Words4* row(int position, int digit) const {
-    const int number = (digit << TURN_BITS) + (position >> TURN_BITS * digit & (1 << TURN_BITS) - 1);
-    return (const Words4*)turns() + number * (pairs / 2);
-  }
-  KV_DEV Turns turns_of(int position, int couple) const {
-    const int n = position < 0 ? -position : position;  // before a sequence's first token there may be padding
-    Turns of;
-    of.back = position < 0;
-    KV_UNROLL
-    for (int digit = 0; digit < TURN_DIGITS; ++digit) of.digits[digit] = row(n, digit)[couple];
-    return of;
-  }
   // cos and sin of position * theta
   KV_DEV void turn(int position, int pair, float& c, float& s) const {
-    float both_c[2], both_s[2];
-    turn(turns_of(position, pair / 2), both_c, both_s);
-    c = both_c[pair % 2], s = both_s[pair % 2];
-  }
-  KV_DEV static void turn(const Turns& of, float (&c)[2], float (&s)[2]) {
-    c[0] = c[1] = 1.0f, s[0] = s[1] = 0.0f;
+    const int n = position < 0 ? -position : position;  // before a sequence's first token there may be padding
+    const Words2* at = (const Words2*)turns() + pair;
+    c = 1.0f, s = 0.0f;
     KV_UNROLL
     for (int digit = 0; digit < TURN_DIGITS; ++digit) {
-      const Words4 w = of.digits[digit];
-      turn_by(c[0], s[0], bits_float(w.a), bits_float(w.b));
-      turn_by(c[1], s[1], bits_float(w.c), bits_float(w.d));
+      const int row = (digit << TURN_BITS) + (n >> TURN_BITS * digit & (1 << TURN_BITS) - 1);
+      const Words2 w = at[row * pairs];
+      turn_by(c, s, bits_float(w.a), bits_float(w.b));
     }
-    s[0] = of.back ? -s[0] : s[0], s[1] = of.back ? -s[1] : s[1];
+    s = position < 0 ? -s : s;
   }
   KV_DEV static void turn_by(float& c, float& s, float x, float y) {
     const float old = c;
@@ -116,91 +96,37 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   uint8_t *turned, *step;               // the warp's cos and sin; those of its steps
   float scale[N];                       // of the lane's heads
 
-  // What a lane needs of global memory first. Each of these loads takes as long as a page's, so all are on their way
-  // before any is waited for; what is read through them is being brought into the L2.
-  struct Asked {
-    uint32_t channels[2 * UNITS];
-    MeanTable::Turns step[UNITS];
-    int placed;
-  };
-  KV_DEV static int couple_of(int i) {
-    const int couple = thread() % 32 + 32 * i;
-    return 2 * couple < PAIRS ? couple : 0;
-  }
-  KV_DEV static Asked ask(const DecodeArgs& a, int b, int h, int thread, int threads) {
+  // A and B of the team's heads, scaled by a power of two
+  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
+    const int lane = thread() % 32;
     const MeanTable table(a.mean, h, PAIRS);
-    Asked asked;
-    asked.placed = a.mean.placed[b];
-    KV_UNROLL
-    for (int i = 0; i < UNITS; ++i) {
-      asked.step[i] = table.turns_of(T * WARPS, couple_of(i));
-      KV_UNROLL
-      for (int k = 0; k < 2; ++k) asked.channels[2 * i + k] = table.channels(2 * couple_of(i) + k);
-    }
-    for (int i = thread; i * 128 < mean_tile(PAIRS, T); i += threads) prefetch(table.base + i * 128);
-    if (thread * 32 < D) prefetch(a.mean.mean + b * a.mean.batch + (int64_t)h * D + thread * 32);
-    return asked;
-  }
-  struct Begin {
-    MeanTable::Turns turns[UNITS];
-  };
-  KV_DEV static Begin ask_begin(const DecodeArgs& a, int h, int position) {
-    const MeanTable table(a.mean, h, PAIRS);
-    Begin begin;
-    KV_UNROLL
-    for (int i = 0; i < UNITS; ++i) begin.turns[i] = table.turns_of(position, couple_of(i));
-    return begin;
-  }
-
-  // the means of a lane's pairs, and the numbers of the query that meet them, in words of 32 bits; loads only
-  KV_CONST int ROWS = (HEADS + WARPS - 1) / WARPS;
-  struct Given {
-    float mean[UNITS][2][2];
-    uint32_t words[ROWS][UNITS][2][2];
-    int odd[ROWS][UNITS][2][2];  // 2: in the high half
-  };
-  KV_DEV static Given gather(const DecodeArgs& a, const Asked& asked, int b, int h, int first_head, int live,
-                             int warp) {
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
-    const int wide = a.q_kind == 2;
-    Given given;
+    int channel[UNITS][2][2];
+    float m[UNITS][2][2];
     KV_UNROLL
-    for (int i = 0; i < UNITS; ++i) {
+    for (int i = 0; i < 2 * UNITS; ++i) {
+      const int pair = 2 * lane + 64 * (i / 2) + i % 2;
+      const uint32_t both = table.channels(pair < PAIRS ? pair : 0);
       KV_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        const int channel = (int)(asked.channels[2 * i + k / 2] >> 16 * (k % 2) & 0xffffu);
-        given.mean[i][k / 2][k % 2] = mean[channel];
-        KV_UNROLL
-        for (int row = 0; row < ROWS; ++row) {
-          const int n = warp + row * WARPS;
-          const int64_t number = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head + channel;
-          const uint8_t* at = (const uint8_t*)a.q + (number << (1 + wide));
-          const int odd = (int)((uint64_t)at & 2);
-          given.odd[row][i][k / 2][k % 2] = odd;
-          given.words[row][i][k / 2][k % 2] = *(const uint32_t*)(at - odd);
-        }
+      for (int k = 0; k < 2; ++k) {
+        channel[i / 2][i % 2][k] = (int)(both >> 16 * k & 0xffffu);
+        m[i / 2][i % 2][k] = pair < PAIRS ? mean[channel[i / 2][i % 2][k]] : 0.0f;
       }
     }
-    return given;
-  }
-
-  // A and B of the team's heads, scaled by a power of two
-  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, const Given& given, int live, int warp) {
-    const int lane = thread() % 32;
     KV_UNROLL
-    for (int row = 0; row < ROWS; ++row) {
+    for (int row = 0; row < (HEADS + WARPS - 1) / WARPS; ++row) {
       const int n = warp + row * WARPS;
       if (n >= HEADS) break;
+      const int64_t q = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head;
       float x[UNITS][2], y[UNITS][2], top = 0.0f;
       KV_UNROLL
       for (int i = 0; i < UNITS; ++i) {
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
-          const float u = real_of(given.words[row][i][k][0] >> given.odd[row][i][k][0] * 8, a.q_kind);
-          const float v = real_of(given.words[row][i][k][1] >> given.odd[row][i][k][1] * 8, a.q_kind);
-          const bool there = n < live && 2 * (lane + 32 * i) + k < PAIRS;
-          x[i][k] = there ? u * given.mean[i][k][0] + v * given.mean[i][k][1] : 0.0f;
-          y[i][k] = there ? v * given.mean[i][k][0] - u * given.mean[i][k][1] : 0.0f;
+          const float u = load_real(a.q, q + channel[i][k][0], a.q_kind);
+          const float v = load_real(a.q, q + channel[i][k][1], a.q_kind);
+          x[i][k] = n < live ? u * m[i][k][0] + v * m[i][k][1] : 0.0f;
+          y[i][k] = n < live ? v * m[i][k][0] - u * m[i][k][1] : 0.0f;
           top = maximum(top, magnitude(x[i][k]) + magnitude(y[i][k]));  // no turn makes it larger
         }
       }
@@ -237,18 +163,21 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   }
 
   // cos and sin of the start of the warp's first tile
-  KV_DEV void start_turning(const Asked& asked, const Begin& begin, int warp) const {
+  KV_DEV void start_turning(const DecodeArgs& a, int b, int h, int token, int warp) const {
+    const MeanTable table(a.mean, h, PAIRS);
+    const int lane = thread() % 32, first = a.mean.placed[b] + token;
     KV_UNROLL
     for (int i = 0; i < UNITS; ++i) {
-      const int couple = thread() % 32 + 32 * i;
+      const int couple = lane + 32 * i;
       if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
-      float c[2], s[2];
-      MeanTable::turn(begin.turns[i], c, s);
-      put(couple, c, s);
-      if (warp == 0) {
-        MeanTable::turn(asked.step[i], c, s);
-        *(Words4*)(step + 16 * couple) = words(c, s);
+      float c[2], s[2], by_c[2], by_s[2];
+      KV_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        table.turn(first, 2 * couple + k, c[k], s[k]);
+        table.turn(T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
       }
+      put(couple, c, s);
+      if (warp == 0) *(Words4*)(step + 16 * couple) = words(by_c, by_s);
     }
   }
   // of the next one; a lane has couples of its own, and its numbers wait in shared memory
@@ -293,9 +222,9 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         turn_pair(b[0], x.a, x.b, t.a, t.b);
       }
       KV_UNROLL
-      for (int k = 0; k < 2; ++k) {  // neighbours do not wait for each other
+      for (int sub = 0; sub < SUBS; ++sub) {
         KV_UNROLL
-        for (int sub = 0; sub < SUBS; ++sub) {
+        for (int k = 0; k < 2; ++k) {
           const Words4 x = *(const Words4*)(tile + 512 * (HEADS == 8 ? 2 * (sub * BLOCKS + m) + k
                                                                      : (2 * sub + k) * BLOCKS + m));
           mma(d[sub][HEADS == 8 ? 0 : k], x.a, x.b, x.c, x.d, b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
@@ -318,11 +247,6 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
 
 template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
   KV_CONST int TILE = 0, SHARED = 0;
-  struct Asked {};
-  struct Given {};
-  struct Begin {};
-  KV_DEV static Asked ask(const DecodeArgs&, int, int, int, int) { return {}; }
-  KV_DEV static Begin ask_begin(const DecodeArgs&, int, int) { return {}; }
   MeanTerm() = default;
   KV_DEV MeanTerm(const uint8_t*, uint8_t*, int) {}
 };

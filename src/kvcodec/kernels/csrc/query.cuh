@@ -36,12 +36,6 @@ template <class K, int D, int HEADS> struct Query {
   float scale[HEADS / 4];      // scores = dot * scale, in powers of two
 };
 
-// the number of a word, or of its low half
-KV_DEV float real_of(uint32_t x, int kind) {
-  const float of_half = half_float((uint16_t)x), of_bf16 = bf16_float((uint16_t)x);  // choices, not branches
-  return kind == 2 ? bits_float(x) : kind == 0 ? of_half : of_bf16;
-}
-
 // A warp's part of the query: the rows of every WARPS-th head, and the factor of the codes' basis. Loads only, so that
 // a kernel can start them early without waiting.
 template <int D, int WARPS, int HEADS> struct QueryRows {
@@ -67,7 +61,9 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
     for (int i = 0; i < N; ++i) factor[i] = side.factor ? factors[32 * i] : 1.0f;
   }
   KV_DEV float number(int row, int i, int kind) const {
-    return real_of(words[row][i] >> shift[row], kind);
+    const uint32_t x = words[row][i] >> shift[row];
+    const float of_half = half_float((uint16_t)x), of_bf16 = bf16_float((uint16_t)x);  // choices, not branches
+    return kind == 2 ? bits_float(x) : kind == 0 ? of_half : of_bf16;
   }
 };
 
