@@ -13,7 +13,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     columns     what its columns mean
     speed       the speed sentence, from the rows in benchmarks/results/nvidia-h200/
     kernels     speed-up of every preset with a kernel, break-even lengths, and SPEED_FIGURE, from DECODE there
-    generate    the same through generate, from GENERATE_FILE there
+    generate    the same through generate, from GENERATE_FILE
     vllm        vLLM's own decode attention, from VLLM_ATTENTION
     cpu         decode attention on a CPU beside PyTorch's, from CPU_ATTENTION; CPU_FIGURE shows it
     key-summary, key-breaks, key-channels, key-mends, key-means
@@ -91,7 +91,7 @@ SPEED_SPEC = "saw-int4"
 DECODE = "decode*.json"
 """Files of `kvcodec bench decode`; of rows with the same name those of the latest run count."""
 SPEED_FIGURE = Path("docs/img/speed.png")
-GENERATE_FILE = "generate.json"
+GENERATE_FILE = Path("benchmarks/results/nvidia-h100/generate.json")
 GENERATE = "qwen3_8b_b1_32k"
 """File of `kvcodec bench generate`, and the shape that the sentence quotes."""
 BOARD = Path("benchmarks/results/eval")
@@ -245,7 +245,7 @@ def write_figure(root: Path) -> bool:
 
 def generate_block(root: Path) -> str:
     """Sentences and a table: milliseconds per token of a whole model's step, beside transformers' caches."""
-    path = root / SPEED / GENERATE_FILE
+    path = root / GENERATE_FILE
     rows = newest(rows_of(path)) if path.is_file() else []
     rows = [row for row in rows if row.get("shape") == GENERATE and row.get("values")]
 
@@ -254,7 +254,7 @@ def generate_block(root: Path) -> str:
         found = [r for r in rows if (r["metric"], r.get("cache")) == (metric, cache)]
         found = [r for r in found if r["spec"] in ("dense", SPEED_SPEC)]
         if not found:
-            raise MissingResultError(f"{SPEED / GENERATE_FILE}: no row is {GENERATE}, {metric}, {cache}.")
+            raise MissingResultError(f"{GENERATE_FILE}: no row is {GENERATE}, {metric}, {cache}.")
         return min(found, key=lambda r: float(r["values"]["p50"]))  # of DynamicCache's forms the faster one
 
     def said(row: dict[str, Any], of: str = "p50") -> str:
@@ -263,9 +263,10 @@ def generate_block(root: Path) -> str:
     ours, static = (one("compiled", cache) for cache in ("kvcodec fused", "StaticCache"))
     eager, dynamic = (one("generate", cache) for cache in ("kvcodec fused", "DynamicCache"))
     text = (
-        f"Through `generate` on the same GPU, a Qwen3-8B-shaped random model at 32k context, one sequence, compiled as "
-        f"`generate` does by itself with a cache of fixed capacity: `{SPEED_SPEC}` {said(ours)} per token and a cache "
-        f"of {ours['held_bytes'] / 1e9:.1f} GB, StaticCache {said(static)} and {static['held_bytes'] / 1e9:.1f} GB. "
+        f"Through `generate` on one {ours['gpu']}, a Qwen3-8B-shaped random model at 32k context, one sequence, "
+        f"compiled as `generate` does by itself with a cache of fixed capacity: `{SPEED_SPEC}` {said(ours)} per token "
+        f"and a cache of {ours['held_bytes'] / 1e9:.1f} GB, StaticCache {said(static)} and "
+        f"{static['held_bytes'] / 1e9:.1f} GB. "
         f"Without compilation the host is the limit: `{SPEED_SPEC}` {said(eager)}, DynamicCache "
     )
     if dynamic.get("form") == CUDNN_OFF:
