@@ -302,7 +302,7 @@ def test_a_newer_file_says_update(saved):
         (lambda h: h.update(scheme=h["scheme"].replace("Hqmq", "NeverWritten")), "unknown codec class 'NeverWritten'"),
         (lambda h: h["layers"]["0"]["key"].update(threshold="params.0"), "does not fit this version"),
         (lambda h: h["model"].update(weights=[1]), "does not fit this version"),
-        (lambda h: h.pop("layout_versions"), r"bytes of versions \{'key': 1, 'value': 1\}, here are \{'key': 3"),
+        (lambda h: h.pop("layout_versions"), r"bytes of versions \{'key': 1, 'value': 1\}, here are \{'key': 5"),
     ],
     ids=["no-scheme", "unknown-codec", "no-tensor", "weights", "other-bytes"],
 )

@@ -253,7 +253,7 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
     monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90")
     scheme = kvcodec.get("saw-int4")
     engine = CudaEngine(scheme.key, scheme.value, 64, 64)
-    packed = SimpleNamespace(engine=lambda _: engine, heads=2, dtype=torch.bfloat16, holds_dense=False)
+    packed = SimpleNamespace(engine=lambda _: engine, heads=2, dtype=torch.bfloat16, sink=0, holds_dense=False)
     impl = SimpleNamespace(packed=packed, head_size=64, num_heads=8, rules=SimpleNamespace(softcap=0.0))
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=8000), scheduler_config=SimpleNamespace(max_num_seqs=64)

@@ -85,7 +85,7 @@ def test_drafts_read_the_same_bytes(biased: Biased, tmp_path: Path) -> None:
     with engine(biased.folder, given, speculative_config=drafts) as llm:
         assert generate(llm, ids, 24) == want
         drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
-        assert drafted > accepted > 0
+        assert drafted > accepted, (drafted, accepted)  # some are rejected
 
 
 ROPES: dict[str, tuple[dict[str, Any], str]] = {

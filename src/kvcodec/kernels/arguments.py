@@ -147,10 +147,10 @@ class FitGhostArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "padding", "cosines", "sines", "back_cosines", "back_sines")),
         *((name, ctypes.c_void_p) for name in ("energy", "same", "rows", "mean", "order", "factor", "weight")),
         *((name, ctypes.c_void_p) for name in ("centre", "widths", "sizes", "inverse", "read", "write")),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "turn_batch", "turn_token")),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "turn_batch", "turn_token", "every")),
         ("errors", ctypes.c_double * 8),
         *((name, ctypes.c_double) for name in ("trim", "smallest")),
-        *((name, ctypes.c_int32) for name in ("kind", "tokens", "every", "heads", "turning", "interleaved", "rounds")),
+        *((name, ctypes.c_int32) for name in ("kind", "tokens", "heads", "turning", "interleaved", "rounds")),
     )
 
 

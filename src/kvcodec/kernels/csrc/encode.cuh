@@ -263,7 +263,8 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
   }
 }
 
-// With KV_KEPT: the first `kept` tokens of every page as they came, into the rows of 16 bit behind its codes; a warp to a row
+// With KV_KEPT: the first `kept` tokens of every page as they came, into the rows of 16 bit behind its codes; a warp to
+// a row
 template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const EncodeSide& s) {
 #ifdef KV_KEPT
   const int lane = thread() % 32, b = block_y(), kind = a.kind;

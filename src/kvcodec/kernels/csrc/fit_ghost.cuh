@@ -34,10 +34,11 @@ struct FitGhostArgs {
   uint8_t *read, *write;    // tables, [B, H, bytes] each
   int64_t batch, head, token;          // strides of x in numbers
   int64_t turn_batch, turn_token;      // of the cosines and sines
+  int64_t every;            // what is taken behind the padding: every token, every second, and so on
   double errors[8];         // d(w)
   double trim, smallest;    // TRIM D, SMALLEST
   int32_t kind;             // of x: 0 fp16, 1 bf16
-  int32_t tokens, every;    // how many are taken behind the padding: every, every second, and so on
+  int32_t tokens;           // how many are taken
   int32_t heads;
   int32_t turning, interleaved;        // R; 1: channels 2 p and 2 p + 1 turn together, 0: p and p + R / 2
   int32_t rounds;           // in which tokens are left out
