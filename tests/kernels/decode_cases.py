@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Codec, Params, Role, Site
-from kvcodec.codecs.ghost import Ghost
 from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
 from kvcodec.layout import PageLayout
@@ -59,22 +58,6 @@ class Side:
     factor: Callable[[Params, int], Tensor] | None = None
     also: tuple[str, ...] = ()
     matrix: Callable[[Params], Tensor] | None = None
-
-
-def fit_klt(codec: Ghost, site: Site, sample: Tensor) -> Params:
-    """Constants of ``transform=klt`` from random queries, which ask more of some directions than of others."""
-    rng, dim = torch.Generator().manual_seed(site.head_dim), site.head_dim
-    queries = torch.randn(1, site.num_heads, 200, dim, generator=rng) * torch.logspace(-1, 1, dim)
-    return codec.calibrate(site, sample.cpu(), queries @ torch.randn(dim, dim, generator=rng))
-
-
-class Klt(Ghost):
-    """``transform=klt`` that is fitted like any codec."""
-
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """As ``fit_klt``."""
-        assert sample is not None
-        return fit_klt(self, site, sample)
 
 
 @dataclass(frozen=True)
@@ -226,7 +209,9 @@ class Variant(NamedTuple):
 
 
 def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
-    joins = value.order(dim) == 1 and value.matrix is None  # dense tokens among the codes, whose channels may have factors
+    joins = (
+        value.order(dim) == 1 and value.matrix is None
+    )  # dense tokens among the codes, whose channels may have factors
     sized = value.factor is not None
     dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins * (1 + sized)
     few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16

@@ -23,8 +23,8 @@ from kvcodec.kernels.tables import wall_table
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from kvcodec.ops.widths import put_back, width_cuts
-from tests.kernels.decode_cases import fit_klt
 from tests.kernels.harness import Out, build, same_for_any_order
+from tests.kernels.klt import Klt
 from tests.kernels.offline import Loop, architectures_in_turn, compile_kernels, opcode
 
 HEADS, PAGE = 2, 16
@@ -200,11 +200,11 @@ def test_ghost(dim: int) -> None:
 @dims(64)
 def test_ghost_of_mixed_channels(dim: int) -> None:
     """Rows of every size, few and many, of warps without a row of their own."""
-    codec, g = Ghost(3, "klt"), torch.Generator().manual_seed(0)
+    codec, g = Klt(3, "klt"), torch.Generator().manual_seed(0)
     encoders = Encoders([codec], dim)
     mixed = torch.randn(1, HEADS, 400, dim, generator=g) @ torch.randn(dim, dim, generator=g)
     for role in ("key", "value"):
-        params = fit_klt(codec, Site(3, role, HEADS, dim, 5), mixed + (role == "value"))
+        params = codec.fit(Site(3, role, HEADS, dim, 5), mixed + (role == "value"))
         for i, tokens in enumerate((1, 49, 3)):
             encoders.check(codec, random_rows(tokens, dim, i).to(DTYPES[i]), params, seed=i, grid=3 - i, at=5 * i)
         tiny = random_rows(48, dim, 3) * torch.logspace(-44, -30, 48)[:, None]

@@ -20,7 +20,8 @@ from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.ghost import SMALL, key_lines, read_tables, sizes, value_lines
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
-from tests.kernels.decode_cases import CASES, Case, Klt, Means, Side, check_all, fit_klt
+from tests.kernels.decode_cases import CASES, Case, Means, Side, check_all
+from tests.kernels.klt import Klt, fit_klt
 from tests.kernels.offline import compile_kernels
 from tests.kernels.test_fused import Reference, scheme
 

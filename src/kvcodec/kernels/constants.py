@@ -54,7 +54,7 @@ def constants_for(
     """
     tables = None if kernel.tables is None else _tables(kernel, params, heads)
     factor = _factor(kernel, params, heads, head_dim) if kernel.multiplies else None
-    return Constants(tables, factor, kernel.order, None if kernel.matrix is None else kernel.matrix(params))
+    return Constants(tables, factor, kernel.order, None if kernel.matrix is None else _matrix(kernel, params))
 
 
 def constants(
@@ -93,7 +93,7 @@ def constants(
         before = None if old is None else old.factor
         factor = _one(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
     if kernel.matrix is not None:
-        matrix = _one(None, site.device, None if old is None else old.matrix, partial(kernel.matrix, params))
+        matrix = _one(None, site.device, None if old is None else old.matrix, partial(_matrix, kernel, params))
     return Constants(tables, factor, kernel.order, matrix)
 
 
@@ -140,6 +140,11 @@ def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params,
             f"[batch or 1, {heads}, bytes] by sequence."
         )
     return tables
+
+
+def _matrix(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params) -> Tensor:
+    assert kernel.matrix is not None
+    return kernel.matrix(params).contiguous()
 
 
 def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:

@@ -50,8 +50,9 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
         Query heads of a CTA, ``DecodeSpec.heads``.
     """
     spec = spec.small if config.small else spec
-    pairs, mixed = f", {spec.pairs}" if spec.pairs else "", ", true" if spec.value.matrix else ""
+    pairs = f", {spec.pairs}" if spec.pairs else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
+    combine = f"kv::combine<{spec.head_dim}, {COMBINE_WARPS}{', true' if spec.value.matrix else ''}>"
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
@@ -67,7 +68,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
-            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{spec.head_dim}, {COMBINE_WARPS}{mixed}>(a); }}",
+            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ {combine}(a); }}",
             "",
         ]
     )

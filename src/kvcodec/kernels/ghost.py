@@ -188,7 +188,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 def into_places(params: Params) -> Tensor:
     """What multiplies queries: float32 ``[1, H, D, D]``."""
-    return way_back(params).mT.float().contiguous()
+    return way_back(params).mT.float()
 
 
 def out_of_places(params: Params) -> Tensor:

@@ -42,8 +42,8 @@ class CpuReader:
     order : int
         Hadamard order; 1 for none.
     matrix : callable, optional
-        Params -> float32 ``[1, H, D, D]``: what rows of queries (keys) or outputs (values) are multiplied with, in place
-        of a factor and a rotation.
+        Params -> float32 ``[1, H, D, D]``: what rows of queries (keys) or outputs (values) are multiplied with, in
+        place of a factor and a rotation.
     alike : bool
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional

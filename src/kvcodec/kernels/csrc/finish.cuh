@@ -156,16 +156,20 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
   m = has_dense ? ms[WARPS] : minus_infinity(), l = 0.0f;
   KV_UNROLL
   for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w]);
-  float dense[N];
-  KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
+  float dense[N], weights[WARPS];
   KV_UNROLL
   for (int w = 0; w < WARPS; ++w) {
-    const float weight = ms[w] == minus_infinity() ? 0.0f : exp2_fast(ms[w] - m);
-    l += weight * ls[w];
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] += weight * sums[w * D + lane + 32 * i];
+    weights[w] = ms[w] == minus_infinity() ? 0.0f : exp2_fast(ms[w] - m);
+    l += weights[w] * ls[w];
   }
+  auto merged = [&](int c) {
+    float all = 0.0f;
+    KV_UNROLL
+    for (int w = 0; w < WARPS; ++w) all += weights[w] * sums[w * D + c];
+    return all;
+  };
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = MIXED ? 0.0f : merged(lane + 32 * i), dense[i] = 0.0f;
   if (has_dense && ms[WARPS] != minus_infinity()) {
     const float weight = exp2_fast(ms[WARPS] - m);
     l += weight * ls[WARPS];
@@ -174,28 +178,25 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
   }
   float factor;
   add_sink(a, head, m, l, factor);
-  KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] *= factor, dense[i] *= factor;
   if constexpr (MIXED) {
-    float y[N];
+    float own[(RUNS + 3) / 4];  // the channels of the warp's lines
     KV_UNROLL
-    for (int i = 0; i < N; ++i) y[i] = 0.0f;
-    KV_UNROLL
-    for (int t = 0; t < RUNS; ++t) {
-      const int k = warp + t * WARPS;
-      float own = 0.0f;  // channels 32 (k / 4) + lane
-      KV_UNROLL
-      for (int i = 0; i < N; ++i) own = k / 4 == i ? x[i] : own;
-      KV_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        const float of = shfl(own, k % 4 * 8 + e);
-        KV_UNROLL
-        for (int i = 0; i < N; ++i) y[i] += of * MixedBy<D>::number(lines[t][i], e);
-      }
+    for (int i = 0; i < (RUNS + 3) / 4; ++i) {
+      const int c = 8 * (warp + (4 * i + lane / 8) * WARPS) + lane % 8;
+      own[i] = c < D ? merged(c) : 0.0f;
     }
     sync_threads();  // the sums have been read
     KV_UNROLL
-    for (int i = 0; i < N; ++i) sums[warp * D + lane + 32 * i] = y[i];
+    for (int t = 0; t < RUNS; ++t) {
+      KV_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const float of = shfl(own[t / 4], t % 4 * 8 + e);
+        KV_UNROLL
+        for (int i = 0; i < N; ++i) x[i] += of * MixedBy<D>::number(lines[t][i], e);
+      }
+    }
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) sums[warp * D + lane + 32 * i] = x[i];
     sync_threads();
     if (warp) return;
     KV_UNROLL
@@ -206,6 +207,8 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
       x[i] *= unit;
     }
   }
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] *= factor, dense[i] *= factor;
   store_row<D, false>(a, x, dense, m, l, b, head / a.group, head, lane);
 }
 // bytes of shared memory that `combine` takes
