@@ -197,7 +197,7 @@ def test_ghost(dim: int) -> None:
             encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), rows), seed=i)
 
 
-@dims(64)
+@pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d == 96 else pytest.mark.wide) for d in DIMS])
 def test_ghost_of_mixed_channels(dim: int) -> None:
     """Rows of every size, few and many, of warps without a row of their own."""
     codec, g = Klt(3, "klt"), torch.Generator().manual_seed(0)

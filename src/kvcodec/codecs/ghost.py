@@ -63,8 +63,8 @@ No norm, no zero point, no padding: the printed bits are the bytes, for every he
 
 Constants, by place: ``order [1, H, D]`` int16, the channels; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
 float32, W over the head's largest; ``widths [1, H, D]`` uint8; of values ``centre [1, H, D]`` float32, m / sqrt(v).
-klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; the length that a column of ``matrix`` had is
-in ``factor``. (Its layout version 1 had 24 bits.) `kvcodec fit` makes them from keys, values and queries. Without its
+klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; the length that a column of ``matrix`` had
+is in ``factor``. (Its layout version 1 had 24 bits.) `kvcodec fit` makes them of keys, values and queries. Without its
 file every second of each sequence's first 512 tokens does, and the leading dimension is B: the cache keeps tokens dense
 until as many have come, so that no byte is written twice. The prompt's queries are not at hand there: E is of the
 model's queries of tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
