@@ -406,6 +406,12 @@ def test_uncorrelated_channels_keep_scores_and_come_back(role, dim):
     assert [sum(w) + 4 for w in params["widths"][0].tolist()] == [3 * dim] * 2
 
 
+def test_a_head_that_is_the_same_for_all_tokens_comes_back_from_the_klt():
+    codec, x = Ghost(3, "klt"), mixed(1, 64, 1).expand(-1, -1, 300, -1)
+    params = codec.calibrate(site("value"), x, normal(1, 2, 300, 64))
+    torch.testing.assert_close(roundtrip(codec, x, params), x, rtol=1e-3, atol=1e-3)
+
+
 def test_uncorrelated_channels_lose_less_where_channels_are_correlated():
     keys, queries = mixed(900, 64, 1), mixed(900, 64, 2)
 

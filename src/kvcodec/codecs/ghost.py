@@ -229,7 +229,7 @@ def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     cost, basis = torch.linalg.eigh(root @ s @ root)
     cost = cost.flip(0)
-    cost = cost.clamp_min(float(cost[0]) * SMALLEST)
+    cost = cost.clamp_min(max(float(cost[0]), SMALLEST**2) * SMALLEST)  # a head may be the same for all tokens
     return (root @ basis.flip(1)) / cost.sqrt(), cost
 
 

@@ -2,8 +2,8 @@
 //
 // A task takes tokens of one role, sequence and head: they are widened to float32, keys lose their mean where they are
 // held without it, all are brought to the basis of the codes (times a matrix of the head, if there is one, and a factor
-// per channel, then a block-diagonal Hadamard, as kernels/spec.py defines it), and an encoder writes them. Sums are taken
-// in double and rounded once, as in ops/hadamard.py and, of integers, in ops/exact.py.
+// per channel, then a block-diagonal Hadamard, as kernels/spec.py defines it), and an encoder writes them. Sums are
+// taken in double and rounded once, as in ops/hadamard.py and, of integers, in ops/exact.py.
 //
 // Tokens with NaN, Inf or a magnitude above 65504 are stored as zero bytes (with all of their block) and raise *bad to
 // 1; tokens behind the pages are dropped and raise it to 2.

@@ -46,9 +46,9 @@ struct TableRow {
 template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + C::DERIVED + TABLE_WARPS * C::SCRATCH; }
 
 // Where a matrix brings tokens to the codes' basis, all warps of a block share the product: of its rows, four of each
-// warp, every warp has some channels. Sums are exact, as ops/exact.py defines them: a row and the matrix are integers of
-// 15 bits, which are two numbers of 8 bits each. The tensor core's sums of 2 D of their products, each at most 2^14, stay
-// within 2^23.
+// warp, every warp has some channels. Sums are exact, as ops/exact.py defines them: a row and the matrix are integers
+// of 15 bits, which are two numbers of 8 bits each. The tensor core's sums of 2 D of their products, each at most 2^14,
+// stay within 2^23.
 template <int D, int SCRATCH> struct RowMixer {
   KV_CONST int N = D / 8, ROW = SCRATCH / 4, ROWS = 4 * TABLE_WARPS;
   KV_CONST int BITS = 15;  // kvcodec.ops.exact.KERNEL_BITS

@@ -1,10 +1,10 @@
 // Products of rows with a [D, D] matrix of their KV head, for codecs that mix all channels of a head: queries into the
 // basis of the codes, outputs and unpacked tokens out of it, new tokens into it.
 //
-// A matrix lies in lines of eight numbers in fp16: line (k, c), the c-th of D in the k-th of D / 8 runs, has rows 8 k to
-// 8 k + 7 of column c. So a lane reads 16 bytes of its column, and four lanes those of the tensor core's operand.
-// Readers have `Mixed::BYTES` for each head: float unit, 12 bytes, then lines of the matrix over the unit. Encoders have
-// lines of integers of 8 bits, those of the high halves of 2^15 times the matrix, then those of the low halves.
+// A matrix lies in lines of eight numbers in fp16: line (k, c), the c-th of D in the k-th of D / 8 runs, has rows 8 k
+// to 8 k + 7 of column c. So a lane reads 16 bytes of its column, and four lanes those of the tensor core's operand.
+// Readers have `MixedBy::BYTES` for each head: float unit, 12 bytes, then lines of the matrix over the unit. Encoders
+// have lines of integers of 8 bits, those of the high halves of 2^15 times the matrix, then those of the low halves.
 #pragma once
 #include "args.cuh"
 
