@@ -19,7 +19,6 @@ template <class R> KV_CONSTEXPR bool is_mixed(...) { return false; }
 
 template <int D> struct MixedBy {
   KV_CONST int BYTES = 16 + 2 * D * D;
-  KV_CONST int N = D / 32;
   const uint8_t* base;
   KV_DEV MixedBy(const uint8_t* matrix, int head) : base(matrix + (int64_t)head * BYTES) {}
   KV_DEV float unit() const { return *(const float*)base; }
