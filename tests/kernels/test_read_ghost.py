@@ -16,7 +16,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import launch
 from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.constants import Constants, joined
 from kvcodec.kernels.ghost import SMALL, key_lines, read_tables, sizes, value_lines
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
@@ -179,6 +179,14 @@ def test_small_tables() -> None:
 def test_beside_another_codec() -> None:
     saw = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
     check_all(saw, side(Ghost(4), True), 64, CASES[:2])
+
+
+def test_matrices_of_layers_lie_head_by_head() -> None:
+    layers = [Constants(None, None, 1, torch.full((2, 3, 4), i, dtype=torch.uint8)) for i in range(2)]
+    found = joined(layers, 3).matrix
+    assert found is not None
+    assert found.shape == (2, 6, 4)
+    assert found[:, :, 0].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
 
 
 def test_teams_do_not_share_tables_of_a_sequence(machine: dict[str, Any]) -> None:
