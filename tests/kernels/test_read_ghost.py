@@ -145,7 +145,8 @@ def test_decode(codec: Ghost, dim: int) -> None:
     check_all(side(codec, False), side(codec, True, True), dim, (*CASES, *MEANS) if dim == 128 else CASES[:3])
 
 
-@pytest.mark.parametrize(("bits", "dim"), [pytest.param(3, 128, marks=pytest.mark.wide), (4, 64)])
+@pytest.mark.wide
+@pytest.mark.parametrize(("bits", "dim"), [(3, 128), (4, 64)])
 def test_decode_of_mixed_channels(bits: float, dim: int) -> None:
     """Of keys and values; dense tokens, means and windows stay in the model's basis."""
     klt = Klt(bits, "klt")
