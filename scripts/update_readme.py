@@ -71,6 +71,7 @@ FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.jso
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 OWN, MORE_BITS = "ghost", 0.5
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
+STEPS_FIGURE = Path("docs/img/ghost-steps.png")
 """Of `benchmarks/ghost_steps.py`, a file for each model."""
 FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "stressed", "needle-4k"
 """Published runs MODEL/TEXT/plain and /stressed of texts of `benchmarks/fresh_texts.py`, and MODEL/NEEDLE/plain."""
@@ -384,12 +385,27 @@ def least_sentence(values: Mapping[str, "Judged"]) -> str:
     )
 
 
+def steps_of(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rows of STEPS by model."""
+    return {rows[0]["model"]: rows for rows in map(rows_of, sorted(root.glob(STEPS)))}
+
+
+def write_steps_figure(root: Path) -> bool:
+    """Draw STEPS_FIGURE if there are rows for it; whether there are."""
+    models = steps_of(root)
+    if models:
+        some = next(iter(models.values()))
+        own = next(row["spec"] for row in some if row["spec"].startswith(OWN))
+        title = f"What each step gains: {own} on {some[0]['text']}"
+        pictures.write([figures.ablation(models, title)], root / STEPS_FIGURE)
+    return bool(models)
+
+
 def ghost_steps_block(root: Path) -> str:
-    """A row for each step, with the KL of each model."""
-    files = sorted(root.glob(STEPS))
-    if not files:
+    """A figure, and a row for each step, with the KL of each model."""
+    models = {name: {row["step"]: row for row in rows} for name, rows in steps_of(root).items()}
+    if not models:
         return "Not measured yet: `benchmarks/ghost_steps.py` makes the rows."
-    models = {rows[0]["model"]: {row["step"]: row for row in rows} for rows in map(rows_of, files)}
     steps = dict.fromkeys(step for rows in models.values() for step in rows)
     lines = []
     for step in steps:
@@ -401,6 +417,7 @@ def ghost_steps_block(root: Path) -> str:
     some = next(iter(next(iter(models.values())).values()))
     heads = ["step", *(head for model in models for head in (f"{model}: bits", "KL"))]
     return (
+        f"![KL after each step of ghost]({STEPS_FIGURE.relative_to('docs')})\n\n"
         f"{markdown(heads, lines)}\n\n{some['windows']} windows of {some['window_tokens']:,} tokens of {some['text']}, "
         f"constants of the prompt itself where a row does not say fitted; bits of every byte held."
     )
@@ -923,6 +940,7 @@ def main() -> int:
     if not check:
         write_figure(ROOT)
         write_cpu_figure(ROOT)
+        write_steps_figure(ROOT)
         rows = quality_rows(ROOT)
         pictures.write([figures.quality(rows, f"{rows[0]['model']} on {rows[0]['text']}")], ROOT / QUALITY_FIGURE)
     return 1 if failed else 0

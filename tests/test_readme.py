@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvcodec_lab.named_models import SMOLLM2
+from kvcodec_lab.report import figures
 from kvcodec_lab.report.rows import Row
 
 ROOT = Path(__file__).parents[1]
@@ -442,3 +443,20 @@ def test_steps_stand_beside_each_other_for_every_model(tmp_path: Path) -> None:
     assert "| one | 3.00 | 0.5000 | – | – |" in told
     assert "| two | 3.00 | 0.2500 | 3.00 | 0.2500 |" in told
     assert "3 windows of 2,048 tokens of T" in told
+    assert told.startswith("![KL after each step of ghost](img/ghost-steps.png)")
+
+
+def test_the_figure_of_steps_joins_them_and_leaves_what_is_taken_away_hollow(tmp_path: Path) -> None:
+    assert not script.write_steps_figure(tmp_path)
+    (tmp_path / "benchmarks/results/gpu").mkdir(parents=True)
+    (tmp_path / "docs/img").mkdir(parents=True)
+    same = {"model": "a", "spec": "ghost-3", "effective_bits": 3.0, "windows": 3, "window_tokens": 2048, "text": "T"}
+    rows = [{"step": name, "kl": kl, **same} for name, kl in (("one, two", 0.5), ("last", 0.1), ("last, no mean", 0.3))]
+    (tmp_path / "benchmarks/results/gpu/ghost_steps_a.json").write_text(json.dumps(rows))
+    plot = figures.ablation(script.steps_of(tmp_path), "T")
+    assert [(c.name, c.joined, list(c.points)) for c in plot.curves] == [
+        ("a", True, [(0.0, 0.5), (1.0, 0.1)]), ("", False, [(2.0, 0.3)])]  # fmt: skip
+    assert [plot.x.tick(x) for x in (0.0, 1.0, 2.0)] == ["one, two", "last", "no mean"]
+    assert "hollow: `last`, but for this" in plot.note
+    assert script.write_steps_figure(tmp_path)
+    assert (tmp_path / "docs/img/ghost-steps.png").read_bytes().startswith(b"\x89PNG")

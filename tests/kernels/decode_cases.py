@@ -46,6 +46,8 @@ class Side:
         ``(params, head_dim)`` to what multiplies queries (keys) or outputs (values), float32 ``[B or 1, H, D]``.
     also : tuple of str
         Further files that the reader needs.
+    matrix : callable, optional
+        As ``Reader.matrix``.
     """
 
     codec: Codec
@@ -55,6 +57,7 @@ class Side:
     table: Callable[[Params, int], Tensor] | None = None
     factor: Callable[[Params, int], Tensor] | None = None
     also: tuple[str, ...] = ()
+    matrix: Callable[[Params], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,9 @@ _SOURCE = """
 {includes}
 constexpr int WARPS = {warps}, TEAMS = {teams}, MERGERS = 2;
 constexpr bool OUTLIERS = kv::scratch_bytes<{key}>(0) + kv::scratch_bytes<{value}>(0) > 0;
-KV_KERNEL void combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{dim}, MERGERS>(a); }}
+KV_KERNEL void combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{
+  kv::combine<{dim}, MERGERS, kv::is_mixed<{value}>(0)>(a);
+}}
 extern "C" int page_bytes() {{ return kv::page_bytes<{key}, {value}>({page}); }}
 extern "C" int args_bytes() {{ return sizeof(kv::DecodeArgs); }}
 """
@@ -204,7 +209,9 @@ class Variant(NamedTuple):
 
 
 def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
-    joins = value.order(dim) == 1  # dense tokens among the codes, whose channels may have factors
+    joins = (
+        value.order(dim) == 1 and value.matrix is None
+    )  # dense tokens among the codes, whose channels may have factors
     sized = value.factor is not None
     dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins * (1 + sized)
     few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16
@@ -431,6 +438,8 @@ def _check(
             if side.factor is not None:
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
+            if side.matrix is not None:
+                to.matrix = put(side.matrix(params[role]))
         if held is not None and case.means is not None:
             args.mean.mean, args.mean.table = put(held.mean), put(held.table)
             args.mean.placed = put(_ints(case.means.first))

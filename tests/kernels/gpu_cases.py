@@ -38,6 +38,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Params, Payload, Site
+from kvcodec.codecs.ghost import Ghost
 from kvcodec.errors import ShapeError
 from kvcodec.kernels import build, encode, launch
 from kvcodec.kernels import decode as attention
@@ -47,9 +48,13 @@ from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, pairs_of
 from kvcodec.layout import PageLayout
 from kvcodec.ops.rope import Rotary
+from tests.kernels.klt import fit_klt
 
 DIMS = (64, 96, 128, 192, 256)
-VARIANTS = ("hqmq-s96_r4:outliers=3", *(f"ghost-4:bits={bits}" for bits in (2.5, 3.5, 4.5, 5)))
+VARIANTS = (
+    "hqmq-s96_r4:outliers=3", *(f"ghost-4:bits={bits}" for bits in (2.5, 3.5, 4.5, 5)), "ghost-3:transform=klt",
+    "ghost-4:transform=klt",
+)  # fmt: skip
 """What is read beside the presets by readers of its own."""
 ASKS = 4
 """Cases of a layer: what is encoded is the better part of a case's time."""
@@ -199,7 +204,8 @@ def fill(
         laws.append(law)
         x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
         y = x.float() if less is None else x.float() - less.turned(0, tokens)
-        fitted = codec.fit(site, y if codec.needs_sample else None)
+        fitted = fit_klt(codec, site, y) if isinstance(codec, Ghost) and codec.needs_queries else None
+        fitted = fitted or codec.fit(site, y if codec.needs_sample else None)
         params[role] = own = {name: value.to(device) for name, value in fitted.items()}
         payloads[role] = [codec.encode(codec.to_code(y[:, :, at : at + STEP], own), own) for at in parts]
         if side is not None:

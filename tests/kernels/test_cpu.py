@@ -39,6 +39,7 @@ from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import page_layout
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn
+from tests.kernels.klt import Klt
 
 CPU = torch.device("cpu")
 SERVED = [spec for spec in kvcodec.presets() if not fused_refusal(kvcodec.get(spec).for_layer(8, 24), 128, CPU)]
@@ -46,13 +47,14 @@ OTHERS = [
     SawInt4(zero="float"), *(TurboQuant(bits, "fp32") for bits in (1, 5, 6)), *(TurboQuantQJL(bits) for bits in (2, 4)),
     *(GroupInt(bits, 32, along, symmetric) for bits in BITS for along in ("channels", "tokens")
       for symmetric in (False, True)), GroupInt(3, 48), GroupInt(4, 0, symmetric=True),
-    *(Ghost(bits) for bits in ALLOWED),
+    *(Ghost(bits) for bits in ALLOWED), Klt(3, "klt"),
     Octopus(5, 4), Octopus(3, 1, norm="fp32"), Octopus(1, 1), OctopusQJL(2, 2), UltraQuant(scale="real"),
     UltraTQ(norm="block"), Q40("none"), Hqmq(192, 6, codebook="int8"), Med(Hqmq(24, 3), 2.0),
     *(Med(Hqmq(s, r), 1.5, 1) for s in (24, 48, 96, 192) for r in (3, 4, 6)),
     *(Med(GroupInt(bits, 0), 1.5) for bits in BITS),
     *(InnerQ(bits, "tokens", reading, hybrid=True) for bits in (2, 3) for reading in ("literal", "full")),
 ]  # fmt: skip
+KLT = "ghost-3:transform=klt"
 MEANS = ["saw-int4", "int-4", "kivi-2", "turboquant-3", "octopus-3", "innerq-base", "hqmq-s24_r3", "ghost-3", "fp8"]
 DIMS = (64, 80, 96, 128, 256)
 
@@ -68,7 +70,8 @@ def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
     if isinstance(spec, Codec):
         return [("key", spec)]
     scheme = kvcodec.get(spec).for_layer(8, 24)
-    return [(role, scheme.codec(role).for_dtype(torch.float32)) for role in ROLES]
+    own = [(role, scheme.codec(role).for_dtype(torch.float32)) for role in ROLES]
+    return [(role, Klt(x.bits, x.transform) if isinstance(x, Ghost) and x.needs_queries else x) for role, x in own]
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(SERVED, (64, 80)))
+@pytest.mark.parametrize(("spec", "dim"), [*two_dims_in_turn(SERVED, (64, 80)), (KLT, 96)])
 def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd lengths, random page tables, arbitrary bytes around the live tokens; by every instruction set."""
     heads = 2
@@ -182,7 +185,7 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
     ],
     ids=["all of 64", "half of 64", "all of 96", "after RoPE"],
 )
-@pytest.mark.parametrize("spec", MEANS)
+@pytest.mark.parametrize("spec", [*MEANS, KLT])
 def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few channels or of all, one for all sequences or one each; far positions and those of padding."""
     dim, heads = 96 if len(turn.frequencies) == 48 else 64, 2

@@ -33,6 +33,7 @@ from kvcodec.kernels.encode import Turned
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import KVScheme, page_layout
+from tests.kernels.klt import Klt
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 READINGS: tuple[Reading, ...] = ("literal", "signed")
@@ -48,6 +49,7 @@ CODECS: tuple[Codec, ...] = (
     GroupInt(2, 64, along="tokens"),
     *(Fp8(scaled) for scaled in (False, True)),
     *(Ghost(bits) for bits in ALLOWED),
+    Klt(3, "klt"),
     *(UltraQuant(scale=scale, rotate=rotate) for scale in ("real", "pow2") for rotate in (False, True)),
     *(GroupInt(bits, 16, along="tokens", symmetric=True) for bits in (4, 8)),
     Dense("float16"),

@@ -24,9 +24,11 @@ from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from kvcodec.ops.widths import put_back, width_cuts
 from tests.kernels.harness import Out, build, same_for_any_order
+from tests.kernels.klt import Klt
 from tests.kernels.offline import Loop, architectures_in_turn, compile_kernels, opcode
 
 HEADS, PAGE = 2, 16
+DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 SOURCE = """
 using C{i} = {type};
@@ -99,6 +101,7 @@ class Encoders:
         with lib.memory() as memory:
             side = EncodeRoleArgs(
                 x=memory.put(x), tables=memory.put(tables), factor=None if factor is None else memory.put(factor),
+                matrix=None if encoder.matrix is None else memory.put(encoder.matrix(params)),
                 first=memory.put(first), batch=x.stride(0), head=x.stride(1), token=x.stride(2), factor_batch=0,
                 table_head=tables.stride(0) if len(tables) > 1 else 0, plane=0, tokens=tokens,
             )  # fmt: skip
@@ -192,6 +195,20 @@ def test_ghost(dim: int) -> None:
         uneven, sample = (x * sizes).clamp(-60000, 60000).half(), torch.randn(1, HEADS, 300, dim, generator=g)
         for role, rows in (("key", sample * sizes), ("value", sample + sizes)):
             encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), rows), seed=i)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d == 96 else pytest.mark.wide) for d in DIMS])
+def test_ghost_of_mixed_channels(dim: int) -> None:
+    """Rows of every size, few and many, of warps without a row of their own."""
+    codec, g = Klt(3, "klt"), torch.Generator().manual_seed(0)
+    encoders = Encoders([codec], dim)
+    mixed = torch.randn(1, HEADS, 400, dim, generator=g) @ torch.randn(dim, dim, generator=g)
+    for role in ("key", "value"):
+        params = codec.fit(Site(3, role, HEADS, dim, 5), mixed + (role == "value"))
+        for i, tokens in enumerate((1, 49, 3)):
+            encoders.check(codec, random_rows(tokens, dim, i).to(DTYPES[i]), params, seed=i, grid=3 - i, at=5 * i)
+        tiny = random_rows(48, dim, 3) * torch.logspace(-44, -30, 48)[:, None]
+        encoders.check(codec, tiny, {**params, "factor": params["factor"] * 2.0**100}, grid=1)
 
 
 def test_ghost_at_cuts() -> None:

@@ -16,7 +16,7 @@ from tests.kernels import gpu_cases
 from tests.kernels.gpu_cases import Combination, Programs, bad, decode_case, gathered, report, truth
 
 CASE = Combination("int-4", 64, 64)
-PAIRS = {"int-4": 0, "ghost-4:bits=2.5": 32}
+PAIRS = {"int-4": 0, "ghost-4:bits=2.5": 32, "ghost-4:transform=klt": 32}
 
 
 @pytest.fixture
@@ -46,9 +46,12 @@ def test_a_case_of_each_kind_passes_and_a_wrong_answer_does_not(machine: Any, mo
 
 
 @pytest.mark.usefixtures("_short")
-def test_ghost_of_any_bits_without_its_mean(machine: Any) -> None:
+@pytest.mark.parametrize("spec", ["ghost-4:bits=2.5", pytest.param("ghost-4:transform=klt", marks=pytest.mark.wide)])
+def test_ghost_of_any_bits_without_its_mean(spec: str, machine: Any) -> None:
     assert machine == {}
-    assert not any(bad(decode_case(Combination("ghost-4:bits=2.5", 64, 32), seed, "cpu")) for seed in range(4))
+    rows = [decode_case(Combination(spec, 64, 32), seed, "cpu") for seed in range(24 if "klt" in spec else 4)]
+    assert not any(map(bad, rows))
+    assert "klt" not in spec or any("prefill" in row for row in rows)
 
 
 def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:

@@ -16,11 +16,12 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import launch
 from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.ghost import SMALL, read_tables, sizes
+from kvcodec.kernels.constants import Constants, joined
+from kvcodec.kernels.ghost import SMALL, key_lines, read_tables, sizes, value_lines
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Means, Side, check_all
+from tests.kernels.klt import Klt, fit_klt
 from tests.kernels.offline import compile_kernels
 from tests.kernels.test_fused import Reference, scheme
 
@@ -123,6 +124,9 @@ def side(codec: Ghost, *arguments: bool) -> Side:
     """How keys or values of this codec are read, by the struct's last arguments."""
     name = ", ".join(["kv::ReadGhost<{D}", str(codec.total), *(str(x).lower() for x in arguments)]) + ">"
     table = partial(_tables, total=codec.total)
+    if codec.transform == "klt":
+        lines = value_lines if arguments[0] else key_lines
+        return Side(codec, f"kv::Mixed<{name}>", "read_ghost.cuh", table=table, matrix=lines)
     return Side(codec, name, "read_ghost.cuh", table=table, factor=lambda p, _: sizes(p))
 
 
@@ -139,6 +143,23 @@ MEANS = (
 @pytest.mark.parametrize(("codec", "dim"), [(Ghost(3), 128), (One(2.5), 64)])
 def test_decode(codec: Ghost, dim: int) -> None:
     check_all(side(codec, False), side(codec, True, True), dim, (*CASES, *MEANS) if dim == 128 else CASES[:3])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("bits", "dim"), [(3, 128), (4, 64)])
+def test_decode_of_mixed_channels(bits: float, dim: int) -> None:
+    """Of keys and values; dense tokens, means and windows stay in the model's basis."""
+    klt = Klt(bits, "klt")
+    cases = (*CASES, *MEANS) if dim == 128 else (CASES[0], CASES[7])  # with dense tokens, and in one split without
+    check_all(side(klt, False), side(klt, True, True), dim, cases)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("dim", [96, 256])
+def test_mixed_channels_of_one_role(dim: int) -> None:
+    klt, plain = Klt(3, "klt"), Ghost(3)
+    check_all(side(klt, False), side(plain, True, True), dim, CASES[5:6])
+    check_all(side(plain, False), side(klt, True, True), dim, CASES[5:6])
 
 
 @pytest.mark.parametrize("group", [4, 8])
@@ -161,6 +182,14 @@ def test_beside_another_codec() -> None:
     check_all(saw, side(Ghost(4), True), 64, CASES[:2])
 
 
+def test_matrices_of_layers_lie_head_by_head() -> None:
+    layers = [Constants(None, None, 1, torch.full((2, 3, 4), i, dtype=torch.uint8)) for i in range(2)]
+    found = joined(layers, 3).matrix
+    assert found is not None
+    assert found.shape == (2, 6, 4)
+    assert found[:, :, 0].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+
+
 def test_teams_do_not_share_tables_of_a_sequence(machine: dict[str, Any]) -> None:
     codec = Ghost(3)
     pair = specs.decode_spec(codec, codec, 64, 64)
@@ -175,7 +204,8 @@ def test_teams_do_not_share_tables_of_a_sequence(machine: dict[str, Any]) -> Non
     assert machine == {}
 
 
-def test_a_fused_cache(machine: dict[str, Any]) -> None:
+@pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt"])
+def test_a_fused_cache(spec: str, machine: dict[str, Any]) -> None:
     """Encoded, attended and unpacked by kernels, with constants of a file."""
     generator = torch.Generator().manual_seed(0)
     k, v = (
@@ -183,9 +213,10 @@ def test_a_fused_cache(machine: dict[str, Any]) -> None:
     )
     own: dict[Role, Params] = {}
     for role, x in zip(ROLES, (k, v), strict=True):
-        own[role] = Ghost(3).fit(Site(0, role, 2, 64), x[:1])
-    fused = FusedLayerCache(scheme("ghost-3", sink=4), params=own)
-    reference = Reference(scheme("ghost-3", sink=4), params=own)
+        site = Site(0, role, 2, 64)
+        own[role] = fit_klt(Ghost(3, "klt"), site, x[:1]) if "klt" in spec else Ghost(3).fit(site, x[:1])
+    fused = FusedLayerCache(scheme(spec, sink=4), params=own)
+    reference = Reference(scheme(spec, sink=4), params=own)
     for cache in (fused, reference):
         cache.append(k[:, :, :97], v[:, :, :97])
         cache.append(k[:, :, 97:], v[:, :, 97:])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcodec.errors import ShapeError
-from kvcodec.ops.exact import ROTATION_BITS, cut_rotation, dot_bits, rotate_exactly, to_grid
+from kvcodec.ops.exact import KERNEL_BITS, ROTATION_BITS, cut_rotation, dot_bits, rotate_exactly, to_grid
 
 DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -13,8 +13,8 @@ def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rotation_of(dim: int, seed: int = 0) -> torch.Tensor:
-    return cut_rotation(torch.linalg.qr(gauss(dim, dim, seed=seed).double()).Q)
+def rotation_of(dim: int, seed: int = 0, bits: int = ROTATION_BITS) -> torch.Tensor:
+    return cut_rotation(torch.linalg.qr(gauss(dim, dim, seed=seed).double()).Q, bits)
 
 
 @pytest.mark.parametrize("scale", [2.0**-147, 2.0**-60, 1.0, 2.0**127], ids=lambda s: f"{s:.0e}")
@@ -36,19 +36,28 @@ def test_two_rows_on_grids_have_an_exact_product(dim):
     assert int(a @ b) == sum(int(p) * int(q) for p, q in zip(a.tolist(), b.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_a_rotation_equals_that_of_integers(dim):
-    rotation = rotation_of(dim)
+@pytest.mark.parametrize(("dim", "bits"), [*((dim, ROTATION_BITS) for dim in DIMS), (128, KERNEL_BITS)])
+def test_a_rotation_equals_that_of_integers(dim, bits):
+    rotation = rotation_of(dim, bits=bits)
     x = gauss(3, dim, seed=1) * torch.tensor([[1.0], [1e-6], [1e4]])
     x[2, 5] = 65504.0
-    whole, unit = to_grid(x, ROTATION_BITS)
-    matrix = [[int(v * 2**ROTATION_BITS) for v in row] for row in rotation.tolist()]
-    found = rotate_exactly(x, rotation)
+    whole, unit = to_grid(x, bits)
+    matrix = [[int(v * 2**bits) for v in row] for row in rotation.tolist()]
+    found = rotate_exactly(x, rotation, bits)
     for row, u, got in zip(whole.tolist(), unit.flatten().tolist(), found, strict=True):
         sums = [sum(int(v) * matrix[i][j] for i, v in enumerate(row)) for j in range(dim)]
         assert max(abs(s) for s in sums) < 2**53
-        expected = torch.tensor([s * u * 2.0**-ROTATION_BITS for s in sums], dtype=torch.float64).float()
+        expected = torch.tensor([s * u * 2.0**-bits for s in sums], dtype=torch.float64).float()
         assert torch.equal(got, expected)
+
+
+def test_numbers_of_kernels_are_two_of_8_bits_whose_sums_are_exact_in_float32():
+    """Whatever the sums' order: of 2 D products of two halves each."""
+    whole = torch.tensor([-(2**KERNEL_BITS), 2**KERNEL_BITS, -1, 0, 1, 127, 128, -128, -129, 32639, 32640])
+    high = (whole + 128) >> 8
+    low = whole - 256 * high
+    assert max(int(high.abs().max()), int(low.abs().max())) <= 128
+    assert 2 * max(DIMS) * 128**2 <= 2**23
 
 
 def test_the_order_of_terms_does_not_show():

@@ -54,14 +54,18 @@ of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes no
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
+Its product takes numbers of 15 bits, of which a tensor core's sums are exact: of a token, multiples of 2^-15 of the
+power of two above its largest channel; of the matrix, whose columns have length 1, multiples of 2^-15. What they leave
+out is far below a model's 16 bits, and the inverse is that of the rounded matrix.
+
 No norm, no zero point, no padding: the printed bits are the bytes, for every head and width. Bits: b; b = 3, D = 128:
 48 bytes, 3.0. Which channel has which place is free, as queries follow it.
 
 Constants, by place: ``order [1, H, D]`` int16, the channels; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
 float32, W over the head's largest; ``widths [1, H, D]`` uint8; of values ``centre [1, H, D]`` float32, m / sqrt(v).
-klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; columns of ``matrix`` have length 1 and are
-multiples of 2^-24, so that sums are exact. `kvcodec fit` makes them from keys, values and queries. Without its file
-every second of each sequence's first 512 tokens does, and the leading dimension is B: the cache keeps tokens dense
+klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; the length that a column of ``matrix`` had
+is in ``factor``. (Its layout version 1 had 24 bits.) `kvcodec fit` makes them of keys, values and queries. Without its
+file every second of each sequence's first 512 tokens does, and the leading dimension is B: the cache keeps tokens dense
 until as many have come, so that no byte is written twice. The prompt's queries are not at hand there: E is of the
 model's queries of tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
 
@@ -94,7 +98,7 @@ from kvcodec.codec import Codec, Params, Payload, Site, check_fitted
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, unpack
-from kvcodec.ops.exact import cut_rotation, rotate_exactly
+from kvcodec.ops.exact import KERNEL_BITS, cut_rotation, rotate_exactly
 from kvcodec.ops.sums import sum_by_halves, token_chunks
 from kvcodec.ops.widths import channel_squares, nearest_in, ordered, put_back, width_cuts
 from kvcodec.registry import register
@@ -131,6 +135,8 @@ TRIM = 6.0
 ROUNDS = 2
 SHRINK, RIDGE = 0.5, 0.1
 """Of the KLT: how far moments are moved to their diagonals, and the least share of a channel in the cost."""
+KLT_VERSION = 2
+"""Layout version of transform=klt: a token and the matrix have 15 bits in their product."""
 SMALLEST = 2.0**-24
 """Smallest sqrt(v): fp16's smallest step."""
 
@@ -223,7 +229,7 @@ def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     cost, basis = torch.linalg.eigh(root @ s @ root)
     cost = cost.flip(0)
-    cost = cost.clamp_min(float(cost[0]) * SMALLEST)
+    cost = cost.clamp_min(max(float(cost[0]), SMALLEST**2) * SMALLEST)  # a head may be the same for all tokens
     return (root @ basis.flip(1)) / cost.sqrt(), cost
 
 
@@ -355,7 +361,8 @@ class Ghost(Codec):
                 f"ghost: head_dim={head_dim} at {self.bits} bits does not fill four quarters of whole bytes; "
                 f"head_dim x bits must be a multiple of 32: use 64 or 128, or at 2, 3, 4 or 5 bits 96, 192 or 256."
             )
-        return Layout(head_dim, 1, (Field("codes", "uint8", (int(head_dim * self.bits) // 8,)),), self.bits)
+        version = KLT_VERSION if self.transform == "klt" else 1
+        return Layout(head_dim, 1, (Field("codes", "uint8", (int(head_dim * self.bits) // 8,)),), self.bits, version)
 
     @property
     def total(self) -> int:
@@ -441,7 +448,7 @@ class Ghost(Codec):
         widths, places = share_bits(cost, self.total)
         turn = turn.gather(-1, places.unsqueeze(-2).expand_as(turn))
         length = turn.norm(dim=1, keepdim=True)
-        matrix = cut_rotation(turn / length)
+        matrix = cut_rotation(turn / length, KERNEL_BITS)
         params = {
             "matrix": matrix[None],
             "inverse": torch.linalg.inv(matrix.double()).float()[None],
@@ -463,7 +470,7 @@ class Ghost(Codec):
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """Channels in their places, or uncorrelated ones; each over its size."""
         if self.transform == "klt":
-            return rotate_exactly(x, params["matrix"][0]) * params["factor"].unsqueeze(2)
+            return rotate_exactly(x, params["matrix"][0], KERNEL_BITS) * params["factor"].unsqueeze(2)
         return ordered(x, params["order"]).float() * params["factor"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:

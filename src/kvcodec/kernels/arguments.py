@@ -14,13 +14,15 @@ class RoleArgs(ctypes.Structure):
     """``kv::Side``: what keys or values need besides their bytes."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("table", "factor")),
+        *((name, ctypes.c_void_p) for name in ("table", "factor", "matrix")),
         *((name, ctypes.c_int64) for name in ("table_head", "table_bytes", "factor_batch", "block")),
     )
 
-    def fill(self, tables: Tensor | None, factor: Tensor | None, order: int) -> None:
+    def fill(self, tables: Tensor | None, factor: Tensor | None, order: int, matrix: Tensor | None) -> None:
         """Set the fields from the parts of a ``constants.Constants``."""
         self.block = order
+        if matrix is not None:
+            self.matrix = matrix.data_ptr()
         if tables is not None:
             self.table, self.table_bytes = tables.data_ptr(), tables.shape[-1]
             self.table_head = 0 if tables.shape[0] == 1 else tables.stride(0)
@@ -70,13 +72,17 @@ class EncodeRoleArgs(ctypes.Structure):
     """``kv::EncodeSide``: where new keys or values come from, and where their planes begin."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "tables", "factor", "first")),
+        *((name, ctypes.c_void_p) for name in ("x", "tables", "factor", "matrix", "first")),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token", "table_head", "factor_batch")),
         *((name, ctypes.c_int64) for name in ("plane", "tokens", "rows")),
     )
 
-    def fill(self, x: Tensor, tables: Tensor | None, factor: Tensor | None, first: Tensor, plane: int) -> None:
+    def fill(
+        self, x: Tensor, tables: Tensor | None, factor: Tensor | None, matrix: Tensor | None, first: Tensor, plane: int
+    ) -> None:
         """Set the fields for new tokens ``[B, H, N, D]`` and the constants of their encoder."""
+        if matrix is not None:
+            self.matrix = matrix.data_ptr()
         self.x, self.first, self.plane, self.tokens = x.data_ptr(), first.data_ptr(), plane, x.shape[2]
         self.batch, self.head, self.token, _ = x.stride()
         if tables is not None:
@@ -127,6 +133,7 @@ class UnpackArgs(ctypes.Structure):
         ("mean", MeanArgs),
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
+        *((name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix")),
     )
 
 

@@ -5,6 +5,7 @@ file belong to one cache.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,11 +29,14 @@ class Constants(NamedTuple):
     factor : Tensor float32 ``[B or 1, H, D]`` or None
         ``[B or 1, H]`` where an encoder has an ``own`` constant; float64 reciprocals where it divides.
     order : int
+    matrix : Tensor or None
+        What mixes the channels of a head, ``[n, H, ...]`` in the form of the kernels.
     """
 
     tables: Tensor | None
     factor: Tensor | None
     order: int
+    matrix: Tensor | None = None
 
 
 NO_CONSTANTS = Constants(None, None, 1)
@@ -50,7 +54,7 @@ def constants_for(
     """
     tables = None if kernel.tables is None else _tables(kernel, params, heads)
     factor = _factor(kernel, params, heads, head_dim) if kernel.multiplies else None
-    return Constants(tables, factor, kernel.order)
+    return Constants(tables, factor, kernel.order, None if kernel.matrix is None else _matrix(kernel, params))
 
 
 def constants(
@@ -78,7 +82,7 @@ def constants(
         Whether constants that need no sample follow from codec and site.
     """
 
-    tables = factor = None
+    tables = factor = matrix = None
     if kernel.tables is not None:
         of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.alike else site
         name = ("tables", kernel.type, of, where) if drawn and not of.needs_sample else None
@@ -88,7 +92,9 @@ def constants(
         name = ("factor", kernel.type, codec, site) if drawn and not codec.needs_sample else None
         before = None if old is None else old.factor
         factor = _one(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
-    return Constants(tables, factor, kernel.order)
+    if kernel.matrix is not None:
+        matrix = _one(None, site.device, None if old is None else old.matrix, partial(_matrix, kernel, params))
+    return Constants(tables, factor, kernel.order, matrix)
 
 
 def _one(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
@@ -110,7 +116,13 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
         held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
         tables = torch.cat([x.expand(heads, -1) if by_head else _first(x) for x in held], 0 if by_head else 1)
     factors = [_first(x.factor) for x in layers if x.factor is not None]
-    return Constants(tables, torch.cat(factors, 1) if factors else None, layers[0].order)
+    matrices = [x.matrix for x in layers if x.matrix is not None]
+    return Constants(
+        tables,
+        torch.cat(factors, 1) if factors else None,
+        layers[0].order,
+        torch.cat(matrices, 1) if matrices else None,
+    )
 
 
 def _first(x: Tensor) -> Tensor:
@@ -128,6 +140,11 @@ def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params,
             f"[batch or 1, {heads}, bytes] by sequence."
         )
     return tables
+
+
+def _matrix(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params) -> Tensor:
+    assert kernel.matrix is not None
+    return kernel.matrix(params).contiguous()
 
 
 def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:

@@ -52,6 +52,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     spec = spec.small if config.small else spec
     pairs = f", {spec.pairs}" if spec.pairs else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
+    combine = f"kv::combine<{spec.head_dim}, {COMBINE_WARPS}{', true' if spec.value.matrix else ''}>"
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
     source = "\n".join(
         [
@@ -67,7 +68,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
             f"KV_KERNEL void KV_BOUNDS({threads}, {config.resident}) "
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
-            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ kv::combine<{spec.head_dim}, {COMBINE_WARPS}>(a); }}",
+            f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ {combine}(a); }}",
             "",
         ]
     )
@@ -158,8 +159,8 @@ def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: boo
 
 def _attend(
     q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, text: str, num_kv_heads: int,
-    key_tables: Tensor | None, key_factor: Tensor | None, key_order: int,
-    value_tables: Tensor | None, value_factor: Tensor | None, value_order: int,
+    key_tables: Tensor | None, key_factor: Tensor | None, key_order: int, key_matrix: Tensor | None,
+    value_tables: Tensor | None, value_factor: Tensor | None, value_order: int, value_matrix: Tensor | None,
     dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
     dense_at: Tensor | None, sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None,
     config: Sequence[int],
@@ -221,8 +222,8 @@ def _attend(
         args.start = start.data_ptr()
     if sinks is not None:
         args.sinks = sinks.data_ptr()
-    args.key.fill(key_tables, key_factor, key_order)
-    args.value.fill(value_tables, value_factor, value_order)
+    args.key.fill(key_tables, key_factor, key_order, key_matrix)
+    args.value.fill(value_tables, value_factor, value_order, value_matrix)
     args.mean.fill(mean, mean_table, placed)
     args.q_batch, args.q_head, _, _ = q.stride()
     args.table_row, args.page_bytes = table.stride(0), pages.shape[2]
@@ -335,9 +336,9 @@ def decode_attention(
         )
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
-        q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order,
-        value.tables, value.factor, value.order, dense_k, dense_v, dense_lens, dense_start, dense_at, sinks, start,
-        float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
+        q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order, key.matrix,
+        value.tables, value.factor, value.order, value.matrix, dense_k, dense_v, dense_lens, dense_start, dense_at,
+        sinks, start, float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
         None if mean is None else mean.table, placed,
     )  # fmt: skip
     return out

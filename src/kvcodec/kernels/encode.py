@@ -164,8 +164,8 @@ def aligned_rows(x: Tensor) -> Tensor:
 def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
-    value_factor: Tensor | None, mean: Tensor | None, cosines: Tensor | None, sines: Tensor | None, interleaved: bool,
-    kept: int,
+    value_factor: Tensor | None, key_matrix: Tensor | None, value_matrix: Tensor | None, mean: Tensor | None,
+    cosines: Tensor | None, sines: Tensor | None, interleaved: bool, kept: int,
 ) -> None:  # fmt: skip
     spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
@@ -178,11 +178,11 @@ def _encode(
     if bad is not None:
         args.bad = bad.data_ptr()
     if "key" in x:
-        args.key.fill(x["key"], key_tables, key_factor, first, spec.key_plane)
+        args.key.fill(x["key"], key_tables, key_factor, key_matrix, first, spec.key_plane)
         if mean is not None and cosines is not None and sines is not None:
             args.mean.fill(mean, cosines, sines, interleaved)
     if "value" in x:
-        args.value.fill(x["value"], value_tables, value_factor, first, spec.value_plane)
+        args.value.fill(x["value"], value_tables, value_factor, value_matrix, first, spec.value_plane)
     args.page_bytes, args.table_row, args.kind = pages.shape[2], table.stride(0), KINDS[some.dtype]
     args.kept, args.key.rows = kept, spec.page_bytes
     args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
@@ -319,8 +319,8 @@ def encode_checked(
     run = _op if torch.compiler.is_compiling() else _encode
     mean, cosines, sines, interleaved = (None, None, None, False) if less is None else less
     run(
-        keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, mean, cosines,
-        sines, interleaved, kept,
+        keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, key.matrix,
+        value.matrix, mean, cosines, sines, interleaved, kept,
     )  # fmt: skip
 
 

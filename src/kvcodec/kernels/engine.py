@@ -117,7 +117,7 @@ class Engine(ABC):
     def tensors(self) -> list[Tensor]:
         """Constants on the device."""
         held = [*self.reading.values(), *self.writing.values()]
-        return [x for side in held for x in (side.tables, side.factor) if x is not None]
+        return [x for side in held for x in (side.tables, side.factor, side.matrix) if x is not None]
 
     @abstractmethod
     def encode(

@@ -1,7 +1,8 @@
 """Kernels of ``ghost``: pairs of channels that share bits, each kind with a table of its own.
 
 The tables of a head are bytes: the channels of the model by place, ``uint8 [D]``, then the kinds of the pairs, ``uint8
-[D / 2]``. The kernels compute the levels. Factors are in the model's order.
+[D / 2]``. The kernels compute the levels. Factors are in the model's order. With ``transform=klt`` a matrix of the head
+leads to the places and back, sizes included, and their order is that of the codes.
 
 Constants without a file are fitted by a kernel too: the reference's fit is some hundreds of small operations, in every
 layer of every prompt.
@@ -39,10 +40,11 @@ from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.decode import KINDS
 from kvcodec.kernels.spec import Encoder, Fitted, Reader, Rooms, Sample, align, flag
+from kvcodec.ops.exact import KERNEL_BITS
 from kvcodec.ops.widths import put_back, width_cuts
 
 PARAMS = ("order", "factor", "weight", "widths", "centre")
-"""Of the reference's constants, those of transform=channels."""
+"""Of the reference's constants, those that a kernel fits."""
 CPU_LEAST = 32
 """Channels of a head of which even and odd places each fill the widest vector."""
 
@@ -64,27 +66,31 @@ SMALL = (7, 8)
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     assert isinstance(codec, Ghost)
-    if codec.transform != "channels":
-        raise UnsupportedError(f"the kernels read transform=channels, not {codec}")
     codec.layout(head_dim)  # refuses what does not fill quarters
-    small = _reader(codec.total, head_dim, role == "value", small=True) if codec.total in SMALL else None
-    return replace(_reader(codec.total, head_dim, role == "value"), small=small)
+    small = _reader(codec, head_dim, role == "value", small=True) if codec.total in SMALL else None
+    return replace(_reader(codec, head_dim, role == "value"), small=small)
 
 
-def _reader(total: int, head_dim: int, values: bool, small: bool = False) -> Reader:
+def _reader(codec: Ghost, head_dim: int, values: bool, small: bool = False) -> Reader:
+    total, mixed = codec.total, codec.transform == "klt"
     own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
     name, last = f"kv::ReadGhost<{head_dim}, {total}, {flag(values)}", ", true" if small else ""
     return Reader(
-        f"{name}, false{last}>" if small else f"{name}>",
+        _struct(f"{name}, false{last}>" if small else f"{name}>", codec),
         "read_ghost.cuh",
         shared=own + level_bytes(total, small),
         lends=f"levels of pairs of {total} bits",
-        borrower=f"{name}, true{last}>",
+        borrower=_struct(f"{name}, true{last}>", codec),
         own_shared=own,
         tables=lambda params: read_tables(params, total),
-        factor=sizes,
+        factor="" if mixed else sizes,
+        matrix=(value_lines if values else key_lines) if mixed else None,
         team_warps=0,  # constants may be those of a sequence
     )
+
+
+def _struct(name: str, codec: Ghost) -> str:
+    return f"kv::Mixed<{name}>" if codec.transform == "klt" else name
 
 
 def sizes(params: Params) -> Tensor:
@@ -97,26 +103,74 @@ def _put_back(x: Tensor, params: Params) -> Tensor:
     return put_back(x.unsqueeze(2), params["order"]).squeeze(2)
 
 
+def order_of(params: Params) -> Tensor:
+    """The channel of each place, as kernels order them: ``[B or 1, H, D]`` int16; a matrix leads to the places."""
+    if "order" in params:
+        return params["order"]
+    widths = params["widths"]
+    return torch.arange(widths.shape[-1], dtype=torch.int16, device=widths.device).expand(widths.shape)
+
+
+def way_back(params: Params) -> Tensor:
+    """From codes over a scale to the model's basis: float64 ``[1, H, D, D]``."""
+    return params["inverse"].double() / params["factor"].double().unsqueeze(-1)
+
+
+def key_lines(params: Params) -> Tensor:
+    """What multiplies queries, then what multiplies unpacked keys: uint8 ``[2, H, bytes]`` of mixed.cuh."""
+    back = way_back(params)
+    return torch.cat([_over_unit(back.mT), _over_unit(back)])
+
+
+def value_lines(params: Params) -> Tensor:
+    """What multiplies outputs and unpacked values: uint8 ``[1, H, bytes]`` of mixed.cuh."""
+    return _over_unit(way_back(params))
+
+
+def _over_unit(matrix: Tensor) -> Tensor:
+    """Lines of a matrix, of which the largest number over the unit is from 2^14 to 2^15."""
+    unit = torch.exp2(torch.frexp(matrix.abs().amax((-2, -1))).exponent.double() - 15).float()
+    head = torch.nn.functional.pad(unit.unsqueeze(-1), (0, 3))
+    return torch.cat([_bytes(head), _bytes(_lines(matrix / unit.double()[..., None, None]))], -1)
+
+
+def _lines(matrix: Tensor) -> Tensor:
+    """Fp16 ``[..., D D]`` of ``[..., D, D]``: eight rows of a column together."""
+    return matrix.half().unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-3)
+
+
+def write_lines(params: Params) -> Tensor:
+    """What multiplies new tokens: uint8 ``[1, H, bytes]`` of mixed.cuh."""
+    whole = whole_matrix(params)
+    high = ((whole + 128) / 256).floor()
+    return _bytes(torch.cat([_lines(high), _lines(whole - 256 * high)], -1))
+
+
+def whole_matrix(params: Params) -> Tensor:
+    """2^15 times what multiplies new tokens: integers, float32 ``[1, H, D, D]``."""
+    return params["matrix"] * 2.0**KERNEL_BITS
+
+
 def read_tables(params: Params, total: int) -> Tensor:
     """Tables of ``kv::ReadGhost``: order and kinds, of values then the means over sizes; ``[B or 1, H, bytes]``."""
     own = kinds(total)
     kind = params["widths"][..., ::2] - own[0][0]
     kind[..., -PARTS:] = len(own)
-    head = _padded(torch.cat([params["order"].to(torch.uint8), kind], -1))
+    head = _padded(torch.cat([order_of(params).to(torch.uint8), kind], -1))
     return torch.cat([head, _bytes(params["centre"])], -1) if "centre" in params else head
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     """As ``spec.encoder``."""
     assert isinstance(codec, Ghost)
-    if codec.transform != "channels":
-        raise UnsupportedError(f"the kernels write transform=channels, not {codec}")
     codec.layout(head_dim)
+    mixed = codec.transform == "klt"
     return Encoder(
-        f"kv::GhostRow<{head_dim}, {codec.total}>",
+        _struct(f"kv::GhostRow<{head_dim}, {codec.total}>", codec),
         "encode_ghost.cuh",
         tables=write_tables,
-        factor=inverse_sizes,
+        factor="factor" if mixed else inverse_sizes,
+        matrix=write_lines if mixed else None,
         form="table",
         resident=2,
     )
@@ -126,7 +180,20 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     """As ``cpu.spec.cpu_reader``."""
     assert isinstance(codec, Ghost)
     _check_cpu(codec, head_dim, "read")
-    return CpuReader(f"ghost{codec.total}", (int(role == "value"),), tables=cpu_read_tables, factor=sizes)
+    name, options = f"ghost{codec.total}", (int(role == "value"),)
+    if codec.transform == "klt":
+        return CpuReader(name, options, tables=cpu_read_tables, matrix=out_of_places if options[0] else into_places)
+    return CpuReader(name, options, tables=cpu_read_tables, factor=sizes)
+
+
+def into_places(params: Params) -> Tensor:
+    """What multiplies queries: float32 ``[1, H, D, D]``."""
+    return way_back(params).mT.float()
+
+
+def out_of_places(params: Params) -> Tensor:
+    """What multiplies outputs: float32 ``[1, H, D, D]``."""
+    return way_back(params).float()
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
@@ -134,12 +201,12 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     assert isinstance(codec, Ghost)
     _check_cpu(codec, head_dim, "write")
     options = codec.total, int(role == "value")
+    if codec.transform == "klt":
+        return CpuEncoder("ghost", options, tables=cpu_write_tables, factor="factor", matrix=whole_matrix)
     return CpuEncoder("ghost", options, tables=cpu_write_tables, factor=inverse_sizes)
 
 
 def _check_cpu(codec: Ghost, head_dim: int, verb: str) -> None:
-    if codec.transform != "channels":
-        raise UnsupportedError(f"the CPU kernels {verb} transform=channels, not {codec}")
     if head_dim < CPU_LEAST:
         raise UnsupportedError(f"the CPU kernels {verb} ghost of a head_dim of {CPU_LEAST} or more, not {head_dim}")
     codec.layout(head_dim)  # refuses what does not fill quarters
@@ -147,7 +214,7 @@ def _check_cpu(codec: Ghost, head_dim: int, verb: str) -> None:
 
 def cpu_read_tables(params: Params) -> Tensor:
     """Tables of ``unpack_ghost`` (read_ghost.h): uint8 ``[B or 1, H, bytes]``."""
-    order, widths = params["order"], params["widths"]
+    order, widths = order_of(params), params["widths"]
     found = levels()
     positive = [found[(1 << w) - 1 + (1 << w - 1) : (1 << w + 1) - 1] for w in range(1, WIDEST + 1)]
     same = torch.cat([torch.zeros(1), *positive, scales()]).expand(*order.shape[:2], -1)
@@ -162,7 +229,7 @@ def _apart(x: Tensor) -> Tensor:
 
 def cpu_write_tables(params: Params) -> Tensor:
     """Tables of ``encode_ghost`` (encode_ghost.h): uint8 ``[B or 1, H, bytes]``."""
-    order, widths = params["order"], params["widths"]
+    order, widths = order_of(params), params["widths"]
     cuts, infinite, zero = width_cuts(levels()).float(), torch.tensor([torch.inf]), torch.zeros(1)
     behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(WIDEST + 1)]
     walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
@@ -178,7 +245,7 @@ def inverse_sizes(params: Params) -> Tensor:
 
 def write_tables(params: Params) -> Tensor:
     """Tables of ``kv::GhostRow``: uint8 ``[B or 1, H, bytes]``."""
-    order, widths, weight = params["order"], params["widths"], params["weight"]
+    order, widths, weight = order_of(params), params["widths"], params["weight"]
     centre = params["centre"] if "centre" in params else torch.zeros_like(weight)
     same, walls, held = _of_all_heads(order.device)
     walls = (widths > 0).sum(-1, keepdim=True) * walls  # the reference's product, number by number

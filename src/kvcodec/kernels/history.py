@@ -3,7 +3,8 @@
 A prefill chunk has tens to thousands of queries, so it is compute-bound: the pages are unpacked once per chunk of
 history, at memory speed, and the tensor cores read 16-bit numbers. Keys and values are not rotated back: queries are
 rotated into the basis of the codes and outputs out of it, at a cost proportional to the queries. Dense tokens are
-rotated as well and placed beside the unpacked ones, so that one call attends to all.
+rotated as well and placed beside the unpacked ones, so that one call attends to all. What a matrix has mixed is brought
+back to the model's basis instead, token by token on the tensor cores.
 
 Unpacked numbers are fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one
 channel, where bf16 would lose the low bits. Above 65504 they saturate, which only a rotated key of that size reaches.
@@ -188,6 +189,10 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
         args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
     if (tables := packed.value.tables) is not None:
         args.v_table, args.v_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
+    if packed.key.matrix is not None:
+        args.k_matrix = packed.key.matrix[-1].data_ptr()
+    if packed.value.matrix is not None:
+        args.v_matrix = packed.value.matrix[-1].data_ptr()
     checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
     if packed.mean is not None:
         args.mean.fill(packed.mean.mean, packed.mean.table, packed.placed)

@@ -7,7 +7,7 @@ and ``add_encoder``.
 
 Between model basis and code basis kernels apply two linear maps, in this order for queries and new tokens: times a
 factor per head and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go
-back in reverse order.
+back in reverse order. Or one map takes their place, a [D, D] matrix of the head (``matrix``).
 """
 
 import importlib
@@ -58,6 +58,10 @@ class Reader:
         constants that returns it; empty: none.
     order : int
         Hadamard order; 1 for none.
+    matrix : callable, optional
+        Params -> uint8 ``[n, H, bytes]``, lines of mixed.cuh: what mixes the channels of a head, in place of a factor
+        and a rotation, of queries into the basis of the codes (keys, n = 2), and of outputs (values, n = 1) or, as the
+        last of n, unpacked tokens out of it. The struct is ``Mixed``.
     lends, borrower : str
         Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
         need none of their own, or ``own_shared`` bytes of them.
@@ -101,6 +105,7 @@ class Reader:
     computes: bool = False
     factor: str | Callable[[Params], Tensor] = ""
     order: int = 1
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     lends: str = ""
     borrower: str = ""
     own_shared: int = 0
@@ -147,6 +152,8 @@ class Encoder:
         Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by, or a function of the
         constants that returns it.
     divide : bool
+    matrix : callable, optional
+        As of ``Reader`` with n = 1, of new tokens into the basis of the codes, before the factor; of form "table".
     form : {"rows", "blocks", "table"}
         Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
         encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
@@ -163,6 +170,7 @@ class Encoder:
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     factor: str | Callable[[Params], Tensor] = ""
     divide: bool = False
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     order: int = 1
     block: int = 1
     form: Form = "rows"
@@ -321,7 +329,7 @@ def fitters(key: Codec, value: Codec) -> list[Fitter]:
     found: dict[str, dict[Role, Codec]] = {}
     for role, codec in zip(ROLES, (key, value), strict=True):
         module = type(codec).__module__
-        if codec.needs_sample and of_module(module, "fit") is not None:
+        if codec.needs_sample and not codec.needs_queries and of_module(module, "fit") is not None:
             found.setdefault(module, {})[role] = codec
     return [Fitter(codecs, of_module(m, "fit"), of_module(m, "fit_program")) for m, codecs in found.items()]
 
@@ -390,7 +398,7 @@ class DecodeSpec(NamedTuple):
     @property
     def joins(self) -> bool:
         """Whether dense tokens can join the sums of the codes: values are in the model's basis but for factors."""
-        return self.value.order == 1
+        return self.value.order == 1 and self.value.matrix is None
 
     @property
     def blocked(self) -> bool:

@@ -13,6 +13,8 @@ from kvcodec.errors import ShapeError
 MANTISSA = 53
 ROTATION_BITS = 24
 """Bits of a rotation's entries and of a row beneath its largest component; float32 keeps the entries exactly."""
+KERNEL_BITS = 15
+"""The same, where kernels multiply: an entry is two numbers of 8 bits, whose products a tensor core sums exactly."""
 
 
 def to_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -50,16 +52,16 @@ def dot_bits(head_dim: int) -> int:
     return (MANTISSA - (head_dim - 1).bit_length()) // 2
 
 
-def cut_rotation(rotation: Tensor) -> Tensor:
-    """Round an orthogonal matrix to multiples of ``2^-24``, held in float32 without further error.
+def cut_rotation(rotation: Tensor, bits: int = ROTATION_BITS) -> Tensor:
+    """Round a matrix to multiples of ``2^-bits``, held in float32 without further error.
 
-    It stays orthogonal to about ``2^-25`` per entry of ``R R^T``, as good as float32 can hold one: its transpose is
-    its inverse and its dual.
+    With 24 bits an orthogonal one stays so to about ``2^-25`` per entry of ``R R^T``, as good as float32 can hold one:
+    its transpose is its inverse and its dual.
     """
-    return (rotation.double() * 2.0**ROTATION_BITS).round_().mul_(2.0**-ROTATION_BITS).float()
+    return (rotation.double() * 2.0**bits).round_().mul_(2.0**-bits).float()
 
 
-def rotate_exactly(x: Tensor, rotation: Tensor) -> Tensor:
+def rotate_exactly(x: Tensor, rotation: Tensor, bits: int = ROTATION_BITS) -> Tensor:
     """``x R`` with exact sums.
 
     ``|sum_i x_i R_ij| <= |x| |R_j|`` for every part of the sum: with 24 bits each and columns of length 1 it stays
@@ -68,9 +70,11 @@ def rotate_exactly(x: Tensor, rotation: Tensor) -> Tensor:
     Parameters
     ----------
     x : Tensor ``[..., D]``
-        Rounded to ``2^-24`` of each row's largest component, where float32 itself rounds.
+        Rounded to ``2^-bits`` of each row's largest component; float32 itself rounds at ``2^-24``.
     rotation : Tensor ``[D, D]``
-        Orthogonal, of ``cut_rotation``, or its transpose.
+        Columns of length 1, of ``cut_rotation``; or the transpose of an orthogonal one.
+    bits : int
+        As of ``cut_rotation``, 24 at most.
 
     Returns
     -------
@@ -84,7 +88,7 @@ def rotate_exactly(x: Tensor, rotation: Tensor) -> Tensor:
     dim = x.shape[-1]
     if dim > 4 ** (MANTISSA - 2 * ROTATION_BITS):
         raise ShapeError(f"rotate_exactly: head_dim={dim} is above 1024, where sums are not exact; use a smaller one.")
-    whole, unit = to_grid(x, ROTATION_BITS)
-    product = whole @ (rotation.double() * 2.0**ROTATION_BITS).round_()
+    whole, unit = to_grid(x, bits)
+    product = whole @ (rotation.double() * 2.0**bits).round_()
     # + 0: a sum of zeros may be -0 or +0
-    return product.add_(0.0).mul_(unit * 2.0**-ROTATION_BITS).float()
+    return product.add_(0.0).mul_(unit * 2.0**-bits).float()

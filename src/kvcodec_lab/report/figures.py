@@ -3,6 +3,7 @@
 ``svg`` draws them on pages, ``pictures`` as image files.
 """
 
+import textwrap
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +33,8 @@ class Axis:
     ----------
     title : str
         Beside the axis.
-    scale : {"linear", "log", "doubling"}
-        ``doubling``: logarithmic, and its ticks are the values that occur.
+    scale : {"linear", "log", "doubling", "named"}
+        ``doubling``: logarithmic, and its ticks are the values that occur. ``named``: linear, likewise; of x.
     from_zero : bool
         Whether it begins at 0.
     text, tick : callable
@@ -43,7 +44,7 @@ class Axis:
     """
 
     title: str
-    scale: Literal["linear", "log", "doubling"] = "linear"
+    scale: Literal["linear", "log", "doubling", "named"] = "linear"
     from_zero: bool = False
     text: Callable[[float], str] = "{:g}".format
     tick: Callable[[float], str] = "{:g}".format
@@ -313,6 +314,34 @@ def recomputed(rows: Sequence[Row], title: str, *, x: str, y: str, log_y: bool =
         curves.append(Curve("", [(r["x"], r["printed"]) for r in here], _by_place(i), joined=False))
     told = f"{title}\nfilled: ours; hollow: the paper or its reference"
     return Plot(told, Axis(x), Axis(y, "log" if log_y else "linear"), curves=curves, names="legend", size=(6.4, 4.2))
+
+
+def ablation(models: Mapping[str, Sequence[Row]], title: str) -> Plot:
+    """KL of steps that follow one another, a curve per model; what is taken away from the last one is hollow.
+
+    Parameters
+    ----------
+    models : mapping of str to sequence of mapping
+        ``step, kl, effective_bits, windows, window_tokens``; ``"LAST, NAME"``: NAME is taken away from the step LAST.
+    title : str
+    """
+    names = list(dict.fromkeys(str(row["step"]) for rows in models.values() for row in rows))
+    taken = [name for name in names if name.partition(", ")[0] in names and ", " in name]
+    place = {name: float(i) for i, name in enumerate([*(x for x in names if x not in taken), *taken])}
+    curves = []
+    for i, (model, rows) in enumerate(models.items()):
+        found = sorted((place[str(row["step"])], float(row["kl"]), str(row["step"]) in taken) for row in rows)
+        curves.append(Curve(model, [(x, y) for x, y, away in found if not away], _by_place(i)))
+        if away := [(x, y) for x, y, away in found if away]:
+            curves.append(Curve("", away, _by_place(i), joined=False))
+    short = {name: name.partition(", ")[2] if name in taken else name for name in names}
+    told = {at: "\n".join(textwrap.wrap(short[name], 14)) for name, at in place.items()}
+    last = next((name.partition(", ")[0] for name in taken), "")
+    some = next(iter(models.values()))[0]
+    note = f"{some['windows']} windows of {some['window_tokens']:,} tokens; lower is better"
+    note += f"; hollow: `{last}`, but for this" if taken else ""
+    x = Axis("", "named", tick=lambda at: told[at])
+    return Plot(title, x, Axis(METRICS["kl"], "log"), curves=curves, names="legend", note=note)
 
 
 def rate_distortion(rows: Sequence[Row]) -> list[Plot]:

@@ -134,9 +134,9 @@ def _panel(axes: Any, plot: Plot) -> dict[str, Any]:
         axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center")
     elif log:
         axes.set_yscale("log")
-    if plot.x.scale != "linear" and (plot.points or plot.curves):
+    if plot.x.scale in ("log", "doubling") and (plot.points or plot.curves):
         axes.set_xscale("log")
-    if plot.x.scale == "doubling":
+    if plot.x.scale in ("doubling", "named"):
         found = sorted({x for c in plot.curves for x, _ in c.points} | {p.x for p in plot.points})
         axes.set_xticks(found, [plot.x.tick(x) for x in found], minor=False)
         axes.minorticks_off()

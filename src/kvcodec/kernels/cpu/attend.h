@@ -6,7 +6,8 @@
 // finish, in order.
 //
 // Packed keys and values are in the basis of the codes, their channels in the reader's order: queries are mapped to it
-// once, and sums mapped back once (times a factor per channel, then a block-diagonal Hadamard; backwards for sums).
+// once, and sums mapped back once (times a factor per channel, then a block-diagonal Hadamard; backwards for sums; or
+// times a matrix of the head).
 // Dense tokens are in the model's basis and have sums of their own. Scores of packed keys that are held without their
 // mean get its term (mean.h).
 #pragma once
@@ -32,6 +33,7 @@ struct Role {
   const float* factor;       // [B or 1, H, D], or null
   int64_t factor_batch;      // numbers from one sequence's factors to the next one's
   int64_t order;             // of the Hadamard; 1: none
+  const float* matrix;       // [H, D, D]: what rows of queries or sums are multiplied with instead; or null
   const uint8_t* dense;      // tokens held dense, or null
   int64_t dense_batch, dense_head, dense_token;  // strides, in bytes
   int64_t dense_kind;        // 0 fp16, 1 bf16, 2 float32
@@ -86,6 +88,16 @@ inline const float* factors(const Role& role, const Args& a, int b, int h) {
   return role.factor ? role.factor + b * role.factor_batch + h * a.dim : nullptr;
 }
 
+// row M, in place, of a head's matrix, if there is one
+inline void mix(const Role& role, int h, float* row, int dim) {
+  if (!role.matrix) return;
+  const float* m = role.matrix + (int64_t)h * dim * dim;
+  alignas(64) float x[WIDEST] = {};
+  for (int i = 0; i < dim; ++i)
+    for (int c = 0; c < dim; c += LANES) store(x + c, fma(splat(row[i]), load(m + i * dim + c), load(x + c)));
+  memcpy(row, x, sizeof(float) * dim);
+}
+
 // row[p] = x[channel[p]], or back
 inline void permute(const int16_t* channel, float* row, int dim, bool back) {
   float x[WIDEST];
@@ -113,6 +125,7 @@ inline void place(const Role& role, int b, int h, float* row, int dim, bool back
 }
 // a row that the factor has multiplied to the basis of the codes, in the reader's order; or a row of sums back
 inline void into_codes(const Role& role, int b, int h, float* row, int dim) {
+  mix(role, h, row, dim);
   hadamard(row, dim, (int)role.order);
   place(role, b, h, row, dim, false);
   reorder(role, row, dim, false);
@@ -121,6 +134,7 @@ inline void out_of_codes(const Role& role, int b, int h, float* row, int dim) {
   reorder(role, row, dim, true);
   place(role, b, h, row, dim, true);
   hadamard(row, dim, (int)role.order);
+  mix(role, h, row, dim);
 }
 
 // -- products ---------------------------------------------------------------------------------------------------------

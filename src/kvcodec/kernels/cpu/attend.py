@@ -167,6 +167,8 @@ def _fill(struct: RoleStruct, spec: CpuSpec, role: Role, constants: Constants, d
     fill_tables(struct, constants)
     if (factor := constants.factor) is not None:
         struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
+    if constants.matrix is not None:
+        struct.matrix = constants.matrix.data_ptr()
     struct.order = constants.order
     offsets = spec.offsets(role)
     struct.planes[: len(offsets)] = offsets

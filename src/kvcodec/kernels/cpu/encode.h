@@ -1,9 +1,9 @@
 // Encoding new tokens into packed pages, to the bytes of the reference codec.
 //
 // A task takes tokens of one role, sequence and head: they are widened to float32, keys lose their mean where they are
-// held without it, all are brought to the basis of the codes (times a factor per channel, then a block-diagonal
-// Hadamard, as kernels/spec.py defines it), and an encoder writes them. Sums of the Hadamard are taken in double and
-// rounded once, as in ops/hadamard.py.
+// held without it, all are brought to the basis of the codes (times a matrix of the head, if there is one, and a factor
+// per channel, then a block-diagonal Hadamard, as kernels/spec.py defines it), and an encoder writes them. Sums are
+// taken in double and rounded once, as in ops/hadamard.py and, of integers, in ops/exact.py.
 //
 // Tokens with NaN, Inf or a magnitude above 65504 are stored as zero bytes (with all of their block) and raise *bad to
 // 1; tokens behind the pages are dropped and raise it to 2.
@@ -31,6 +31,7 @@ struct EncodeRole {
   int64_t factor_batch;
   int64_t divides;             // whether factor holds reciprocals
   int64_t order;               // of the Hadamard; 1: none
+  const float* matrix;         // [H, D, D] of whole numbers, or null
   int64_t planes[PLANES];      // byte of the page at which each plane begins; -1 behind the last
   int64_t sizes[PLANES];       // bytes of a block in each plane
   int32_t options[OPTIONS];
@@ -102,6 +103,23 @@ inline void hadamard_row(float* row, int dim, int order) {
   for (int c = 0; c < dim; ++c) row[c] = (float)(x[c] * scale);
 }
 
+// in place, times a matrix [dim, dim] of integers: rotate_exactly of ops/exact.py, with as many bits
+inline void mix_row(float* row, const float* matrix, int dim) {
+  constexpr int BITS = 15;  // KERNEL_BITS
+  float top = 0.0f;
+  for (int c = 0; c < dim; ++c) top = std::max(top, std::fabs(row[c]));
+  int exponent;
+  std::frexp(top, &exponent);
+  const double to = std::ldexp(1.0, BITS - exponent), back = std::ldexp(1.0, exponent - 2 * BITS);
+  alignas(64) double sums[WIDEST] = {};
+  for (int i = 0; i < dim; ++i) {
+    const double x = nearest(row[i] * to);
+    const float* m = matrix + (int64_t)i * dim;
+    for (int c = 0; c < dim; ++c) sums[c] += x * m[c];
+  }
+  for (int c = 0; c < dim; ++c) row[c] = (float)(sums[c] * back);
+}
+
 // `count` tokens of a sequence and head from token `from` on, in one page
 inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, int64_t h, int64_t from, int64_t count,
                           float* rows) {
@@ -118,6 +136,7 @@ inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, i
     good[t] = widen_row(r.x + b * r.batch + h * r.head + (from + t) * r.token, r.kind, dim, row);
     if (!good[t]) memset(row, 0, sizeof(float) * dim), all = false;
     if (a.less.mean && &r == a.roles) a.less.take(row, b, h, from + t, dim);
+    if (r.matrix) mix_row(row, r.matrix + h * dim * dim, dim);
     const int64_t at = b * r.factor_batch + h * dim;
     if (r.factor && r.divides)
       for (int c = 0; c < dim; ++c) row[c] = (float)(row[c] * ((const double*)r.factor)[at + c]);

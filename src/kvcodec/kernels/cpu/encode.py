@@ -102,4 +102,6 @@ def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bo
     fill_tables(struct, constants)
     if (factor := constants.factor) is not None:
         struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
+    if constants.matrix is not None:
+        struct.matrix = constants.matrix.data_ptr()
     return x

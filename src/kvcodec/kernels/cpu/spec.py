@@ -41,6 +41,9 @@ class CpuReader:
         makes it of Params; empty: none.
     order : int
         Hadamard order; 1 for none.
+    matrix : callable, optional
+        Params -> float32 ``[1, H, D, D]``: what rows of queries (keys) or outputs (values) are multiplied with, in
+        place of a factor and a rotation.
     alike : bool
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional
@@ -52,6 +55,7 @@ class CpuReader:
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     factor: str | Callable[[Params], Tensor] = ""
     order: int = 1
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     alike: bool = False
     tables_of: Codec | None = None
     own: ClassVar[str] = ""
@@ -82,6 +86,9 @@ class CpuEncoder:
         Name of, or function for, the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by;
         empty: none.
     divide : bool
+    matrix : callable, optional
+        Params -> float32 ``[1, H, D, D]``: integers, 2^15 times what new tokens are multiplied with (``ops/exact.py``)
+        before the factor.
     """
 
     name: str
@@ -90,6 +97,7 @@ class CpuEncoder:
     factor: str | Callable[[Params], Tensor] = ""
     divide: bool = False
     order: int = 1
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     alike: bool = False
     tables_of: Codec | None = None
     own: ClassVar[str] = ""

@@ -10,6 +10,7 @@ struct Side {
   const uint8_t* table;     // look-up tables of KV head h at table + h * table_head, or as source_of; may be null
   // [B or 1, H, D] keys: multiplies q before the rotation; values: the output after it; null: ones
   const float* factor;
+  const uint8_t* matrix;    // of KV head h at matrix + h * MixedBy<D>::BYTES, see mixed.cuh; null: none
   int64_t table_head;       // bytes; 0: one table for all heads, or sequences
   int64_t table_bytes;      // of a head
   int64_t factor_batch;     // elements; 0: one for all sequences

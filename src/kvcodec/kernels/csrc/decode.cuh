@@ -35,7 +35,7 @@
 //   V_BLOCKED     value = s (v_weight raw + V_OFFSET) with s of v_bscales(planes, block, part, s), one per element;
 //                 V_UNEVEN: where v_uneven(planes, block, part) says so for a lane of the warp, x of
 //                 v_surplus(planes, block, part, x) is to be added
-//  of either role: ORDERED, CENTRED, HOLDS, NUMBERED: see tile.cuh
+//  of either role: ORDERED, CENTRED, HOLDS, NUMBERED: see tile.cuh; Mixed: see mixed.cuh
 // Where a cache is decoded, unpack.cuh asks a blocked reader for the numbers of one channel; its V_BLOCK_ZERO says
 // whether there is a v_bzero.
 // Raw numbers are fp16, subnormal ones included (a code masked in place is code * 2^-24: the tensor core multiplies
@@ -257,7 +257,7 @@ struct Decoder {
       }
     }
     sync();
-    merge_warps<D, WARPS, ROWS>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot, warp);
+    merge_warps<D, WARPS, ROWS, is_mixed<V>(0)>(a, merge, merge_m, merge_l, b, h, first_head, live_heads, slot, warp);
   }
 
   KV_DEV static void fill_tables(const DecodeArgs& a, uint8_t* shared, int b, int h) {
@@ -350,6 +350,10 @@ struct Decoder {
     for (int stage = 0; stage < SOONER; ++stage) fetch(stage);
     const bool codes = DENSE < 2 || from < to;  // else dense tokens alone
     if (codes) stage_query<K, D, WARPS>(query, rows, a, a.key, h, live_heads, warp);
+    if constexpr (is_mixed<K>(0)) {
+      sync();
+      if (codes) mix_query<D, WARPS, HEADS>(query, MixedBy<D>(a.key.matrix, h), warp, [] { sync(); });
+    }
 
     if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
     if (TEAMS > 1 && !filled) sync_threads();

@@ -10,6 +10,7 @@ struct EncodeSide {
   const void* x;            // [B, H, N, D] model basis; channels lie together
   const uint8_t* tables;    // constants of KV head h at tables + h * table_head, or by sequences; may be null
   const float* factor;      // [B or 1, H, D] of the role's FACTOR (FACTOR_INVERSE: float64); null without
+  const uint8_t* matrix;    // of KV head h at matrix + h * 4 D D, see mixed.cuh; null without
   const int32_t* first;     // [B] slot of token 0: token n of sequence b goes to slot first[b] + n
   int64_t batch, head, token;  // strides of x in elements, multiples of 4: vectors are loaded; x at 16 bytes
   int64_t table_head;       // bytes; 0: one table for all heads, or sequences

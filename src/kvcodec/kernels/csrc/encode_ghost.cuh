@@ -1,6 +1,6 @@
-// Ghost (codecs/ghost.py, transform=channels): six scales around a row's root mean square are tried, the one of least
-// weighted error is kept. All in fp32 and operation by operation as the reference does it, sums by halves over the
-// places.
+// Ghost (codecs/ghost.py; Mixed with transform=klt): six scales around a row's root mean square are tried, the one of
+// least weighted error is kept. All in fp32 and operation by operation as the reference does it, sums by halves over
+// the places.
 //
 // Table of a head, made by kernels/ghost.py:
 //   float levels [256]        of width w from 2^w - 1 on

@@ -21,8 +21,12 @@
 //               as in encode.cuh; `scratch` is the warp's, and free again when all lanes return. With OWN true there
 //               is another argument, the float that `factor` [B or 1, H] has for the sequence and head; with HOLDS
 //               true, what hold(table, part) has found of the head
+//
+// A Mixed codec (mixed.cuh) gets rows that a matrix has brought to the codes' basis, before the factor; its SCRATCH has
+// four rows of SCRATCH / 4 bytes, each of D floats and a number more.
 #pragma once
 #include "encode.cuh"
+#include "mixed.cuh"
 
 namespace kv {
 
@@ -41,6 +45,95 @@ struct TableRow {
 
 template <class C> KV_CONSTEXPR int table_bytes() { return C::TABLE + C::DERIVED + TABLE_WARPS * C::SCRATCH; }
 
+// Where a matrix brings tokens to the codes' basis, all warps of a block share the product: of its rows, four of each
+// warp, every warp has some channels. Sums are exact, as ops/exact.py defines them: a row and the matrix are integers
+// of 15 bits, which are two numbers of 8 bits each. The tensor core's sums of 2 D of their products, each at most 2^14,
+// stay within 2^23.
+template <int D, int SCRATCH> struct RowMixer {
+  KV_CONST int N = D / 8, ROW = SCRATCH / 4, ROWS = 4 * TABLE_WARPS;
+  KV_CONST int BITS = 15;  // kvcodec.ops.exact.KERNEL_BITS
+  static_assert(ROW % 16 == 0 && ROW >= 4 * D + 4 && D <= 256, "a row of floats and a number");
+  KV_FUNCTION int units() { return D / 16 * 2; }  // of 16 channels and 16 rows
+  KV_CONST int EACH = (D / 8 + TABLE_WARPS - 1) / TABLE_WARPS;
+
+  // y of the row of eight lanes, of which `part` has 32 i + 4 part + e in y[4 i + e]; `scratch` is the block's; all
+  // threads call it together
+  KV_DEV static void mix(float (&y)[N], int part, const uint8_t* matrix, uint8_t* scratch) {
+    const int lane = thread() % 32, warp = thread() / 32, g = lane / 4, j = lane % 4;
+    uint8_t* own = scratch + (4 * warp + lane / 8) * ROW;
+    float top = 0.0f;
+    KV_UNROLL for (int k = 0; k < N; k++) top = maximum(top, magnitude(y[k]));
+    KV_UNROLL for (int step = 4; step; step /= 2) top = maximum(top, shfl_xor(top, step));
+    // top < 2^exponent, the least such power; of zeros any
+    const int exponent = top == 0.0f ? 0 : (int)(double_bits((double)top) >> 52) - 1022;
+    const int up = BITS - exponent, first = up < 127 ? up : 127;  // 2^up may be beyond fp32
+    const float by = bits_float((uint32_t)(first + 127) << 23), more = bits_float((uint32_t)(up - first + 127) << 23);
+    KV_UNROLL for (int k = 0; k < N; k += 2) {
+      uint32_t high[2], low[2];
+      KV_UNROLL for (int e = 0; e < 2; e++) {
+        const float wide = add(mul(mul(y[k + e], by), more), 12582912.0f);  // the integer in its lowest bits
+        const int whole = (int)(float_bits(wide) - 0x4b400000u), upper = (whole + 128) >> 8;
+        high[e] = half_bits((float)upper), low[e] = half_bits((float)(whole - 256 * upper));
+      }
+      const int c = channel_of<8>(part, k);
+      *(uint32_t*)(own + 2 * c) = high[0] | high[1] << 16;
+      *(uint32_t*)(own + 2 * (D + c)) = low[0] | low[1] << 16;
+    }
+    if (part == 0) *(int*)(own + 4 * D) = exponent;
+    sync_threads();
+    float sums[EACH][2][4];
+    KV_UNROLL for (int i = 0; i < EACH; i++) {
+      const int unit = warp + i * TABLE_WARPS;
+      if (unit < units()) product(sums[i], matrix, scratch, unit / 2 * 16, unit % 2 * 16, g, j);
+    }
+    sync_threads();
+    KV_UNROLL for (int i = 0; i < EACH; i++) {
+      const int unit = warp + i * TABLE_WARPS;
+      if (unit >= units()) continue;
+      KV_UNROLL for (int n = 0; n < 8; n++) {
+        const int row = unit % 2 * 16 + n / 4 * 8 + 2 * j + n % 2, c = unit / 2 * 16 + g + n / 2 % 2 * 8;
+        *(float*)(scratch + row * ROW + 4 * c) = sums[i][n / 4][n % 4];
+      }
+    }
+    sync_threads();
+    KV_UNROLL for (int k = 0; k < N; k++) y[k] = *(const float*)(own + 4 * channel_of<8>(part, k));
+    sync_warp();  // before the codec writes to its scratch
+  }
+
+  // channels c + g and c + g + 8 of rows first + 2 j, + 1, + 8 and + 9
+  KV_DEV static void product(float (&sums)[2][4], const uint8_t* matrix, const uint8_t* scratch, int c, int first,
+                             int g, int j) {
+    float high[2][4] = {}, middle[2][4] = {}, low[2][4] = {};
+    const uint32_t* lines = (const uint32_t*)matrix + 4 * (c + g) + j;
+    const uint8_t* rows = scratch + (first + g) * ROW + 4 * j;
+    KV_NO_UNROLL for (int k = 0; k < D / 16; k++) {
+      uint32_t a[2][4], b[2][2][2];  // high and low
+      KV_UNROLL for (int part = 0; part < 2; part++) {
+        KV_UNROLL for (int i = 0; i < 4; i++)
+          a[part][i] = lines[part * D * D / 2 + 4 * ((2 * k + i / 2) * D + i % 2 * 8)];
+        KV_UNROLL for (int n = 0; n < 2; n++) {
+          KV_UNROLL for (int i = 0; i < 2; i++)
+            b[part][n][i] = *(const uint32_t*)(rows + 8 * n * ROW + 2 * (part * D + 16 * k + 8 * i));
+        }
+      }
+      KV_UNROLL for (int n = 0; n < 2; n++) {
+        mma(high[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0][n][0], b[0][n][1]);
+        mma(middle[n], a[0][0], a[0][1], a[0][2], a[0][3], b[1][n][0], b[1][n][1]);
+        mma(middle[n], a[1][0], a[1][1], a[1][2], a[1][3], b[0][n][0], b[0][n][1]);
+        mma(low[n], a[1][0], a[1][1], a[1][2], a[1][3], b[1][n][0], b[1][n][1]);
+      }
+    }
+    KV_UNROLL for (int n = 0; n < 2; n++) {
+      KV_UNROLL for (int i = 0; i < 4; i++) {
+        const int exponent = *(const int*)(scratch + (first + 8 * n + 2 * j + i % 2) * ROW + 4 * D);
+        const double unit = bits_double((uint64_t)(exponent - 2 * BITS + 1023) << 52);
+        const double sum = fma((double)high[n][i], 65536.0, fma((double)middle[n][i], 256.0, (double)low[n][i]));
+        sums[n][i] = (float)mul(sum, unit);
+      }
+    }
+  }
+};
+
 // a warp's rows of a head
 template <class R>
 KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int workers, int64_t begin,
@@ -56,10 +149,12 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   const typename C::Held held = C::hold(table, part);
   const int64_t factors = b * s.factor_batch + head * C::DIM;
   const float* times = R::FACTOR == FACTOR_TIMES ? s.factor + factors + 4 * part : nullptr;
-  for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4; first < tokens; first += step) {
+  constexpr bool MIXED = is_mixed<C>(0);  // then all warps take as many steps, some of them with no row of their own
+  for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4;
+       (MIXED ? first - thread() / 32 * 4 : first) < tokens; first += step) {
     uint32_t n = first + lane / 8;
     bool live = n < tokens;
-    if (!live) n = first;
+    if (!live) n = MIXED ? 0 : first;
     uint32_t w[N];
     load_words<8>(w, rows + n * stride, 0, 0, a.kind);
     uint32_t slot = 0;
@@ -68,7 +163,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       live = false;
     }
     if (live) slot = (uint32_t)(begin + n);
-    if (!any(live)) continue;
+    if (!MIXED && !any(live)) continue;
     uint8_t* at[C::PLANES];
     locate<C>(at, a, s, b, head, slot);
     float y[N];
@@ -82,6 +177,9 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
+    if constexpr (MIXED)
+      RowMixer<C::DIM, C::SCRATCH>::mix(y, part, s.matrix + (int64_t)head * (4 * C::DIM * C::DIM),
+                                        scratch - thread() / 32 * C::SCRATCH);
     if (R::FACTOR != FACTOR_NONE) {
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
         if constexpr (R::FACTOR == FACTOR_TIMES) {

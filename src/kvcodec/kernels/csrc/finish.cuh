@@ -1,17 +1,20 @@
 // Merging of sums (m, l, o) of attention: over the warps of a CTA, over the splits of a sequence, with dense tokens and
 // learned sinks; and the rotation back to the model's basis. All sums are fp32, unnormalised, with respect to 2^m.
 #pragma once
+#include "mixed.cuh"
 #include "softmax.cuh"
 
 namespace kv {
 
-// normalise one row in the codes' basis, rotate it back, add what is in the model's basis already, store
-template <int D>
+// normalise one row in the codes' basis, rotate it back, add what is in the model's basis already, store; MIXED:
+// mixed.cuh
+template <int D, bool MIXED>
 KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], const float (&dense)[D / 32], float m, float l, int b,
                       int h, int head, int lane) {
   const float total_inverse = l > 0.0f ? 1.0f / l : 0.0f;
   KV_UNROLL
   for (int i = 0; i < D / 32; ++i) x[i] *= total_inverse;
+  if constexpr (MIXED) mix_row<D>(x, MixedBy<D>(a.value.matrix, h), lane);
   hadamard_row<D>(x, (int)a.value.block, lane);
   multiply_row<D>(x, a.value, b, h, lane);
   const int64_t at = b * a.out_batch + head * a.out_head;
@@ -36,7 +39,7 @@ KV_DEV void add_sink(const DecodeArgs& a, int head, float& m, float& l, float& f
 }
 
 // merge the warps of a team and either store the result or leave a partial for `combine`; ROWS: heads of a warp's sums
-template <int D, int WARPS, int ROWS>
+template <int D, int WARPS, int ROWS, bool MIXED>
 KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, const float* ls, int b, int h,
                         int first_head, int live, int slot, int warp) {
   const int lane = opaque(thread() % 32);
@@ -58,7 +61,7 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
       add_sink(a, head, m, l, factor);
       KV_UNROLL
       for (int i = 0; i < D / 32; ++i) x[i] *= factor, none[i] = 0.0f;
-      store_row<D>(a, x, none, m, l, b, h, head, lane);
+      store_row<D, MIXED>(a, x, none, m, l, b, h, head, lane);
     } else {
       const int64_t at = (b * (int64_t)(a.heads * a.group) + head) * a.slots + slot;
       KV_UNROLL
@@ -82,9 +85,10 @@ template <int N> KV_DEV void load_floats(float (&x)[N], const float* at) {
 }
 
 // Merge the partials of one query head; one CTA per row of [B * HQ]. Its code is short, because it is fetched cold
-// and run once; a warp loads its partials together, and the warps synchronise once.
-template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
-  constexpr int N = D / 32, CHUNK = 5;
+// and run once; a warp loads its partials together, and the warps synchronise once. MIXED: every warp has some of the
+// head's matrix, which it loads before it waits.
+template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const DecodeArgs& a) {
+  constexpr int N = D / 32, CHUNK = 5, RUNS = MIXED ? (D / 8 + WARPS - 1) / WARPS : 1;
   KV_DYNAMIC_SHARED(shared_bytes);  // floats: WARPS + 1 rows of sums, as many maxima, as many sums of l
   float* sums = (float*)shared_bytes;
   float* ms = sums + (WARPS + 1) * D;
@@ -92,6 +96,18 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   const int warp = thread() / 32, lane = thread() % 32;
   const int64_t row = block_x();
   const int head = (int)(row % (a.heads * a.group)), b = (int)(row / (a.heads * a.group));
+  const MixedBy<D> by(a.value.matrix, head / a.group);
+  Words4 lines[RUNS][N];
+  float unit = 1.0f;
+  if constexpr (MIXED) {
+    unit = by.unit();
+    KV_UNROLL
+    for (int t = 0; t < RUNS; ++t) {
+      const int k = warp + t * WARPS;
+      KV_UNROLL
+      for (int i = 0; i < N; ++i) lines[t][i] = by.line(k < D / 8 ? k : warp, lane + 32 * i);
+    }
+  }
   wait_for_previous();
   // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart
   const float* part_o = a.part_o + row * a.slots * D + lane * N;
@@ -136,20 +152,24 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
     if (lane == 0) ms[WARPS] = part_m[a.splits], ls[WARPS] = part_l[a.splits];
   }
   sync_threads();
-  if (warp) return;
+  if (!MIXED && warp) return;
   m = has_dense ? ms[WARPS] : minus_infinity(), l = 0.0f;
   KV_UNROLL
   for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w]);
-  float dense[N];
-  KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = dense[i] = 0.0f;
+  float dense[N], weights[WARPS];
   KV_UNROLL
   for (int w = 0; w < WARPS; ++w) {
-    const float weight = ms[w] == minus_infinity() ? 0.0f : exp2_fast(ms[w] - m);
-    l += weight * ls[w];
-    KV_UNROLL
-    for (int i = 0; i < N; ++i) x[i] += weight * sums[w * D + lane + 32 * i];
+    weights[w] = ms[w] == minus_infinity() ? 0.0f : exp2_fast(ms[w] - m);
+    l += weights[w] * ls[w];
   }
+  auto merged = [&](int c) {
+    float all = 0.0f;
+    KV_UNROLL
+    for (int w = 0; w < WARPS; ++w) all += weights[w] * sums[w * D + c];
+    return all;
+  };
+  KV_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = MIXED ? 0.0f : merged(lane + 32 * i), dense[i] = 0.0f;
   if (has_dense && ms[WARPS] != minus_infinity()) {
     const float weight = exp2_fast(ms[WARPS] - m);
     l += weight * ls[WARPS];
@@ -158,9 +178,38 @@ template <int D, int WARPS> KV_DEV void combine(const DecodeArgs& a) {
   }
   float factor;
   add_sink(a, head, m, l, factor);
+  if constexpr (MIXED) {
+    float own[(RUNS + 3) / 4];  // the channels of the warp's lines
+    KV_UNROLL
+    for (int i = 0; i < (RUNS + 3) / 4; ++i) {
+      const int c = 8 * (warp + (4 * i + lane / 8) * WARPS) + lane % 8;
+      own[i] = c < D ? merged(c) : 0.0f;
+    }
+    sync_threads();  // the sums have been read
+    KV_UNROLL
+    for (int t = 0; t < RUNS; ++t) {
+      KV_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const float of = shfl(own[t / 4], t % 4 * 8 + e);
+        KV_UNROLL
+        for (int i = 0; i < N; ++i) x[i] += of * MixedBy<D>::number(lines[t][i], e);
+      }
+    }
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) sums[warp * D + lane + 32 * i] = x[i];
+    sync_threads();
+    if (warp) return;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) {
+      x[i] = 0.0f;
+      KV_UNROLL
+      for (int w = 0; w < WARPS; ++w) x[i] += sums[w * D + lane + 32 * i];
+      x[i] *= unit;
+    }
+  }
   KV_UNROLL
   for (int i = 0; i < N; ++i) x[i] *= factor, dense[i] *= factor;
-  store_row<D>(a, x, dense, m, l, b, head / a.group, head, lane);
+  store_row<D, false>(a, x, dense, m, l, b, head / a.group, head, lane);
 }
 // bytes of shared memory that `combine` takes
 KV_CONSTEXPR int combine_shared(int head_dim, int warps) {

@@ -5,6 +5,7 @@
 // otherwise; of values, one takes the first of two channels that share a register and one the second, which are
 // products of their own otherwise. And a lane has the softmax of one head instead of two.
 #pragma once
+#include "mixed.cuh"
 #include "tile.cuh"
 #include "transform.cuh"
 
@@ -115,6 +116,49 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
   for (int row = 0; row < ROWS; ++row) {
     const int n = warp + row * WARPS;
     if (lane == 0 && (HEADS % WARPS == 0 || n < HEADS)) shared[HEADS * WIDTH + n] = top[row];
+  }
+}
+
+// The staged rows of all heads times the head's matrix, and their largest numbers; by all warps of a team, which `sync`
+// synchronises. A synchronisation is due before and after.
+template <int D, int WARPS, int HEADS, class Sync>
+KV_DEV void mix_query(float* shared, const MixedBy<D>& by, int warp, Sync sync) {
+  constexpr int N = D / 32, EACH = (N + WARPS - 1) / WARPS, WIDTH = row_floats(D);
+  const int lane = opaque(thread() % 32);
+  float y[EACH][HEADS];
+  KV_UNROLL
+  for (int i = 0; i < EACH; ++i) {
+    KV_UNROLL
+    for (int n = 0; n < HEADS; ++n) y[i][n] = 0.0f;
+    const int c = lane + 32 * (warp + i * WARPS);
+    if (c >= D) continue;  // of a warp without channels
+    _Pragma("unroll 4")
+    for (int k = 0; k < D / 8; ++k) {
+      const Words4 w = by.line(k, c);
+      KV_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const float own = MixedBy<D>::number(w, e);
+        KV_UNROLL
+        for (int n = 0; n < HEADS; ++n) y[i][n] += shared[n * WIDTH + skew(8 * k + e)] * own;
+      }
+    }
+  }
+  sync();
+  KV_UNROLL
+  for (int i = 0; i < EACH; ++i) {
+    const int c = lane + 32 * (warp + i * WARPS);
+    if (c >= D) continue;
+    KV_UNROLL
+    for (int n = 0; n < HEADS; ++n) shared[n * WIDTH + skew(c)] = y[i][n] * by.unit();
+  }
+  sync();
+  KV_NO_UNROLL
+  for (int n = warp; n < HEADS; n += WARPS) {
+    float top = 0.0f;
+    KV_UNROLL
+    for (int i = 0; i < N; ++i) top = maximum(top, magnitude(shared[n * WIDTH + skew(lane + 32 * i)]));
+    top = warp_max(top);
+    if (lane == 0) shared[HEADS * WIDTH + n] = top;
   }
 }
 

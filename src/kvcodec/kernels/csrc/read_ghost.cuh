@@ -1,5 +1,5 @@
-// Reader of ghost (kvcodec/codecs/ghost.py, transform=channels): pairs of channels that share T bits, split by the
-// kind of the pair, and a scale for each token.
+// Reader of ghost (kvcodec/codecs/ghost.py; Mixed with transform=klt): pairs of channels that share T bits, split by
+// the kind of the pair, and a scale for each token.
 //
 // The T bits of a pair are looked up at once, in the table of its kind, whose entries are two levels in fp16. Which
 // kind a pair has is data, the same for all tokens of a head: a lane holds where the tables of its pairs begin, a

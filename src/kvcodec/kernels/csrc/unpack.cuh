@@ -1,4 +1,5 @@
-// Unpack pages to dense keys and values in the basis of the codes, for a prefill over packed history.
+// Unpack pages to dense keys and values in the basis of the codes, for a prefill over packed history; those of Mixed
+// readers in the model's basis, as to bring a mean into theirs would cost as much.
 //
 // One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded
 // once, to fp16 or bf16; keys with a sketch twice, because its signs are brought into the basis of the codes, and keys
@@ -26,6 +27,7 @@ struct UnpackArgs {
   KeyMean mean;
   const float* factor;        // of the keys, as in Side, where they have no mean
   int64_t factor_batch, block;
+  const uint8_t *k_matrix, *v_matrix;  // that bring tokens of Mixed readers back to the model's basis, as in Side
 };
 
 // fp16 saturates: a rotated key may be larger than what the cache was given
@@ -177,6 +179,12 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     sync_warp();
   }
 
+  // back to the model's basis
+  KV_DEV static void mix(const UnpackArgs& a, uint16_t* rows, const uint8_t* matrix, int h, int lane) {
+    const int kind = a.kind;
+    mix_tile<D>(rows, ROW, MixedBy<D>(matrix, h), lane, [kind](float x) { return round16(x, kind); });
+  }
+
   KV_DEV static void run(const UnpackArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4, h = block_y(), b = block_z();
@@ -209,7 +217,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
-          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_table, c)] = round16(x[e], a.kind);
+          const int kind = is_mixed<K>(0) ? 0 : a.kind;
+          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_table, c)] = round16(x[e], kind);
         }
         if constexpr (is_sketched<K>(0)) {
           sync_warp();
@@ -218,6 +227,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       }
       sync_warp();
       if constexpr (scratch_bytes<K>(0) > 0) put_back<K, T>(rows, key_planes, sub, a.kind, lane);
+      if constexpr (is_mixed<K>(0)) mix(a, rows, a.k_matrix, h, lane);
       if constexpr (PAIRS > 0) add_mean(a, rows, b, h, first + sub, lane);
       store(a, a.keys, rows, b, h, first + sub, lane);
       sync_warp();
@@ -230,11 +240,13 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
           if constexpr (is_centred<V>(0)) x[e] += V::centre(v_table, c);
-          if (c >= 0) rows[token * ROW + model_channel<V>(v_table, c)] = round16(x[e], a.kind);
+          const int kind = is_mixed<V>(0) ? 0 : a.kind;
+          if (c >= 0) rows[token * ROW + model_channel<V>(v_table, c)] = round16(x[e], kind);
         }
       }
       sync_warp();
       if constexpr (scratch_bytes<V>(0) > 0) put_back<V, T>(rows, value_planes, sub, a.kind, lane);
+      if constexpr (is_mixed<V>(0)) mix(a, rows, a.v_matrix, h, lane);
       store(a, a.values, rows, b, h, first + sub, lane);
       sync_warp();
     }
