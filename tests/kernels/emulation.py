@@ -68,7 +68,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     def load(program: Program, names: Any, device: torch.device, label: str = "") -> Any:
         args = ARGS.get(names[0], "kv::DecodeArgs")
         if names[0] == "kv_fit":
-            args = "kv::FitGhostRoles" if "ghost" in program.source else "kv::FitNormArgs"
+            args = "kv::FitGhostLayers" if "ghost" in program.source else "kv::FitNormArgs"
         kernels = emulated(program, tuple(names), args)
         made.update(zip(names, kernels, strict=True))
         return kernels

@@ -35,7 +35,7 @@ from kvcodec.kernels.choose import refusal
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.hqmq import cell_tables
-from kvcodec.kernels.spec import encoder, reader
+from kvcodec.kernels.spec import Rooms, encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config, tiny_model
@@ -154,6 +154,22 @@ def test_a_second_cache_costs_few_operations_and_no_look(
     medians = 35 * ("outliers" in spec)  # of the prefill's chunks
     fits = (15 if max_len or "outliers" in spec else 2) * sampled  # in a growing cache by a kernel
     assert middle.total() <= (2 if max_len is None else 7) + dense + fits + medians, middle
+
+
+def test_constants_of_all_layers_are_fitted_by_one_launch(
+    idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is encoded with them, and nothing of the prompt is kept for it behind."""
+    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(Rooms, "layers", LAYERS)  # as a model's cache counts them
+    cache, grids = model_cache("ghost-3"), list[tuple[int, int]]()
+    monkeypatch.setattr(Idle, "launch", lambda own, grid, *given, **more: grids.append((grid[2], *given[:1])))
+    turn(cache, 600)
+    engines = [layer.cache.engine for layer in cache.packed_layers]
+    fits = [i for i, (z, threads) in enumerate(grids) if z == 2 * LAYERS and threads == ghost.fit_threads(64)]
+    assert fits == [0]
+    assert len(grids) > LAYERS
+    assert not any(engine.rooms.waiting for engine in engines if isinstance(engine, CudaEngine))
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3", "hqmq-s24_r3", "octopus-3", "kivi-2"])
@@ -583,22 +599,23 @@ def test_tokens_that_wait_are_dropped_with_their_cache(machine: dict[str, Any], 
     assert alike(contents(cache), contents(other))
 
 
+@pytest.mark.parametrize(("half", "held"), [("begin_append", 0), ("end_append", 2)])
 def test_layers_behind_one_that_fails_are_empty(
-    machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
+    half: str, held: int, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, append = model_cache("saw-int4"), GrowingCache.append
+    cache, append = model_cache("saw-int4"), getattr(GrowingCache, half)
     with monkeypatch.context() as patch:
 
-        def fail(own: GrowingCache, *given: Any, **more: Any) -> None:
+        def fail(own: GrowingCache, *given: Any, **more: Any) -> Any:
             if own.layer == 2:
                 raise MemoryError
-            append(own, *given, **more)
+            return append(own, *given, **more)
 
-        patch.setattr(GrowingCache, "append", fail)
+        patch.setattr(GrowingCache, half, fail)
         with pytest.raises(MemoryError):
             turn(cache, 90)
-    assert [len(layer.cache) for layer in cache.packed_layers] == [90, 90, 0, 0, 0]
-    assert [layer.filled for layer in cache.packed_layers] == [True, True, False, False, False]
+    assert [len(layer.cache) for layer in cache.packed_layers] == [90] * held + [0] * (LAYERS - held)
+    assert [layer.filled for layer in cache.packed_layers] == [True] * held + [False] * (LAYERS - held)
     cache.reset()
     turn(cache, 90)
     turn(other := model_cache("saw-int4"), 90)

@@ -78,9 +78,13 @@ def test_the_references_constants(
     own, rooms = dict.fromkeys(ROLES, codec), Rooms()
     rooms.layers = 2
     both = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x, tokens, every, padding)}, rooms)
-    alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, every, padding)}, Rooms())
+    other = Rooms()
+    alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, every, padding)}, other)
+    other.launch()
     again = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x.flip(2), tokens, every, padding)}, rooms)
-    assert len(machine["kv_fit"].launches) == 3
+    assert len(machine["kv_fit"].launches) == 1
+    rooms.launch()  # two layers
+    assert len(machine["kv_fit"].launches) == 2
     for role in ROLES:
         keys, found = role == "key", both[role]
         assert torch.equal(found.params["factor"], again[role].params["factor"]) == (keys or case == "silent")
@@ -105,7 +109,9 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
     x = rows(64, 256, torch.bfloat16).clone()
     x[0, 0, 9, 3:6], x[0, 1, 200] = torch.nan, torch.inf
     for role in ROLES:
-        found = ghost.fit({role: Ghost(3)}, 64, {role: Sample(x, 256)}, Rooms())[role].params
+        rooms = Rooms()
+        found = ghost.fit({role: Ghost(3)}, 64, {role: Sample(x, 256)}, rooms)[role].params
+        rooms.launch()
         assert torch.equal(found["order"].sort(-1).values, torch.arange(64).expand(BATCH, HEADS, -1).short())
         assert (found["widths"].long().sum(-1) == 64 * 3 - 4).all()
 
@@ -120,7 +126,9 @@ def test_on_a_gpu(head_dim: int, bits: float) -> None:
         "key": Sample(there[0], 128, 2, *there[1:]),
         "value": Sample(there[0], 128, 2, there[1]),
     }
-    both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, Rooms())
+    rooms = Rooms()
+    both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, rooms)
+    rooms.launch()
     for role in ROLES:
         keys, found = role == "key", both[role]
         want, mean = fitted(Ghost(bits), role, x, 128, padding, turn if keys else None, None, 2)

@@ -38,6 +38,25 @@ class State(NamedTuple):
     slots: tuple[SlotPositions | None, int]
 
 
+class Leaving(NamedTuple):
+    """Half of an append: tokens that leave the window, in whole blocks, by role; how many came.
+
+    Parameters
+    ----------
+    new : dict of Tensor
+    tokens : int
+    flag : Tensor int32 ``[1]``, optional
+        As in ``append``.
+    flagged : bool
+        Whether the encoder says at once that the token cannot be held.
+    """
+
+    new: dict[Role, Tensor]
+    tokens: int
+    flag: Tensor | None
+    flagged: bool
+
+
 class GrowingCache(DeviceCache):
     """The packed cache of one layer, served by the fused kernels; pages are allocated as tokens come.
 
@@ -74,6 +93,15 @@ class GrowingCache(DeviceCache):
         not in order are refused, and nothing is stored; a single one, or several with a ``flag``, raise another flag,
         which ``check`` reads. By default positions count up from the tokens held.
         """
+        self.end_append(self.begin_append(keys, values, positions, flag=flag))
+
+    def begin_append(
+        self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
+    ) -> Leaving:
+        """First half of ``append``: tokens go to the sink and the window, and constants that are missing are fitted.
+
+        Fits of several layers, of which each began, are launched together by the first ``end_append``.
+        """
         n = keys.shape[2]
         if n != 1 and flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
@@ -95,6 +123,15 @@ class GrowingCache(DeviceCache):
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or not self.is_fitted:
             new = self._pass_dense(new, self._waits())
+        return Leaving(new, n, flag, flagged)
+
+    def end_append(self, leaving: Leaving) -> None:
+        """Second half of ``append``: tokens that leave the window are encoded."""
+        assert self.store is not None
+        assert self.engine is not None
+        if isinstance(self.engine, CudaEngine):
+            self.engine.rooms.launch()
+        new, n, flag, flagged = leaving
         if (count := new["key"].shape[2]) == 0:
             self.length += n
             return
@@ -103,11 +140,13 @@ class GrowingCache(DeviceCache):
         self.store.ensure(last + count, exact=n > 1)
         self._renumber(last)
         if flag is None and (flag := self.bad) is None:
-            flag = self.bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
-        self._write(new, _number(last, self.batch, keys.device), flag)
+            flag = self.bad = torch.zeros(1, dtype=torch.int32, device=new["key"].device)
+        self._write(new, _number(last, self.batch, new["key"].device), flag)
         if flagged and (number := flag.item()):
             flag.zero_()
-            check_tensors(keys, values)  # says where; the slot was not in use, and the next token is written there
+            check_tensors(
+                new["key"], new["value"]
+            )  # says where; the slot was not in use, and the next token is written there
             self.refuse(number)
         for state in self.roles.values():
             state.extend(count)

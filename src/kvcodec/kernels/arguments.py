@@ -167,6 +167,16 @@ class FitGhostRoles(ctypes.Structure):
     _fields_ = (("key", FitGhostArgs), ("value", FitGhostArgs))
 
 
+FIT_LAYERS = 6
+"""Of ``FitGhostLayers``."""
+
+
+class FitGhostLayers(ctypes.Structure):
+    """``kv::FitGhostLayers``: what one launch fits."""
+
+    _fields_ = (("layers", FitGhostRoles * FIT_LAYERS),)
+
+
 MOST_PARTS = 5
 """Of ``BasisArgs``."""
 

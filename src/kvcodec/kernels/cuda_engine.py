@@ -100,7 +100,7 @@ class CudaEngine(Engine):
         return any(role in fitter.codecs for fitter in self.fitters)
 
     def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:
-        """Fit the constants of roles for which it ``fits``."""
+        """Fit the constants of roles for which it ``fits``; they are there after ``rooms.launch``."""
         found: dict[Role, Fitted] = {}
         for fitter in self.fitters:
             if own := {role: samples[role] for role in fitter.codecs if role in samples}:

@@ -9,6 +9,7 @@ layer of every prompt.
 """
 
 from collections.abc import Mapping, Sequence
+from ctypes import sizeof
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from kvcodec.codecs.ghost import (
     scales,
 )
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.arguments import FitGhostArgs, FitGhostRoles
+from kvcodec.kernels.arguments import FIT_LAYERS, FitGhostArgs, FitGhostLayers
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
@@ -286,10 +287,14 @@ def fit_program(codecs: Mapping[Role, Codec], head_dim: int) -> Program:
         name = f"kv::FitGhost<{head_dim}, {codec.total}, {flag(role == 'value')}>"
         calls += [
             f'static_assert({name}::THREADS == {fit_threads(head_dim)}, "threads as the host counts them");',
-            f"if (kv::block_z() == {ROLES.index(role)}) {name}::fit(a.{role});",
+            f"if (kv::block_z() % 2 == {ROLES.index(role)}) {name}::fit(a.{role});",
         ]
     bounds = f"KV_BOUNDS({fit_threads(head_dim)}, 1)"
-    lines = [f"KV_KERNEL void {bounds} kv_fit(KV_GRID_CONSTANT kv::FitGhostRoles a) {{", *calls, "}", ""]
+    lines = [
+        f'static_assert(sizeof(kv::FitGhostLayers) == {sizeof(FitGhostLayers)}, "arguments as the host has them");',
+        f"KV_KERNEL void {bounds} kv_fit(KV_GRID_CONSTANT kv::FitGhostLayers all) {{",
+        *("const kv::FitGhostRoles& a = all.layers[kv::block_z() / 2];", *calls, "}", ""),
+    ]
     return Program("\n".join(['#include "fit_ghost.cuh"', *lines]), fma=False)
 
 
@@ -310,35 +315,69 @@ def _numbers_of_fit(device: torch.device) -> Tensor:
         return torch.cat(_of_all_heads(device))
 
 
-class _Room(NamedTuple):
-    """A kernel and arguments that layers share; where it writes the parts of one layer, and what is made of them."""
+class _Launch:
+    """A launch that fits several layers, each of a shape.
 
-    kernel: Kernel
-    args: FitGhostRoles
-    own: Mapping[Role, FitGhostArgs]
+    Parameters
+    ----------
+    kernel : Kernel
+    grid, threads : int
+        Heads and sequences; threads of a block.
+    args : FitGhostLayers
+        Filled but for what differs between layers.
+    scratch : Tensor
+        To which ``args`` point.
+    """
+
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int], threads: int, args: FitGhostLayers, scratch: Tensor
+    ) -> None:
+        self.kernel, self.grid, self.threads, self.args, self.scratch = kernel, grid, threads, args, scratch
+        self.kept: list[object] = []  # of each layer that waits, what the kernel reads and writes
+
+    def run(self) -> None:
+        """Launch what waits."""
+        if kept := self.kept:
+            self.kept = []
+            self.kernel.launch((*self.grid, len(kept) * len(ROLES)), self.threads, 0, self.args)
+
+
+class _Room(NamedTuple):
+    """A launch that layers share; where it writes the parts of one layer, and what is made of them."""
+
+    launch: _Launch
     parts: Mapping[Role, Sequence[tuple[str, int]]]
     fitted: dict[Role, Fitted]
-    scratch: Tensor  # of all layers, whose kernels run one after the other
 
 
 def fit(
     codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
 ) -> dict[Role, Fitted]:
-    """As ``Ghost.fit`` or ``fit_with`` of the samples, and the mean before; one launch, no look at a number."""
+    """As ``Ghost.fit`` or ``fit_with`` of the samples, and the mean before; no look at a number.
+
+    Launched with other layers' by ``rooms.launch``.
+    """
     some = next(iter(samples.values()))
     device, (batch, heads) = some.x.device, some.x.shape[:2]
     shapes = tuple([(role, sample.tokens, sample.angles is not None) for role, sample in samples.items()])
     make = partial(_rooms, codecs, head_dim, shapes, batch, heads, device)
     room = rooms.take((shapes, batch, heads, device, stream_of(device)), make)
+    launch = room.launch
+    both = launch.args.layers[len(launch.kept)]
+    energies = []
     for role, sample in samples.items():
-        own = room.own[role]
+        own = getattr(both, role)
         for name, address in room.parts[role]:
             setattr(own, name, address)
         _fill(own, sample)
         if sample.energy is not None:
-            energy = sample.energy.double().contiguous()
+            energies.append(energy := sample.energy.double().contiguous())
             own.energy = energy.data_ptr()
-    room.kernel.launch((heads, batch, len(ROLES)), fit_threads(head_dim), 0, room.args)
+    launch.kept.append((room.fitted, samples, energies))
+    if len(launch.kept) == FIT_LAYERS:
+        launch.run()
+    elif len(launch.kept) == 1:
+        rooms.waiting.append(launch.run)
     return room.fitted
 
 
@@ -381,22 +420,26 @@ def _rooms(
     layers: int,
 ) -> list[_Room]:
     """Allocate what the kernel writes for so many layers: parts ``[B, H, count]``, at multiples of 16 bytes."""
-    kernel, args = _fit_kernel(tuple(codecs.items()), head_dim, device), FitGhostRoles()
-    scratch = torch.empty(batch * heads * head_dim * sum(n for _, n, _ in shapes), dtype=torch.float32, device=device)
-    own, rows, same = {role: getattr(args, role) for role, *_ in shapes}, scratch.data_ptr(), _numbers_of_fit(device)
-    for role, tokens, _ in shapes:
-        one = own[role]
-        one.same, one.rows, one.heads, one.tokens = same.data_ptr(), rows, heads, tokens
-        one.errors[:] = ERRORS
-        one.trim, one.smallest, one.rounds = TRIM * head_dim, SMALLEST, ROUNDS
-        rows += 4 * batch * heads * head_dim * tokens
+    kernel, args = _fit_kernel(tuple(codecs.items()), head_dim, device), FitGhostLayers()
+    together = min(layers, FIT_LAYERS)
+    numbers = together * batch * heads * head_dim * sum(n for _, n, _ in shapes)
+    scratch = torch.empty(numbers, dtype=torch.float32, device=device)
+    rows, same = scratch.data_ptr(), _numbers_of_fit(device)
+    for i in range(together):
+        for role, tokens, _ in shapes:
+            one = getattr(args.layers[i], role)
+            one.same, one.rows, one.heads, one.tokens = same.data_ptr(), rows, heads, tokens
+            one.errors[:] = ERRORS
+            one.trim, one.smallest, one.rounds = TRIM * head_dim, SMALLEST, ROUNDS
+            rows += 4 * batch * heads * head_dim * tokens
+    launch = _Launch(kernel, (heads, batch), fit_threads(head_dim), args, scratch)
     sizes = [(role, *part) for role, _, mean in shapes for part in _fitted_sizes(head_dim, role, mean)]
     steps = [align(batch * heads * count * dtype.itemsize) for *_, count, dtype in sizes]
     whole = torch.empty(layers * sum(steps), dtype=torch.uint8, device=device)
     of = {dtype: whole.view(dtype) for dtype in (torch.uint8, torch.int16, torch.float32)}
     base, at = whole.data_ptr(), 0
-    begins: dict[Role, list[tuple[str, int, int]]] = {role: [] for role in own}
-    made: dict[Role, dict[str, tuple[Tensor, ...]]] = {role: {} for role in own}
+    begins: dict[Role, list[tuple[str, int, int]]] = {role: [] for role, *_ in shapes}
+    made: dict[Role, dict[str, tuple[Tensor, ...]]] = {role: {} for role, *_ in shapes}
     for (role, name, count, dtype), step in zip(sizes, steps, strict=True):
         strides = step // dtype.itemsize, heads * count, count, 1
         begins[role].append((name, base + at, step))
@@ -404,12 +447,9 @@ def _rooms(
         at += layers * step
     return [
         _Room(
-            kernel,
-            args,
-            own,
+            launch,
             {role: [(name, begin + i * step) for name, begin, step in parts] for role, parts in begins.items()},
             {role: _fitted({name: x[i] for name, x in parts.items()}) for role, parts in made.items()},
-            scratch,
         )
         for i in range(layers)
     ]

@@ -285,13 +285,24 @@ class Fitted(NamedTuple):
 
 
 class Rooms:
-    """Memory for the constants that kernels fit for the layers of a cache: allocated for all by the first of them."""
+    """Memory for the constants that kernels fit for the layers of a cache: allocated for all by the first of them.
+
+    Kernels that fit several layers at once wait for ``launch``.
+    """
 
     layers = 0
     """How many are known to come."""
 
     def __init__(self) -> None:
         self._left: dict[Hashable, list[Any]] = {}
+        self.waiting: list[Callable[[], None]] = []
+
+    def launch(self) -> None:
+        """Launch what waits: the constants of layers are there for the kernels behind."""
+        if self.waiting:
+            waiting, self.waiting = self.waiting, []
+            for launch in waiting:
+                launch()
 
     def take(self, name: Hashable, make: Callable[[int], list[T]]) -> T:
         """Return the memory of one layer; ``make`` allocates that of so many, which is asked for by ``name``."""
@@ -309,7 +320,8 @@ class Fitter(NamedTuple):
     ----------
     codecs : mapping of role to Codec
     fit : callable
-        ``(codecs, head_dim, samples, rooms) -> fitted``: the constants of the roles of which there are samples.
+        ``(codecs, head_dim, samples, rooms) -> fitted``: the constants of the roles of which there are samples, which
+        are there after ``rooms.launch``.
     program : callable
         ``(codecs, head_dim)``: what it launches.
     """

@@ -131,13 +131,17 @@ class Arrivals:
         return True
 
     def _append(self, cache: DeviceCache, new: Waiting, before: Before | None) -> None:
-        layer, keys, values, positions, flag = new
         earlier = cache.bad if isinstance(cache, GrowingCache) and cache.unchecked else None
         try:
-            cache.append(keys, values, positions, flag=flag)
+            cache.append(new.keys, new.values, new.positions, flag=new.flag)
         except BaseException:
             self.flags = {}  # this one may be raised
             raise
+        self._note(cache, new, before, earlier)
+
+    def _note(self, cache: DeviceCache, new: Waiting, before: Before | None, earlier: Tensor | None) -> None:
+        """Note what was appended."""
+        layer, keys, values, _, flag = new
         if isinstance(cache, GrowingCache):
             cache.unchecked = False  # ``settle`` reads its flag as well
         # numbers, not the tokens themselves: a pass would keep all layers' alive
@@ -151,15 +155,21 @@ class Arrivals:
         waiting, self.waiting = self.waiting, []
         for new in waiting:
             new.layer.waits = False
-        done = 0
+        done, begun = 0, []
         try:
-            for new in waiting:
+            for new in waiting:  # all layers begin, so that their constants are fitted together
                 cache = new.layer.cache
-                assert isinstance(cache, DeviceCache)
-                self._append(cache, new, None)
+                assert isinstance(cache, GrowingCache)
+                begun.append((cache, cache.begin_append(new.keys, new.values, new.positions, flag=new.flag)))
+            for new, (cache, leaving) in zip(waiting, begun, strict=True):
+                cache.end_append(leaving)
+                self._note(cache, new, None, None)
                 done += 1
                 if self.probe is not None:
                     self.probe(new.layer.index, cache, new.keys)
+        except BaseException:
+            self.flags = {}  # one may be raised
+            raise
         finally:
             for new in waiting[done:]:
                 new.layer.reset()

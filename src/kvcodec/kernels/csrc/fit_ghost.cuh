@@ -3,12 +3,13 @@
 // factors that read_ghost.cuh and encode_ghost.cuh take. In double and operation by operation as the reference does it,
 // sums by halves, so the numbers are the reference's.
 //
-//     KV_KERNEL void KV_BOUNDS(512, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostRoles args) {
-//       if (kv::block_z() == 0) kv::FitGhost<128, 6, false>::fit(args.key);
-//       if (kv::block_z() == 1) kv::FitGhost<128, 6, true>::fit(args.value);
+//     KV_KERNEL void KV_BOUNDS(512, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostLayers args) {
+//       const kv::FitGhostRoles& a = args.layers[kv::block_z() / 2];
+//       if (kv::block_z() % 2 == 0) kv::FitGhost<128, 6, false>::fit(a.key);
+//       if (kv::block_z() % 2 == 1) kv::FitGhost<128, 6, true>::fit(a.value);
 //     }
 //
-// Grid (H, B, 2).
+// Grid (H, B, 2 layers).
 #pragma once
 #include "basis.cuh"
 #include "encode_ghost.cuh"
@@ -25,7 +26,7 @@ struct FitGhostArgs {
   const float *back_cosines, *back_sines;  // of the inverse rotation; null: the same angles, mirrored
   const double* energy;     // [H, D] mean squares of the queries; null: keys alone say what an error costs
   const float* same;        // levels [256], cuts [256], walls of one channel [14], scales [16]
-  float* rows;              // [B, H, tokens, D] scratch
+  float* rows;              // [B, H, tokens, D] scratch, of this launch's layer alone
   float* mean;              // [B, H, D] before RoPE; null without
   int16_t* order;           // [B, H, D] by place, and so are factor, weight, centre (null for keys)
   float *factor, *weight, *centre;
@@ -47,6 +48,11 @@ struct FitGhostArgs {
 struct FitGhostRoles {
   FitGhostArgs key, value;  // without x: the role is not fitted
 };
+
+struct FitGhostLayers {
+  FitGhostRoles layers[6];  // arguments of a kernel have 4 KB
+};
+static_assert(sizeof(FitGhostLayers) <= 4096, "arguments of a kernel");
 
 template <int D, int TWICE, bool VALUES> struct FitGhost {
   using Reader = ReadGhost<D, TWICE, VALUES>;
