@@ -62,7 +62,8 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
         "max_model_len": longest.get(job.part, scale.tokens) + 256, "max_num_seqs": sizes[-1],
         "max_num_batched_tokens": scale.chunk, "enable_prefix_caching": True, "gpu_memory_utilization": scale.memory,
-        "kv_cache_dtype": RIVALS.get(job.variant, "auto"), "disable_log_stats": not loaded and job.part != "drafts", "enforce_eager": job.eager,
+        "kv_cache_dtype": RIVALS.get(job.variant, "auto"), "enforce_eager": job.eager,
+        "disable_log_stats": not loaded and job.part != "drafts",
     }  # fmt: skip
     if job.part == "smoke":
         given |= {"kv_cache_memory_bytes": scale.smoke_bytes, "gpu_memory_utilization": 0.05, "max_num_seqs": 64,

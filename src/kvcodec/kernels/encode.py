@@ -242,6 +242,11 @@ class SlotWriter:
         """
         if not keys.shape[0]:
             return
+        if slots.dtype != torch.int64 or slots.shape[0] != keys.shape[0] or slots.stride(0) != 1:
+            raise ShapeError(
+                f"slots are {slots.dtype} {list(slots.shape)}; contiguous int64 [{keys.shape[0]}] is needed, one "
+                f"of each token."
+            )
         args, kept = self.args, []
         for side, x in ((self.key, keys), (self.value, values)):
             token, head, channel = x.stride()
