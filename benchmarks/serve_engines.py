@@ -62,13 +62,19 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
         "max_model_len": longest.get(job.part, scale.tokens) + 256, "max_num_seqs": sizes[-1],
         "max_num_batched_tokens": scale.chunk, "enable_prefix_caching": True, "gpu_memory_utilization": scale.memory,
-        "kv_cache_dtype": RIVALS.get(job.variant, "auto"), "disable_log_stats": not loaded, "enforce_eager": job.eager,
+        "kv_cache_dtype": RIVALS.get(job.variant, "auto"), "enforce_eager": job.eager,
+        "disable_log_stats": not loaded and job.part != "drafts",
     }  # fmt: skip
     if job.part == "smoke":
         given |= {"kv_cache_memory_bytes": scale.smoke_bytes, "gpu_memory_utilization": 0.05, "max_num_seqs": 64,
                   "max_num_batched_tokens": min(2048, scale.chunk)}  # fmt: skip
     if job.part == "sessions":
         given["kv_cache_memory_bytes"] = scale.sessions_bytes
+    if job.part == "drafts":  # on the GPU, because numba is not part of every installation
+        method = "ngram_gpu" if on_gpu else "ngram"
+        given["speculative_config"] = {
+            "method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1
+        }  # fmt: skip
     if on_gpu and not job.eager:
         given["compilation_config"] = {
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes
@@ -273,6 +279,38 @@ class Worker:
             self.row("step_ms", "ms", f"n{count}_i{s.tokens}", quantiles(gaps, 1e3), n=len(gaps),
                      repeats=[quantiles(run[1], 1e3)["p50"] for run in runs], cached_tokens=min(runs[0][2]),
                      load="steps", sizes={"sequences": count, "tokens": s.tokens}, server=self.about)  # fmt: skip
+
+    def first(self) -> None:
+        """The first token of a lone prompt that nothing is known of, ten times for each length."""
+        from kvcodec_lab.serve.metrics import quantiles
+
+        for tokens in self.scale.lone:
+            seconds = []
+            for ids in self.prompts(f"first {tokens}", [tokens] * 13):
+                begin = time.perf_counter()
+                self.ask([ids], 1)
+                seconds.append(time.perf_counter() - begin)
+            found = quantiles(seconds[3:], 1e3)  # the first ones choose kernels
+            self.row("first_ms", "ms", f"n1_i{tokens}", found, n=len(seconds) - 3, server=self.about)
+
+    def drafts(self) -> None:
+        """Tokens a second of many sequences with drafts by n-grams, and how many of the drafts were accepted."""
+        from kvcodec_lab.serve.metrics import flat
+
+        s = self.scale
+        asked = self.prompts("steps", [s.tokens] * s.sequences[0])
+        self.ask(asked, 1)
+        for _ in range(2):  # the first time with what has to be captured or compiled
+            begin = time.perf_counter()
+            self.ask(asked, 1)  # prompts found in the prefix cache
+            before = time.perf_counter() - begin
+            begin = time.perf_counter()
+            found, *_ = self.ask(asked, s.new)
+            seconds = time.perf_counter() - begin - before
+        counts = {m.name: m.value for m in self.llm.get_metrics() if m.name.startswith("vllm:spec_decode_num_")
+                  and hasattr(m, "value")}  # fmt: skip
+        self.row("drafted_tokens_per_s", "tokens/s", f"n{len(asked)}_i{s.tokens}",
+                 flat(sum(map(len, found)) / seconds), n=1, drafts=counts, server=self.about)  # fmt: skip
 
     def load(self) -> None:
         """Send the part's loads to the engine, one after the other; rows as ``bench serve`` writes them."""

@@ -12,15 +12,17 @@ GPUs work through one list. Parts, always in this order:
 - ``smoke``: a small model, several engines at once on a GPU, each variant eager and with CUDA graphs; DIR/smoke.json
   says how many tokens agree, whether a layer's blocks have the library's bytes and how far its attention is from the
   reference (``serve_check.py``), and what failed;
+- ``first``: the first token of a lone prompt of 512, 1,024 and 4,096 tokens;
 - ``steps``: tokens that the cache holds; seconds of 32 cold prompts of 8,192 tokens; time per decode step of 1, 8, 32
   sequences, their prompts found in the prefix cache;
+- ``drafts``: tokens a second of 32 sequences with 3 drafts each by n-grams, and how many drafts were accepted;
 - ``throughput``: 128 prompts of 16,384 tokens at once, 1,024 tokens of output each (``bench serve``'s sweep);
 - ``sweep``: 1 to 256 clients with 1,024 tokens in, 16 to 256 with 4,096; 1,024 out (more of the same);
 - ``sessions``: 32 sessions of six rounds, KV memory limited to what saw-int4 needs (``bench serve``'s sessions);
 - ``timeline``: kernels of one decode step and of one prompt by time, DIR/timeline-VARIANT.json.
 
-Rows go to DIR/serve.jsonl as they are measured (what failed of smoke and timeline: DIR/checks.jsonl), logs to DIR/logs.
-The same command again goes on with what has no rows. Afterwards, anywhere:
+Rows go to DIR/serve.jsonl as they are measured (those of smoke, first, drafts and timeline: DIR/checks.jsonl), logs to
+DIR/logs. The same command again goes on with what has no rows. Afterwards, anywhere:
 ``kvcodec bench page --out benchmarks/results/nvidia-h200 --add DIR`` and
 ``scripts/update_serve.py``. ``--scale tiny`` runs all of it on vLLM for the CPU.
 """
@@ -61,7 +63,8 @@ from serve_sizes import (
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("serve_engines.py")
-SHOWN = ("kv_cache_tokens", "prefill_s", "step_ms", "output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms",
+SHOWN = ("kv_cache_tokens", "first_ms", "drafted_tokens_per_s",
+         "prefill_s", "step_ms", "output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms",
          "preemptions", "prefix_residency", "prefix_hit_share", "requests_done", "output_tokens_per_s_cut")  # fmt: skip
 CHECKED = ("requests", "bytes", "bytes_equal", "blocks_given_away", "prompt_error", "step_error")
 LEAST = 15

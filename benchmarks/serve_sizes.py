@@ -15,9 +15,12 @@ SLOW = ("int4_per_token_head", "turboquant_4bit_nc", "ultraquant_4bit")
 FEW = 64
 LOADED = ("bf16", "saw-int4", "fp8")
 """Of throughput, sessions and the sweep, which take minutes."""
-PARTS = ("smoke", "steps", "throughput", "sessions", "sweep", "timeline")
+PARTS = ("smoke", "first", "steps", "drafts", "throughput", "sessions", "sweep", "timeline")
 LOADS = ("throughput", "sessions", "sweep")
-SECONDS = {"smoke": 200, "steps": 150, "throughput": 330, "sessions": 330, "sweep": 300, "timeline": 120}
+SECONDS = {
+    "smoke": 200, "first": 60, "steps": 150, "drafts": 90, "throughput": 330, "sessions": 330, "sweep": 300,
+    "timeline": 120,
+}  # fmt: skip
 """A process's turn may take so long."""
 SAID = 1500
 SEED = 20261122
@@ -29,6 +32,7 @@ class Scale(NamedTuple):
     model: dict[str, int]
     smoke: dict[str, int]
     tokens: int = 8192
+    lone: tuple[int, ...] = (512, 1024, 4096)
     sequences: tuple[int, ...] = (32, 8, 1)
     new: int = 100
     chunk: int = 8192
@@ -59,8 +63,8 @@ TINY = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads":
 SCALES = {
     "full": Scale(QWEN3_8B, SMALL),
     "tiny": Scale(
-        TINY, TINY, 96, (3, 1), 12, 256, (64, 8, 6, 4), ((64, 8, 3, 2), (32, 8, 1, 1)), (3, 3, 32, 64, 48, 8), 3 << 19,
-        2 << 20, (5, 70),
+        TINY, TINY, 96, (33, 64), (3, 1), 12, 256, (64, 8, 6, 4), ((64, 8, 3, 2), (32, 8, 1, 1)), (3, 3, 32, 64, 48, 8),
+        3 << 19, 2 << 20, (5, 70),
     ),
 }  # fmt: skip
 
@@ -85,7 +89,7 @@ def folder_of(out: Path, sizes: dict[str, int]) -> Path:
 
 def rows_file(out: Path, part: str) -> Path:
     """Where a part's rows go; checks are kept apart from measurements."""
-    return out / ("checks.jsonl" if part in ("smoke", "timeline") else "serve.jsonl")
+    return out / ("checks.jsonl" if part in ("smoke", "first", "drafts", "timeline") else "serve.jsonl")
 
 
 def config_of(sizes: dict[str, int]) -> dict[str, Any]:
@@ -113,6 +117,10 @@ def goal(job: Job, scale: Scale) -> tuple[str, str, str]:
         return job.part, "x", job.name
     if job.part == "steps":
         return "step_ms", "ms", f"n{scale.sequences[-1]}_i{scale.tokens}"
+    if job.part == "first":
+        return "first_ms", "ms", f"n1_i{scale.lone[-1]}"
+    if job.part == "drafts":
+        return "drafted_tokens_per_s", "tokens/s", f"n{scale.sequences[0]}_i{scale.tokens}"
     return "requests_done", "requests", loads_of(job, scale)[-1].name
 
 

@@ -1,6 +1,7 @@
 """How vLLM's flash attention is called; a module of the same name stands for it, as it needs a GPU."""
 
 import sys
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from kvcodec.attention import partial
 from kvcodec.integrations.vllm.flash import flash_for
+from kvcodec.kernels.flash import Ragged, ragged_attention
 
 NAME = "vllm.v1.attention.backends.fa_utils"
 
@@ -30,34 +32,35 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def varlen(
     *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_seqlen_q: int, cu_seqlens_q: torch.Tensor,
     max_seqlen_k: int, cu_seqlens_k: torch.Tensor, softmax_scale: float, causal: bool, return_softmax_lse: bool,
-    fa_version: int,
+    fa_version: int, out: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``[n, HQ, D]`` over ``[t, H, D]``: the mask ends at the last key; sums ``[HQ, n]``."""
-    n, t = q.shape[0], k.shape[0]
-    assert (max_seqlen_q, max_seqlen_k, fa_version) == (n, t, 3)
     assert causal
     assert return_softmax_lse
+    assert fa_version == 3
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()) == ([0, n], [0, t])
-    hidden = torch.full((n, t), -torch.inf).triu(t - n + 1)
-    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    part = partial(heads[0], heads[1], heads[2], softmax_scale, hidden)
-    return part.out[0].transpose(0, 1).to(q.dtype), part.lse[0]
+    ragged = Ragged(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return out, ragged_attention(q, k, v, ragged, softmax_scale, out)
 
 
-@pytest.mark.parametrize(("n", "t"), [(1, 1), (1, 9), (5, 9), (9, 9)])
-def test_the_newest_queries_over_all_keys(n: int, t: int, engine: Any) -> None:
-    generator = torch.Generator().manual_seed(n)
-    q = torch.randn(1, 4, n, 64, generator=generator).half()
-    k, v = torch.randn(2, 1, 2, t, 64, generator=generator).half()
+def test_each_sequences_newest_queries_over_all_its_keys(engine: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = [0, 1, 2, 7, 16], [0, 1, 10, 19, 28]
+    q = torch.randn(queries[-1], 4, 64, generator=generator).half()
+    k, v = torch.randn(2, keys[-1], 2, 64, generator=generator).half()
     flash = flash_for(64)
     assert flash is not None
-    found = flash(q, k, v, 0.125)
-    want = partial(q, k, v, 0.125, torch.full((n, t), -torch.inf).triu(t - n + 1))
-    assert found.out.shape == q.shape
-    assert found.lse.shape == q.shape[:3]
-    torch.testing.assert_close(found.out.float(), want.out, rtol=0, atol=2e-3)
-    torch.testing.assert_close(found.lse, want.lse, rtol=1e-5, atol=1e-5)
+    ragged = Ragged(*(torch.tensor(x, dtype=torch.int32) for x in (queries, keys)), 9, 9)
+    out = torch.empty_like(q)
+    lse = flash(q, k, v, ragged, 0.125, out)
+    assert lse.shape == (4, len(q))
+    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
+        n, t = b - a, d - c
+        hidden = torch.full((n, t), -torch.inf).triu(t - n + 1)
+        rows, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        want = partial(rows, own_k, own_v, 0.125, hidden)
+        torch.testing.assert_close(out[a:b].transpose(0, 1)[None].float(), want.out, rtol=0, atol=2e-3)
+        torch.testing.assert_close(lse[None, :, a:b], want.lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", [2, None])

@@ -55,7 +55,7 @@ def forget() -> None:
         ghost._fit_kernel,
         innerq._fit_kernel,
         prefill._kernel,
-        prefill._plan,
+        prefill.plan_of,
     ):
         kept.cache_clear()
 

@@ -53,7 +53,7 @@ def test_several_tensors_in_one_launch(dim: int, order: int, machine: dict[str, 
     change_basis([*parts, Part(drawn(2, 2, 0, dim), torch.empty(2, 2, 0, dim), sides[2], MULTIPLY)])
     ((grid, _, _, _),) = machine["kv_basis"].launches
     assert grid == (-(-33 * 6 // 4), 2, 3)
-    for x, out, side, way, first, tokens, _ in parts:
+    for x, out, side, way, first, tokens, *_ in parts:
         whole = out if tokens else out._base
         assert whole is not None
         found = wanted(x[:, :, first : first + tokens] if tokens else x, side, way)

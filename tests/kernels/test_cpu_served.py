@@ -14,7 +14,7 @@ from tests.integrations import test_groups as groups
 from tests.integrations import test_serving as single
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS
 from tests.kernels.test_grouped_layer import CASES, Batch
-from tests.kernels.test_packed_layer import filled, places
+from tests.kernels.test_packed_layer import filled
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -56,7 +56,7 @@ def test_the_kernels_write_the_codecs_bytes(spec: str) -> None:
         order = 41 + torch.randperm(TOKENS - 41, generator=torch.Generator().manual_seed(1))
         where = torch.cat([single.slots(0, TOKENS)[order], torch.tensor([-1, -1])])
         padded = torch.cat([order, order[:2]])
-        layer.encode(k[padded], v[padded], found, *places(where))
+        layer.encode(k[padded], v[padded], found, where)
         assert torch.equal(found, want)
 
 

@@ -41,7 +41,7 @@ def test_chunks_of_a_prompt_are_the_references(spec: str, own_flash: bool, machi
         assert torch.equal(written, wanted)
     assert machine["kv_unpack"].launches
     assert isinstance(layer.flash, EngineFlash) == own_flash
-    assert not own_flash or layer.flash.queries  # type: ignore[union-attr]
+    assert not own_flash or layer.flash.calls  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rows", [UNIT, 2 * UNIT])

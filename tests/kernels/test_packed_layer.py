@@ -4,17 +4,19 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
-from kvcodec.attention import Partial, attend, partial
+from kvcodec.attention import attend
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.flash import Ragged, ragged_attention
+from kvcodec.kernels.prompts import Chunks, Room, gathered
 from kvcodec.ops.rope import Rotary
-from tests.integrations.test_serving import BLOCK, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
+from tests.integrations.test_serving import CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
 SUNK = ("int-8:sink=3", "turboquant-4:sink=3")
@@ -30,13 +32,6 @@ def emulated(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[s
     return machine
 
 
-def places(where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the backend's ``Slots`` works them out."""
-    stored = where >= 0
-    page, place = torch.where(stored, where // BLOCK, 0), torch.where(stored, where % BLOCK, BLOCK)
-    return page.int(), place.int()
-
-
 def filled(layer: EngineLayer, tokens: int = TOKENS) -> torch.Tensor:
     cache, (k, v) = pool(layer), rows()
     layer.write(k[:tokens], v[:tokens], cache, slots(0, tokens))
@@ -48,9 +43,9 @@ def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict
     layer = made(spec)
     cache, (k, v) = pool(layer), rows()
     where = torch.cat([slots(0, 30), torch.tensor([-1, -1])])
-    layer.encode(k[:32], v[:32], cache, *places(where))  # the last two are padding of a captured batch
+    layer.encode(k[:32], v[:32], cache, where)  # the last two are padding of a captured batch
     assert torch.equal(cache, filled(layer, 30))
-    layer.encode(k[30:31], v[30:31], cache, *places(slots(30, 31)))
+    layer.encode(k[30:31], v[30:31], cache, slots(30, 31))
     assert torch.equal(cache, filled(layer, 31))
 
 
@@ -136,10 +131,10 @@ def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served
     for first, last in ((0, 1), (1, 20), (20, 50)):
         layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
     at = torch.arange(50, TOKENS)
-    layer.encode(k[50:], v[50:], cache, *places(slots(50, TOKENS)), at[:, None])
+    layer.encode(k[50:], v[50:], cache, slots(50, TOKENS), at[None])
     assert torch.equal(cache, want)
     with pytest.raises(ShapeError, match="the positions of new tokens are needed"):
-        layer.encode(k[:1], v[:1], cache, *places(slots(0, 1)))
+        layer.encode(k[:1], v[:1], cache, slots(0, 1))
     table = torch.zeros(3, 6, dtype=torch.int32)
     table[0, :5], table[2, :5] = ROW, ROW
     seq_lens = torch.tensor([TOKENS, 0, 17], dtype=torch.int32)
@@ -161,30 +156,63 @@ def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served
 
 
 class EngineFlash:
-    """Stands for vLLM's: causal attention of the newest tokens, with its log-sum-exp."""
+    """Stands for vLLM's: causal attention of the newest tokens of each sequence, with its log-sum-exp."""
 
-    queries = 0
+    def __init__(self) -> None:
+        self.calls: list[Ragged] = []
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
-        assert 0 < q.shape[2] <= k.shape[2]
-        self.queries += q.shape[2]
-        hidden = torch.full((q.shape[2], k.shape[2]), -torch.inf).triu(k.shape[2] - q.shape[2] + 1)
-        part = partial(q, k, v, scale, hidden)
-        return part._replace(out=part.out.to(q.dtype))
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
+        assert int(ragged.queries[-1]) == len(q) <= len(k) == len(v) == int(ragged.keys[-1])
+        self.calls.append(ragged)
+        return ragged_attention(q, k, v, ragged, scale, out)
 
 
-@pytest.mark.parametrize("spec", ["int-8", "turboquant-4"])
-@pytest.mark.parametrize("n", [1, 7, 41])
-def test_an_engines_own_flash_attention(spec: str, n: int, emulated: dict[str, Any], monkeypatch: Any) -> None:
-    """One call for history and chunk; rows by rows where they are many."""
-    layer, flash = made(spec), EngineFlash()
-    cache = filled(layer)
-    q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(n)).half()
-    monkeypatch.setattr(prefill, "rows_at_once", lambda q: 16)
+REQUESTS = {"lone": [(TOKENS, TOKENS)], "last token": [(1, TOKENS)], "many": [(7, 41), (16, 16), (1, TOKENS), (3, 3)]}
+"""New tokens, and all tokens, of the requests of a step."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", REQUESTS)
+@pytest.mark.parametrize("spec", ["int-8", "saw-int4", "turboquant-4", "hqmq-s24_r3", "ultra-tq", *SUNK])
+def test_chunks_of_many_requests_at_once(spec: str, case: str, dtype: torch.dtype, emulated: dict[str, Any]) -> None:
+    """One launch for each stage, and what each request reads alone."""
+    layer, flash = made(spec, dtype=dtype), EngineFlash()
     layer.flash = flash
-    for rules in (Rules(0.125), Rules(0.125, sinks=torch.linspace(-1, 1, 2 * HEADS))):
-        flash.queries = 0
-        found = layer.prefill(q, cache, ROW, TOKENS, rules)
-        assert flash.queries == n
-        torch.testing.assert_close(found, layer.attend(q, cache, ROW, TOKENS, rules), rtol=0, atol=4e-3)
-    assert layer.prefill_bytes(n, TOKENS, 2 * HEADS, Rules(0.125)) > 0
+    cache = filled(layer)
+    for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):
+        rules, requests, begin = Rules(0.125, sinks=sinks), [], 0
+        for row, (new, length) in enumerate(REQUESTS[case], 1):
+            requests.append((row, 5 + begin, 5 + begin + new, length))
+            begin += new
+        table = torch.cat([torch.zeros(1, 5, dtype=torch.int32), ROW.expand(len(requests), -1)])
+        chunks = Chunks.of(requests, table, Room())
+        q = torch.randn(begin, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+        found = torch.full((begin, 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
+        before = {name: len(kernel.launches) for name, kernel in emulated.items()}
+        layer.attend_chunks(q, cache, chunks, rules, found)
+        launched = {name: len(kernel.launches) - before.get(name, 0) for name, kernel in emulated.items()}
+        assert launched["kv_unpack"] == 1
+        assert launched.get("kv_basis", 0) <= 2 + (layer.sink > 0)
+        assert (chunks.first, chunks.last) == (5, 5 + begin)
+        for row, first, last, length in requests:
+            part = slice(first - 5, last - 5)
+            want = layer.attend(q[part], cache, table[row], length, rules)
+            torch.testing.assert_close(found[part], want, rtol=0, atol=4e-3 if dtype == torch.float16 else 2e-2)
+    assert len(flash.calls) == 2
+
+
+def test_requests_are_gathered_without_gaps() -> None:
+    requests = [(2, 5, 9, 30), (3, 9, 10, 60), (4, 10, 20, 11), (6, 20, 25, 5), (7, 26, 27, 1), (8, 27, 28, 200)]
+    together, alone = gathered(requests, 100)
+    assert together == [requests[:2], requests[2:3], requests[3:4], requests[4:5]]
+    assert alone == requests[5:]
+    assert gathered([], 100) == ([], [])
+
+
+def test_memory_is_shared_and_grows() -> None:
+    room = Room()
+    small = room.get("key", torch.Size((2, 3)), CPU)
+    assert room.get("key", torch.Size((2, 3)), CPU) is small
+    large = room.get("key", torch.Size((5, 3)), CPU)
+    assert room.get("key", torch.Size((2, 3)), CPU).data_ptr() == large.data_ptr()
+    assert room.get("value", torch.Size((5, 3)), CPU).data_ptr() != large.data_ptr()

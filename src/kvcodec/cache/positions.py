@@ -106,6 +106,15 @@ def shared(positions: Tensor) -> Tensor:
     return positions
 
 
+def part_of(positions: Tensor, first: int, last: int) -> Tensor:
+    """Return ``positions[:, first:last]``; layers that share the tensor share the part."""
+    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+    found: Tensor | None = computed.get((first, last))
+    if found is None:
+        found = computed[first, last] = shared(positions[:, first:last])
+    return found
+
+
 def _call_of(positions: Tensor) -> _Call:
     computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
     known: _Call | None = computed.get("call")
@@ -138,6 +147,15 @@ def angles_near(positions: Tensor, rotary: Rotary, offset: int, count: int) -> t
     if (known := computed.get(asked)) is None:
         at = first_of(positions)[:, None] + torch.arange(offset, offset + count, device=positions.device)
         known = computed[asked] = rotary.angles(at)
+    cosines, sines = known
+    return cosines, sines
+
+
+def angles_at(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """``Rotary.angles`` of the positions, whatever their order."""
+    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+    if (known := computed.get(rotary.name)) is None:
+        known = computed[rotary.name] = rotary.angles(positions)
     cosines, sines = known
     return cosines, sines
 

@@ -41,9 +41,14 @@ class MeanArgs(ctypes.Structure):
     def fill(self, mean: Tensor | None, table: Tensor | None, placed: Tensor | None) -> None:
         """Set the fields from the parts of a ``mean.KeyMean`` and the positions of slot 0."""
         if mean is not None and table is not None and placed is not None:
-            self.mean, self.table, self.placed = mean.data_ptr(), table.data_ptr(), placed.data_ptr()
-            self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
-            self.table_head = 0 if table.shape[0] == 1 else table.stride(0)
+            self.placed = placed.data_ptr()
+            self.held(mean, table)
+
+    def held(self, mean: Tensor, table: Tensor) -> None:
+        """Set all but the positions."""
+        self.mean, self.table = mean.data_ptr(), table.data_ptr()
+        self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
+        self.table_head = 0 if table.shape[0] == 1 else table.stride(0)
 
 
 class DecodeArgs(ctypes.Structure):
@@ -81,10 +86,15 @@ class EncodeRoleArgs(ctypes.Structure):
         self, x: Tensor, tables: Tensor | None, factor: Tensor | None, matrix: Tensor | None, first: Tensor, plane: int
     ) -> None:
         """Set the fields for new tokens ``[B, H, N, D]`` and the constants of their encoder."""
+        self.x, self.first, self.tokens = x.data_ptr(), first.data_ptr(), x.shape[2]
+        self.batch, self.head, self.token, _ = x.stride()
+        self.constants(tables, factor, matrix, plane)
+
+    def constants(self, tables: Tensor | None, factor: Tensor | None, matrix: Tensor | None, plane: int) -> None:
+        """Set the constants of the encoder, and the byte at which the role's planes begin."""
+        self.plane = plane
         if matrix is not None:
             self.matrix = matrix.data_ptr()
-        self.x, self.first, self.plane, self.tokens = x.data_ptr(), first.data_ptr(), plane, x.shape[2]
-        self.batch, self.head, self.token, _ = x.stride()
         if tables is not None:
             self.tables, self.table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
         if factor is not None:
@@ -119,6 +129,7 @@ class EncodeArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "page_tokens", "capacity", "heads")),
         ("mean", EncodeMeanArgs),
         ("kept", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
     )
 
 
@@ -133,7 +144,7 @@ class UnpackArgs(ctypes.Structure):
         ("mean", MeanArgs),
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
-        *((name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix")),
+        *((name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix", "ends")),
     )
 
 
@@ -189,6 +200,8 @@ class Rows(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "head", "token", "out_batch", "out_head", "out_token")),
         *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
         *((name, ctypes.c_int32) for name in ("kind", "out_kind", "heads", "tokens", "group", "way")),
+        *((name, ctypes.c_void_p) for name in ("at", "ends")),
+        ("at_step", ctypes.c_int64),
     )
 
 

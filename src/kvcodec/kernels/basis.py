@@ -26,6 +26,9 @@ class Part(NamedTuple):
     """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out [B, H, T, D]``.
 
     By default all of ``x``; otherwise ``tokens`` of them from ``first`` on. They go to ``out`` from ``to`` on.
+
+    With ``at [B, ...]`` and ``ends [B + 1]``, both int32, those of sequence b are ``x[at[b, 0]]``, and go to the rows
+    of ``out [1, H, T, D]`` from ``ends[b]`` on, as many as lie below ``ends[b + 1]``.
     """
 
     x: Tensor
@@ -35,6 +38,8 @@ class Part(NamedTuple):
     first: int = 0
     tokens: int | None = None
     to: int = 0
+    at: Tensor | None = None
+    ends: Tensor | None = None
 
 
 def program(head_dim: int) -> Program:
@@ -58,8 +63,10 @@ def change_basis(parts: Sequence[Part]) -> None:
         return
     assert len(parts) <= MOST_PARTS
     args, most = BasisArgs(), 0
-    for rows, (x, out, side, way, first, chosen, to) in zip(args.parts, parts, strict=False):
+    for rows, (x, out, side, way, first, chosen, to, at, ends) in zip(args.parts, parts, strict=False):
         batch, heads, tokens, dim = x.shape
+        if at is not None and ends is not None:
+            batch, rows.at, rows.at_step, rows.ends = at.shape[0], at.data_ptr(), at.stride(0), ends.data_ptr()
         if chosen is not None:
             tokens = chosen
         rows.batch, rows.head, rows.token, _ = x.stride()

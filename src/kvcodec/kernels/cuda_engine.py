@@ -16,13 +16,14 @@ from kvcodec.kernels.basis import out_of_codes
 from kvcodec.kernels.constants import NO_CONSTANTS, joined
 from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
 from kvcodec.kernels.decode import text_of as decode_text
-from kvcodec.kernels.encode import Turned, encode_checked, encode_to_pages
+from kvcodec.kernels.encode import SlotWriter, Turned, encode_checked, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.history_groups import attend_groups
 from kvcodec.kernels.mean import KeyMean, key_mean
+from kvcodec.kernels.prompts import ChunkReader
 from kvcodec.kernels.spec import (
     Encoder,
     Fitted,
@@ -162,6 +163,14 @@ class CudaEngine(Engine):
             kept=kept,
         )
 
+    def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
+        """Return what encodes tokens into slots of these pages; ``bad`` and ``kept`` as in ``encode``."""
+        return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, kept)
+
+    def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
+        """Return what attends with prompt chunks to these pages; arguments as ``ChunkReader``."""
+        return ChunkReader(self.packed(pages, torch.empty(0)), kept, flash)
+
     def roundtrip(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Tensor | None:
         """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
 
@@ -246,14 +255,13 @@ class CudaEngine(Engine):
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
-        flash: Flash | None = None,
         placed: Tensor | None = None,
         sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """As ``Engine.attend_pages``: by flash attention, or with a soft cap by scores in PyTorch."""
         before = 0 if sink is None else sink[0].shape[2]
         history = History(self.packed(store.pages, store.table, placed), before, length, sink)
-        return attend_history(q, history, scale, seen=seen, sinks=sinks, flash=flash)
+        return attend_history(q, history, scale, seen=seen, sinks=sinks)
 
     def attend_groups(
         self,

@@ -66,7 +66,7 @@ def _threads(spec: EncodeSpec, encoder: Encoder) -> int:
     return TABLE_THREADS if encoder.form == "table" else ROW_THREADS
 
 
-def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool) -> Program:
+def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool) -> Program:
     """Return the source of ``kv_encode`` for one role, or for both at once."""
     encoders = [encoder for role in roles if (encoder := spec.encoder(role)) is not None]
     first = encoders[0]
@@ -89,6 +89,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool) -> Program:
     source = "\n".join(
         [
             *(["#define KV_KEPT"] if kept else []),
+            *(["#define KV_SLOTS"] if slots else []),
             *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
             f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {first.resident or 1}) "
@@ -103,10 +104,12 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool) -> Program:
     return Program(source, fma=False, folders=folders)  # bit-exact: no multiply-add is contracted
 
 
-def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, kept: bool = False) -> dict[tuple[Role, ...], Program]:
+def programs(
+    spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, kept: bool = False, slots: bool = False
+) -> dict[tuple[Role, ...], Program]:
     """Return the launches that write these roles: the roles of each, and its program.
 
-    ``kept``: whether pages keep first tokens in 16 bit.
+    ``kept``: whether pages keep first tokens in 16 bit. ``slots``: those of a ``SlotWriter``.
     """
     there = tuple(role for role in roles if spec.encoder(role) is not None)
     encoders = [encoder for role in there if (encoder := spec.encoder(role)) is not None]
@@ -115,8 +118,8 @@ def programs(spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, kept: bool = Fal
         key, value = encoders
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
         if key.form == value.form == "rows" or (key.form == value.form == "table" and alike and not spec.mean):
-            return {there: _program(spec, there, kept)}
-    return {group: _program(spec, group, kept) for group in groups}
+            return {there: _program(spec, there, kept, slots)}
+    return {group: _program(spec, group, kept, slots) for group in groups}
 
 
 class Launch(NamedTuple):
@@ -127,9 +130,11 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _launches(text: str, roles: tuple[Role, ...], kept: bool, device: torch.device) -> dict[tuple[Role, ...], Launch]:
+def _launches(
+    text: str, roles: tuple[Role, ...], kept: bool, device: torch.device, slots: bool = False
+) -> dict[tuple[Role, ...], Launch]:
     spec, found = _SPECS[text], {}
-    for group, program in programs(spec, roles, kept).items():
+    for group, program in programs(spec, roles, kept, slots).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None
         if encoder.form != "table":
@@ -194,11 +199,78 @@ def _encode(
         kernel.launch((blocks, some.shape[0], len(group)), _threads(spec, encoder), shared, args)
 
 
+class SlotWriter:
+    """Encodes tokens into any slots of a pool of pages that an engine owns, in one launch where both roles allow it.
+
+    What does not change from call to call is prepared once, because every layer of every step has a call.
+
+    Parameters
+    ----------
+    pages, spec, key, value, bad, kept
+        As ``encode_to_pages``; ``key`` and ``value`` are the same for all sequences.
+    """
+
+    def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
+        known, args = _SPECS[spec], EncodeArgs()
+        args.pages, args.bad = pages.data_ptr(), bad.data_ptr()
+        args.page_bytes, args.kept = pages.shape[2], kept
+        args.page_tokens, args.heads = known.page_tokens, pages.shape[1]
+        self.spec, self.args, self.key, self.value, self.mean = known, args, args.key, args.value, args.mean
+        self.key.constants(key.tables, key.factor, key.matrix, known.key_plane)
+        self.value.constants(value.tables, value.factor, value.matrix, known.value_plane)
+        self.key.rows = known.page_bytes
+        self.value.rows = known.page_bytes + rows_bytes(kept, known.head_dim) // 2
+        there = tuple(role for role in ROLES if known.encoder(role) is not None)
+        self.launches = [
+            (group, _threads(known, encoder), kernel, shared)
+            for group, (kernel, shared) in _launches(spec, there, kept > 0, pages.device, slots=True).items()
+            if (encoder := known.encoder(group[0])) is not None
+        ]
+        self.held = pages, key, value, bad
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: Turned | None = None) -> None:
+        """Encode tokens ``[T, H, D]``; nothing synchronises.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[T, H, D]``
+            Model basis. With groups of tokens T is a multiple of them, and the slot of a group's first token counts.
+        slots : Tensor int64 ``[T]``
+            Slot s is place ``s % P`` of page ``s // P``; below 0: the token is not stored.
+        less : Turned, optional
+            What is subtracted from the keys, of one sequence of T tokens.
+        """
+        if not keys.shape[0]:
+            return
+        if slots.dtype != torch.int64 or slots.shape[0] != keys.shape[0] or slots.stride(0) != 1:
+            raise ShapeError(
+                f"slots are {slots.dtype} {list(slots.shape)}; contiguous int64 [{keys.shape[0]}] is needed, one "
+                f"of each token."
+            )
+        args, kept = self.args, []
+        for side, x in ((self.key, keys), (self.value, values)):
+            token, head, channel = x.stride()
+            if channel != 1 or x.data_ptr() % 16 or token % 4 or head % 4:
+                x = x.clone(memory_format=torch.contiguous_format)
+                token, head, _ = x.stride()
+                kept.append(x)  # until the launch
+            side.x, side.tokens, side.token, side.head = x.data_ptr(), x.shape[0], token, head
+        args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
+        if less is not None:
+            self.mean.fill(*less)
+        for group, threads, kernel, shared in self.launches:
+            blocks = max([_blocks_of(self.spec, role, keys.shape[1], keys.shape[0]) for role in group])
+            kernel.launch((blocks, 1, len(group)), threads, shared, args)
+
+
 def _blocks(spec: EncodeSpec, role: Role, x: Tensor) -> int:
     """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
+    return _blocks_of(spec, role, x.shape[1], x.shape[2])
+
+
+def _blocks_of(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
     encoder = spec.encoder(role)
     assert encoder is not None
-    heads, tokens = x.shape[1], x.shape[2]
     if encoder.form == "blocks":
         return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
     rows = ROWS_PER_WARP * _threads(spec, encoder) // 32

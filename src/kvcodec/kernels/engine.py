@@ -188,14 +188,13 @@ class Engine(ABC):
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
-        flash: Flash | None = None,
         placed: Tensor | None = None,
         sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attention of the newest ``q [1, HQ, n, D]`` over the ``length`` tokens of a sequence that is all in pages.
 
-        ``flash``: what a GPU attends with, if not PyTorch's. ``placed``: as in ``attend``. ``sink``: keys and values
-        ``[1, H, t, D]`` that are read instead of the first t slots.
+        ``placed``: as in ``attend``. ``sink``: keys and values ``[1, H, t, D]`` that are read instead of the first t
+        slots.
         """
 
     @abstractmethod

@@ -7,6 +7,8 @@ which makes a new plan for every length.
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,51 @@ SCORE_BYTES = 1 << 28
 
 _forward = torch.ops.aten._flash_attention_forward.default  # which of the overloads need not be found at each call
 
-Flash = Callable[[Tensor, Tensor, Tensor, float], Partial]
-"""(q ``[1, HQ, n, D]``, k, v ``[1, H, t, D]``, scale) to causal attention of the newest n of t tokens; n <= t."""
+
+class Ragged(NamedTuple):
+    """Sequences of lengths of their own that lie end to end: those of queries, and of the keys that they see.
+
+    Parameters
+    ----------
+    queries, keys : Tensor int32 ``[B + 1]``
+        Where each begins; the last number is the total.
+    most_queries, most_keys : int
+        Of the longest.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+@lru_cache(maxsize=64)
+def lone(queries: int, keys: int, device: torch.device) -> Ragged:
+    """Return a single sequence; shared by the layers of a model."""
+    with torch.inference_mode(mode=False):
+        rows, tokens = (torch.arange(0, 2 * n, n, dtype=torch.int32, device=device) for n in (queries, keys))
+        return Ragged(rows, tokens, queries, keys)
+
+
+Flash = Callable[[Tensor, Tensor, Tensor, Ragged, float, Tensor], Tensor]
+"""(q ``[n, HQ, D]``, k, v ``[t, H, D]``, ragged, scale, out ``[n, HQ, D]``): causal attention, into ``out``, of each
+sequence's newest queries over its keys, no fewer than there are queries; returns its log-sum-exps ``[HQ, n]``."""
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
+    """PyTorch's ``Flash``; on a CPU, where tests run it, sequence by sequence."""
+    if q.is_cuda:
+        found, lse, *_ = _forward(
+            q, k, v, ragged.queries, ragged.keys, ragged.most_queries, ragged.most_keys, 0.0, True, False, scale=scale
+        )
+        out.copy_(found)
+        return lse
+    sums, rows, keys = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), *(x.tolist() for x in ragged[:2])
+    for (a, b), (c, d) in zip(pairwise(rows), pairwise(keys), strict=True):
+        one, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        part = _by_rows(one, own_k, own_v, scale, BEFORE_IT)
+        out[a:b], sums[:, a:b] = part.out[0].transpose(0, 1).to(out.dtype), part.lse[0]
+    return sums
 
 
 def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT) -> Partial:

@@ -24,11 +24,11 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import UnpackArgs
-from kvcodec.kernels.basis import DIVIDE, Part, change_basis, into_codes, out_of_codes, queries_to_change
+from kvcodec.kernels.basis import DIVIDE, Part, change_basis, out_of_codes, queries_to_change
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
-from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, score
+from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, score
 from kvcodec.kernels.launch import Machine, machine
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, definitions, includes
@@ -111,7 +111,8 @@ def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
 
 
 @lru_cache(maxsize=256)
-def _plan(text: str, device: torch.device) -> Plan:
+def plan_of(text: str, device: torch.device) -> Plan:
+    """Return the plan of a spec, ``decode.text_of``."""
     spec = decode_spec_of(text).small  # a block fills its tables for a few tokens
     warps, halvings = config_for(spec, machine(device))
     return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, halvings))
@@ -169,7 +170,7 @@ def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.fl
 
 def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, row: int) -> None:
     """Unpack tokens ``[first, first + count)`` into ``k, v [B, H, t, D]``, strided alike, from ``row`` on."""
-    plan = _plan(packed.spec, packed.pages.device)
+    plan = plan_of(packed.spec, packed.pages.device)
     if first % plan.tile or first < 0 or first + count > packed.table.shape[1] * plan.spec.page_tokens:
         raise ShapeError(
             f"unpack: tokens [{first}, {first + count}) of a table of {packed.table.shape[1]} pages of "
@@ -178,13 +179,22 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
     batch, heads = packed.table.shape[0], packed.pages.shape[1]
     if not count * batch:
         return
+    args = filled_args(packed, plan)
+    args.page_table, args.table_row = packed.table.data_ptr(), packed.table.stride(0)
+    checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
+    if packed.placed is not None:
+        args.mean.placed = packed.placed.data_ptr()
+    args.out_batch, args.out_head, args.out_token, _ = k.stride()
+    skip = 2 * row * k.stride(2)
+    args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
+    args.first, args.count, args.kind = first, count, int(k.dtype == torch.bfloat16)
+    plan.kernel.launch((-(-count // (plan.tile * plan.warps)), heads, batch), plan.warps * 32, plan.shared, args)
+
+
+def filled_args(packed: Packed, plan: Plan) -> UnpackArgs:
+    """Return the arguments that do not depend on the sequences; tensors of ``packed`` must outlive them."""
     args = UnpackArgs()
-    args.pages, args.page_table, args.table_row = (
-        packed.pages.data_ptr(),
-        packed.table.data_ptr(),
-        packed.table.stride(0),
-    )
-    args.page_bytes = packed.pages.shape[2]
+    args.pages, args.page_bytes, args.heads = packed.pages.data_ptr(), packed.pages.shape[2], packed.pages.shape[1]
     if (tables := packed.key.tables) is not None:
         args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
     if (tables := packed.value.tables) is not None:
@@ -193,17 +203,12 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
         args.k_matrix = packed.key.matrix[-1].data_ptr()
     if packed.value.matrix is not None:
         args.v_matrix = packed.value.matrix[-1].data_ptr()
-    checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
-    if packed.mean is not None:
-        args.mean.fill(packed.mean.mean, packed.mean.table, packed.placed)
+    if (mean := packed.mean) is not None:
+        args.mean.held(mean.mean, mean.table)
         args.block = packed.key.order
         if (factor := packed.key.factor) is not None:
             args.factor, args.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
-    args.out_batch, args.out_head, args.out_token, _ = k.stride()
-    skip = 2 * row * k.stride(2)
-    args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
-    args.heads, args.first, args.count, args.kind = heads, first, count, int(k.dtype == torch.bfloat16)
-    plan.kernel.launch((-(-count // (plan.tile * plan.warps)), heads, batch), plan.warps * 32, plan.shared, args)
+    return args
 
 
 def _room(
@@ -290,9 +295,8 @@ class History(NamedTuple):
 
 
 def attend_history(
-    q: Tensor, history: History, scale: float, *, seen: Seen = BEFORE_IT, sinks: Tensor | None = None,
-    flash: Flash | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, history: History, scale: float, *, seen: Seen = BEFORE_IT, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of the newest n tokens, which the history includes, over the tokens that they see.
 
     Parameters
@@ -305,25 +309,17 @@ def attend_history(
         Which tokens a query sees; default: all up to its own.
     sinks : Tensor ``[HQ]``, optional
         One learned logit per query head that only joins the softmax's denominator.
-    flash : function, optional
-        Used where queries see all tokens before them and the history is unpacked at once.
 
     Returns
     -------
     Tensor ``[B, HQ, n, D]`` of q's dtype.
     """
     n, total, packed = q.shape[2], history.tokens, history.packed
-    if flash is not None and (seen != Seen() or staged_bytes(packed.pages, q, total) > STAGING_BYTES):
-        flash = None
-    staged = None if flash is None else history.staged(0, total)
     outs = []
     for row, end, low in _runs(q, total, packed.pages.shape[1], seen):
         high = total - n + end if seen.causal and seen.mask is None else total
         rows = q if end - row == n else q[:, :, row:end]
-        if flash is None or staged is None:
-            found = _over(rows, history, low, high, scale, seen.of_rows(row, end))
-        else:
-            found = flash(into_codes(rows, packed.key), staged[0][:, :, :high], staged[1][:, :, :high], scale)
+        found = _over(rows, history, low, high, scale, seen.of_rows(row, end))
         outs.append(out_of_codes(with_sinks(found, sinks), packed.value, q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 

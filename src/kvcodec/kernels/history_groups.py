@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcodec.attention import Partial, merge, with_sinks
 from kvcodec.kernels.basis import into_codes, out_of_codes
-from kvcodec.kernels.flash import Flash, score
+from kvcodec.kernels.flash import Flash, lone, score
 from kvcodec.kernels.history import STAGING_BYTES, Packed, attend_pages, rows_at_once, staged_bytes, unpack
 
 
@@ -72,8 +72,10 @@ def _distant(q: Tensor, packed: Packed, at: int, unit: int, scale: float, flash:
     count = at + q.shape[2] - unit
     if flash is None or staged_bytes(packed.pages, q, count) > STAGING_BYTES:
         return attend_pages(q, packed, 0, count, scale, causal=True)
-    found = flash(into_codes(q, packed.key), *unpack(packed, 0, count), scale)
-    return Partial(out_of_codes(found.out, packed.value), found.lse)
+    rows, k, v = (x[0].transpose(0, 1) for x in (into_codes(q, packed.key), *unpack(packed, 0, count)))
+    out = torch.empty_like(rows)
+    lse = flash(rows, k, v, lone(len(rows), count, q.device), scale, out)
+    return Partial(out_of_codes(out.transpose(0, 1)[None], packed.value), lse[None])
 
 
 def _near(q: Tensor, packed: Packed, at: int, unit: int, scale: float) -> Partial:

@@ -106,10 +106,11 @@ def of_codecs(
     *,
     pairs: int = 0,
     kept: bool = False,
+    slots: bool = False,
 ) -> Iterator[Needed]:
     """Programs that read and write the pages of two codecs, and fit their constants.
 
-    ``pairs`` as ``DecodeSpec``, ``kept`` as ``encode.programs``.
+    ``pairs`` as ``DecodeSpec``, ``kept`` and ``slots`` as ``encode.programs``.
     """
     steps = steps or Steps()
     spec = decode_spec(key, value, head_dim, page_tokens, pairs)
@@ -125,7 +126,7 @@ def of_codecs(
                 name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
                 yield Needed(decode.program(spec, config, steps.softcap, kind, group), name)
     writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
-    for roles, program in encode.programs(writing, kept=kept).items():
+    for roles, program in encode.programs(writing, kept=kept, slots=slots).items():
         yield Needed(program, f"{writing.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
         yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")

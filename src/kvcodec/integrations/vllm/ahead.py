@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.kernels.build import architecture, compiled
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.launch import machine
@@ -32,7 +33,8 @@ def compile_ahead(impls: Sequence[Any], page_tokens: int, config: VllmConfig, de
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
-        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs, kept=layer.sink > 0))
+        kept, slots = layer.sink > 0, not isinstance(layer, GroupedLayer)
+        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs, kept=kept, slots=slots))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("kvcodec: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()

@@ -7,7 +7,7 @@ of different schemes (outer layers, recipes) may share blocks: vLLM gives each i
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvcodec.cache.kept_rows import rows_bytes
-from kvcodec.cache.positions import shared
+from kvcodec.cache.positions import part_of, shared
 from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.ahead import compile_ahead
@@ -53,6 +53,7 @@ from kvcodec.integrations.vllm.servable import (
     refusal,
 )
 from kvcodec.kernels.build import LEAST
+from kvcodec.kernels.prompts import Chunks, Room, gathered
 from kvcodec.scheme import Mean
 
 logger = init_logger("vllm.kvcodec")
@@ -205,6 +206,10 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
         Tokens that each of the queries at the front sees, itself included.
     tables : Tensor int32 ``[decodes, M]`` or longer
         Of these queries.
+    together : list of Chunks
+        On a GPU: the chunks, those of many requests in one.
+    alone : list of (int, int, int, int)
+        Those of ``chunks`` that are too long for it.
     """
 
     decodes: int
@@ -212,6 +217,8 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     table: Tensor
     seq_lens: Tensor
     tables: Tensor
+    together: list[Chunks] = field(default_factory=list)
+    alone: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
 class Slots:
@@ -227,38 +234,32 @@ class Slots:
     """
 
     def __init__(self, tokens: int, requests: int, device: torch.device) -> None:
-        self.page, self.place = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self.start, self.sunk, self.sunk_from = (
             torch.zeros(requests, dtype=torch.int32, device=device) for _ in range(3)
         )
         self.newest = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self.positions: dict[tuple[int, int] | None, Tensor] = {}
+        self.positions: Tensor | None = None
         self.workspace: Tensor | None = None
         self.most = requests
         """Queries of a step's decode steps."""
 
-    def put(self, slots: Tensor, page_tokens: int) -> None:
-        """Set the slots ``[T]``; below 0: the place behind the last, where nothing is stored."""
-        count = slots.shape[0]
-        self.positions.clear()
-        stored = slots >= 0
-        self.page[:count] = torch.where(stored, slots // page_tokens, 0)
-        self.place[:count] = torch.where(stored, slots % page_tokens, page_tokens)
-
-    def positions_of_steps(self, count: int, seq_lens: Tensor | None) -> Tensor:
-        """Positions of decode steps' tokens ``[count, 1]``; a row behind the requests' is not stored."""
-        if None not in self.positions:
-            known = 0 if seq_lens is None else min(count, seq_lens.shape[0])
-            if seq_lens is not None:
-                self.newest[:known] = seq_lens[:known] - 1
-            self.positions[None] = shared(self.newest[:count, None].clamp(min=0))
-        return self.positions[None]
-
-    def positions_of_chunk(self, first: int, last: int) -> Tensor:
-        """Positions of a chunk of a prompt, ``[1, last - first]``."""
-        if (first, last) not in self.positions:
-            self.positions[first, last] = shared(torch.arange(first, last, device=self.newest.device)[None])
-        return self.positions[first, last]
+    def positions_of(self, count: int, m: PackedMetadata | None) -> Tensor:
+        """Positions of a step's tokens ``[1, count]``, once for all layers; those behind the requests' mean nothing."""
+        if self.positions is None:
+            steps = count if m is None or not m.chunks else m.decodes
+            known = 0 if m is None else min(steps, m.seq_lens.shape[0])
+            if m is not None:
+                self.newest[:known] = m.seq_lens[:known] - 1
+            found = self.newest[:steps].clamp(min=0)
+            if m is not None and m.chunks:
+                parts, at = [found], steps
+                for _, _, last, length in m.chunks:  # a draft behind the longest request is in none
+                    parts.append(torch.arange(length - (last - at), length, device=found.device))
+                    at = last
+                parts.append(found.new_zeros(count - at))
+                found = torch.cat(parts)
+            self.positions = shared(found[None])
+        return self.positions
 
     def see(self, seq_lens: Tensor, sink: int, window: int) -> None:
         """Set what each request sees."""
@@ -315,6 +316,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
                 vllm_config.cache_config.block_size,
             )
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        self.first: EngineLayer = impls[0].packed
         slots = self.slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         slots.most = scheduler.max_num_seqs * self.most_queries
         for impl in impls:
@@ -367,14 +369,29 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
                 over = max(0, lengths[i] - most)  # a draft behind the longest request
                 if at[i + 1] - over > at[i]:
                     chunks.append((i, at[i], at[i + 1] - over, lengths[i] - over))
+        together, alone = self._together(chunks, c.block_table_tensor)
         if self.vllm_config.speculative_config is None:
-            return PackedMetadata(rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor)
+            return PackedMetadata(
+                rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor, together, alone
+            )  # fmt: skip
         if self.expanded is None:
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
             wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
             self.expanded = Expanded(wide, c.block_table_tensor.shape[1], self.device)
         self.expanded.put(c, rows, decodes, self.vllm_config.model_config.max_model_len)
-        return PackedMetadata(decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables)
+        return PackedMetadata(
+            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, together, alone
+        )  # fmt: skip
+
+    def _together(
+        self, chunks: list[tuple[int, int, int, int]], table: Tensor
+    ) -> tuple[list[Chunks], list[tuple[int, int, int, int]]]:
+        """Return the chunks that a GPU's kernels attend together, and those that are too long for it."""
+        if not chunks or not self.first.batched:
+            return [], []
+        found, alone = gathered(chunks, self.first.most_tokens(_longest(self.vllm_config)))
+        room = Room()
+        return [Chunks.of(own, table, room) for own in found], alone
 
 
 class Expanded:
@@ -403,6 +420,11 @@ class Expanded:
             seen = c.seq_lens[:rows][row] - (ends[row] - 1 - at)
             self.lengths[:queries] = seen.clamp_(min=0, max=most)
             self.tables[:queries] = c.block_table_tensor[:rows][row]
+
+
+def _longest(config: VllmConfig) -> int:
+    """Tokens of the longest request, or of a step if those are more."""
+    return int(max(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens))
 
 
 def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
@@ -575,28 +597,26 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return
         packed = self._packed()
         key, value = key[:count], value[:count]
-        m, moved = _metadata(layer), packed.mean is not None
-        if packed.unserved:
-            where = None
-            if moved:
-                where = torch.zeros(count, dtype=torch.long)
-                for _, first, last, length in [] if m is None else m.chunks:
-                    where[first:last] = torch.arange(length - (last - first), length)
-            packed.write(key, value, kv_cache, slot_mapping, where)
-            return
+        m = _metadata(layer)
         slots = self.slots
         assert slots is not None
         if self.leads:
-            slots.put(slot_mapping, kv_cache.shape[2])
+            slots.positions = None
+        where = slots.positions_of(count, m) if packed.mean is not None else None
+        if packed.unserved:
+            packed.write(key, value, kv_cache, slot_mapping, None if where is None else where[0])
+            return
         alone = count
-        if m is not None and m.chunks:  # prompt chunks: tokens of one request share a CTA and its tables
+        if m is not None and m.chunks and not packed.batched:  # a CPU's kernels: a chunk is a sequence
             alone = m.decodes
             for row, first, last, length in m.chunks:
-                where = slots.positions_of_chunk(length - (last - first), length) if moved else None
-                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length, where)
+                own = None if where is None else part_of(where, first, last)
+                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length, own)
+        if alone < count:
+            key, value, slot_mapping = key[:alone], value[:alone], slot_mapping[:alone]
+            where = None if where is None else part_of(where, 0, alone)
         if alone:
-            where = slots.positions_of_steps(alone, None if m is None else m.seq_lens) if moved else None
-            packed.encode(key[:alone], value[:alone], kv_cache, slots.page[:alone], slots.place[:alone], where)
+            packed.encode(key, value, kv_cache, slot_mapping, where)
 
     def forward(
         self,
@@ -615,8 +635,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             raise UnsupportedError("kvcodec: fused quantization of the output is not computed; switch that pass off.")
         if attn_metadata is None:  # a profiling run; before there is a cache it measures memory
             if kv_cache.numel() == 0 and query.is_cuda:
-                most = self.config.model_config.max_model_len
-                size = self._packed().prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
+                packed = self._packed()
+                most = packed.most_tokens(_longest(self.config))
+                size = packed.prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
                 torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         packed, m, out = self._packed(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
@@ -626,8 +647,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return output
         if m.decodes:
             out[: m.decodes] = self._decode(packed, query[: m.decodes], kv_cache, m)
+        chunks = m.chunks
+        if packed.batched and self.rules.plain:
+            for one in m.together:
+                part = slice(one.first, one.last)
+                packed.attend_chunks(query[part], kv_cache, one, self.rules, out[part])
+            chunks = m.alone
         attend = packed.attend if packed.unserved else packed.prefill
-        for row, first, last, length in m.chunks:
+        for row, first, last, length in chunks:
             out[first:last] = attend(query[first:last], kv_cache, m.table[row], length, self.rules)
         return output
 

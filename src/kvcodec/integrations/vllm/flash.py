@@ -1,28 +1,18 @@
-"""Attention of a chunk of a prompt over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
+"""Attention of prompt chunks over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
 
-PyTorch's operator is version 2, and its causal mask begins at the first key, so the history and the chunk itself are
-two calls whose results are merged. Here the mask ends at the last key, as in vLLM's own backend: one call.
+PyTorch's operator, which serves other GPUs, is version 2.
 """
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from kvcodec.attention import Partial
-from kvcodec.kernels.flash import Flash
-
-
-@lru_cache(maxsize=64)
-def _ends(tokens: int, device: torch.device) -> Tensor:
-    """Start and end of a single sequence, int32 ``[2]``; shared by the layers of a model."""
-    with torch.inference_mode(mode=False):
-        return torch.arange(0, 2 * tokens, tokens, dtype=torch.int32, device=device)
+from kvcodec.kernels.flash import Flash, Ragged
 
 
 @lru_cache
 def flash_for(head_dim: int) -> Flash | None:
-    """Return the function for ``attend_chunk(flash=...)``; None where vLLM has no version 3 for this GPU."""
+    """Return the function for ``ChunkReader(flash=...)``; None where vLLM has no version 3 for this GPU."""
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
@@ -32,23 +22,22 @@ def flash_for(head_dim: int) -> Flash | None:
     if version != 3:
         return None
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-        n, t = q.shape[2], k.shape[2]
-        rows, keys = _ends(n, q.device), _ends(t, q.device)
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        out, lse = flash_attn_varlen_func(
+    def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
+        lse: Tensor
+        _, lse = flash_attn_varlen_func(
             q=q,
             k=k,
             v=v,
-            max_seqlen_q=n,
-            cu_seqlens_q=rows,
-            max_seqlen_k=t,
-            cu_seqlens_k=keys,
+            max_seqlen_q=ragged.most_queries,
+            cu_seqlens_q=ragged.queries,
+            max_seqlen_k=ragged.most_keys,
+            cu_seqlens_k=ragged.keys,
             softmax_scale=scale,
             causal=True,
             return_softmax_lse=True,
             fa_version=version,
+            out=out,
         )
-        return Partial(out.transpose(0, 1)[None], lse[None])
+        return lse
 
     return flash

@@ -6,9 +6,12 @@ of the keys, then of the values. Nothing is converted: the engine holds the byte
 =========  ========================================  ================================================================
 by         tokens in                                 attention
 =========  ========================================  ================================================================
-kernels    ``Engine.encode``: decode steps, a        one token per request: ``Engine.attend`` for all requests at once;
-           sequence per token; a chunk of a prompt,  chunks of a prompt: ``Engine.attend_pages``, one request at a time
-           one sequence                              (on a GPU unpacked, for flash attention)
+GPU        ``SlotWriter``: all tokens of a step      one token per request: ``Engine.attend`` for all requests at once;
+                                                     chunks of prompts: ``ChunkReader``, for all requests at once; with
+                                                     windows and soft caps ``Engine.attend_pages``, request by request
+CPU        ``Engine.encode``: decode steps, a        the same, chunks of prompts always ``Engine.attend_pages``
+           sequence per token; a chunk of a prompt,
+           one sequence
 reference  the codec itself, ``pages.write_blocks``  ``attention.attend_parts``, request by request
 =========  ========================================  ================================================================
 
@@ -35,17 +38,19 @@ from torch import Tensor
 from kvcodec.attention import Seen, attend_parts, rounded_queries
 from kvcodec.cache.kept_rows import keep_rows, kept_rows, rows_bytes
 from kvcodec.cache.pages import PageStore, write_blocks
-from kvcodec.cache.positions import angles_near
+from kvcodec.cache.positions import angles_at
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.kernels.choose import choose
+from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.decode import MOST_SEQUENCES
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.encode import SlotWriter, Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
-from kvcodec.kernels.history import workspace_bytes
+from kvcodec.kernels.history import STAGING_BYTES, workspace_bytes
+from kvcodec.kernels.prompts import ChunkReader, Chunks
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
@@ -97,6 +102,18 @@ class Rules(NamedTuple):
     softcap: float = 0.0
     sinks: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether flash attention computes it: a query sees all tokens up to its own, and scores stay."""
+        return not (self.window or self.softcap)
+
+
+class Pool(NamedTuple):
+    """What writes an engine's blocks on a GPU, and reads them for prompts."""
+
+    writer: SlotWriter
+    reader: ChunkReader
+
 
 @lru_cache(maxsize=64)
 def _on_device(number: int, device: torch.device) -> Tensor:
@@ -142,6 +159,9 @@ class EngineLayer:
     unserved = ""
     """Why the reference serves the layer, on a CPU, and not kernels; see ``find_kernels``."""
 
+    batched = False
+    """Whether kernels take the prompts of several requests in one call: a GPU's, once they are looked up."""
+
     def __init__(
         self,
         scheme: KVScheme,
@@ -168,9 +188,11 @@ class EngineLayer:
             if self.turning.frequencies.device != device:
                 self.turning = replace(self.turning, frequencies=self.turning.frequencies.to(device))
             self.placed = _zeros(device)  # before any graph is captured
+            self.turning.name  # noqa: B018  looks at the frequencies, once
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
         self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
+        self.pools: dict[tuple[int, torch.Size], Pool] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -216,13 +238,9 @@ class EngineLayer:
             return None
         return self.site.mean.at(self.mean, self._needed(positions))
 
-    def _less(self, positions: Tensor | None) -> dict[str, Any]:
-        """The engine's argument for keys at ``positions [B, n]``."""
-        if self.mean is None:
-            return {}
-        where = self._needed(positions)
-        angles = angles_near(where, self.turning, 0, where.shape[1])
-        return {"less": Turned(self.mean, *angles, self.turning.interleaved)}
+    def _turned(self, positions: Tensor) -> Turned:
+        assert self.mean is not None
+        return Turned(self.mean, *angles_at(positions, self.turning), self.turning.interleaved)
 
     def _needed(self, positions: Tensor | None) -> Tensor:
         if positions is None:
@@ -381,20 +399,25 @@ class EngineLayer:
                 found.hold_without(self.mean, self.turning)
             found.prepare(self.roles)
             self.engines[page_tokens] = found
+            self.batched = isinstance(found, CudaEngine)
         return self.engines[page_tokens]
 
     def _store(self, cache: Tensor, table: Tensor) -> PageStore:
         layout, pages = self.pages(cache)
         return PageStore.over(layout, pages, table)
 
+    def pool(self, cache: Tensor) -> "Pool":
+        """What writes and reads these blocks on a GPU; cached, as are the addresses in it."""
+        if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
+            engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
+            assert isinstance(engine, CudaEngine)
+            kept = self._rows(cache) if self.sink else None
+            found = Pool(engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, kept, self.flash))
+            self.pools[cache.data_ptr(), cache.shape] = found
+        return found
+
     def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        cache: Tensor,
-        page: Tensor,
-        place: Tensor,
-        positions: Tensor | None = None,
+        self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None = None
     ) -> None:
         """Encode tokens into their slots with kernels; nothing synchronises on a GPU.
 
@@ -402,23 +425,38 @@ class EngineLayer:
         ----------
         keys, values : Tensor ``[T, H, D]``
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        page, place : Tensor int32 ``[T]``
-            Block and place in it; a token of place N is not stored.
-        positions : Tensor of int ``[T, 1]``, optional
+        slots : Tensor int64 ``[T]``
+            As ``write``.
+        positions : Tensor of int ``[1, T]``, optional
             In their requests, for keys that are held without their mean.
         """
+        less = None if self.mean is None else self._turned(self._needed(positions))
+        if isinstance(self.engine(cache.shape[2]), CudaEngine):
+            self.pool(cache).writer.write(keys, values, slots, less)
+            return
         # each token is passed as a sequence of one page, because an engine gives slots, not sequences
         new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
-        self._encode(new, cache, page[:, None], place, positions)
+        if less is not None:
+            less = less._replace(cosines=less.cosines.transpose(0, 1), sines=less.sines.transpose(0, 1))
+        stored, tokens = slots >= 0, cache.shape[2]
+        page, place = torch.where(stored, slots // tokens, 0), torch.where(stored, slots % tokens, tokens)
+        where = None if positions is None else positions.transpose(0, 1)
+        self._encode(new, cache, page[:, None].int(), place.int(), where, less)
 
     def _encode(
-        self, new: Mapping[Role, Tensor], cache: Tensor, table: Tensor, first: Tensor, positions: Tensor | None = None
+        self,
+        new: Mapping[Role, Tensor],
+        cache: Tensor,
+        table: Tensor,
+        first: Tensor,
+        positions: Tensor | None = None,
+        less: Turned | None = None,
     ) -> None:
         """Encode tokens ``[B, H, n, D]`` into the slots from ``first [B]`` on of the blocks ``table [B, M]``."""
         engine = self.engine(cache.shape[2])
         rest = [role for role in new if engine.encoders[role] is None]  # only on a CPU, where nothing synchronises
         written = {role: x for role, x in new.items() if role not in rest}
-        engine.encode(written, self._store(cache, table), first, self.bad, kept=self.sink, **self._less(positions))
+        engine.encode(written, self._store(cache, table), first, self.bad, less, self.sink)
         for role in rest:
             for b, begin in enumerate(first.tolist()):
                 if begin < table.shape[1] * cache.shape[2]:
@@ -434,7 +472,7 @@ class EngineLayer:
         length: int,
         positions: Tensor | None = None,
     ) -> None:
-        """Encode a request's newest tokens with kernels; nothing synchronises.
+        """Encode a request's newest tokens with a CPU's kernels.
 
         Parameters
         ----------
@@ -451,7 +489,8 @@ class EngineLayer:
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
         if self.mean is not None and positions is None:
             positions = torch.arange(length - keys.shape[0], length, device=cache.device)[None]
-        self._encode(new, cache, row[None], first, positions)
+        less = None if positions is None or self.mean is None else self._turned(positions)
+        self._encode(new, cache, row[None], first, positions, less)
 
     def decode(
         self,
@@ -502,8 +541,12 @@ class EngineLayer:
         )
         return out[:, :, 0]
 
+    def most_tokens(self, longest: int) -> int:
+        """Tokens of requests whose chunks are attended together, where at least one of ``longest`` tokens should be."""
+        return min(longest, STAGING_BYTES // (2 * 2 * self.heads * self.head_dim))
+
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
-        """Upper bound of the bytes that ``prefill`` needs for ``tokens`` new tokens of a request of ``length``."""
+        """Upper bound of the bytes that prompts need: ``tokens`` new ones, of requests of ``length`` together."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
         return workspace_bytes(q, self.heads, length, self.sink, not rules.softcap)
 
@@ -522,7 +565,7 @@ class EngineLayer:
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, by kernels."""
+        """As ``attend``, by kernels; on a GPU where ``attend_chunks`` cannot."""
         out = self.engine(cache.shape[2]).attend_pages(
             q.transpose(0, 1)[None],
             self._store(cache, row[None]),
@@ -530,8 +573,21 @@ class EngineLayer:
             scale=rules.scale,
             sinks=rules.sinks,
             seen=Seen(window=rules.window, softcap=rules.softcap),
-            flash=self.flash,
             sink=self._sink(cache, row, length),
             **self._placed(1),
         )
         return out[0].transpose(0, 1)
+
+    def attend_chunks(self, q: Tensor, cache: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
+        """Attention of prompt chunks of several requests by a GPU's kernels, one launch per stage.
+
+        Parameters
+        ----------
+        q, out : Tensor ``[n, HQ, D]``
+            The chunks' queries, whose keys and values are in the pages already; the result is written to ``out``.
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        chunks : Chunks
+        rules : Rules
+            Without window and soft cap: ``plain``.
+        """
+        self.pool(cache).reader.attend(q, chunks, rules.scale, out, rules.sinks)

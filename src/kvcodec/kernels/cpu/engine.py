@@ -128,11 +128,10 @@ class CpuEngine(Engine):
         scale: float,
         sinks: Tensor | None,
         seen: Seen,
-        flash: Flash | None = None,
         placed: Tensor | None = None,
         sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """As ``Engine.attend_pages``; ``flash`` is a GPU's."""
+        """As ``Engine.attend_pages``."""
         dense_k, dense_v = sink or (None, None)
         t = 0 if dense_k is None else dense_k.shape[2]
         pieces = [Piece(t, ~0, ~0), Piece(length - t, t, t, _numbers(placed, 1, 0)[0] + t)]

@@ -17,6 +17,9 @@ struct Rows {
   int32_t kind, out_kind;   // 0 fp16, 1 bf16, 2 fp32
   int32_t heads, tokens, group;
   int32_t way;              // of the factor: multiplies (0) or divides (1) before the rotation, multiplies after it (2)
+  const int32_t* at;        // null, or [B]: the rows of sequence b lie in batch at[b * at_step] of x
+  const int32_t* ends;      // null, or [B + 1]: they go to the rows from ends[b] on of batch 0, as many as lie below
+  int64_t at_step;          // ends[b + 1]
 };
 struct BasisArgs {
   Rows parts[5];  // queries, keys and values of the sink, of the window
@@ -43,11 +46,14 @@ template <int D, int WARPS> KV_DEV void change_basis(const BasisArgs& a) {
   constexpr int N = D / 32;
   const Rows& p = a.parts[block_z()];
   const int lane = thread() % 32, b = block_y();
+  const int64_t batch = (p.at ? p.at[b * p.at_step] : b) * p.batch;
+  const int64_t out_batch = p.ends ? p.ends[b] * p.out_token : b * p.out_batch;
+  const int tokens = p.ends && p.ends[b + 1] - p.ends[b] < p.tokens ? p.ends[b + 1] - p.ends[b] : p.tokens;
   KV_NO_UNROLL
-  for (int row = block_x() * WARPS + thread() / 32; row < p.heads * p.tokens; row += grid_x() * WARPS) {
+  for (int row = block_x() * WARPS + thread() / 32; row < p.heads * tokens; row += grid_x() * WARPS) {
     const int token = row / p.heads, h = row % p.heads;
-    const int64_t from = b * p.batch + h * p.head + token * p.token + lane;
-    const int64_t to = b * p.out_batch + h * p.out_head + token * p.out_token + lane;
+    const int64_t from = batch + h * p.head + token * p.token + lane;
+    const int64_t to = out_batch + h * p.out_head + token * p.out_token + lane;
     const float* factor = p.factor ? p.factor + b * p.factor_batch + (int64_t)(h / p.group) * D + lane : nullptr;
     float x[N];
     KV_UNROLL

@@ -26,6 +26,9 @@
 // is not stored and raises *bad to 2. Where pages keep their first tokens in 16 bit as well (`kept`), those are written
 // too, as they came, or as zeros.
 //
+// With KV_SLOTS defined there is one sequence, and each token says where it goes (EncodeArgs::slots): the tokens of all
+// requests of a step, in one launch.
+//
 // Row codecs: a struct template on D, in encode_<name>.cuh, lanes of a warp share a row:
 //
 //   TEAM = 32                  lanes of a row
@@ -254,7 +257,11 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
 template <class C, int GROUP = 1>
 KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head,
                    uint32_t slot) {
+#ifdef KV_SLOTS
+  int64_t page = slot / (uint32_t)a.page_tokens;
+#else
   int64_t page = a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
+#endif
   int32_t place = (int32_t)(slot % (uint32_t)a.page_tokens / GROUP), blocks = a.page_tokens / GROUP;
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
   KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
@@ -268,15 +275,27 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
 template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const EncodeSide& s) {
 #ifdef KV_KEPT
   const int lane = thread() % 32, b = block_y(), kind = a.kind;
-  const uint32_t first = (uint32_t)s.first[b], last = first + (uint32_t)s.tokens, kept = (uint32_t)a.kept;
-  const uint32_t tokens = (uint32_t)a.page_tokens, heads = (uint32_t)a.heads, begin = first / tokens;
+  const uint32_t kept = (uint32_t)a.kept, tokens = (uint32_t)a.page_tokens, heads = (uint32_t)a.heads;
+#ifdef KV_SLOTS
+  const uint32_t rows = (uint32_t)s.tokens * heads;
+#else
+  const uint32_t first = (uint32_t)s.first[b], last = first + (uint32_t)s.tokens, begin = first / tokens;
   const uint32_t rows = ((last + tokens - 1) / tokens - begin) * kept * heads;
+#endif
   KV_NO_UNROLL
   for (uint32_t i = block_x() * WARPS + thread() / 32; i < rows; i += grid_x() * WARPS) {
+#ifdef KV_SLOTS
+    const int64_t to_slot = a.slots[i / heads];
+    const uint32_t head = i % heads, place = (uint32_t)(to_slot % tokens);
+    if (to_slot < 0 || place >= kept) continue;
+    const int64_t from = head * s.head + (i / heads) * s.token, page = to_slot / tokens;
+#else
     const uint32_t head = i % heads, place = i / heads % kept, column = begin + i / heads / kept;
     const uint32_t slot = column * tokens + place;
     if (slot < first || slot >= last || slot >= (uint32_t)a.capacity) continue;
     const int64_t from = b * s.batch + head * s.head + (slot - first) * s.token;
+    const int64_t page = a.page_table[b * a.table_row + column];
+#endif
     float y[(D + 31) / 32];
     bool bad = false;
     KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++) {
@@ -287,7 +306,6 @@ template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const Enc
       bad |= !(magnitude(y[k]) <= HALF_MAX);
     }
     bad = any(bad);
-    const int64_t page = a.page_table[b * a.table_row + column];
     uint16_t* to = (uint16_t*)(a.pages + (page * a.heads + head) * a.page_bytes + s.rows) + place * D;
     KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++)
       if (lane + 32 * k < D) to[lane + 32 * k] = bad ? (uint16_t)0 : kind == 1 ? bf16_bits(y[k]) : half_bits(y[k]);
@@ -302,19 +320,30 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
   uint32_t tokens = (uint32_t)s.tokens, rows = a.heads * tokens, step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
   uint32_t start = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS;
   if (start >= rows) return;
+#ifndef KV_SLOTS
   uint32_t first_slot = (uint32_t)s.first[b];
+#endif
   for (; start < rows; start += step) {
     uint32_t row = start + lane / TEAM;
     bool live = row < rows;
     if (!live) row = start;
-    uint32_t head = row / tokens, n = row - head * tokens, slot = first_slot + n;
+    uint32_t head = row / tokens, n = row - head * tokens;
     uint32_t w[N];
+#ifdef KV_SLOTS
+    const int64_t to = a.slots[n];
+#endif
     load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind);
+#ifdef KV_SLOTS
+    live = live && to >= 0;
+    uint32_t slot = to < 0 ? 0 : (uint32_t)to;
+#else
+    uint32_t slot = first_slot + n;
     if (slot >= (uint32_t)a.capacity) {
       if (live && part == 0) raise(a.bad, 2);
       live = false;
       slot = 0;
     }
+#endif
     if (!any(live)) continue;
     uint8_t* at[C::PLANES];
     locate<C>(at, a, s, b, head, slot);

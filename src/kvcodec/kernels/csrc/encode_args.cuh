@@ -44,6 +44,8 @@ struct EncodeArgs {
   int32_t heads;            // H
   EncodeMean mean;          // of the keys
   int64_t kept;             // so many tokens of a page also lie in 16 bit behind its codes, [kept, D]; 0: none
+  const int64_t* slots;     // with KV_SLOTS, of one sequence: token n goes to slot slots[n] of the pool, that is place
+                            // slots[n] % P of page slots[n] / P; below 0: it is not stored
 };
 
 }  // namespace kv

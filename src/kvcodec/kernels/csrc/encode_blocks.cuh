@@ -74,15 +74,23 @@ template <class B, int FACTOR = FACTOR_NONE> KV_DEV void encode_blocks(const Enc
   KV_SHARED(BlockShared<B>, all, 1);
   BlockShared<B>& m = all[0];
   int quad = thread() % (D / 4), lot = thread() / (D / 4), b = block_y(), c0 = 4 * quad;
+#ifndef KV_SLOTS
   int64_t first_slot = s.first[b];
+#endif
   int32_t per_head = (int32_t)(s.tokens / B::G);
   for (int64_t unit = block_x(); unit < (int64_t)per_head * a.heads; unit += grid_x()) {
     int head = (int)(unit / per_head);
-    int64_t n = unit % per_head * B::G, slot = first_slot + n;
+    int64_t n = unit % per_head * B::G;
+#ifdef KV_SLOTS
+    const int64_t slot = a.slots[n];  // that of a group's first token counts
+    if (slot < 0) continue;
+#else
+    const int64_t slot = first_slot + n;
     if (slot + B::G > a.capacity) {
       if (thread() == 0) raise(a.bad, 2);
       continue;
     }
+#endif
     uint8_t* at[B::PLANES];
     locate<B, B::G>(at, a, s, b, head, (uint32_t)slot);
     float y[EACH][4], low[4], high[4];

@@ -158,11 +158,17 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     uint32_t w[N];
     load_words<8>(w, rows + n * stride, 0, 0, a.kind);
     uint32_t slot = 0;
+#ifdef KV_SLOTS
+    const int64_t to = a.slots[n];
+    live = live && to >= 0;
+    if (live) slot = (uint32_t)to;
+#else
     if (live && begin + n >= (uint32_t)a.capacity) {
       if (part == 0) raise(a.bad, 2);
       live = false;
     }
     if (live) slot = (uint32_t)(begin + n);
+#endif
     if (!MIXED && !any(live)) continue;
     uint8_t* at[C::PLANES];
     locate<C>(at, a, s, b, head, slot);
@@ -208,10 +214,16 @@ KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int wo
   if (R::FACTOR == FACTOR_TIMES && thread() * 32 < C::DIM)
     prefetch(s.factor + b * s.factor_batch + head * C::DIM + thread() * 32);
   const uint32_t n = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4;
+#ifdef KV_SLOTS
+  if (n >= (uint32_t)s.tokens) return;
+  const void* where = a.slots + n;
+#else
   if (n >= (uint32_t)s.tokens || begin + n >= (uint32_t)a.capacity) return;
+  const void* where = a.page_table + b * a.table_row + (uint32_t)(begin + n) / (uint32_t)a.page_tokens;
+#endif
   const int64_t row = b * s.batch + head * s.head + n * s.token;
   const int size = a.kind == 2 ? 4 : 2;
-  if (lane == 0) prefetch(a.page_table + b * a.table_row + (uint32_t)(begin + n) / (uint32_t)a.page_tokens);
+  if (lane == 0) prefetch(where);
   else if ((lane - 1) * 128 < C::DIM * size) prefetch((const uint8_t*)s.x + size * row + (lane - 1) * 128);
 }
 
@@ -224,7 +236,11 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
   if (worker >= workers) return;
+#ifdef KV_SLOTS
+  const int64_t begin = 0;
+#else
   const int64_t begin = s.first[block_y()];
+#endif
   for (int head = block_x() % heads; head < a.heads; head += heads) {
     const int64_t behind = C::BY_SEQUENCE ? block_y() * s.table_head + head * C::TABLE : head * s.table_head;
     const uint8_t* table = s.tables + behind;

@@ -28,6 +28,14 @@ struct UnpackArgs {
   const float* factor;        // of the keys, as in Side, where they have no mean
   int64_t factor_batch, block;
   const uint8_t *k_matrix, *v_matrix;  // that bring tokens of Mixed readers back to the model's basis, as in Side
+  const int32_t* ends;        // null, or [B + 1]: sequences of lengths of their own lie end to end, sequence b in the
+                              // rows [ends[b], ends[b + 1]) by out_token; `count` and out_batch are not used then
+};
+
+// rows of a sequence: how many, and the number at which they begin in keys and in values
+struct OutRows {
+  int32_t count;
+  int64_t begin;
 };
 
 // fp16 saturates: a rotated key may be larger than what the cache was given
@@ -91,12 +99,13 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
   KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
   KV_CONST int SHARED = with_reach<K, V>(TABLES + WARPS * (TILE + 16 * ROW * 2));
 
-  KV_DEV static void store(const UnpackArgs& a, void* to, const uint16_t* rows, int b, int h, int first, int lane) {
-    uint16_t* out = (uint16_t*)to + b * a.out_batch + h * a.out_head + (first - a.first) * a.out_token;
+  KV_DEV static void store(const UnpackArgs& a, const OutRows& of, void* to, const uint16_t* rows, int h, int first,
+                           int lane) {
+    uint16_t* out = (uint16_t*)to + of.begin + h * a.out_head + (first - a.first) * a.out_token;
     KV_UNROLL
     for (int at = lane; at < 16 * D / 8; at += 32) {
       const int token = at / (D / 8), c = at % (D / 8) * 8;
-      if (first - a.first + token < a.count)
+      if (first - a.first + token < of.count)
         *(Words4*)(out + token * a.out_token + c) = *(const Words4*)(rows + token * ROW + c);
     }
   }
@@ -193,7 +202,13 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     uint8_t* tile = shared + TABLES + warp * (TILE + 16 * ROW * 2);
     uint16_t* rows = (uint16_t*)(tile + TILE);
     const int first = a.first + (block_x() * WARPS + warp) * T;
-    const bool mine = first < a.first + a.count;
+    OutRows of{a.count, b * a.out_batch};
+    if (a.ends) {
+      of.count = a.ends[b + 1] - a.ends[b];
+      of.begin = a.ends[b] * a.out_token;
+      if (block_x() * WARPS * T >= of.count) return;  // made for the longest sequence
+    }
+    const bool mine = first < a.first + of.count;
     if (mine) {
       const int64_t page = a.page_table[b * a.table_row + first / P];
       fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * a.page_bytes, first % P, lane);
@@ -229,7 +244,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       if constexpr (scratch_bytes<K>(0) > 0) put_back<K, T>(rows, key_planes, sub, a.kind, lane);
       if constexpr (is_mixed<K>(0)) mix(a, rows, a.k_matrix, h, lane);
       if constexpr (PAIRS > 0) add_mean(a, rows, b, h, first + sub, lane);
-      store(a, a.keys, rows, b, h, first + sub, lane);
+      store(a, of, a.keys, rows, h, first + sub, lane);
       sync_warp();
       KV_UNROLL
       for (int turn = 0; turn < 4; ++turn) {
@@ -247,7 +262,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       sync_warp();
       if constexpr (scratch_bytes<V>(0) > 0) put_back<V, T>(rows, value_planes, sub, a.kind, lane);
       if constexpr (is_mixed<V>(0)) mix(a, rows, a.v_matrix, h, lane);
-      store(a, a.values, rows, b, h, first + sub, lane);
+      store(a, of, a.values, rows, h, first + sub, lane);
       sync_warp();
     }
   }

@@ -1,0 +1,204 @@
+"""Attention of a step's prompt chunks over an engine's pages: one launch per stage for all requests.
+
+A chunk is the newest tokens of a request, which are in the pages already. The pages of all requests are unpacked end to
+end (``history`` says why to 16 bit, and why in the basis of the codes), the queries are brought into that basis, and
+flash attention takes each request as a sequence of its own::
+
+    queries   into the basis of the codes      kv_basis    not where there is nothing to change
+    pages     unpacked                         kv_unpack
+    first tokens in 16 bit, over the unpacked  kv_basis    where pages keep them
+    attention                                  flash
+    outputs   out of the basis of the codes    kv_basis    not where there is nothing to change
+
+Memory is that of the step, shared by its layers, and what launches pass is filled in once for every layer.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvcodec.attention import Partial, with_sinks
+from kvcodec.kernels.arguments import UnpackArgs
+from kvcodec.kernels.basis import DIVIDE, MULTIPLY, MULTIPLY_AFTER, Part, change_basis
+from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.flash import Flash, Ragged, ragged_attention
+from kvcodec.kernels.history import Packed, filled_args, plan_of
+
+
+class Chunks(NamedTuple):
+    """Newest tokens of several requests, and all tokens of each.
+
+    Parameters
+    ----------
+    first, last : int
+        Queries of the step.
+    table : Tensor int32 ``[B, M]``
+        Block ids.
+    placed : Tensor int32 ``[B]``
+        Zeros: the position of slot 0 of each.
+    ragged : Ragged
+        Queries counted from ``first``; keys are all tokens of a request.
+    tokens : int
+        Of all requests.
+    room : Room
+    """
+
+    first: int
+    last: int
+    table: Tensor
+    placed: Tensor
+    ragged: Ragged
+    tokens: int
+    room: "Room"
+
+    @classmethod
+    def of(cls, requests: Sequence[tuple[int, int, int, int]], table: Tensor, room: "Room") -> Self:
+        """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
+
+        Parameters
+        ----------
+        requests : list of (int, int, int, int)
+            Row of ``table``, first query, last query (exclusive), tokens; rows and queries without gaps.
+        table : Tensor int32 ``[R, M]``
+        room : Room
+            Of the step.
+        """
+        row, first, *_ = requests[0]
+        last, queries, keys = requests[-1][2], [0], [0]
+        for _, _, end, length in requests:
+            queries.append(end - first)
+            keys.append(keys[-1] + length)
+        device, count = table.device, len(requests)
+        numbers = torch.tensor([*queries, *keys, *[0] * count], dtype=torch.int32, pin_memory=device.type == "cuda")
+        numbers = numbers.to(device, non_blocking=True)
+        ragged = Ragged(
+            numbers[: count + 1],
+            numbers[count + 1 : 2 * count + 2],
+            max(end - begin for _, begin, end, _ in requests),
+            max(length for *_, length in requests),
+        )
+        placed = numbers[2 * count + 2 :]
+        return cls(first, last, table[row : row + count], placed, ragged, keys[-1], room)
+
+
+def gathered(
+    requests: Sequence[tuple[int, int, int, int]], most: int
+) -> tuple[list[list[tuple[int, int, int, int]]], list[tuple[int, int, int, int]]]:
+    """Return lists of neighbouring requests of at most so many tokens together, and those that have more alone.
+
+    ``requests`` as those of ``Chunks.of``, with gaps.
+    """
+    together: list[list[tuple[int, int, int, int]]] = []
+    alone, held = [], 0
+    for request in requests:
+        row, begin, _, length = request
+        if length > most:
+            alone.append(request)
+            continue
+        last = together[-1][-1] if together else None
+        if last is None or (last[0] + 1, last[2]) != (row, begin) or held + length > most:
+            together.append([])
+            held = 0
+        together[-1].append(request)
+        held += length
+    return together, alone
+
+
+class Room:
+    """Memory that the layers of a step use one after the other."""
+
+    def __init__(self) -> None:
+        self.flat: dict[str, Tensor] = {}
+        self.held: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def get(self, what: str, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return fp16 memory of this shape, the same for each ``what`` until a larger one is asked for."""
+        if (found := self.held.get((what, shape))) is None:
+            flat, count = self.flat.get(what), shape.numel()
+            if flat is None or flat.numel() < count:
+                flat = self.flat[what] = torch.empty(count, dtype=torch.float16, device=device)
+                self.held = {key: x for key, x in self.held.items() if key[0] != what}
+            found = self.held[what, shape] = flat[:count].view(shape)
+        return found
+
+
+class ChunkReader:
+    """Attention of prompt chunks over one pool of pages.
+
+    Parameters
+    ----------
+    packed : Packed
+        The pages, and what reads them; its table and ``placed`` are not used.
+    kept : Tensor ``[num_pages, H, 2, t, D]``, optional
+        16-bit keys and values of the first tokens of every page: those of a request's first page are read in the place
+        of its first t tokens.
+    flash : Flash, optional
+        The engine's own flash attention; by default PyTorch's.
+    """
+
+    def __init__(self, packed: Packed, kept: Tensor | None = None, flash: Flash | None = None) -> None:
+        self.packed, self.kept, self.flash = packed, kept, flash or ragged_attention
+        self.plan = plan_of(packed.spec, packed.pages.device)
+        self.args: UnpackArgs = filled_args(packed, self.plan)
+        key, value = packed.key, packed.value
+        self.turns_queries = key.order != 1 or key.factor is not None
+        self.turns_outputs = value.order != 1 or value.factor is not None
+
+    def attend(self, q: Tensor, chunks: Chunks, scale: float, out: Tensor, sinks: Tensor | None = None) -> None:
+        """Causal attention of the chunks' queries over their requests' tokens.
+
+        Parameters
+        ----------
+        q : Tensor ``[n, HQ, D]``
+            Model basis; the chunks' queries.
+        chunks : Chunks
+        scale : float
+        out : Tensor ``[n, HQ, D]``
+            Of q's dtype; written.
+        sinks : Tensor ``[HQ]``, optional
+            One learned logit per query head that only joins the softmax's denominator.
+        """
+        packed, room = self.packed, chunks.room
+        device, half = q.device, torch.float16
+        heads, dim = packed.pages.shape[1], q.shape[2]
+        shape = torch.Size((chunks.tokens, heads, dim))
+        k, v = (room.get(role, shape, device) for role in ("key", "value"))
+        turned = q
+        if self.turns_queries or q.dtype != half:
+            turned = room.get("query", q.shape, device)
+            change_basis([_part(q, turned, packed.key, MULTIPLY)])
+        self._unpack(chunks, k, v)
+        if self.kept is not None:
+            self._put_kept(chunks, k, v)
+        direct = not self.turns_outputs and out.dtype == half and sinks is None
+        found = out if direct else room.get("output", q.shape, device)
+        lse = self.flash(turned, k, v, chunks.ragged, scale, found)
+        if sinks is not None:
+            found = with_sinks(Partial(found.transpose(0, 1)[None], lse[None]), sinks)[0].transpose(0, 1)
+        if not direct:
+            change_basis([_part(found, out, packed.value, MULTIPLY_AFTER)])
+
+    def _unpack(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
+        args, plan, (table, heads) = self.args, self.plan, (chunks.table, k.shape[1])
+        args.page_table, args.table_row = table.data_ptr(), table.stride(0)
+        args.keys, args.values, args.ends = k.data_ptr(), v.data_ptr(), chunks.ragged.keys.data_ptr()
+        args.out_token, args.out_head, _ = k.stride()
+        if self.packed.mean is not None:
+            args.mean.placed = chunks.placed.data_ptr()
+        blocks = -(-chunks.ragged.most_keys // (plan.tile * plan.warps))
+        plan.kernel.launch((blocks, heads, table.shape[0]), plan.warps * 32, plan.shared, args)
+
+    def _put_kept(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
+        """Write first tokens over the unpacked ones, in the basis of the codes."""
+        assert self.kept is not None
+        parts = []
+        for place, (out, side) in enumerate(((k, self.packed.key), (v, self.packed.value))):
+            held = self.kept[:, :, place]
+            parts.append(Part(held, out.transpose(0, 1)[None], side, DIVIDE, at=chunks.table, ends=chunks.ragged.keys))
+        change_basis(parts)
+
+
+def _part(x: Tensor, out: Tensor, side: Constants, way: int) -> Part:
+    return Part(x.transpose(0, 1)[None], out.transpose(0, 1)[None], side, way)

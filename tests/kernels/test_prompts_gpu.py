@@ -1,0 +1,51 @@
+"""The tokens and prompt chunks of a step on a GPU, all requests at once, against the reference on the CPU."""
+
+import pytest
+import torch
+
+from kvcodec.integrations.vllm.layer import Rules
+from kvcodec.kernels.prompts import Chunks, Room
+from tests.integrations.test_serving import DIM, HEADS, ROW, TOKENS, made, pool, rows, slots
+from tests.kernels.conftest import unsynchronised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SPECS = ("saw-int4", "int-4", "octopus-3:window=0", "hqmq-s24_r3", "turboquant-4:sink=3", "ultra-tq", "fp8")
+REQUESTS = [(7, 41), (16, 16), (1, TOKENS), (3, 3)]
+"""New tokens, and all tokens, of the requests of a step."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_step_is_the_references(spec: str, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    layer, plain = made(spec, dtype=dtype, device=device), made(spec, dtype=dtype)
+    want, (k, v) = pool(plain), (x.to(dtype) for x in rows())
+    plain.write(k, v, want, slots(0, TOKENS))
+    cache = pool(layer).to(device)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+    where = torch.cat([slots(0, TOKENS)[order], torch.tensor([-1, -1])]).to(device)
+    padded = torch.cat([order, order[:2]])
+    new_k, new_v = k[padded].to(device), v[padded].to(device)
+    layer.engine(cache.shape[2])
+    layer.pool(cache)  # compiles
+    with unsynchronised():
+        layer.encode(new_k, new_v, cache, where)
+    assert torch.equal(cache.cpu(), want)
+    requests, begin = [], 0
+    for row, (new, length) in enumerate(REQUESTS):
+        requests.append((row, begin, begin + new, length))
+        begin += new
+    table = ROW.expand(len(requests), -1).contiguous().to(device)
+    q = torch.randn(begin, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+    found, given = torch.full_like(q, torch.nan, device=device), q.to(device)
+    layer.attend_chunks(given, cache, Chunks.of(requests, table, Room()), Rules(0.125), found)  # compiles
+    with unsynchronised():
+        layer.attend_chunks(given, cache, Chunks.of(requests, table, Room()), Rules(0.125), found)
+    for _, first, last, length in requests:
+        right = plain.attend(q[first:last], want, ROW, length, Rules(0.125))
+        torch.testing.assert_close(
+            found[first:last].cpu(), right, rtol=0, atol=4e-3 if dtype == torch.float16 else 2e-2
+        )
