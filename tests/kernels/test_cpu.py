@@ -130,7 +130,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize(("spec", "dim"), [*two_dims_in_turn(SERVED, (64, 80)), (KLT, 96)])
+@pytest.mark.parametrize(("spec", "dim"), [*two_dims_in_turn(SERVED, (64, 80, 96)), (KLT, 96)])
 def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd lengths, random page tables, arbitrary bytes around the live tokens; by every instruction set."""
     heads = 2

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvcodec.cache.pool import zeroed_pool
 from kvcodec.codec import Payload
 from kvcodec.layout import PageLayout
 
@@ -31,7 +32,7 @@ class PageStore:
         self.growth_bytes = 0  # largest pool that was copied to grow: both copies existed for a moment
         columns = -(-capacity // layout.page_tokens)
         # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
-        self.pages = torch.zeros(batch * columns, heads, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.pages = zeroed_pool((batch * columns, heads, layout.page_bytes), device)
         self.table = _ids(0, batch, columns, device, stream_of(device))
 
     @classmethod
@@ -60,10 +61,11 @@ class PageStore:
 
     def _grow(self, columns: int) -> None:
         batch, first = self.table.shape[0], self.pages.shape[0]
-        fresh = self.pages.new_zeros(batch * columns, *self.pages.shape[1:])  # as in ``__init__``
+        grown = zeroed_pool((first + batch * columns, *self.pages.shape[1:]), self.pages.device)  # as in ``__init__``
         if first:
             self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
-        self.pages = torch.cat([self.pages, fresh]) if first else fresh
+            grown[:first] = self.pages
+        self.pages = grown
         if batch == 1:  # pages of one sequence lie in order
             first, columns = 0, self.pages.shape[0]
         ids = _ids(first, batch, columns, self.table.device, stream_of(self.table.device))
