@@ -116,7 +116,7 @@ def read_type(codec: Hqmq, head_dim: int, role: Role | None = None) -> str:
 
 def crossed(codec: Hqmq) -> bool:
     """Whether a quarter of the codebook is held, ``CROSSED`` of csrc/read_hqmq.cuh."""
-    return codec.s == (192 if codec.code_bits + codec.r >= 16 else 96)
+    return codec.s == 192 and codec.code_bits + codec.r >= 16
 
 
 def shared_bytes(codec: Hqmq) -> tuple[int, ...]:

@@ -30,8 +30,7 @@ enum Place {
 template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
-  // a quarter of the codebook is held, channels 1, 3, 0, 2
-  KV_CONST bool CROSSED = Fields::UNITS ? S == 192 : S == 96;
+  KV_CONST bool CROSSED = Fields::UNITS && S == 192;  // a quarter of the codebook is held, channels 1, 3, 0, 2
   KV_CONST int ENTRIES = CROSSED ? 6 * S : 12 * S, ROOM = 73728;
   // a row's place in a word of 16 bits is multiplied, never divided, to become its address
   KV_CONST int FROM = Fields::HELD + CROSSED;  // the lowest bit of the place
@@ -76,13 +75,6 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
       const uint32_t length = high ? high2(lengths) : low2(lengths);
       r[0] = hmul2(x.a, length), r[1] = hmul2(x.b, length);
     }
-    // by_i: all ones in the halves of chunks whose row is i times the one held, or zeros
-    KV_DEV static void times_turned(uint32_t* r, Words2 x, uint32_t lengths, uint32_t by_i, bool high) {
-      const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
-      const uint32_t a = high ? high2(straight) : low2(straight), b = high ? high2(crossed) : low2(crossed);
-      r[0] = hfma2(x.b, b, hmul2(x.a, a));
-      r[1] = hfms2(x.b, a, hmul2(x.a, b));
-    }
 
     // chunks 2i and 2i + 1 are the halves of a word
     template <class P>
@@ -102,7 +94,11 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         const uint32_t at = bounded(dot2(rows, k % 2 ? WEIGHT << 8 : WEIGHT, mine), origin + TABLE - 8);
         const Words2 row = load_from2(begin(table), at);
         if constexpr (CROSSED) {
-          times_turned(r + 2 * k, row, lengths, prmt(x << (15 - Fields::HELD), 0u, 0xbb99), k % 2);
+          const uint32_t by_i = prmt(x << (15 - Fields::HELD), 0u, 0xbb99);  // halves all ones, or zeros
+          const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
+          const uint32_t a = k % 2 ? high2(straight) : low2(straight), b = k % 2 ? high2(crossed) : low2(crossed);
+          r[2 * k] = hfma2(row.b, b, hmul2(row.a, a));
+          r[2 * k + 1] = hfms2(row.b, a, hmul2(row.a, b));
         } else {
           times(r + 2 * k, row, lengths, k % 2);
         }
@@ -136,7 +132,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         if (BYTES) {
           at = address(low.w[k / 4], k % 4, bits.w[i / 4] >> g, i % 4, lane);
         } else {
-          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO - CROSSED);
+          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO);
           at = and_or(PLACE == VALUES ? ~x : x, LAST << TO, Codebook::copy(lane));
         }
         uint32_t lengths;
@@ -151,16 +147,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
           const int low = first % 8 / 2 | (4 + m % 4) << 4, high = second % 8 / 2 | (4 + n % 4) << 4;
           lengths = prmt(x, signs, (uint32_t)(low | high << 8));
         }
-        const Words2 row = Codebook::get(begin(table), bounded(at, MOST));
-        const bool high = (Fields::SIGNED || TWO) && k % 4 / 2;
-        if constexpr (CROSSED) {  // a row's lowest bit to that of a byte
-          const int first = k - k % 4 / 2 * 2, second = first + 2 < N ? first + 2 : first;
-          const uint32_t x = low.field(Fields::LOW * first, Fields::LOW, 7);
-          const uint32_t y = low.field(Fields::LOW * second, Fields::LOW, 7);
-          times_turned(r + 2 * k, row, lengths, prmt(x, y, 0xcc88), high);
-        } else {
-          times(r + 2 * k, row, lengths, high);
-        }
+        times(r + 2 * k, Codebook::get(begin(table), bounded(at, MOST)), lengths, (Fields::SIGNED || TWO) && k % 4 / 2);
       }
     }
     // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`
