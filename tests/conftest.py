@@ -1,5 +1,6 @@
 """What every test shares: seeds, NaN-filled memory, tiny random models, and the reason a gpu test is skipped."""
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -10,6 +11,12 @@ import torch
 
 # tiny tensors: more threads only wait for each other, and on a shared machine they wait long
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What the suite's modules and items hold stays: collections of garbage pass over it from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 def own_threads() -> int:

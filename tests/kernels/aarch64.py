@@ -43,7 +43,7 @@ def missing() -> str:
 @cache
 def program() -> Path:
     """Path of the kernels with their driver, compiled once for these sources."""
-    flags = [flag for flag in sources.FLAGS if flag not in ("-fPIC", "-shared", "-fvisibility=hidden")]
+    flags = [flag for flag in sources.FLAGS if flag not in ("-fPIC", "-fvisibility=hidden")]
     command = [COMPILER, *flags, *sources.ARM["neon"], *sources.QUIET, "-static", '-DKV_DIGEST=""', f"-I{sources.HERE}"]
     mark = hashlib.sha256(repr(command).encode() + DRIVER.read_bytes() + sources.digest().encode()).hexdigest()[:32]
     path = BUILT / mark

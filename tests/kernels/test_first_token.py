@@ -42,6 +42,7 @@ from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.decode_cases import each_in_turn
 from tests.kernels.emulation import forget
+from tests.kernels.test_fused import REPEATED
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
@@ -345,13 +346,13 @@ def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:
 def test_layers_judged_together_are_judged_as_alone(
     spec: str, bias: float, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With kernels and without them; some layers are of other keys."""
+    """With kernels (one preset of each reader) and without them; some layers are of other keys."""
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
     scheme = kvcodec.get(spec)
     if scheme.key.needs_queries:
         scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
     kinds: list[type[LayerCache]] = [LayerCache]
-    if not fused_refusal(scheme, DIM, CPU):
+    if not fused_refusal(scheme, DIM, CPU) and not REPEATED.fullmatch(spec):
         kinds.append(FusedLayerCache)
     found = []
     for kind in kinds:

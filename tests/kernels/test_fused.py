@@ -104,7 +104,8 @@ HEAD_DIM_192 = [s for s in PROMPT if kvcodec.describe(s, 192)["kernels"]["decode
 
 
 REPEATED = re.compile(
-    r"hqmq-s(24_r.|48_r[36]|96_r[34]|192_r[46])|int-[24]|innerq-small|kivi-(4|sink-2|g64-4|g128-4|tq-3)"
+    r"hqmq-s(24_r.|48_r.|96_r[34]|192_r[46])|int-[24]|innerq-(small|hybrid)|kivi-(4|sink-2|g64-4|g128-4|tq-3)"
+    r"|turboquant-[24]|octopus-3"
 )
 """Presets whose sizes of codes and groups are those of others, of the same reader."""
 

@@ -125,7 +125,7 @@ def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypat
                     assert torch.equal(held.read(role, 0, tokens)[name], field), (role, name)
 
 
-@pytest.mark.parametrize("preset", ["saw-int4", "octopus-3"])
+@pytest.mark.parametrize("preset", ["saw-int4", pytest.param("octopus-3", marks=pytest.mark.nightly)])
 def test_without_compiled_kernels_the_reference_serves_and_says_so(
     preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from kvcodec.kernels.cpu import library
 from tests.serve.engines import Server, prompts
 from tests.serve.test_engine import generated
 
-PRESETS = {"saw-int4": {}, "ultraquant": {}, "octopus-3": {"window": 0}}
+PRESETS = {"saw-int4": {}, "octopus-3": {"window": 0}}
 F32 = torch.float32
 MEMORY, BLOCK, LAYERS, HEADS = 4_000_000, 32, 6, 2
 

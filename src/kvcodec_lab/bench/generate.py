@@ -290,9 +290,9 @@ def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder
 
 
 def _clean(device: torch.device) -> int:
-    gc.collect()
     if device.type != "cuda":
         return 0
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()

@@ -10,6 +10,10 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,7 +27,7 @@ ARM: dict[str, tuple[str, ...]] = {"neon": ("-march=armv8-a",)}
 """NEON belongs to every 64-bit ARM processor."""
 FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno"),
-    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
 )
 """Hidden: an inline variable with a visible name would be one for all libraries that a process loads."""
 QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
@@ -66,8 +70,27 @@ def missing(folder: Path = HERE) -> list[str]:
     return [variant for variant, path in paths.items() if not path.exists() or mark not in path.read_bytes()]
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into the folder: two installations at once compile once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # no Unix: both compile, and the later file stays
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Path]:
     """Compile the variants that are missing in a folder, with ``more`` flags; returns their files.
+
+    Sources are compiled side by side, one on each processor.
 
     Raises
     ------
@@ -76,18 +99,31 @@ def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Pat
     subprocess.CalledProcessError
         It failed; its messages are on standard error.
     """
-    made = []
-    for variant in missing(folder):
-        if (cxx := compiler()) is None:
-            raise FileNotFoundError("the CPU kernels need a C++ compiler: install g++ or clang++, or set CXX.")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / file_name(variant)
-        part = path.with_suffix(f".{os.getpid()}")  # replaced at once: another process may have the old one loaded
-        flags = (*FLAGS, *variants()[variant], *QUIET, *more, f'-DKV_DIGEST="{digest()}"')
-        subprocess.run([cxx, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(part)], check=True)
-        part.replace(path)
-        made.append(path)
-    return made
+    if not missing(folder):
+        return []
+    if (cxx := compiler()) is None:
+        raise FileNotFoundError("the CPU kernels need a C++ compiler: install g++ or clang++, or set CXX.")
+    with _alone(folder), tempfile.TemporaryDirectory() as objects:
+        wanted, mark = missing(folder), f'-DKV_DIGEST="{digest()}"'
+        flags = {variant: (*FLAGS, *variants()[variant], *QUIET, *more, mark) for variant in wanted}
+        parts = [(variant, source) for source in sorted(HERE.glob("*.cpp")) for variant in wanted]
+
+        def compile_one(part: tuple[str, Path]) -> None:
+            variant, source = part
+            command = [cxx, *flags[variant], "-c", str(source), "-o", f"{objects}/{variant}-{source.stem}.o"]
+            subprocess.run(command, check=True)
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(compile_one, parts))
+        made = []
+        for variant in wanted:
+            path = folder / file_name(variant)
+            part = path.with_suffix(f".{os.getpid()}")  # replaced at once: another process may have the old one loaded
+            linked = map(str, sorted(Path(objects).glob(f"{variant}-*.o")))
+            subprocess.run([cxx, *flags[variant], "-shared", *linked, "-o", str(part)], check=True)
+            part.replace(path)
+            made.append(path)
+        return made
 
 
 if __name__ == "__main__":
