@@ -47,8 +47,8 @@ def made(spec: str, role: Role, x: torch.Tensor) -> dict[str, Any]:
             side = find(codec, DIM, role)
         except UnsupportedError:
             continue
-        tables, factor, _ = constants_for(side, params, HEADS, DIM)
-        found |= {f"{what}'s tables": tables, f"{what}'s factor": factor}
+        tables, factor, _, matrix = constants_for(side, params, HEADS, DIM)
+        found |= {f"{what}'s tables": tables, f"{what}'s factor": factor, f"{what}'s matrix": matrix}
     return found
 
 
