@@ -144,9 +144,7 @@ class GrowingCache(DeviceCache):
         self._write(new, _number(last, self.batch, new["key"].device), flag)
         if flagged and (number := flag.item()):
             flag.zero_()
-            check_tensors(
-                new["key"], new["value"]
-            )  # says where; the slot was not in use, and the next token is written there
+            check_tensors(new["key"], new["value"])  # says where; the slot is free still, for the next token
             self.refuse(number)
         for state in self.roles.values():
             state.extend(count)
