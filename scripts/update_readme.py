@@ -16,6 +16,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     generate    the same through generate, from GENERATE_FILE
     vllm        vLLM's own decode attention, from VLLM_ATTENTION
     cpu         decode attention on a CPU beside PyTorch's, from CPU_ATTENTION; CPU_FIGURE shows it
+    cpu-generate  whole models on a CPU beside DynamicCache, from CPU_GENERATED
     key-summary, key-breaks, key-channels, key-mends, key-means
                 which presets fail on keys with biases, and what mends it, from KEY_ERRORS and the runs JUDGE
     ghost       the own method beside the best of the others, from the run TODAY, ALL_RESULTS, ADDED and FITTED
@@ -29,6 +30,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
 
 import argparse
 import ast
+import json
 import re
 import sys
 import tempfile
@@ -114,6 +116,9 @@ MED3 = Path("benchmarks/results/cpu/med3_qwen2.5-coder-1.5b.json")
 VLLM_ATTENTION = SPEED / "vllm_attention.json"
 
 CPU_ATTENTION = Path("benchmarks/results/cpu/attention.json")
+CPU_GENERATED = Path("benchmarks/results/cpu")
+"""Where ``generate-*.json`` of benchmarks/generate_cpu.py lie: whole models at lengths of context."""
+CPU_MODELS = {"llama-1b": "Llama-3.2-1B's shape", "smollm2": "SmolLM2-135M's shape"}
 CPU_FIGURE = Path("docs/img/cpu.png")
 CPU_SHOWN = ("saw-int4", "kivi-4", "octopus-3", "hqmq-s96_r4")
 CPU_RIVALS = {
@@ -670,17 +675,48 @@ def cpu_block(root: Path) -> str:
         named = ", ".join(
             f"{n} {v}" for n, v in sorted((versions | {"transformers": rows[0]["versions"]["transformers"]}).items())
         )
-        faster = [f"{curves[LLAMA][n]['us'] / curves['saw-int4'][n]['us']:.1f}" for n in lengths[1:]]
+        faster = [f"{curves['saw-int4'][n]['sdpa'] / curves[LLAMA][n]['sdpa']:.1f}" for n in lengths[1:]]
         at = " and ".join(f"{n // 1024}k" for n in lengths[1:])
+        theirs = next(r["commit"] for r in rows if CPU_RIVALS.get((r["spec"], r["dtype"])) == LLAMA)
+        earlier = (
+            f" llama.cpp and transformers' cache ran earlier (commit {theirs[:7]}): their last four columns are relative "
+            f"to PyTorch's attention of that run, and so is this comparison."
+            if theirs != ours[0]["commit"]
+            else ""
+        )
         more = (
             f"\n\n`saw-int4` is {' and '.join(faster)} times as fast as llama.cpp's attention on a q4_0 cache at {at} "
             f"tokens. Of llama.cpp the operator `ggml_flash_attn_ext` alone is timed, on as many threads, over a cache "
-            f"that lies as llama.cpp's; of transformers' cache its `update`, and SDPA on what it returns ({named})."
+            f"that lies as llama.cpp's; of transformers' cache its `update`, and SDPA on what it returns "
+            f"({named}).{earlier}"
         )
     return "\n".join(out) + (
         f"\n\nOne sequence, 32 query and 8 KV heads of 128 ({machines}; PyTorch {rows[0]['versions']['torch']}). "
         f"Medians of {rows[0]['repeats']} turns in which all take part. SDPA: PyTorch's attention on float32; two "
         f"products: the faster of both arrangements, one product for all queries of a KV head.{more}"
+    )
+
+
+def cpu_generate_block(root: Path) -> str:
+    """Tokens per second of whole models with packed caches beside DynamicCache, of CPU_GENERATED."""
+    runs = [json.loads(path.read_text()) for path in sorted((root / CPU_GENERATED).glob("generate-*.json"))]
+    if not runs:
+        raise MissingResultError(f"{CPU_GENERATED} holds no generate-*.json; benchmarks/generate_cpu.py makes them.")
+    runs.sort(key=lambda run: (run["options"]["shape"], run["options"]["dtype"], run["options"]["tokens"]))
+    out = ["| model, its type | tokens held | cache | tokens/s | times as fast | a prompt of 4k takes |"]
+    out += ["|---|---:|---|---:|---:|---:|"]
+    for run in runs:
+        options = run["options"]
+        for row in run["rows"]:
+            name = "DynamicCache" if row["spec"] == "dense" else f"`{row['spec']}`"
+            prompt = f"{row['prompt_to_dense']:.2f}x" if row["prompt_seconds"] else "–"
+            out.append(
+                f"| {CPU_MODELS[options['shape']]}, {options['dtype']} | {options['tokens']:,} | {name} "
+                f"| {row['tokens_per_s']:.1f} | {row['speed_to_dense']:.2f}x | {prompt} |"
+            )
+    return "\n".join(out) + (
+        f"\n\nRandom weights, {runs[0]['gpu']}, PyTorch {runs[0]['versions']['torch']}; medians of turns in which all "
+        f"caches take part."
     )
 
 
@@ -893,6 +929,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "generate": (Path("docs/speed.md"), generate_block),
     "vllm": (Path("docs/speed.md"), vllm_block),
     "cpu": (Path("docs/speed.md"), cpu_block),
+    "cpu-generate": (Path("docs/speed.md"), cpu_generate_block),
     **{
         f"key-{part}": (Path("docs/key-biases.md"), partial(key_block, part=part))
         for part in ("summary", "breaks", "channels", "mends", "means")
