@@ -679,8 +679,8 @@ def cpu_block(root: Path) -> str:
         at = " and ".join(f"{n // 1024}k" for n in lengths[1:])
         theirs = next(r["commit"] for r in rows if CPU_RIVALS.get((r["spec"], r["dtype"])) == LLAMA)
         earlier = (
-            f" llama.cpp and transformers' cache ran earlier (commit {theirs[:7]}): their last four columns are relative "
-            f"to PyTorch's attention of that run, and so is this comparison."
+            f" llama.cpp and transformers' cache ran earlier (commit {theirs[:7]}): their last four columns are "
+            f"relative to PyTorch's attention of that run, and so is this comparison."
             if theirs != ours[0]["commit"]
             else ""
         )
