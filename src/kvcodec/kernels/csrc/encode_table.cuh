@@ -4,6 +4,7 @@
 //     KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs args) {
 //       kv::encode_with_table<kv::Role<kv::HqmqRow<128, 96, 4>>>(args, kv::block_z() ? args.value : args.key);
 //     }
+//   encode_tables<K, V>(args)   the same where the roles differ: keys that are held without their mean
 //
 // Grid (x, B, roles), any x >= 1; multiples of the number of heads waste no blocks. TABLE_THREADS threads and
 // table_bytes<Codec>() bytes of dynamic shared memory.
@@ -182,6 +183,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
+    keep_row<8, C::DIM>(y, a, s, b, head, slot, part, live);
     if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
     if constexpr (MIXED)
       RowMixer<C::DIM, C::SCRATCH>::mix(y, part, s.matrix + (int64_t)head * (4 * C::DIM * C::DIM),
@@ -231,7 +233,6 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
   using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
-  keep_rows<C::DIM, TABLE_WARPS>(a, s);
   uint8_t* scratch = shared + C::TABLE + C::DERIVED + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
@@ -258,6 +259,11 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
     }
     table_rows<R>(a, s, head, worker, workers, begin, C::TABLE ? (const uint8_t*)shared : table, scratch);
   }
+}
+
+template <class K, class V> KV_DEV void encode_tables(const EncodeArgs& a) {
+  if (block_z() == 0) encode_with_table<K>(a, a.key);
+  else encode_with_table<V>(a, a.value);
 }
 
 }  // namespace kv
