@@ -96,7 +96,9 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     later = (config.stages - 1) * stage
     # of teams that share tables, later stages take the query's place
     team = stage + (max(query, later) if shares_tables(spec, config) else query + later)
-    team += team_bytes(spec.pairs, config.tile, heads, config.warps) + config.warps * max(spec.key.scratch, spec.value.scratch)
+    team += team_bytes(spec.pairs, config.tile, heads, config.warps) + config.warps * max(
+        spec.key.scratch, spec.value.scratch
+    )
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
