@@ -149,26 +149,50 @@ template <int HOW> KV_DEV float factored(float x, const float* factor, int64_t i
   return HOW == FACTOR_TIMES ? mul(x, factor[i]) : div(x, factor[i]);
 }
 
-// a row of D channels of token n less the mean of its head
-template <int TEAM, int D, int N>
-KV_DEV void subtract_mean(float (&y)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
-  const float* mean = m.mean + b * m.batch + (int64_t)head * D;
-  const int64_t at = b * m.turn_batch + n * m.turn_token;
-  const int half = m.turning / 2;
-  KV_UNROLL for (int k = 0; k < N; k++) {
-    const int c = channel_of<TEAM>(part, k);
-    float x = mean[c];
-    if (c < m.turning) {
-      const bool second = m.interleaved ? c % 2 : c >= half;
-      const int pair = m.interleaved ? c / 2 : second ? c - half : c;
-      const float other = mul(mean[m.interleaved ? c ^ 1 : second ? c - half : c + half], m.sines[at + pair]);
-      x = mul(x, m.cosines[at + pair]);
-      x = second ? add(x, other) : sub(x, other);
-    }
-    y[k] = sub(y[k], x);
-  }
+KV_DEV void load_four(uint32_t* to, const float* from) {
+  const Words4 w = *(const Words4*)from;
+  to[0] = w.a, to[1] = w.b, to[2] = w.c, to[3] = w.d;
 }
 
+// The mean of a head, turned to token n's position. Loads only at first, all of them together; the eight lanes of a
+// row load four neighbouring channels at a time where pairs lie apart.
+template <int TEAM, int D, int N>
+KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
+  const float* mean = m.mean + b * m.batch + (int64_t)head * D;
+  const int64_t at = b * m.turn_batch + n * m.turn_token;
+  const float *cosines = m.cosines + at, *sines = m.sines + at;
+  const int half = m.turning / 2;
+  if (m.turning == 0) {
+    KV_UNROLL for (int k = 0; k < N; k++) x[k] = mean[channel_of<TEAM>(part, k)];
+  } else if (TEAM == 8 && !m.interleaved && (half | (uint64_t)cosines / 4 | (uint64_t)sines / 4) % 4 == 0) {
+    uint32_t own[N], other[N], c[N], s[N];
+    KV_UNROLL for (int k = 0; k < N; k += 4) {
+      const int channel = channel_of<8>(part, k), back = channel < half ? -half : half;
+      const bool turns = channel < m.turning;
+      load_four(own + k, mean + channel);
+      load_four(other + k, mean + (turns ? channel - back : channel));
+      const int pair = !turns ? 0 : channel < half ? channel : channel - half;
+      load_four(c + k, cosines + pair), load_four(s + k, sines + pair);
+    }
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const int channel = channel_of<8>(part, k);
+      const float first = mul(bits_float(own[k]), bits_float(c[k])), with = mul(bits_float(other[k]), bits_float(s[k]));
+      x[k] = channel < half ? sub(first, with) : channel < m.turning ? add(first, with) : bits_float(own[k]);
+    }
+  } else {
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const int c = channel_of<TEAM>(part, k);
+      x[k] = mean[c];
+      if (c < m.turning) {
+        const bool second = m.interleaved ? c % 2 : c >= half;
+        const int pair = m.interleaved ? c / 2 : second ? c - half : c;
+        const float other = mul(mean[m.interleaved ? c ^ 1 : second ? c - half : c + half], sines[pair]);
+        x[k] = mul(x[k], cosines[pair]);
+        x[k] = second ? add(x[k], other) : sub(x[k], other);
+      }
+    }
+  }
+}
 // GPUs with few units for doubles, all but sm_80, 90 and 100, add integers instead where those are as exact.
 #ifndef KV_FEW_DOUBLES
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1000
@@ -313,6 +337,8 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
     const int64_t to = a.slots[n];
 #endif
     load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind);
+    float less[N];
+    if constexpr (R::MEAN) turned_mean<TEAM, C::DIM>(less, a.mean, b, head, n, part);
 #ifdef KV_SLOTS
     live = live && to >= 0;
     uint32_t slot = to < 0 ? 0 : (uint32_t)to;
@@ -338,7 +364,9 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
     keep_row<TEAM, C::DIM>(y, a, s, b, head, slot, part, live);
-    if constexpr (R::MEAN) subtract_mean<TEAM, C::DIM>(y, a.mean, b, head, n, part);
+    if constexpr (R::MEAN) {
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = sub(y[k], less[k]);
+    }
     if (R::FACTOR != FACTOR_NONE) {
       int64_t at = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_of<TEAM>(part, k));
