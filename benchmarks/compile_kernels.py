@@ -31,6 +31,7 @@ from kvcodec.scheme import KVScheme
 from kvcodec_lab.bench import first
 from kvcodec_lab.bench.attention_rivals import Dense, library_rivals, missing
 from kvcodec_lab.bench.generate import BATCHES, PROMPT
+from kvcodec_lab.bench.key_means import decided
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.shapes import PRESETS, Shape, shapes_named
 
@@ -45,7 +46,7 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     key, value = (scheme.codec(role).for_dtype(torch.bfloat16) for role in ROLES)
     if kernels_for(scheme, dim)["decode"] == "none":
         return
-    less = key.without_mean and shape.name == "first"  # other benches give keys without it
+    less = decided(scheme).mean != "none"
     page = scheme.page_layout(dim).page_tokens
     dense = torch.bfloat16 if scheme.sink or scheme.window or max(key.block_tokens, value.block_tokens) > 1 else None
     steps = Steps((shape.group,), (dense,), heads=(shape.batch * shape.kv_heads,), capacity=shape.tokens)

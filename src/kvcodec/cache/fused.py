@@ -6,6 +6,7 @@ import torch
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
+from kvcodec.cache.site import LayerSite
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
 from kvcodec.kernels.choose import refusal
@@ -13,7 +14,7 @@ from kvcodec.scheme import KVScheme
 
 
 def FusedLayerCache(  # named as the class that it replaced
-    scheme: KVScheme,
+    scheme: KVScheme | LayerSite,
     *,
     layer: int = 0,
     seed: int = 0,

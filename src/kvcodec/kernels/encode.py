@@ -83,7 +83,10 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
         call = f"encode_blocks<{first.type}, {_factor(first)}>(a, {each})"
         threads = f"{first.type}::THREADS"
     else:
-        call = f"encode_with_table<{types[0]}>(a, {each})"
+        if len(set(types)) == 2:
+            call = f"encode_tables<{', '.join(types)}>(a)"
+        else:
+            call = f"encode_with_table<{types[0]}>(a, {each})"
         threads = "kv::TABLE_THREADS"
         tell = f"*a.bad = kv::table_bytes<{first.type}>();"
     source = "\n".join(
@@ -117,7 +120,7 @@ def programs(
     if len(encoders) == 2:
         key, value = encoders
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
-        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike and not spec.mean):
+        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
             return {there: _program(spec, there, kept, slots)}
     return {group: _program(spec, group, kept, slots) for group in groups}
 

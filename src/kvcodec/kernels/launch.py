@@ -11,7 +11,7 @@ import torch
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.build import shared_memory
-from kvcodec.kernels.mean import team_bytes, tile_bytes
+from kvcodec.kernels.mean import team_bytes
 from kvcodec.kernels.spec import DecodeSpec, align
 
 
@@ -89,14 +89,16 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     ``heads`` of a CTA count where there are teams.
     """
     spec = (spec.small if config.small else spec).halved(config.halvings)
-    tables = align(align(spec.key.shared) + align(spec.value.shared), 128) + tile_bytes(spec.pairs, config.tile)
+    tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
     rows = 4 * (heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
     # of teams that share tables, later stages take the query's place
     team = stage + (max(query, later) if shares_tables(spec, config) else query + later)
-    team += team_bytes(spec.pairs, heads, config.warps) + config.warps * max(spec.key.scratch, spec.value.scratch)
+    team += team_bytes(spec.pairs, config.tile, heads, config.warps) + config.warps * max(
+        spec.key.scratch, spec.value.scratch
+    )
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp

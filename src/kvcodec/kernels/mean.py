@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvcodec.errors import ShapeError, UnsupportedError
 
-ROWS, BITS, DIGITS = 64, 7, 3
-"""Tokens of the tile, and the digits of a position: ``kv::MEAN_ROWS``, ``TURN_BITS``, ``TURN_DIGITS``."""
+ROWS, BITS, DIGITS = 16, 7, 3
+"""Tokens of the table's rows, and the digits of a position: ``kv::MEAN_ROWS``, ``TURN_BITS``, ``TURN_DIGITS``."""
 MOST_POSITIONS = 1 << BITS * DIGITS
 BLOCK = 16
 """Pairs of channels of a product; ``pairs`` is a multiple of it."""
@@ -130,17 +130,12 @@ def _table(
     return torch.cat([x.flatten().view(torch.uint8) for x in parts])[None].to(device)
 
 
-def tile_bytes(pairs: int, tokens: int) -> int:
-    """Bytes of shared memory of the tile of cosines and sines, ``kv::MeanTerm::TILE``."""
-    return -(-4 * pairs * tokens // 128) * 128
-
-
-def team_bytes(pairs: int, heads: int, warps: int) -> int:
-    """Bytes of shared memory of a team of warps for the term, ``kv::MeanTerm::SHARED``."""
+def team_bytes(pairs: int, tile: int, heads: int, warps: int) -> int:
+    """Bytes of shared memory of a team of warps for the term, in tiles of ``tile``: ``kv::MeanTerm::SHARED``."""
     if not pairs:
         return 0
-    row = 4 * pairs if 4 * pairs % 128 == 64 else 4 * pairs + 64
-    return -(-(heads * row + 4 * heads + 8 * pairs + 12 * warps * pairs) // 128) * 128
+    row, further = 4 * pairs if 4 * pairs % 128 == 64 else 4 * pairs + 64, 4 * pairs * (tile // ROWS - 1)
+    return -(-(heads * row + 4 * heads + further + 8 * pairs + 12 * warps * pairs) // 128) * 128
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:

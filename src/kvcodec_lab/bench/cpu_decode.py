@@ -15,11 +15,10 @@ Rows without compression have the specs ``sdpa`` (float32 and bfloat16, in ``dty
 ``two-matmuls-kt`` (keys held transposed). Rows of other libraries (``cpu_rivals.py``) have the library's name as
 ``path``; what is not installed is left out, and said. All jobs take turns, on PyTorch's threads; ``threads`` says how
 many. A run of tokens is encoded once and its bytes repeated: times do not depend on the data.
-With ``mean=pre``, and of ``ghost``, every pair of channels has a mean before RoPE, which no model has more of.
+Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,14 +26,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import attend
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.site import LayerSite
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import library
-from kvcodec.ops.rope import Rotary
 from kvcodec.registry import get
 from kvcodec_lab.bench.attention_rivals import missing
 from kvcodec_lab.bench.cpu import AGREEMENT, in_turn, positive, ratios, stamped
 from kvcodec_lab.bench.cpu_rivals import cpu_rivals
+from kvcodec_lab.bench.key_means import decided, mean_of
 from kvcodec_lab.bench.record import Row, spread
 
 PRESETS = (
@@ -44,8 +43,6 @@ PRESETS = (
 ENCODED = 2048
 """Tokens that are encoded."""
 READ_BYTES = 256 << 20
-BASE = 1e6
-"""Of RoPE, as in Qwen2.5."""
 BASES = ("sdpa", "sdpa bfloat16", "two-matmuls", "two-matmuls-kt")
 
 
@@ -184,16 +181,12 @@ def _filled(spec: str, k: Tensor, v: Tensor, tokens: int) -> LayerCache:
 
 
 def _site(spec: str, k: Tensor) -> tuple[LayerSite, Tensor]:
-    """A layer of a scheme, and what is added to its first keys ``k``: their mean before RoPE, where they have one."""
-    scheme = get(spec).for_layer(8, 24)
-    if scheme.mean == "auto" and scheme.key.without_mean:
-        scheme = replace(scheme, mean="pre")
-    if scheme.mean != "pre":
-        return LayerSite(scheme), torch.zeros(1)
+    """A layer of a scheme, and what is added to its first keys ``k``: their mean, where they have one."""
+    scheme = decided(get(spec).for_layer(8, 24))
     _, heads, tokens, dim = k.shape
-    given = 30 * torch.randn(1, heads, dim, generator=torch.Generator().manual_seed(1))
-    mean = MeanRemoval("pre", Rotary(BASE ** -(torch.arange(0, dim, 2) / dim)), given, "weights")
-    return LayerSite(scheme, mean=mean), mean.at(given, torch.arange(tokens)[None])
+    if (mean := mean_of(scheme, heads, dim, k.device)) is None:
+        return LayerSite(scheme), torch.zeros(1)
+    return LayerSite(scheme, mean=mean), mean.at(mean.given, torch.arange(tokens)[None])
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from pages and table as written, so that a bench of any size can be verified on 
 Copies of a few pages would not do: the output of attention shrinks with the square root of the number of different
 tokens, but a biased error does not.
 
+Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels.
+
 Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
 """
 
@@ -22,10 +24,12 @@ from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.site import LayerSite
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
+from kvcodec_lab.bench.key_means import decided, mean_of
 from kvcodec_lab.bench.shapes import Shape
 
 CHUNK_TOKENS, CHUNK_ELEMENTS = 16384, 1 << 27
@@ -42,8 +46,8 @@ LAYER, LAYERS = 16, 32
 
 
 def scheme_of(spec: str) -> KVScheme:
-    """Scheme of a middle layer."""
-    return get(spec).for_layer(LAYER, LAYERS)
+    """Scheme of a middle layer, ``mean`` decided."""
+    return decided(get(spec).for_layer(LAYER, LAYERS))
 
 
 class Packed:
@@ -76,7 +80,8 @@ class Packed:
 
         self.q = draw(batch, shape.query_heads, 1)
         params = _fitted(scheme, draw(1, heads, FIT_TOKENS), seed)
-        cache = self.cache = _allocated(scheme, params, draw(batch, heads, 0), tokens)
+        mean = self.mean = mean_of(scheme, heads, dim, device)
+        cache = self.cache = _allocated(LayerSite(scheme, LAYER, fitted=params, mean=mean), draw(batch, heads, 0), tokens)
         assert cache.store is not None
         # a fused cache may let both roles leave the window together
         unit = int(getattr(cache, "unit", 1))
@@ -84,12 +89,13 @@ class Packed:
         self.encoded = {r: n * max(0, (tokens - scheme.sink - scheme.window) // n) for r, n in steps.items()}
         self.written = PageStore(cache.store.layout, held, heads, device)
         if most := max(self.encoded.values()):
-            filler = _allocated(scheme.without_windows(), params, draw(held, heads, 0), most)
+            all_codes = LayerSite(scheme.without_windows(), LAYER, fitted=params, mean=mean)
+            filler = _allocated(all_codes, draw(held, heads, 0), most)
             block = math.lcm(*steps.values())
             chunk = max(1, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (held * heads * dim)) // block) * block
             for at in range(0, most, chunk):
                 n = min(chunk, most - at)
-                filler.append(draw(held, heads, n), draw(held, heads, n))
+                filler.append(draw(held, heads, n) + self.removed(at, n), draw(held, heads, n))
             assert filler.store is not None
             columns = -(-most // filler.store.layout.page_tokens)
             order = torch.randperm(held * columns, generator=generator, device=device).view(held, columns)
@@ -99,6 +105,7 @@ class Packed:
             del filler
         cache.store.pages = self.written.pages
         cache.store.table = self.written.table.expand(batch, -1).contiguous()
+        self.placed = None if mean is None else torch.full((batch,), scheme.sink, dtype=torch.int32, device=device)
         self.dense: dict[Role, tuple[Tensor, Tensor]] = {}
         for role, state in cache.roles.items():
             sink = min(scheme.sink, tokens)
@@ -106,7 +113,16 @@ class Packed:
             state.sink, state.window = (x.expand(batch, -1, -1, -1).contiguous() for x in self.dense[role])
             state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
         cache.length = tokens
+        if mean is not None:
+            cache.positions.runs = [(tokens, torch.zeros(1, dtype=torch.long, device=device))]
         cache.refresh()
+
+    def removed(self, first: int, count: int) -> Tensor:
+        """What is subtracted from keys at positions from ``first`` on: bf16, broadcasts to ``[B, H, count, D]``."""
+        if self.mean is None:
+            return self.q.new_zeros(1)
+        at = torch.arange(first, first + count, device=self.q.device)[None]
+        return self.mean.at(self.mean.given, at).to(self.q.dtype)
 
     def attend(self) -> Tensor:
         """One decode step: ``[B, HQ, 1, D]``."""
@@ -140,8 +156,14 @@ class Packed:
             sink, window = (x[sequence, head].float() for x in self.dense[role])
             parts, step = [sink], CHUNK_TOKENS - CHUNK_TOKENS % state.codec.block_tokens
             for at in range(0, self.encoded[role], step):
-                payload = one.read(role, at, min(at + step, self.encoded[role]))
-                parts.append(state.codec.from_code(state.codec.decode(payload, state.params), state.params)[0, head])
+                end = min(at + step, self.encoded[role])
+                rows = state.codec.from_code(
+                    state.codec.decode(one.read(role, at, end), state.params), state.params
+                )[0, head]
+                if role == "key" and self.mean is not None:
+                    places = torch.arange(at, end, device=rows.device)[None] + len(sink)
+                    rows = rows + self.mean.at(self.mean.given, places)[0, head]
+                parts.append(rows)
             out.append(torch.cat([*parts, window]))
         return out[0], out[1]
 
@@ -157,13 +179,13 @@ def _fitted(scheme: KVScheme, sample: Tensor, seed: int) -> dict[Role, Params]:
     return found
 
 
-def _allocated(scheme: KVScheme, params: dict[Role, Params], nothing: Tensor, tokens: int) -> DeviceCache:
+def _allocated(site: LayerSite, nothing: Tensor, tokens: int) -> DeviceCache:
     """Return an empty cache of fixed capacity, as a captured decode step needs it; else one that grows."""
     try:
-        cache = FusedLayerCache(scheme, layer=LAYER, params=params, capacity=tokens)
+        cache = FusedLayerCache(site, capacity=tokens)
         cache.append(nothing, nothing)  # allocates, or refuses
     except UnsupportedError:
-        cache = FusedLayerCache(scheme, layer=LAYER, params=params)
+        cache = FusedLayerCache(site)
         cache.append(nothing, nothing)
     return cache
 

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.site import MeanRemoval
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build, encode
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.spec import encode_spec
 from kvcodec.scheme import KVScheme
+from kvcodec_lab.bench.key_means import mean_of
 from kvcodec_lab.bench.packed import LAYER, scheme_of
 from kvcodec_lab.bench.shapes import Shape
 
@@ -34,6 +37,8 @@ class Encoding:
     keys, values : Tensor bf16 ``[B, H, T, D]``
     store : PageStore
     params : dict of role to Params
+    mean : MeanRemoval or None
+        What is subtracted from the keys, whose positions count from 0.
     write : callable
         ``write(keys or None, values or None)``: encodes them from slot 0 on.
     """
@@ -44,6 +49,7 @@ class Encoding:
     values: Tensor
     store: PageStore
     params: dict[Role, Params]
+    mean: MeanRemoval | None
     write: Callable[[Tensor | None, Tensor | None], object]
     path = "cuda"
     """Which kernels encode, as rows name them."""
@@ -95,14 +101,23 @@ def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int) ->
     order = torch.randperm(store.table.numel(), generator=generator, device=device)
     store.table = order.view(store.table.shape).int().contiguous()
     first = torch.zeros(shape.batch, dtype=torch.int32, device=device)
-    write = writer(scheme, shape, store, params, first)
-    return Encoding(spec, shape, keys, values, store, params, write)
+    if (mean := mean_of(scheme, shape.kv_heads, shape.head_dim, device)) is not None:
+        keys += mean.at(mean.given, torch.arange(shape.tokens, device=device)[None]).to(keys.dtype)
+    write = writer(scheme, shape, store, params, first, mean)
+    return Encoding(spec, shape, keys, values, store, params, mean, write)
 
 
 Write = Callable[[Tensor | None, Tensor | None], object]
 
 
-def writer(scheme: KVScheme, shape: Shape, store: PageStore, params: dict[Role, Params], first: Tensor) -> Write:
+def writer(
+    scheme: KVScheme,
+    shape: Shape,
+    store: PageStore,
+    params: dict[Role, Params],
+    first: Tensor,
+    mean: MeanRemoval | None = None,
+) -> Write:
     """Return the call that encodes keys and values into the pages.
 
     Raises
@@ -112,17 +127,23 @@ def writer(scheme: KVScheme, shape: Shape, store: PageStore, params: dict[Role, 
     """
     if reason := build.refusal(first.device):
         raise UnsupportedError(f"no kernel encodes {scheme}: {reason}")
-    target = encode_spec(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens)
+    target = encode_spec(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens, mean=mean is not None)
     both: dict[Role, Constants] = {}
     for role in ROLES:
         if (found := target.encoder(role)) is None:
             raise UnsupportedError(f"no kernel encodes the {role}s of {scheme}")
         both[role] = constants_for(found, params[role], shape.kv_heads, shape.head_dim)
-    text = encode.text_of(target)
+    text, less = encode.text_of(target), None
+    if mean is not None and mean.given is not None:
+        at = torch.arange(shape.tokens, device=first.device)[None]
+        less = Turned(mean.given, *mean.turning.angles(at), mean.turning.interleaved)
 
     def write(keys: Tensor | None, values: Tensor | None) -> None:
+        own = less if less is None or keys is None else less._replace(
+            cosines=less.cosines[:, : keys.shape[2]], sines=less.sines[:, : keys.shape[2]]
+        )  # fmt: skip
         encode.encode_to_pages(
-            keys, values, store.pages, store.table, first, spec=text, key=both["key"], value=both["value"]
+            keys, values, store.pages, store.table, first, spec=text, key=both["key"], value=both["value"], less=own
         )
 
     return write
@@ -145,6 +166,9 @@ def differing_bytes(work: Encoding) -> float:
             found = work.store.read(role, at, at + count)
             for b in sorted({0, work.shape.batch - 1}):
                 part = x[b : b + 1, :, at : at + count].float().cpu()
+                if role == "key" and work.mean is not None and work.mean.given is not None:
+                    places, turning = torch.arange(at, at + count)[None], work.mean.turning
+                    part = part - turning.turned(work.mean.given.cpu()[:, :, None], *turning.angles(places))
                 want = codec.encode(codec.to_code(part, params), params)
                 for name, field in want.items():
                     a = field[0].contiguous().view(torch.uint8)

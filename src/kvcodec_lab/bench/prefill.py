@@ -201,7 +201,7 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     sink = packed.dense["key"][0], packed.dense["value"][0]
     # as a cache whose window holds the fresh tokens
     fresh = torch.cat([packed.dense["key"][1], k], 2), torch.cat([packed.dense["value"][1], v], 2)
-    pages = cache.engine.packed(cache.store.pages, cache.store.table)
+    pages = cache.engine.packed(cache.store.pages, cache.store.table, packed.placed)
     history = History(pages, 0, packed.encoded["key"], sink, fresh)
     return partial(attend_history, q, history, packed.shape.head_dim**-0.5)
 

@@ -18,14 +18,16 @@ WRITER = packed_encode.writer
 SMALL = Shape("llm64k", 2, 4, 2, 64, 200)
 
 
-def reference_writer(scheme, shape, store, params, first):
+def reference_writer(scheme, shape, store, params, first, mean):
     """What a kernel does, by the reference: whole blocks from slot 0 on."""
 
     def write(keys, values):
         for role, x in zip(ROLES, (keys, values), strict=True):
             if x is not None:
-                codec = scheme.codec(role)
-                store.write(role, 0, codec.encode(codec.to_code(x.float(), params[role]), params[role]))
+                codec, x = scheme.codec(role), x.float()
+                if mean is not None and role == "key":
+                    x = x - mean.at(mean.given, torch.arange(x.shape[2])[None])
+                store.write(role, 0, codec.encode(codec.to_code(x, params[role]), params[role]))
 
     return write
 
@@ -41,7 +43,7 @@ def run(specs, clock=None, shapes=(SMALL,), batches=(), **options):
     return list(encode_rows(specs, recorder, shapes=shapes, batches=batches, **options))
 
 
-@pytest.mark.parametrize("spec", PRESETS)
+@pytest.mark.parametrize("spec", [*PRESETS, "saw-int4:mean=pre", "turboquant-4:mean=post", "ghost-3"])
 def test_every_presets_bytes_are_checked_in_pages_of_random_order(spec):
     work = encode_operator(spec, SMALL, CPU, 0)
     assert differing_bytes(work) == 0

@@ -64,7 +64,7 @@ class Engine(CudaEngine):
     def prepare(self, roles):
         self.ready = True
 
-    def packed(self, pages, table):
+    def packed(self, pages, table, placed):
         assert self.ready
         return pages, table
 

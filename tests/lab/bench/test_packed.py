@@ -17,7 +17,11 @@ def _reference(monkeypatch):
     use_reference(monkeypatch)
 
 
-@pytest.mark.parametrize("spec", PRESETS)
+MEANS = ("saw-int4:mean=pre", "turboquant-4:mean=post", "ghost-3")
+"""Presets that encode keys without their mean."""
+
+
+@pytest.mark.parametrize("spec", [*PRESETS, *MEANS])
 def test_every_preset_attends_to_what_its_pages_decode_to(spec):
     packed = packed_operator(spec, ODD, CPU, 5)
     found = gate(packed)
@@ -25,6 +29,16 @@ def test_every_preset_attends_to_what_its_pages_decode_to(spec):
     for b, h in ((0, 0), (1, 1)):
         for decoded, truth in zip(packed.cache.decode(), packed.truth(b, h), strict=True):
             torch.testing.assert_close(decoded[b, h].float(), truth, rtol=8e-3, atol=1e-3)  # decode rounds to bf16
+
+
+@pytest.mark.parametrize("spec", MEANS)
+def test_keys_have_the_mean_that_is_not_encoded(spec):
+    packed = packed_operator(spec, ODD, CPU, 5)
+    (keys, _), sink = packed.truth(0, 1), packed.cache.scheme.sink
+    given, turning = packed.mean.given[0, 1], packed.mean.turning
+    back = turning.turn_back(keys[None, None, sink:], torch.arange(sink, 421)[None])[0, 0].mean(0)
+    assert float((back - given).norm() / given.norm()) < 0.1
+    assert packed.placed.tolist() == [sink, sink]
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "innerq-base"])

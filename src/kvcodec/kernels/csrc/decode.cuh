@@ -79,14 +79,13 @@ struct Decoder {
   // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;
-  KV_CONST int CODEBOOKS = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int TABLES = CODEBOOKS + Mean::TILE;
+  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
   // the ring, stage by stage of all warps. Teams that share tables have their query where its last stages will be:
   // SOONER stages are fetched before it has been taken.
-  KV_CONST bool BRIEF = TEAMS > 1 && CODEBOOKS > 0;
+  KV_CONST bool BRIEF = TEAMS > 1 && TABLES > 0;
   KV_CONST int STAGE = WARPS * TILE, ALL = STAGES * STAGE;
   KV_CONST int RING = !BRIEF ? QUERY + ALL : STAGE + QUERY > ALL ? STAGE + QUERY : ALL;
   KV_CONST int SOONER = BRIEF && RING - QUERY < ALL ? (RING - QUERY) / STAGE : STAGES;
@@ -273,8 +272,6 @@ struct Decoder {
       if (K::TABLE) K::fill(shared, keys, mine, THREADS);
       if (V::TABLE) V::fill(shared + align16(K::TABLE), values, mine, THREADS);
     }
-    if constexpr (PAIRS > 0)
-      Mean::fill(shared + CODEBOOKS, a.mean.table + h * a.mean.table_head, mine, THREADS);
   }
 
   // tiles [from, to) of a piece, of those that hold tokens [begin, end)
@@ -357,11 +354,12 @@ struct Decoder {
 
     if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
     if (TEAMS > 1 && !filled) sync_threads();
-    Mean mean(shared + CODEBOOKS, means, warp);
+    Mean mean(means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
         Mean::stage(means, a, b, h, first_head, live_heads, warp);
         mean.start_turning(a, b, h, (from + warp) * T, warp);
+        mean.hold(a.mean.table + h * a.mean.table_head);
       }
     }
     Query<K, D, HEADS> q;

@@ -149,26 +149,50 @@ template <int HOW> KV_DEV float factored(float x, const float* factor, int64_t i
   return HOW == FACTOR_TIMES ? mul(x, factor[i]) : div(x, factor[i]);
 }
 
-// a row of D channels of token n less the mean of its head
-template <int TEAM, int D, int N>
-KV_DEV void subtract_mean(float (&y)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
-  const float* mean = m.mean + b * m.batch + (int64_t)head * D;
-  const int64_t at = b * m.turn_batch + n * m.turn_token;
-  const int half = m.turning / 2;
-  KV_UNROLL for (int k = 0; k < N; k++) {
-    const int c = channel_of<TEAM>(part, k);
-    float x = mean[c];
-    if (c < m.turning) {
-      const bool second = m.interleaved ? c % 2 : c >= half;
-      const int pair = m.interleaved ? c / 2 : second ? c - half : c;
-      const float other = mul(mean[m.interleaved ? c ^ 1 : second ? c - half : c + half], m.sines[at + pair]);
-      x = mul(x, m.cosines[at + pair]);
-      x = second ? add(x, other) : sub(x, other);
-    }
-    y[k] = sub(y[k], x);
-  }
+KV_DEV void load_four(uint32_t* to, const float* from) {
+  const Words4 w = *(const Words4*)from;
+  to[0] = w.a, to[1] = w.b, to[2] = w.c, to[3] = w.d;
 }
 
+// The mean of a head, turned to token n's position. Loads only at first, all of them together; the eight lanes of a
+// row load four neighbouring channels at a time where pairs lie apart.
+template <int TEAM, int D, int N>
+KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
+  const float* mean = m.mean + b * m.batch + (int64_t)head * D;
+  const int64_t at = b * m.turn_batch + n * m.turn_token;
+  const float *cosines = m.cosines + at, *sines = m.sines + at;
+  const int half = m.turning / 2;
+  if (m.turning == 0) {
+    KV_UNROLL for (int k = 0; k < N; k++) x[k] = mean[channel_of<TEAM>(part, k)];
+  } else if (TEAM == 8 && !m.interleaved && (half | (uint64_t)cosines / 4 | (uint64_t)sines / 4) % 4 == 0) {
+    uint32_t own[N], other[N], c[N], s[N];
+    KV_UNROLL for (int k = 0; k < N; k += 4) {
+      const int channel = channel_of<8>(part, k), back = channel < half ? -half : half;
+      const bool turns = channel < m.turning;
+      load_four(own + k, mean + channel);
+      load_four(other + k, mean + (turns ? channel - back : channel));
+      const int pair = !turns ? 0 : channel < half ? channel : channel - half;
+      load_four(c + k, cosines + pair), load_four(s + k, sines + pair);
+    }
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const int channel = channel_of<8>(part, k);
+      const float first = mul(bits_float(own[k]), bits_float(c[k])), with = mul(bits_float(other[k]), bits_float(s[k]));
+      x[k] = channel < half ? sub(first, with) : channel < m.turning ? add(first, with) : bits_float(own[k]);
+    }
+  } else {
+    KV_UNROLL for (int k = 0; k < N; k++) {
+      const int c = channel_of<TEAM>(part, k);
+      x[k] = mean[c];
+      if (c < m.turning) {
+        const bool second = m.interleaved ? c % 2 : c >= half;
+        const int pair = m.interleaved ? c / 2 : second ? c - half : c;
+        const float other = mul(mean[m.interleaved ? c ^ 1 : second ? c - half : c + half], sines[pair]);
+        x[k] = mul(x[k], cosines[pair]);
+        x[k] = second ? add(x[k], other) : sub(x[k], other);
+      }
+    }
+  }
+}
 // GPUs with few units for doubles, all but sm_80, 90 and 100, add integers instead where those are as exact.
 #ifndef KV_FEW_DOUBLES
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1000
@@ -253,15 +277,19 @@ KV_DEV void raise(int32_t* bad, int32_t level) {
   if (bad) atomic_max(bad, level);
 }
 
+KV_DEV int64_t page_of(const EncodeArgs& a, int b, uint32_t slot) {
+#ifdef KV_SLOTS
+  return slot / (uint32_t)a.page_tokens;
+#else
+  return a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
+#endif
+}
+
 // where the planes of a token, or of a block of GROUP tokens, begin in its page
 template <class C, int GROUP = 1>
 KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeSide& s, int b, int head,
                    uint32_t slot) {
-#ifdef KV_SLOTS
-  int64_t page = slot / (uint32_t)a.page_tokens;
-#else
-  int64_t page = a.page_table[b * a.table_row + slot / (uint32_t)a.page_tokens];
-#endif
+  int64_t page = page_of(a, b, slot);
   int32_t place = (int32_t)(slot % (uint32_t)a.page_tokens / GROUP), blocks = a.page_tokens / GROUP;
   uint8_t* plane = a.pages + (page * a.heads + head) * a.page_bytes + s.plane;
   KV_UNROLL for (int p = 0; p < C::PLANES; p++) {
@@ -270,45 +298,21 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
   }
 }
 
-// With KV_KEPT: the first `kept` tokens of every page as they came, into the rows of 16 bit behind its codes; a warp to
-// a row
-template <int D, int WARPS> KV_DEV void keep_rows(const EncodeArgs& a, const EncodeSide& s) {
+// With KV_KEPT: a row as it came, if its token is among the first `kept` of its page, into the rows of 16 bit behind
+// its codes. Rows that cannot be held are zeros by now.
+template <int TEAM, int D, int N>
+KV_DEV void keep_row(const float (&y)[N], const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot,
+                     int part, bool live) {
 #ifdef KV_KEPT
-  const int lane = thread() % 32, b = block_y(), kind = a.kind;
-  const uint32_t kept = (uint32_t)a.kept, tokens = (uint32_t)a.page_tokens, heads = (uint32_t)a.heads;
-#ifdef KV_SLOTS
-  const uint32_t rows = (uint32_t)s.tokens * heads;
-#else
-  const uint32_t first = (uint32_t)s.first[b], last = first + (uint32_t)s.tokens, begin = first / tokens;
-  const uint32_t rows = ((last + tokens - 1) / tokens - begin) * kept * heads;
-#endif
-  KV_NO_UNROLL
-  for (uint32_t i = block_x() * WARPS + thread() / 32; i < rows; i += grid_x() * WARPS) {
-#ifdef KV_SLOTS
-    const int64_t to_slot = a.slots[i / heads];
-    const uint32_t head = i % heads, place = (uint32_t)(to_slot % tokens);
-    if (to_slot < 0 || place >= kept) continue;
-    const int64_t from = head * s.head + (i / heads) * s.token, page = to_slot / tokens;
-#else
-    const uint32_t head = i % heads, place = i / heads % kept, column = begin + i / heads / kept;
-    const uint32_t slot = column * tokens + place;
-    if (slot < first || slot >= last || slot >= (uint32_t)a.capacity) continue;
-    const int64_t from = b * s.batch + head * s.head + (slot - first) * s.token;
-    const int64_t page = a.page_table[b * a.table_row + column];
-#endif
-    float y[(D + 31) / 32];
-    bool bad = false;
-    KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++) {
-      const int c = lane + 32 * k < D ? lane + 32 * k : D - 1;
-      if (kind == 2) y[k] = ((const float*)s.x)[from + c];
-      else if (kind == 1) y[k] = bits_float((uint32_t)((const uint16_t*)s.x)[from + c] << 16);
-      else y[k] = half_float(((const uint16_t*)s.x)[from + c]);
-      bad |= !(magnitude(y[k]) <= HALF_MAX);
-    }
-    bad = any(bad);
-    uint16_t* to = (uint16_t*)(a.pages + (page * a.heads + head) * a.page_bytes + s.rows) + place * D;
-    KV_UNROLL for (int k = 0; k < (D + 31) / 32; k++)
-      if (lane + 32 * k < D) to[lane + 32 * k] = bad ? (uint16_t)0 : kind == 1 ? bf16_bits(y[k]) : half_bits(y[k]);
+  const uint32_t place = slot % (uint32_t)a.page_tokens;
+  if (!live || place >= (uint32_t)a.kept) return;
+  auto bits = [&](float x) -> uint32_t { return a.kind == 1 ? bf16_bits(x) : half_bits(x); };
+  uint16_t* to = (uint16_t*)(a.pages + (page_of(a, b, slot) * a.heads + head) * a.page_bytes + s.rows) + place * D;
+  if constexpr (TEAM == 32) {
+    KV_UNROLL for (int k = 0; k < N; k++) to[channel_of<TEAM>(part, k)] = (uint16_t)bits(y[k]);
+  } else {
+    KV_UNROLL for (int k = 0; k < N; k += 2)
+      *(uint32_t*)(to + channel_of<TEAM>(part, k)) = bits(y[k]) | bits(y[k + 1]) << 16;
   }
 #endif
 }
@@ -333,6 +337,8 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
     const int64_t to = a.slots[n];
 #endif
     load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind);
+    float less[N];
+    if constexpr (R::MEAN) turned_mean<TEAM, C::DIM>(less, a.mean, b, head, n, part);
 #ifdef KV_SLOTS
     live = live && to >= 0;
     uint32_t slot = to < 0 ? 0 : (uint32_t)to;
@@ -357,7 +363,10 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
-    if constexpr (R::MEAN) subtract_mean<TEAM, C::DIM>(y, a.mean, b, head, n, part);
+    keep_row<TEAM, C::DIM>(y, a, s, b, head, slot, part, live);
+    if constexpr (R::MEAN) {
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = sub(y[k], less[k]);
+    }
     if (R::FACTOR != FACTOR_NONE) {
       int64_t at = b * s.factor_batch + head * C::DIM;
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_of<TEAM>(part, k));
@@ -379,7 +388,6 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
 
 // all rows of one role
 template <class R> KV_DEV void encode_side(const EncodeArgs& a, const EncodeSide& s) {
-  keep_rows<R::Codec::DIM, ENCODE_WARPS>(a, s);
   // four rows at a time are little work: separate code for each kind of x, so that the load is waited for late
   if (R::Codec::TEAM == 32) encode_rows<R>(a, s, a.kind);
   else if (a.kind == 1) encode_rows<R>(a, s, 1);

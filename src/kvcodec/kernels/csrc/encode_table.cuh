@@ -4,6 +4,7 @@
 //     KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs args) {
 //       kv::encode_with_table<kv::Role<kv::HqmqRow<128, 96, 4>>>(args, kv::block_z() ? args.value : args.key);
 //     }
+//   encode_tables<K, V>(args)   the same where the roles differ: keys that are held without their mean
 //
 // Grid (x, B, roles), any x >= 1; multiples of the number of heads waste no blocks. TABLE_THREADS threads and
 // table_bytes<Codec>() bytes of dynamic shared memory.
@@ -146,7 +147,9 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   const int size = a.kind == 2 ? 4 : 2;  // bytes of a number
   const uint8_t* rows = (const uint8_t*)s.x + size * (row + 4 * part);
   const int64_t stride = size * s.token;
-  const typename C::Held held = C::hold(table, part);
+  // registers are there for it, or for the mean, so with a mean each step looks again
+  typename C::Held held;
+  if constexpr (!R::MEAN) held = C::hold(table, part);
   const int64_t factors = b * s.factor_batch + head * C::DIM;
   const float* times = R::FACTOR == FACTOR_TIMES ? s.factor + factors + 4 * part : nullptr;
   constexpr bool MIXED = is_mixed<C>(0);  // then all warps take as many steps, some of them with no row of their own
@@ -157,6 +160,8 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     if (!live) n = MIXED ? 0 : first;
     uint32_t w[N];
     load_words<8>(w, rows + n * stride, 0, 0, a.kind);
+    float less[N];
+    if constexpr (R::MEAN) turned_mean<8, C::DIM>(less, a.mean, b, head, n, part);
     uint32_t slot = 0;
 #ifdef KV_SLOTS
     const int64_t to = a.slots[n];
@@ -182,7 +187,10 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
-    if constexpr (R::MEAN) subtract_mean<8, C::DIM>(y, a.mean, b, head, n, part);
+    keep_row<8, C::DIM>(y, a, s, b, head, slot, part, live);
+    if constexpr (R::MEAN) {
+      KV_UNROLL for (int k = 0; k < N; k++) y[k] = sub(y[k], less[k]);
+    }
     if constexpr (MIXED)
       RowMixer<C::DIM, C::SCRATCH>::mix(y, part, s.matrix + (int64_t)head * (4 * C::DIM * C::DIM),
                                         scratch - thread() / 32 * C::SCRATCH);
@@ -199,6 +207,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       }
     }
     if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
+    if constexpr (R::MEAN) held = C::hold(table, part);
     uint32_t keep = good ? 0xffffffffu : 0u;
     if constexpr (C::OWN) C::quad(y, part, keep, live, at, table, scratch, s.factor[b * s.factor_batch + head]);
     else if constexpr (C::HOLDS) C::quad(y, part, keep, live, at, table, scratch, held);
@@ -210,28 +219,32 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
 template <class R>
 KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int64_t begin) {
   using C = typename R::Codec;
+  constexpr int LINES = (4 * C::DIM + 127) / 128;  // of a row of floats
   const int b = block_y(), lane = thread() % 32;
-  if (R::FACTOR == FACTOR_TIMES && thread() * 32 < C::DIM)
+  if (R::FACTOR == FACTOR_TIMES && thread() < LINES)
     prefetch(s.factor + b * s.factor_batch + head * C::DIM + thread() * 32);
-  const uint32_t n = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4;
-#ifdef KV_SLOTS
+  if (R::MEAN && thread() < LINES) prefetch(a.mean.mean + b * a.mean.batch + head * C::DIM + thread() * 32);
+  const uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4, n = first + lane / 8;
   if (n >= (uint32_t)s.tokens) return;
-  const void* where = a.slots + n;
+#ifdef KV_SLOTS
+  if (lane == 0) prefetch(a.slots + first);
 #else
-  if (n >= (uint32_t)s.tokens || begin + n >= (uint32_t)a.capacity) return;
-  const void* where = a.page_table + b * a.table_row + (uint32_t)(begin + n) / (uint32_t)a.page_tokens;
+  if (begin + n >= (uint32_t)a.capacity) return;
+  if (lane == 0) prefetch(a.page_table + b * a.table_row + (uint32_t)(begin + first) / (uint32_t)a.page_tokens);
 #endif
   const int64_t row = b * s.batch + head * s.head + n * s.token;
   const int size = a.kind == 2 ? 4 : 2;
-  if (lane == 0) prefetch(where);
-  else if ((lane - 1) * 128 < C::DIM * size) prefetch((const uint8_t*)s.x + size * row + (lane - 1) * 128);
+  for (int at = lane % 8 * 128; at < C::DIM * size; at += 8 * 128) prefetch((const uint8_t*)s.x + size * row + at);
+  if constexpr (R::MEAN) {
+    const int64_t turn = b * a.mean.turn_batch + n * a.mean.turn_token + lane % 4 * 32;
+    if (lane % 4 * 64 < a.mean.turning) prefetch((lane & 4 ? a.mean.sines : a.mean.cosines) + turn);
+  }
 }
 
 template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const EncodeSide& s) {
   using C = typename R::Codec;
   static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
-  keep_rows<C::DIM, TABLE_WARPS>(a, s);
   uint8_t* scratch = shared + C::TABLE + C::DERIVED + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time
   int workers = grid_x() / heads, worker = block_x() / heads;
@@ -258,6 +271,11 @@ template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const Enco
     }
     table_rows<R>(a, s, head, worker, workers, begin, C::TABLE ? (const uint8_t*)shared : table, scratch);
   }
+}
+
+template <class K, class V> KV_DEV void encode_tables(const EncodeArgs& a) {
+  if (block_z() == 0) encode_with_table<K>(a, a.key);
+  else encode_with_table<V>(a, a.value);
 }
 
 }  // namespace kv

@@ -6,8 +6,9 @@
 // From token s on, for token s + i,
 //   A' cos(i theta) + B' sin(i theta),  A' = A cos(s theta) + B sin(s theta),  B' = B cos(s theta) - A sin(s theta).
 // So a tile of tokens turns 2 PAIRS numbers per head once, in fp16, and takes one more product of the size of its
-// scores, with a tile of cos(i theta), sin(i theta) that is the same for all layers, heads and sequences. Each of these
-// is rounded to 11 bits; keys in bf16 have 8. Where means are 350 and scores 1000, scores are off by 0.13 in the root
+// scores, with rows of cos(i theta), sin(i theta) that are the same for all layers, heads and sequences. A lane holds
+// its part of 16 such rows in registers; for the tokens from 16 on the tile's numbers are turned further. Each of these
+// is rounded to 11 bits; keys in bf16 have 8. Where means are 350 and scores 1000, scores are off by 0.15 in the root
 // mean square, and with keys in bf16 by 0.57.
 //
 // Angles. cos and sin of a position are products of those of its digits to base 128, exact to fp32 whatever the
@@ -15,7 +16,7 @@
 // a tile.
 //
 // table of a KV head (kvcodec/kernels/mean.py):
-//   fp16 [64][PAIRS / 2][4]  of token i: cos of two pairs, and sin of both
+//   fp16 [16][PAIRS / 2][4]  of token i: cos of two pairs, and sin of both
 //   float2 [3][128][PAIRS]   cos and sin of digit d at place p, (d << 7 p) theta
 //   uint32 [PAIRS]           the pair's channels, the first in the low half
 //   uint32 [D]               of a channel: the other one of its pair, the pair from bit 16 on, and in bit 30 whether it
@@ -26,9 +27,7 @@
 namespace kv {
 
 constexpr int TURN_BITS = 7, TURN_DIGITS = 3;  // positions below 2^21
-constexpr int MEAN_ROWS = 64;                  // of the tile in the table
-
-KV_CONSTEXPR int mean_tile(int pairs, int tokens) { return 4 * pairs * tokens; }
+constexpr int MEAN_ROWS = 16;                  // of the table
 
 struct MeanTable {
   const uint8_t* base;
@@ -36,7 +35,7 @@ struct MeanTable {
   KV_DEV MeanTable(const KeyMean& mean, int head, int count) : pairs(count) {
     base = mean.table + head * mean.table_head;
   }
-  KV_DEV const float* turns() const { return (const float*)(base + mean_tile(pairs, MEAN_ROWS)); }
+  KV_DEV const float* turns() const { return (const float*)(base + 4 * pairs * MEAN_ROWS); }
   KV_DEV uint32_t channels(int pair) const {
     return ((const uint32_t*)(turns() + 2 * (TURN_DIGITS << TURN_BITS) * pairs))[pair];
   }
@@ -69,32 +68,19 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_CONST int UNITS = (PAIRS + 63) / 64;  // couples of pairs whose angles a lane turns on
   KV_CONST int TURN = 4 * PAIRS;           // bytes of a warp's cos and sin, and of a head's A and B
   KV_CONST int ROW = TURN % 128 == 64 ? TURN : TURN + 64;  // heads g and g + 1 in different banks
-  KV_CONST int TILE = (mean_tile(PAIRS, T) + 127) / 128 * 128;
   KV_CONST int ANGLE = 8 * PAIRS;          // of a warp's cos and sin in fp32, and of those that turn them on
-  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + ANGLE + WARPS * (TURN + ANGLE) + 127) / 128 * 128;  // of a team
-  static_assert(PAIRS % 16 == 0 && T <= MEAN_ROWS, "whole products, a tile of the table");
+  KV_CONST int FURTHER = (SUBS - 1) * TURN;  // bytes of what turns a tile's numbers on to its later rows
+  // of a team
+  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + FURTHER + ANGLE + WARPS * (TURN + ANGLE) + 127) / 128 * 128;
+  KV_CONST int COLUMNS = HEADS / 4;        // products of a block of pairs: two of four heads have a column each
+  static_assert(PAIRS % 16 == 0, "whole products");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
   // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
-  //
-  // The table's tile as A operands of the tensor core, 16 bytes for a lane: two tokens or two couples, cos, then sin.
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
-    const Words2* words = (const Words2*)from;
-    _Pragma("unroll 4")
-    for (int i = thread; i < TILE / 16; i += threads) {
-      const int g = i % 32 / 4, j = i % 4, rest = i / 32;
-      int token, couple;
-      if (HEADS == 8) token = rest / (2 * BLOCKS) * 16 + g, couple = rest % (2 * BLOCKS) * 4 + j;
-      else token = rest / BLOCKS * 8 + g, couple = rest % BLOCKS * 8 + j;
-      const Words2 x = words[token * (PAIRS / 2) + couple];
-      const Words2 y = words[HEADS == 8 ? (token + 8) * (PAIRS / 2) + couple : token * (PAIRS / 2) + couple + 4];
-      ((Words4*)to)[i] = Words4{x.a, y.a, x.b, y.b};
-    }
-  }
-
-  const uint8_t *tile, *query, *start;  // where a lane finds its operands: of tokens, of a head, of the tile's start
-  uint8_t *turned, *step;               // the warp's cos and sin; those of its steps
-  float scale[N];                       // of the lane's heads
+  uint32_t rows[2][BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos, then sin
+  const uint8_t *query, *start, *further;  // where a lane finds its operands: of a head, of the tile's start, of its rows
+  uint8_t *turned, *step;                  // the warp's cos and sin; those of its steps
+  float scale[N];                          // of the lane's heads
 
   // A and B of the team's heads, scaled by a power of two
   KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
@@ -150,11 +136,26 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_DEV static int place(int couple) { return (couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4) * 8; }
 
   MeanTerm() = default;
-  KV_DEV MeanTerm(const uint8_t* tile_table, uint8_t* shared, int warp) {
+  KV_DEV MeanTerm(uint8_t* shared, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     const int own = j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
-    step = shared + HEADS * ROW + 4 * HEADS, turned = step + ANGLE + warp * (TURN + ANGLE);
-    tile = tile_table + lane * 16, query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
+    further = shared + HEADS * ROW + 4 * HEADS + own, step = shared + HEADS * ROW + 4 * HEADS + FURTHER;
+    turned = step + ANGLE + warp * (TURN + ANGLE);
+    query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
+  }
+  // the lane's part of the table's rows
+  KV_DEV void hold(const uint8_t* table) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
+    const Words2* words = (const Words2*)table + g * (PAIRS / 2) + j;
+    KV_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      KV_UNROLL
+      for (int m = 0; m < BLOCKS; ++m) {
+        const int at = HEADS == 8 ? 8 * m + 4 * k : 4 * k * PAIRS + 8 * m;  // 4 PAIRS words: 8 tokens further
+        const Words2 x = words[at], y = words[at + (HEADS == 8 ? 4 * PAIRS : 4)];
+        rows[k][m][0] = x.a, rows[k][m][1] = y.a, rows[k][m][2] = x.b, rows[k][m][3] = y.b;
+      }
+    }
   }
   // after a synchronisation
   KV_DEV void take(const uint8_t* shared) {
@@ -178,6 +179,17 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       }
       put(couple, c, s);
       if (warp == 0) *(Words4*)(step + 16 * couple) = words(by_c, by_s);
+    }
+    KV_NO_UNROLL
+    for (int sub = 1 + warp; sub < SUBS; sub += WARPS) {
+      KV_NO_UNROLL
+      for (int couple = lane; 2 * couple < PAIRS; couple += 32) {
+        float c[2], s[2];
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) table.turn(16 * sub, 2 * couple + k, c[k], s[k]);
+        *(Words2*)(step - FURTHER + (sub - 1) * TURN + place(couple)) =
+            Words2{pack_half2(c[0], c[1]), pack_half2(s[0], s[1])};
+      }
     }
   }
   // of the next one; a lane has couples of its own, and its numbers wait in shared memory
@@ -212,22 +224,23 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     }
     KV_UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
-      uint32_t b[2][2];
-      if constexpr (HEADS == 8) {
-        const Words4 x = *(const Words4*)(query + 64 * m), t = *(const Words4*)(start + 64 * m);
-        turn_pair(b[0], x.a, x.b, t.a, t.b);
-        turn_pair(b[1], x.c, x.d, t.c, t.d);
-      } else {
-        const Words2 x = *(const Words2*)(query + 64 * m), t = *(const Words2*)(start + 64 * m);
-        turn_pair(b[0], x.a, x.b, t.a, t.b);
-      }
+      uint32_t x[COLUMNS][2], t[COLUMNS][2], first[COLUMNS][2];
+      load(x, query + 64 * m), load(t, start + 64 * m);
+      KV_UNROLL
+      for (int i = 0; i < COLUMNS; ++i) turn_pair(first[i], x[i][0], x[i][1], t[i][0], t[i][1]);
       KV_UNROLL
       for (int sub = 0; sub < SUBS; ++sub) {
+        uint32_t b[COLUMNS][2];
+        if (sub > 0) load(t, further + (sub - 1) * TURN + 64 * m);
+        KV_UNROLL
+        for (int i = 0; i < COLUMNS; ++i) {
+          if (sub > 0) turn_pair(b[i], first[i][0], first[i][1], t[i][0], t[i][1]);
+          else b[i][0] = first[i][0], b[i][1] = first[i][1];
+        }
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
-          const Words4 x = *(const Words4*)(tile + 512 * (HEADS == 8 ? 2 * (sub * BLOCKS + m) + k
-                                                                     : (2 * sub + k) * BLOCKS + m));
-          mma(d[sub][HEADS == 8 ? 0 : k], x.a, x.b, x.c, x.d, b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
+          const uint32_t(&a)[4] = rows[k][m];
+          mma(d[sub][HEADS == 8 ? 0 : k], a[0], a[1], a[2], a[3], b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
         }
       }
     }
@@ -238,6 +251,16 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         term[sub][i] = (HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) * scale[i % N];
     }
   }
+  // of each column two pairs' numbers in two words
+  KV_DEV static void load(uint32_t (&x)[COLUMNS][2], const uint8_t* from) {
+    if constexpr (COLUMNS == 2) {
+      const Words4 w = *(const Words4*)from;
+      x[0][0] = w.a, x[0][1] = w.b, x[1][0] = w.c, x[1][1] = w.d;
+    } else {
+      const Words2 w = *(const Words2*)from;
+      x[0][0] = w.a, x[0][1] = w.b;
+    }
+  }
   // A' and B' of two pairs
   KV_DEV static void turn_pair(uint32_t (&b)[2], uint32_t x, uint32_t y, uint32_t c, uint32_t s) {
     b[0] = hfma2(x, c, hmul2(y, s));
@@ -246,9 +269,9 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
 };
 
 template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
-  KV_CONST int TILE = 0, SHARED = 0;
+  KV_CONST int SHARED = 0;
   MeanTerm() = default;
-  KV_DEV MeanTerm(const uint8_t*, uint8_t*, int) {}
+  KV_DEV MeanTerm(uint8_t*, int) {}
 };
 
 }  // namespace kv
