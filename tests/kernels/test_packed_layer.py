@@ -162,7 +162,8 @@ class EngineFlash:
         self.calls: list[Ragged] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
-        assert int(ragged.queries[-1]) == len(q) <= len(k) == len(v) == int(ragged.keys[-1])
+        assert int(ragged.queries[-1]) == len(q)
+        assert int(ragged.keys[-1]) == len(k) == len(v)
         self.calls.append(ragged)
         return ragged_attention(q, k, v, ragged, scale, out)
 

@@ -33,8 +33,9 @@ def compile_ahead(impls: Sequence[Any], page_tokens: int, config: VllmConfig, de
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
-        kept, slots = layer.sink > 0, not isinstance(layer, GroupedLayer)
-        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs, kept=kept, slots=slots))
+        kept = layer.sink > 0
+        for slots in (True, False) if isinstance(layer, GroupedLayer) else (True,):  # of prompts, and of steps
+            needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs, kept=kept, slots=slots))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("kvcodec: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()

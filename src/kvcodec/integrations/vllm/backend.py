@@ -54,6 +54,7 @@ from kvcodec.integrations.vllm.servable import (
 )
 from kvcodec.kernels.build import LEAST
 from kvcodec.kernels.prompts import Chunks, Room, gathered
+from kvcodec.kernels.prompts_groups import GroupChunks
 from kvcodec.scheme import Mean
 
 logger = init_logger("vllm.kvcodec")
@@ -206,7 +207,7 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
         Tokens that each of the queries at the front sees, itself included.
     tables : Tensor int32 ``[decodes, M]`` or longer
         Of these queries.
-    together : list of Chunks
+    together : list of Chunks or of GroupChunks
         On a GPU: the chunks, those of many requests in one.
     alone : list of (int, int, int, int)
         Those of ``chunks`` that are too long for it.
@@ -217,7 +218,7 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     table: Tensor
     seq_lens: Tensor
     tables: Tensor
-    together: list[Chunks] = field(default_factory=list)
+    together: list[Any] = field(default_factory=list)
     alone: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
@@ -385,12 +386,15 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
 
     def _together(
         self, chunks: list[tuple[int, int, int, int]], table: Tensor
-    ) -> tuple[list[Chunks], list[tuple[int, int, int, int]]]:
+    ) -> tuple[list[Any], list[tuple[int, int, int, int]]]:
         """Return the chunks that a GPU's kernels attend together, and those that are too long for it."""
         if not chunks or not self.first.batched:
             return [], []
         found, alone = gathered(chunks, self.first.most_tokens(_longest(self.vllm_config)))
         room = Room()
+        if (pending := self.pending) is not None:
+            given = pending.slot, pending.unit, pending.page_tokens, room
+            return [GroupChunks.of(own, table, *given) for own in found], alone
         return [Chunks.of(own, table, room) for own in found], alone
 
 
@@ -669,9 +673,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             space = self._workspace(packed, q, cache, m)
             given = (cache, m.table[:n], m.seq_lens[:n], pending, self.rules, space)
             out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
-        kernels = not packed.unserved
+        kernels, chunks = not packed.unserved, m.chunks
+        if packed.batched and self.rules.plain:
+            for one in m.together:
+                part = slice(one.first, one.last)
+                packed.forward_chunks(q[part], k[part], v[part], cache, one, self.rules, out[part])
+            chunks = m.alone
         attend = packed.prefill_own if kernels else packed.attend_own
-        for row, first, last, length in m.chunks:
+        for row, first, last, length in chunks:
             slot = pending.slot[row : row + 1]
             own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
