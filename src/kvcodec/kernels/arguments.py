@@ -70,6 +70,8 @@ class DecodeArgs(ctypes.Structure):
         ("scale2", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("mean", MeanArgs),
+        ("starts", ctypes.c_void_p),
+        ("each", ctypes.c_int64),
     )
 
 

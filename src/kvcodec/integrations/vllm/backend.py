@@ -40,7 +40,7 @@ from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, c
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import claim, digest_of
-from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import (
@@ -207,6 +207,10 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
         Tokens that each of the queries at the front sees, itself included.
     tables : Tensor int32 ``[decodes, M]`` or longer
         Of these queries.
+    several : Several, optional
+        The same queries by request, where kernels read the pages of a request once for all of its queries.
+    totals : Tensor int32 ``[B]``, optional
+        With ``several``: tokens of each request.
     together : list of Chunks or of GroupChunks
         On a GPU: the chunks, those of many requests in one.
     alone : list of (int, int, int, int)
@@ -220,6 +224,8 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     tables: Tensor
     together: list[Any] = field(default_factory=list)
     alone: list[tuple[int, int, int, int]] = field(default_factory=list)
+    several: Several | None = None
+    totals: Tensor | None = None
 
 
 class Slots:
@@ -243,6 +249,8 @@ class Slots:
         self.workspace: Tensor | None = None
         self.most = requests
         """Queries of a step's decode steps."""
+        self.queries = 1
+        """Most of a request."""
 
     def positions_of(self, count: int, m: PackedMetadata | None) -> Tensor:
         """Positions of a step's tokens ``[1, count]``, once for all layers; those behind the requests' mean nothing."""
@@ -306,9 +314,10 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.drafts = all(impl.draft for impl in impls)
         self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
         self.expanded: Expanded | None = None
+        self.joint = all(impl.packed.takes_several(impl.rules) for impl in impls)
         _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
-            compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device)
+            compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
         if vllm_config.model_config.is_hybrid:
             logger.info(
                 "kvcodec: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes a "
@@ -319,7 +328,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.first: EngineLayer = impls[0].packed
         slots = self.slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
-        slots.most = scheduler.max_num_seqs * self.most_queries
+        slots.most, slots.queries = scheduler.max_num_seqs * self.most_queries, self.most_queries
         for impl in impls:
             impl.slots, impl.leads = slots, impl is impls[0]
         self.pending = self._pending_of([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
@@ -379,9 +388,14 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
             wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
             self.expanded = Expanded(wide, c.block_table_tensor.shape[1], self.device)
-        self.expanded.put(c, rows, decodes, self.vllm_config.model_config.max_model_len)
+        longest = self.vllm_config.model_config.max_model_len
+        self.expanded.put(c, rows, decodes, longest)
+        several = None
+        if self.joint and rows < decodes:
+            several = Several(c.query_start_loc[: rows + 1], self.most_queries, longest)
         return PackedMetadata(
-            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, together, alone
+            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, together, alone,
+            several, c.seq_lens[:rows],
         )  # fmt: skip
 
     def _together(
@@ -688,11 +702,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots, n = self.slots, m.decodes
         assert slots is not None
+        space = self._workspace(packed, q, kv_cache, m)
+        if m.several is not None and m.totals is not None:
+            table = m.table[: m.totals.shape[0]]
+            return packed.decode(q, kv_cache, table, m.totals, self.rules, Live(), space, m.several)
         seq_lens, window = m.seq_lens[:n], self.rules.window
         if self.leads:
             slots.see(seq_lens, packed.sink, window)
         live = slots.live(n, packed.sink, window)
-        space = self._workspace(packed, q, kv_cache, m)
         return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, live, space)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
@@ -702,7 +719,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         slots = self.slots
         assert slots is not None
         if slots.workspace is None:  # the first call is a profiling run, outside of any graph
-            most = max(slots.most, m.decodes)
-            size = packed.workspace_bytes(most, self.num_heads, kv_cache, m.table.shape[1], self.rules)
+            columns, most = m.table.shape[1], max(slots.most, m.decodes)
+            size = packed.workspace_bytes(most, self.num_heads, kv_cache, columns, self.rules)
+            if (queries := slots.queries) > 1:
+                most, heads = -(-most // queries), self.num_heads * queries
+                size = max(size, packed.workspace_bytes(most, heads, kv_cache, columns, self.rules))
             slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
         return slots.workspace
