@@ -207,7 +207,7 @@ class Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("at", "ends")),
         ("at_step", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("source", "target", "other", "lse", "other_lse", "sinks")),
-        ("lse_head", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("lse_head", "wide")),
     )
 
 

@@ -83,6 +83,18 @@ def _kernel(head_dim: int, device: torch.device) -> Kernel:
     return load(program(head_dim), ("kv_basis",), device, f"rows of {head_dim} channels")[0]
 
 
+def rows_of_warp(head_dim: int) -> int:
+    """Rows that a warp has at a time, ``kv::RowLanes::ROWS``."""
+    return 32 // max(4, 1 << (head_dim // max(8, head_dim // 32) - 1).bit_length())
+
+
+def _wide(rows: Rows, x: Tensor, out: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, so that they are loaded and stored as vectors."""
+    strides = rows.batch | rows.head | rows.token, rows.out_batch | rows.out_head | rows.out_token
+    sizes = (x.itemsize * strides[0]) | (out.itemsize * strides[1])
+    return not (sizes | rows.x | rows.out | (rows.other or 0)) % 16
+
+
 def change_basis(parts: Sequence[Part]) -> None:
     """Change up to ``MOST_PARTS`` tensors of the same batch and head_dim in one launch."""
     parts = [part for part in parts if part.x.numel() and part.tokens != 0]
@@ -114,8 +126,9 @@ def change_basis(parts: Sequence[Part]) -> None:
             rows.target = target.data_ptr()
         if joined is not None:
             _join(rows, joined)
+        rows.wide = _wide(rows, x, out)
         most = max(most, heads * tokens)
-    blocks = min(-(-most // WARPS), MOST_BLOCKS)
+    blocks = min(-(-most // (WARPS * rows_of_warp(dim))), MOST_BLOCKS)
     _kernel(dim, x.device).launch((blocks, batch, len(parts)), WARPS * 32, 0, args)
 
 
