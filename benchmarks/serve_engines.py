@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_sizes import (
+    DRAFTS,
     LOADS,
     RIVALS,
     SAID,
@@ -73,8 +74,9 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
     if job.part == "drafts":  # on the GPU, because numba is not part of every installation
         method = "ngram_gpu" if on_gpu else "ngram"
         given["speculative_config"] = {
-            "method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1
+            "method": method, "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 1
         }  # fmt: skip
+        sizes = [n * (1 + DRAFTS) for n in sizes]  # in tokens: a graph of 32 requests has 128
     if on_gpu and not job.eager:
         given["compilation_config"] = {
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes
@@ -248,7 +250,7 @@ class Worker:
                 found[output.request_id] += ids
                 cached[output.request_id] = max(cached[output.request_id], output.num_cached_tokens or 0)
             begun = all(len(ids) > 1 for ids in found.values())
-            if begun and came == len(prompts):
+            if begun and came >= len(prompts):
                 pure += 1
                 if pure > 4:  # the first ones still wait for what prompts left behind
                     gaps.append(now - last)
@@ -294,8 +296,8 @@ class Worker:
             self.row("first_ms", "ms", f"n1_i{tokens}", found, n=len(seconds) - 3, server=self.about)
 
     def drafts(self) -> None:
-        """Tokens a second of many sequences with drafts by n-grams, and how many of the drafts were accepted."""
-        from kvcodec_lab.serve.metrics import flat
+        """Tokens a second of many sequences with drafts by n-grams, how many drafts were accepted, and kernels."""
+        from kvcodec_lab.serve.metrics import flat, quantiles
 
         s = self.scale
         asked = self.prompts("steps", [s.tokens] * s.sequences[0])
@@ -305,12 +307,24 @@ class Worker:
             self.ask(asked, 1)  # prompts found in the prefix cache
             before = time.perf_counter() - begin
             begin = time.perf_counter()
-            found, *_ = self.ask(asked, s.new)
+            found, gaps, _ = self.ask(asked, 2 * s.new)
             seconds = time.perf_counter() - begin - before
         counts = {m.name: m.value for m in self.llm.get_metrics() if m.name.startswith("vllm:spec_decode_num_")
                   and hasattr(m, "value")}  # fmt: skip
+        profiler, steps = self.profiler(), (1, 1 + max(1, s.new // 8))
+
+        def between(done: int) -> None:
+            if done == steps[0]:
+                profiler.start()
+            elif done == steps[1]:
+                self.synchronize()
+                profiler.stop()
+
+        self.ask(asked, 2 * s.new, between)
+        kernels = self.kernels(profiler, steps[1] - steps[0])
         self.row("drafted_tokens_per_s", "tokens/s", f"n{len(asked)}_i{s.tokens}",
-                 flat(sum(map(len, found)) / seconds), n=1, drafts=counts, server=self.about)  # fmt: skip
+                 flat(sum(map(len, found)) / seconds), n=1, drafts=counts, step_ms=quantiles(gaps, 1e3),
+                 busy_ms=sum(k["us"] for k in kernels) / 1e3, kernels=kernels[:12], server=self.about)  # fmt: skip
 
     def load(self) -> None:
         """Send the part's loads to the engine, one after the other; rows as ``bench serve`` writes them."""

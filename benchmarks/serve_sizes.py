@@ -22,6 +22,8 @@ SECONDS = {
     "timeline": 120,
 }  # fmt: skip
 """A process's turn may take so long."""
+DRAFTS = 3
+"""Of a request in each step, where there are any."""
 SAID = 1500
 SEED = 20261122
 

@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from kvcodec.kernels.basis import (
+    COPY,
     DIVIDE,
     MOST_BLOCKS,
     MULTIPLY,
     MULTIPLY_AFTER,
+    WARPS,
+    Joined,
     Part,
     change_basis,
     into_codes,
     out_of_codes,
+    rows_of_warp,
 )
 from kvcodec.kernels.constants import Constants
 from kvcodec.ops.hadamard import block_hadamard
@@ -52,7 +56,7 @@ def test_several_tensors_in_one_launch(dim: int, order: int, machine: dict[str, 
             parts.append(Part(x, out[:, :, 1:-2], side, way))
     change_basis([*parts, Part(drawn(2, 2, 0, dim), torch.empty(2, 2, 0, dim), sides[2], MULTIPLY)])
     ((grid, _, _, _),) = machine["kv_basis"].launches
-    assert grid == (-(-33 * 6 // 4), 2, 3)
+    assert grid == (-(-33 * 6 // (WARPS * rows_of_warp(dim))), 2, 3)
     for x, out, side, way, first, tokens, *_ in parts:
         whole = out if tokens else out._base
         assert whole is not None
@@ -63,7 +67,7 @@ def test_several_tensors_in_one_launch(dim: int, order: int, machine: dict[str, 
 
 
 def test_more_rows_than_blocks(machine: dict[str, Any]) -> None:
-    x, side = drawn(1, 1, 4 * MOST_BLOCKS + 5, 32, dtype=torch.float16), Constants(None, None, 32)
+    x, side = drawn(1, 1, WARPS * 8 * MOST_BLOCKS + 5, 32, dtype=torch.float16), Constants(None, None, 32)
     torch.testing.assert_close(into_codes(x, side).double(), wanted(x, side, MULTIPLY), rtol=1e-3, atol=2e-3)
     assert machine["kv_basis"].launches[0][0][0] == MOST_BLOCKS
 
@@ -87,3 +91,42 @@ def test_fp16_saturates_and_nan_stays(machine: dict[str, Any]) -> None:
     assert out[0, 0, 0, 0] == 65504
     assert not out[0, 0, 0, 1:].any()
     assert out[0, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_that_do_not_begin_at_16_bytes(dtype: torch.dtype, machine: dict[str, Any]) -> None:
+    side = Constants(None, None, 64)
+    x = drawn(1, 2, 5, 65, dtype=dtype)[..., 1:]
+    out = torch.full((1, 2, 5, 65), 9.0, dtype=dtype)
+    change_basis([Part(x, out[..., 1:], side, MULTIPLY)])
+    torch.testing.assert_close(out[..., 1:].double(), wanted(x, side, MULTIPLY), rtol=1e-2, atol=2e-2)
+    assert (out[..., 0] == 9).all()
+    assert machine["kv_basis"].launches
+
+
+def test_outputs_over_different_tokens_are_joined(machine: dict[str, Any]) -> None:
+    """As one softmax over all of them and the sinks; a row without tokens has either infinity."""
+    side, lse, other_lse = Constants(None, None, 1), drawn(3, 4).float(), drawn(3, 4, seed=1).float()
+    other_lse[0, 0], other_lse[1, 1], lse[2, 2] = torch.inf, -torch.inf, -torch.inf
+    lse[2, 3], other_lse[2, 3], sinks = torch.inf, torch.inf, drawn(3, seed=2).float()
+    x, other = (drawn(1, 4, 3, 64, seed=s, dtype=torch.float16).transpose(1, 2) for s in (3, 4))
+    for given in (sinks, None):
+        out = torch.empty(1, 3, 4, 64)
+        change_basis([Part(x, out, side, MULTIPLY, joined=Joined(lse, other, other_lse, given))])
+        third = torch.full_like(lse, -torch.inf) if given is None else given[:, None].expand(3, 4)
+        parts = torch.stack([lse, other_lse, third])
+        weights = torch.where(parts.isinf(), 0.0, parts.double().exp())
+        weights = (weights / weights.sum(0)).nan_to_num(0.0)
+        want = weights[0][..., None] * x[0].double() + weights[1][..., None] * other[0].double()
+        torch.testing.assert_close(out[0].double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_gathered_scattered_and_copied(machine: dict[str, Any]) -> None:
+    x = drawn(1, 2, 6, 64, dtype=torch.float16)
+    x[0, 0, 4, 5], x[0, 1, 2, 3] = torch.inf, torch.nan
+    out = torch.full((1, 2, 9, 64), 9.0, dtype=torch.float16)
+    source, target = (torch.tensor(n, dtype=torch.int32) for n in ([4, 2, 0], [8, -1, 1]))
+    change_basis([Part(x, out, Constants(None, None, 1), COPY, tokens=3, source=source, target=target)])
+    want = torch.full_like(out, 9.0)
+    want[:, :, 8], want[:, :, 1] = x[:, :, 4], x[:, :, 0]
+    assert torch.equal(out, want)

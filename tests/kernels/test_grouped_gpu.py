@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kvcodec.integrations.vllm.layer import Rules
-from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, made, pending_of, pool, tokens
+from kvcodec.kernels.prompts import Room
+from kvcodec.kernels.prompts_groups import GroupChunks
+from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, block_of, made, pending_of, pool, tokens
 from tests.kernels.conftest import unsynchronised
 
 pytestmark = [
@@ -113,6 +115,39 @@ def close(found: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_captured_steps_are_the_references(spec: str, rules: str) -> None:
     run(spec, RULES[rules], torch.device("cuda"), graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype) -> None:
+    """Two steps of three requests; the second one goes on in the middle of groups."""
+    device, lengths = torch.device("cuda"), [0, 0, 0]
+    params = made(spec).site.fitted
+    layer, alone = made(spec, dtype=dtype, device=device, params=params), made(spec, dtype=dtype, params=params)
+    wanted, pending = pool(alone), pending_of(layer, ROWS, device)
+    cache = wanted.to(device)
+    table = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+    data, there = [[x.to(dtype) for x in tokens(seed=i)] for i in range(3)], table.to(device)
+    for number, new in enumerate(([70, 5, 1], [80, 100, 29])):
+        before, lengths = lengths, [n + more for n, more in zip(lengths, new, strict=True)]
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        requests = [(r, int(starts[r]), int(starts[r + 1]), lengths[r]) for r in range(3)]
+        where = torch.zeros(sum(new), dtype=torch.int64, device=device)
+        pending.put(there, torch.tensor(lengths, dtype=torch.int32, device=device), starts.to(device), where)
+        q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in range(3)]) for i in range(3))
+        rules = Rules(0.125, sinks=(None, SINKS)[number])
+        found, given = torch.full_like(q, torch.nan, device=device), [x.to(device) for x in (q, k, v)]
+        own_rules = rules if rules.sinks is None else rules._replace(sinks=rules.sinks.to(device))
+        layer.pool(cache)  # compiles
+        chunks = GroupChunks.of(requests, there, pending.slot, layer.unit, block_of(layer), Room())
+        layer.forward_chunks(*given, cache, chunks, own_rules, found)
+        for r, first, last, length in requests:
+            part = slice(first, last)
+            own = alone.take_chunk(k[part], v[part], wanted, table[r], length, torch.tensor([r]))
+            want = alone.attend_own(q[part], wanted, table[r], length, rules, own)
+            near = 4e-3 if dtype == torch.float16 else 2e-2
+            torch.testing.assert_close(found[part].cpu(), want, rtol=0, atol=near)
+        assert torch.equal(cache.cpu(), wanted)
 
 
 def test_slots_by_their_block_need_no_synchronisation() -> None:

@@ -8,13 +8,17 @@ import torch
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import Rules
 from kvcodec.kernels import history_groups as prefill_groups
+from kvcodec.kernels.prompts import Room
+from kvcodec.kernels.prompts_groups import GroupChunks
 from tests.integrations.test_groups import (
     CUTS,
+    DIM,
     HEADS,
     RULES,
     SINKS,
     SPECS,
     UNIT,
+    block_of,
     fed,
     made,
     pending_of,
@@ -109,6 +113,55 @@ class Batch:
             want = self.own.attend_own(q[i : i + 1], self.caches[1], row, t + 1, self.rules, own)
             torch.testing.assert_close(found[i : i + 1], want, rtol=0, atol=4e-3)
         assert torch.equal(*self.caches)
+
+
+STEPS = {
+    "whole groups": ([64, 128, 0], [64, 0, 32], [0, 22, 40]),
+    "cut anywhere": ([5, 40, 3], [70, 0, 29], [1, 33, 1], [60, 77, 100]),
+    "short": ([3, 0, 31], [20, 1, 1], [9, 0, 40]),
+}
+"""New tokens of three requests in each step."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [*((spec, torch.float16) for spec in SPECS), (SPECS[3], torch.bfloat16), (SPECS[3], torch.float32)],
+)
+@pytest.mark.parametrize("steps", STEPS)
+def test_chunks_of_many_requests_at_once(spec: str, steps: str, dtype: torch.dtype, machine: dict[str, Any]) -> None:
+    """One launch for each stage, and what each request reads alone: bytes and outputs."""
+    layer, alone, flash = made(spec, dtype=dtype), made(spec, dtype=dtype), EngineFlash()
+    layer.flash = flash
+    cache, wanted, pending = pool(layer), pool(layer), pending_of(layer)
+    table = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+    data, lengths = [[x.to(dtype) for x in tokens(seed=i)] for i in range(3)], [0, 0, 0]
+    for number, new in enumerate(STEPS[steps]):
+        rules, rows, before = (
+            Rules(0.125, sinks=SINKS if number % 2 else None),
+            [r for r in range(3) if new[r]],
+            lengths,
+        )
+        lengths = [n + more for n, more in zip(lengths, new, strict=True)]
+        starts = torch.tensor([0, *(new[r] for r in rows)]).cumsum(0).int()
+        requests = [(i, 5 + int(starts[i]), 5 + int(starts[i + 1]), lengths[r]) for i, r in enumerate(rows)]
+        held = torch.tensor([lengths[r] for r in rows], dtype=torch.int32)
+        pending.put(table[rows], held, starts, torch.zeros(sum(new), dtype=torch.int64))
+        q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in rows]) for i in range(3))
+        chunks = GroupChunks.of(requests, table[rows], pending.slot, layer.unit, block_of(layer), Room())
+        found = torch.full((len(q), 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
+        launched, calls = {name: len(kernel.launches) for name, kernel in machine.items()}, len(flash.calls)
+        layer.forward_chunks(q, k, v, cache, chunks, rules, found)
+        launched = {name: len(kernel.launches) - launched.get(name, 0) for name, kernel in machine.items()}
+        assert launched["kv_basis"] <= 3
+        assert launched.get("kv_unpack", 0) <= 1
+        assert launched["kv_encode"] <= 2
+        assert len(flash.calls) <= calls + 2
+        for r, (_, first, last, length) in zip(rows, requests, strict=True):
+            part = slice(first - 5, last - 5)
+            own = alone.take_chunk(k[part], v[part], wanted, table[r], length, torch.tensor([r]))
+            want = alone.attend_own(q[part], wanted, table[r], length, rules, own)
+            torch.testing.assert_close(found[part], want, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 4e-3)
+        assert torch.equal(cache, wanted)
 
 
 CASES = [

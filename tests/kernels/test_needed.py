@@ -265,13 +265,17 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
         return [needed.Compiled(one.label, 2048, 1.5) for one in wanted]
 
     monkeypatch.setattr(ahead, "compile_needed", compile_needed)
-    ahead.compile_ahead([impl, impl], 64, config, torch.device("cpu"))
+    ahead.compile_ahead([impl, impl], 64, config, torch.device("cpu"), 1)
     assert said[0] == "kvcodec: 5 programs, of which 5 are compiled now"
     assert sum(line.startswith("kvcodec: compiled decode attention of kv::ReadSaw<64>") for line in said) == 2
     assert all(line.endswith(": 1.5 s, 2 KB") for line in said[1:-1])
     for one in made:
         build.write_cached(build.cache_file(one.program, "sm_90", build.compiler_version()), b"compiled")
     said.clear()
-    ahead.compile_ahead([impl], 64, config, torch.device("cpu"))
+    ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 1)
     assert said == ["kvcodec: 5 programs, of which 0 are compiled now"]
+    said.clear()
+    packed.takes_several = lambda rules: True
+    ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 4)  # and those of steps with drafts
+    assert said[0] == "kvcodec: 7 programs, of which 2 are compiled now"
     monkeypatch.delitem(sys.modules, "kvcodec.integrations.vllm.ahead")

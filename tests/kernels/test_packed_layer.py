@@ -11,7 +11,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
-from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.flash import Ragged, ragged_attention
 from kvcodec.kernels.prompts import Chunks, Room, gathered
@@ -77,6 +77,30 @@ def test_decoding_is_the_references(spec: str, rules: str, emulated: dict[str, A
             want = layer.attend(q[i : i + 1], cache, table[i], length, rule)
             torch.testing.assert_close(found[i : i + 1], want, rtol=0, atol=4e-3)
     assert bool((found[1] == 0).all())
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("spec", ["saw-int4", *SPECS])
+def test_several_queries_of_a_request(spec: str, group: int, emulated: dict[str, Any]) -> None:
+    """What each of them reads as a sequence of its own; a request without queries is padding of a captured batch."""
+    layer, counts, lengths = made(spec), [4, 1, 0, 3, 2], [TOKENS, 17, 0, 3, 43]
+    cache, total = filled(layer), sum(counts)
+    table = torch.zeros(5, 6, dtype=torch.int32)
+    table[[0, 1, 3, 4], :5] = ROW
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    q = torch.randn(total, group * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+    seq_lens, rules = torch.tensor(lengths, dtype=torch.int32), Rules(0.125, sinks=torch.randn(group * HEADS))
+    assert layer.engine(cache.shape[2])
+    assert layer.takes_several(rules)
+    size = layer.workspace_bytes(5, 4 * group * HEADS, cache, 6, rules)
+    space = torch.full((-(-size // 4),), torch.nan)
+    several = Several(starts, 4, longest=68)
+    found = layer.decode(q, cache, table, seq_lens, rules, Live(), space, several)
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for i in range(count):
+            at = slice(int(starts[row]) + i, int(starts[row]) + i + 1)
+            want = layer.attend(q[at], cache, table[row], min(length - count + 1 + i, several.longest), rules)
+            torch.testing.assert_close(found[at], want, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("length", [16, 41, TOKENS])
@@ -162,7 +186,8 @@ class EngineFlash:
         self.calls: list[Ragged] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
-        assert int(ragged.queries[-1]) == len(q) <= len(k) == len(v) == int(ragged.keys[-1])
+        assert int(ragged.queries[-1]) == len(q)
+        assert int(ragged.keys[-1]) == len(k) == len(v)
         self.calls.append(ragged)
         return ragged_attention(q, k, v, ragged, scale, out)
 

@@ -1,9 +1,9 @@
-"""The tokens and prompt chunks of a step on a GPU, all requests at once, against the reference on the CPU."""
+"""Tokens, prompt chunks and drafts of a step on a GPU, all requests at once, against the reference on the CPU."""
 
 import pytest
 import torch
 
-from kvcodec.integrations.vllm.layer import Rules
+from kvcodec.integrations.vllm.layer import Live, Rules, Several
 from kvcodec.kernels.prompts import Chunks, Room
 from tests.integrations.test_serving import DIM, HEADS, ROW, TOKENS, made, pool, rows, slots
 from tests.kernels.conftest import unsynchronised
@@ -49,3 +49,34 @@ def test_a_step_is_the_references(spec: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             found[first:last].cpu(), right, rtol=0, atol=4e-3 if dtype == torch.float16 else 2e-2
         )
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("spec", ["saw-int4", "int-8", "octopus-3:window=0", "hqmq-s24_r3"])
+def test_several_queries_of_a_request_in_a_graph(spec: str, group: int) -> None:
+    """Captured with as many queries of each request as may be, and replayed with fewer."""
+    device, counts, lengths = torch.device("cuda"), [4, 1, 0, 3], [TOKENS, 17, 0, 3]
+    layer, plain = made(spec, device=device), made(spec)
+    want, (k, v) = pool(plain), rows()
+    plain.write(k, v, want, slots(0, TOKENS))
+    cache, rules, heads = want.to(device), Rules(0.125), group * HEADS
+    table = torch.zeros(4, 6, dtype=torch.int32)
+    table[[0, 1, 3], :5] = ROW
+    q = torch.randn(16, heads, DIM, generator=torch.Generator().manual_seed(3)).half()
+    starts, totals = torch.arange(0, 17, 4, dtype=torch.int32, device=device), torch.zeros(4, dtype=torch.int32)
+    given, held, seen = q.to(device), table.to(device), totals.to(device)
+    layer.engine(cache.shape[2])
+    size = layer.workspace_bytes(4, 4 * heads, cache, 6, rules)
+    space, several = torch.full((-(-size // 4),), torch.nan, device=device), Several(starts, 4, 2 * TOKENS)
+    layer.decode(given, cache, held, seen, rules, Live(), space, several)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer.decode(given, cache, held, seen, rules, Live(), space, several)
+    starts.copy_(torch.tensor([0, *counts]).cumsum(0).int())
+    seen.copy_(torch.tensor(lengths, dtype=torch.int32))
+    graph.replay()
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for i in range(count):
+            at = slice(sum(counts[:row]) + i, sum(counts[:row]) + i + 1)
+            right = plain.attend(q[at], want, table[row], length - count + 1 + i, rules)
+            torch.testing.assert_close(found[at].cpu(), right, rtol=0, atol=4e-3)

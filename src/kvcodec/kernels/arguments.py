@@ -70,6 +70,8 @@ class DecodeArgs(ctypes.Structure):
         ("scale2", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("mean", MeanArgs),
+        ("starts", ctypes.c_void_p),
+        ("each", ctypes.c_int64),
     )
 
 
@@ -145,6 +147,8 @@ class UnpackArgs(ctypes.Structure):
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
         *((name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix", "ends")),
+        *((name, ctypes.c_void_p) for name in ("near", "near_keys", "near_values")),
+        ("near_group", ctypes.c_int64),
     )
 
 
@@ -202,6 +206,8 @@ class Rows(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "out_kind", "heads", "tokens", "group", "way")),
         *((name, ctypes.c_void_p) for name in ("at", "ends")),
         ("at_step", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("source", "target", "other", "lse", "other_lse", "sinks")),
+        *((name, ctypes.c_int64) for name in ("lse_head", "wide")),
     )
 
 

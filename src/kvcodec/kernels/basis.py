@@ -11,15 +11,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.kernels.arguments import MOST_PARTS, BasisArgs
+from kvcodec.kernels.arguments import MOST_PARTS, BasisArgs, Rows
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import KINDS
 
-MULTIPLY, DIVIDE, MULTIPLY_AFTER = range(3)
-"""What the factor of a role's constants does: before the rotation, or after it."""
+MULTIPLY, DIVIDE, MULTIPLY_AFTER, COPY = range(4)
+"""What the factor of a role's constants does: before the rotation, or after it. COPY: there is neither."""
 WARPS = 4
 MOST_BLOCKS = 2048
+
+
+class Joined(NamedTuple):
+    """What outputs ``x`` over some tokens are joined with.
+
+    Parameters
+    ----------
+    lse : Tensor float32 ``[H, t]``
+        Log-sum-exps of ``x``; either infinity: over no token.
+    other : Tensor, optional
+        Outputs over other tokens, of x's shape, dtype and strides.
+    other_lse : Tensor float32 ``[H, t]``, optional
+        Their log-sum-exps, strided as ``lse``.
+    sinks : Tensor float32 ``[H]``, optional
+        Learned logits that only join the softmax's denominator.
+    """
+
+    lse: Tensor
+    other: Tensor | None = None
+    other_lse: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class Part(NamedTuple):
@@ -29,6 +50,9 @@ class Part(NamedTuple):
 
     With ``at [B, ...]`` and ``ends [B + 1]``, both int32, those of sequence b are ``x[at[b, 0]]``, and go to the rows
     of ``out [1, H, T, D]`` from ``ends[b]`` on, as many as lie below ``ends[b + 1]``.
+
+    With ``source`` or ``target``, int32 ``[tokens]``, row t is row ``source[t]`` of ``x``, and goes to row
+    ``target[t]`` of ``out``, or nowhere where that is negative.
     """
 
     x: Tensor
@@ -40,6 +64,9 @@ class Part(NamedTuple):
     to: int = 0
     at: Tensor | None = None
     ends: Tensor | None = None
+    source: Tensor | None = None
+    target: Tensor | None = None
+    joined: Joined | None = None
 
 
 def program(head_dim: int) -> Program:
@@ -56,6 +83,18 @@ def _kernel(head_dim: int, device: torch.device) -> Kernel:
     return load(program(head_dim), ("kv_basis",), device, f"rows of {head_dim} channels")[0]
 
 
+def rows_of_warp(head_dim: int) -> int:
+    """Rows that a warp has at a time, ``kv::RowLanes::ROWS``."""
+    return 32 // max(4, 1 << (head_dim // max(8, head_dim // 32) - 1).bit_length())
+
+
+def _wide(rows: Rows, x: Tensor, out: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, so that they are loaded and stored as vectors."""
+    strides = rows.batch | rows.head | rows.token, rows.out_batch | rows.out_head | rows.out_token
+    sizes = (x.itemsize * strides[0]) | (out.itemsize * strides[1])
+    return not (sizes | rows.x | rows.out | (rows.other or 0)) % 16
+
+
 def change_basis(parts: Sequence[Part]) -> None:
     """Change up to ``MOST_PARTS`` tensors of the same batch and head_dim in one launch."""
     parts = [part for part in parts if part.x.numel() and part.tokens != 0]
@@ -63,7 +102,8 @@ def change_basis(parts: Sequence[Part]) -> None:
         return
     assert len(parts) <= MOST_PARTS
     args, most = BasisArgs(), 0
-    for rows, (x, out, side, way, first, chosen, to, at, ends) in zip(args.parts, parts, strict=False):
+    for rows, part in zip(args.parts, parts, strict=False):
+        x, out, side, way, first, chosen, to, at, ends, source, target, joined = part
         batch, heads, tokens, dim = x.shape
         if at is not None and ends is not None:
             batch, rows.at, rows.at_step, rows.ends = at.shape[0], at.data_ptr(), at.stride(0), ends.data_ptr()
@@ -80,9 +120,24 @@ def change_basis(parts: Sequence[Part]) -> None:
         if (factor := side.factor) is not None:
             rows.factor, rows.group = factor.data_ptr(), heads // factor.shape[1]
             rows.factor_batch = 0 if factor.shape[0] == 1 else factor.stride(0)
+        if source is not None:
+            rows.source = source.data_ptr()
+        if target is not None:
+            rows.target = target.data_ptr()
+        if joined is not None:
+            _join(rows, joined)
+        rows.wide = _wide(rows, x, out)
         most = max(most, heads * tokens)
-    blocks = min(-(-most // WARPS), MOST_BLOCKS)
+    blocks = min(-(-most // (WARPS * rows_of_warp(dim))), MOST_BLOCKS)
     _kernel(dim, x.device).launch((blocks, batch, len(parts)), WARPS * 32, 0, args)
+
+
+def _join(rows: Rows, joined: Joined) -> None:
+    rows.lse, rows.lse_head = joined.lse.data_ptr(), joined.lse.stride(0)
+    if joined.other is not None and joined.other_lse is not None:
+        rows.other, rows.other_lse = joined.other.data_ptr(), joined.other_lse.data_ptr()
+    if joined.sinks is not None:
+        rows.sinks = joined.sinks.data_ptr()
 
 
 def into_codes(q: Tensor, key: Constants) -> Tensor:

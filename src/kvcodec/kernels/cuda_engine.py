@@ -24,6 +24,7 @@ from kvcodec.kernels.history import History, Packed, attend_history, unpack, wor
 from kvcodec.kernels.history_groups import attend_groups
 from kvcodec.kernels.mean import KeyMean, key_mean
 from kvcodec.kernels.prompts import ChunkReader
+from kvcodec.kernels.prompts_groups import GroupChunkReader
 from kvcodec.kernels.spec import (
     Encoder,
     Fitted,
@@ -169,7 +170,8 @@ class CudaEngine(Engine):
 
     def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
         """Return what attends with prompt chunks to these pages; arguments as ``ChunkReader``."""
-        return ChunkReader(self.packed(pages, torch.empty(0)), kept, flash)
+        kind = GroupChunkReader if any(codec.block_tokens > 1 for codec in self.codecs.values()) else ChunkReader
+        return kind(self.packed(pages, torch.empty(0)), kept, flash)
 
     def roundtrip(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Tensor | None:
         """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.

@@ -35,7 +35,9 @@ MOST_SEQUENCES = 65535
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1, heads: int = 8) -> Program:
+def program(
+    spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1, heads: int = 8, several: bool = False
+) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine``.
 
     Parameters
@@ -48,6 +50,8 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
         Kind of the dense tokens, a value of ``KINDS``; -1: there are none.
     heads : int
         Query heads of a CTA, ``DecodeSpec.heads``.
+    several : bool
+        Whether sequences have several query tokens.
     """
     spec = spec.small if config.small else spec
     pairs = f", {spec.pairs}" if spec.pairs else ""
@@ -57,6 +61,7 @@ def program(spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1
     source = "\n".join(
         [
             *definitions(config.halvings),
+            *(["#define KV_QUERIES"] if several else []),
             '#include "decode.cuh"',
             *includes(spec.key, spec.value),
             f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
@@ -128,14 +133,15 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, heads: int,
+    text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, heads: int, several: bool,
     device: torch.device,
 ) -> Plan:  # fmt: skip
     spec = decode_spec_of(text)
     apart = dense >= 0 and _apart(spec, units, device)
     config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     # the program does not depend on the number of splits
-    decode, combine = load(program(spec, config, cap, dense, heads), ("kv_decode", "kv_combine"), device, spec.name)
+    source = program(spec, config, cap, dense, heads, several)
+    decode, combine = load(source, ("kv_decode", "kv_combine"), device, spec.name)
     shared, early = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config)
     if early:  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
         shared = min(max(shared, machine(device).shared_sm // 2), machine(device).shared_block)
@@ -164,13 +170,15 @@ def _attend(
     dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
     dense_at: Tensor | None, sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None,
     config: Sequence[int],
-    mean: Tensor | None, mean_table: Tensor | None, placed: Tensor | None,
+    mean: Tensor | None, mean_table: Tensor | None, placed: Tensor | None, starts: Tensor | None, queries: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     spec = _SPECS[text]
-    batch, num_q_heads, _, dim = q.shape
-    group = num_q_heads // num_kv_heads
+    count, num_q_heads, _, dim = q.shape
+    batch, each = table.shape[0], num_q_heads // num_kv_heads
+    group = each * queries
     tiles = spec.tiles(group)
-    rows = batch * num_q_heads
+    rows = batch * num_kv_heads * group
     if q.stride(3) != 1:
         q = q.contiguous()
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
@@ -192,12 +200,13 @@ def _attend(
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * spec.page_tokens
-    o = torch.empty(batch, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, num_q_heads, dtype=torch.float32, device=q.device)
-    if rows == 0:
+    o = torch.empty(count, num_q_heads, 1, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(count, num_q_heads, dtype=torch.float32, device=q.device)
+    if rows * count == 0:
         return o, lse
     units = batch * num_kv_heads * tiles
-    plan = _plan(text, units, capacity, tuple(config), softcap > 0.0, dense_kind, spec.heads(group), q.device)
+    several = starts is not None
+    plan = _plan(text, units, capacity, tuple(config), softcap > 0.0, dense_kind, spec.heads(group), several, q.device)
     runs = splits = plan.config.splits
     if dense_k is not None and spec.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
         splits += 1  # idle multiprocessors: dense tokens get a CTA of their own
@@ -231,7 +240,9 @@ def _attend(
     args.runs, args.alike, args.pieces = runs, alike, pieces
     args.q_kind = args.out_kind = KINDS[q.dtype]
     args.dense_kind, args.heads, args.group, args.tiles = dense_kind, num_kv_heads, group, tiles
-    args.splits, args.slots, args.capacity = splits, slots, capacity
+    args.splits, args.slots, args.capacity = splits, slots, min(capacity, longest) if longest else capacity
+    if starts is not None:
+        args.starts, args.each = starts.data_ptr(), each
     args.scale2, args.softcap = scale * LOG2E, softcap
     # one CTA fills a multiprocessor: the next launch may wait there while the kernel ahead ends elsewhere
     threads = plan.config.teams * plan.config.warps * 32
@@ -275,8 +286,14 @@ def decode_attention(
     config: Config | None = None,
     mean: KeyMean | None = None,
     placed: Tensor | None = None,
+    starts: Tensor | None = None,
+    queries: int = 1,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query token per sequence to packed pages, dense tokens and learned sinks.
+
+    With ``starts`` a sequence b has several query tokens ``[starts[b], starts[b + 1])`` of ``q``: its newest ones,
+    which are encoded already, and each sees the tokens up to itself. Their pages are read once.
 
     Parameters
     ----------
@@ -316,18 +333,29 @@ def decode_attention(
     placed : Tensor int32 ``[B]``, optional
         With ``mean``: position of slot 0 of each sequence, on the device. Slot t has position ``placed + t``, below
         ``MOST_POSITIONS``; slots before ``start`` may have negative ones.
+    starts : Tensor int32 ``[B + 1]``, optional
+        First query token of each sequence, on the device; q is then ``[tokens, HQ, 1, D]``, and there are neither
+        dense tokens nor a ``start``.
+    queries : int
+        Most query tokens of a sequence.
+    longest : int
+        Tokens beyond it are not read, whatever ``seq_lens`` says; 0: as many as the table has room for.
 
     Returns
     -------
     (Tensor ``[B, HQ, 1, D]`` of q's dtype, Tensor float32 ``[B, HQ]``)
-        The output, and the log-sum-exp of the scores (natural, sinks included).
+        The output, and the log-sum-exp of the scores (natural, sinks included). Those of queries that no sequence has
+        are arbitrary.
 
     Raises
     ------
     ShapeError, UnsupportedError
     """
-    _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value)
-    checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, q.shape[0], num_kv_heads)
+    several = starts is not None
+    _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value, several)
+    checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, table.shape[0], num_kv_heads)
+    if starts is not None:
+        _check_starts(starts, table, queries, dense_k, start)
     apart = [x for x in (key.tables, value.tables) if x is not None and x.dim() == 3]
     if config is not None and config.teams > 1 and apart:
         raise UnsupportedError(
@@ -339,14 +367,29 @@ def decode_attention(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order, key.matrix,
         value.tables, value.factor, value.order, value.matrix, dense_k, dense_v, dense_lens, dense_start, dense_at,
         sinks, start, float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
-        None if mean is None else mean.table, placed,
+        None if mean is None else mean.table, placed, starts, queries, longest,
     )  # fmt: skip
     return out
+
+
+def _check_starts(starts: Tensor, table: Tensor, queries: int, dense_k: Tensor | None, start: Tensor | None) -> None:
+    name, rows = "decode_attention", table.shape[0]
+    if starts.dtype != torch.int32 or starts.shape != (rows + 1,) or starts.stride(0) != 1 or queries < 1:
+        raise ShapeError(
+            f"{name}: starts is {starts.dtype} {list(starts.shape)} for {queries} queries; contiguous int32 "
+            f"[{rows + 1}] is needed, and at least one query."
+        )
+    if dense_k is not None or start is not None:
+        raise UnsupportedError(
+            f"{name}: several query tokens of a sequence are served without dense tokens and start; pass each of them "
+            f"as a sequence of its own."
+        )
 
 
 def _check(
     q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, text: str, heads: int,
     dense_k: Tensor | None, dense_v: Tensor | None, sinks: Tensor | None, key: Constants, value: Constants,
+    several: bool,
 ) -> None:  # fmt: skip
     name = "decode_attention"
     if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in KINDS:
@@ -371,6 +414,7 @@ def _check(
     for what, x in (("table", table), ("seq_lens", seq_lens)):
         if x.dtype != torch.int32 or x.stride(-1) != 1:
             raise ShapeError(f"{name}: {what} is {x.dtype}; contiguous int32 is needed.")
+    batch = table.shape[0] if several else batch
     if not table.shape[0] == seq_lens.shape[0] == batch or batch > MOST_SEQUENCES:
         raise ShapeError(
             f"{name}: q has {batch} sequences, table {table.shape[0]}, seq_lens {seq_lens.shape[0]}; they must agree, "

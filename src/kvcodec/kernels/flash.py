@@ -33,12 +33,15 @@ class Ragged(NamedTuple):
         Where each begins; the last number is the total.
     most_queries, most_keys : int
         Of the longest.
+    window : int
+        Keys that a query sees, its own included; 0: all before it.
     """
 
     queries: Tensor
     keys: Tensor
     most_queries: int
     most_keys: int
+    window: int = 0
 
 
 @lru_cache(maxsize=64)
@@ -51,22 +54,27 @@ def lone(queries: int, keys: int, device: torch.device) -> Ragged:
 
 Flash = Callable[[Tensor, Tensor, Tensor, Ragged, float, Tensor], Tensor]
 """(q ``[n, HQ, D]``, k, v ``[t, H, D]``, ragged, scale, out ``[n, HQ, D]``): causal attention, into ``out``, of each
-sequence's newest queries over its keys, no fewer than there are queries; returns its log-sum-exps ``[HQ, n]``."""
+sequence's newest queries over its keys; returns its log-sum-exps ``[HQ, n]``. A query before the first key has the
+output 0 and the log-sum-exp of either infinity."""
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
     """PyTorch's ``Flash``; on a CPU, where tests run it, sequence by sequence."""
     if q.is_cuda:
         found, lse, *_ = _forward(
-            q, k, v, ragged.queries, ragged.keys, ragged.most_queries, ragged.most_keys, 0.0, True, False, scale=scale
-        )
+            q, k, v, ragged.queries, ragged.keys, ragged.most_queries, ragged.most_keys, 0.0, not ragged.window, False,
+            scale=scale, **_window(Seen(window=ragged.window)),
+        )  # fmt: skip
         out.copy_(found)
         return lse
     sums, rows, keys = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), *(x.tolist() for x in ragged[:2])
     for (a, b), (c, d) in zip(pairwise(rows), pairwise(keys), strict=True):
         one, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        part = _by_rows(one, own_k, own_v, scale, BEFORE_IT)
-        out[a:b], sums[:, a:b] = part.out[0].transpose(0, 1).to(out.dtype), part.lse[0]
+        out[a:b], sums[:, a:b] = 0.0, -torch.inf
+        seeing = max(a, b - (d - c))
+        if seeing < b:
+            part = _by_rows(one[:, :, seeing - a :], own_k, own_v, scale, Seen(window=ragged.window))
+            out[seeing:b], sums[:, seeing:b] = part.out[0].transpose(0, 1).to(out.dtype), part.lse[0]
     return sums
 
 

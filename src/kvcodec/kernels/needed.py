@@ -38,6 +38,8 @@ class Steps(NamedTuple):
         KV heads of all sequences together; empty: any number.
     capacity : int
         Tokens of a sequence for which its page table has room; 0: any number.
+    queries : int
+        Most query tokens of a sequence; those of several meet no tokens held dense.
     """
 
     groups: tuple[int, ...] = (4, 8)
@@ -45,6 +47,7 @@ class Steps(NamedTuple):
     softcap: bool = False
     heads: tuple[int, ...] = ()
     capacity: int = 0
+    queries: int = 1
 
 
 class Needed(NamedTuple):
@@ -114,8 +117,9 @@ def of_codecs(
     """
     steps = steps or Steps()
     spec = decode_spec(key, value, head_dim, page_tokens, pairs)
-    for group in dict.fromkeys(spec.heads(group) for group in steps.groups):
-        units = tuple(heads * spec.tiles(own) for own in steps.groups for heads in steps.heads)
+    several, groups = steps.queries > 1, [group * steps.queries for group in steps.groups]
+    for group in dict.fromkeys(map(spec.heads, groups)):
+        units = tuple(heads * spec.tiles(own) for own in groups for heads in steps.heads)
         for dtype in steps.dense:
             # held as fp16 where a model computes in float32
             kind = -1 if dtype is None else decode.KINDS[torch.float16 if dtype == torch.float32 else dtype]
@@ -124,7 +128,7 @@ def of_codecs(
                 shape = f"{config.teams} x {config.warps}" if config.teams > 1 else str(config.warps)
                 held = "" if dtype is None else f", dense {str(dtype).removeprefix('torch.')}"
                 name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
-                yield Needed(decode.program(spec, config, steps.softcap, kind, group), name)
+                yield Needed(decode.program(spec, config, steps.softcap, kind, group, several), name)
     writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
     for roles, program in encode.programs(writing, kept=kept, slots=slots).items():
         yield Needed(program, f"{writing.name}: {' and '.join(f'{role}s' for role in roles)}")

@@ -19,9 +19,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvcodec.attention import Partial, with_sinks
 from kvcodec.kernels.arguments import UnpackArgs
-from kvcodec.kernels.basis import DIVIDE, MULTIPLY, MULTIPLY_AFTER, Part, change_basis
+from kvcodec.kernels.basis import DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined, Part, change_basis
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.flash import Flash, Ragged, ragged_attention
 from kvcodec.kernels.history import Packed, filled_args, plan_of
@@ -113,12 +112,15 @@ class Room:
         self.flat: dict[str, Tensor] = {}
         self.held: dict[tuple[str, torch.Size], Tensor] = {}
 
-    def get(self, what: str, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return fp16 memory of this shape, the same for each ``what`` until a larger one is asked for."""
+    def get(self, what: str, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float16) -> Tensor:
+        """Return memory of this shape, the same for each ``what`` until a larger one is asked for.
+
+        A ``what`` always has the same dtype.
+        """
         if (found := self.held.get((what, shape))) is None:
             flat, count = self.flat.get(what), shape.numel()
             if flat is None or flat.numel() < count:
-                flat = self.flat[what] = torch.empty(count, dtype=torch.float16, device=device)
+                flat = self.flat[what] = torch.empty(count, dtype=dtype, device=device)
                 self.held = {key: x for key, x in self.held.items() if key[0] != what}
             found = self.held[what, shape] = flat[:count].view(shape)
         return found
@@ -168,27 +170,30 @@ class ChunkReader:
         turned = q
         if self.turns_queries or q.dtype != half:
             turned = room.get("query", q.shape, device)
-            change_basis([_part(q, turned, packed.key, MULTIPLY)])
-        self._unpack(chunks, k, v)
+            change_basis([part_of(q, turned, packed.key, MULTIPLY)])
+        self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
         if self.kept is not None:
             self._put_kept(chunks, k, v)
         direct = not self.turns_outputs and out.dtype == half and sinks is None
         found = out if direct else room.get("output", q.shape, device)
         lse = self.flash(turned, k, v, chunks.ragged, scale, found)
-        if sinks is not None:
-            found = with_sinks(Partial(found.transpose(0, 1)[None], lse[None]), sinks)[0].transpose(0, 1)
         if not direct:
-            change_basis([_part(found, out, packed.value, MULTIPLY_AFTER)])
+            joined = None if sinks is None else Joined(lse, sinks=sinks.float())
+            change_basis([part_of(found, out, packed.value, MULTIPLY_AFTER)._replace(joined=joined)])
 
-    def _unpack(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
-        args, plan, (table, heads) = self.args, self.plan, (chunks.table, k.shape[1])
+    def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, placed: Tensor | None) -> None:
+        """Unpack the first tokens of every request end to end, into ``k, v [t, H, D]``.
+
+        ``keys`` as in ``Ragged``; ``most``: tokens of the longest; ``placed`` as in ``Chunks``.
+        """
+        args, plan = self.args, self.plan
         args.page_table, args.table_row = table.data_ptr(), table.stride(0)
-        args.keys, args.values, args.ends = k.data_ptr(), v.data_ptr(), chunks.ragged.keys.data_ptr()
+        args.keys, args.values, args.ends = k.data_ptr(), v.data_ptr(), keys.data_ptr()
         args.out_token, args.out_head, _ = k.stride()
-        if self.packed.mean is not None:
-            args.mean.placed = chunks.placed.data_ptr()
-        blocks = -(-chunks.ragged.most_keys // (plan.tile * plan.warps))
-        plan.kernel.launch((blocks, heads, table.shape[0]), plan.warps * 32, plan.shared, args)
+        if placed is not None and self.packed.mean is not None:
+            args.mean.placed = placed.data_ptr()
+        blocks = -(-most // (plan.tile * plan.warps))
+        plan.kernel.launch((blocks, k.shape[1], table.shape[0]), plan.warps * 32, plan.shared, args)
 
     def _put_kept(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
         """Write first tokens over the unpacked ones, in the basis of the codes."""
@@ -200,5 +205,6 @@ class ChunkReader:
         change_basis(parts)
 
 
-def _part(x: Tensor, out: Tensor, side: Constants, way: int) -> Part:
+def part_of(x: Tensor, out: Tensor, side: Constants, way: int) -> Part:
+    """Rows ``[n, H, D]`` to be changed."""
     return Part(x.transpose(0, 1)[None], out.transpose(0, 1)[None], side, way)

@@ -44,7 +44,7 @@ def launched(spec, shape, monkeypatch):
     held = sum(x.shape[2] for x in packed.dense["key"] + packed.dense["value"])
     units = shape.batch * shape.kv_heads * pair.tiles(shape.group)
     kind = attention.KINDS[torch.bfloat16] if held else -1
-    attention._plan(attention.text_of(pair), units, shape.tokens, (), False, kind, pair.heads(shape.group), CPU)
+    attention._plan(attention.text_of(pair), units, shape.tokens, (), False, kind, pair.heads(shape.group), False, CPU)
     loaded += encode.programs(specs.encode_spec(*codecs, shape.head_dim, page)).values()
     prefill._kernel(pair, CPU)
     for cached in (attention._plan, prefill._kernel):

@@ -17,8 +17,13 @@ from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_codecs
 logger = init_logger("vllm.kvcodec")
 
 
-def compile_ahead(impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device) -> None:
-    """Compile what decode steps, encoding and prompts of these layers will ask for; ``impls`` of ``PackedImpl``."""
+def compile_ahead(
+    impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device, queries: int
+) -> None:
+    """Compile what decode steps, encoding and prompts of these layers will ask for.
+
+    ``impls`` of ``PackedImpl``; ``queries``: most query tokens of a request in a decode step.
+    """
     capacity = -(-config.model_config.max_model_len // page_tokens) * page_tokens
     arch, asked = architecture(device), set()
     needed: dict[Needed, None] = {}
@@ -33,8 +38,12 @@ def compile_ahead(impls: Sequence[Any], page_tokens: int, config: VllmConfig, de
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
-        kept, slots = layer.sink > 0, not isinstance(layer, GroupedLayer)
-        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, pairs=pairs, kept=kept, slots=slots))
+        kept = layer.sink > 0
+        for slots in (True, False) if isinstance(layer, GroupedLayer) else (True,):  # of prompts, and of steps
+            more = {"pairs": pairs, "kept": kept, "slots": slots}
+            needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, **more))
+            if queries > 1 and layer.takes_several(impl.rules):
+                needed |= dict.fromkeys(of_codecs(*given, machine(device), steps._replace(queries=queries), **more))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("kvcodec: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()

@@ -40,7 +40,7 @@ from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, c
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import claim, digest_of
-from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
+from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import (
@@ -54,6 +54,7 @@ from kvcodec.integrations.vllm.servable import (
 )
 from kvcodec.kernels.build import LEAST
 from kvcodec.kernels.prompts import Chunks, Room, gathered
+from kvcodec.kernels.prompts_groups import GroupChunks
 from kvcodec.scheme import Mean
 
 logger = init_logger("vllm.kvcodec")
@@ -206,7 +207,11 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
         Tokens that each of the queries at the front sees, itself included.
     tables : Tensor int32 ``[decodes, M]`` or longer
         Of these queries.
-    together : list of Chunks
+    several : Several, optional
+        The same queries by request, where kernels read the pages of a request once for all of its queries.
+    totals : Tensor int32 ``[B]``, optional
+        With ``several``: tokens of each request.
+    together : list of Chunks or of GroupChunks
         On a GPU: the chunks, those of many requests in one.
     alone : list of (int, int, int, int)
         Those of ``chunks`` that are too long for it.
@@ -217,8 +222,10 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     table: Tensor
     seq_lens: Tensor
     tables: Tensor
-    together: list[Chunks] = field(default_factory=list)
+    together: list[Any] = field(default_factory=list)
     alone: list[tuple[int, int, int, int]] = field(default_factory=list)
+    several: Several | None = None
+    totals: Tensor | None = None
 
 
 class Slots:
@@ -242,6 +249,8 @@ class Slots:
         self.workspace: Tensor | None = None
         self.most = requests
         """Queries of a step's decode steps."""
+        self.queries = 1
+        """Most of a request."""
 
     def positions_of(self, count: int, m: PackedMetadata | None) -> Tensor:
         """Positions of a step's tokens ``[1, count]``, once for all layers; those behind the requests' mean nothing."""
@@ -305,9 +314,10 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.drafts = all(impl.draft for impl in impls)
         self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
         self.expanded: Expanded | None = None
+        self.joint = all(impl.packed.takes_several(impl.rules) for impl in impls)
         _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
-            compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device)
+            compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
         if vllm_config.model_config.is_hybrid:
             logger.info(
                 "kvcodec: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes a "
@@ -318,7 +328,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.first: EngineLayer = impls[0].packed
         slots = self.slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
-        slots.most = scheduler.max_num_seqs * self.most_queries
+        slots.most, slots.queries = scheduler.max_num_seqs * self.most_queries, self.most_queries
         for impl in impls:
             impl.slots, impl.leads = slots, impl is impls[0]
         self.pending = self._pending_of([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
@@ -378,19 +388,27 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
             wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
             self.expanded = Expanded(wide, c.block_table_tensor.shape[1], self.device)
-        self.expanded.put(c, rows, decodes, self.vllm_config.model_config.max_model_len)
+        longest = self.vllm_config.model_config.max_model_len
+        self.expanded.put(c, rows, decodes, longest)
+        several = None
+        if self.joint and rows < decodes:
+            several = Several(c.query_start_loc[: rows + 1], self.most_queries, longest)
         return PackedMetadata(
-            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, together, alone
+            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, together, alone,
+            several, c.seq_lens[:rows],
         )  # fmt: skip
 
     def _together(
         self, chunks: list[tuple[int, int, int, int]], table: Tensor
-    ) -> tuple[list[Chunks], list[tuple[int, int, int, int]]]:
+    ) -> tuple[list[Any], list[tuple[int, int, int, int]]]:
         """Return the chunks that a GPU's kernels attend together, and those that are too long for it."""
         if not chunks or not self.first.batched:
             return [], []
         found, alone = gathered(chunks, self.first.most_tokens(_longest(self.vllm_config)))
         room = Room()
+        if (pending := self.pending) is not None:
+            given = pending.slot, pending.unit, pending.page_tokens, room
+            return [GroupChunks.of(own, table, *given) for own in found], alone
         return [Chunks.of(own, table, room) for own in found], alone
 
 
@@ -669,9 +687,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             space = self._workspace(packed, q, cache, m)
             given = (cache, m.table[:n], m.seq_lens[:n], pending, self.rules, space)
             out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
-        kernels = not packed.unserved
+        kernels, chunks = not packed.unserved, m.chunks
+        if packed.batched and self.rules.plain:
+            for one in m.together:
+                part = slice(one.first, one.last)
+                packed.forward_chunks(q[part], k[part], v[part], cache, one, self.rules, out[part])
+            chunks = m.alone
         attend = packed.prefill_own if kernels else packed.attend_own
-        for row, first, last, length in m.chunks:
+        for row, first, last, length in chunks:
             slot = pending.slot[row : row + 1]
             own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
@@ -679,11 +702,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         slots, n = self.slots, m.decodes
         assert slots is not None
+        space = self._workspace(packed, q, kv_cache, m)
+        if m.several is not None and m.totals is not None:
+            table = m.table[: m.totals.shape[0]]
+            return packed.decode(q, kv_cache, table, m.totals, self.rules, Live(), space, m.several)
         seq_lens, window = m.seq_lens[:n], self.rules.window
         if self.leads:
             slots.see(seq_lens, packed.sink, window)
         live = slots.live(n, packed.sink, window)
-        space = self._workspace(packed, q, kv_cache, m)
         return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, live, space)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
@@ -693,7 +719,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         slots = self.slots
         assert slots is not None
         if slots.workspace is None:  # the first call is a profiling run, outside of any graph
-            most = max(slots.most, m.decodes)
-            size = packed.workspace_bytes(most, self.num_heads, kv_cache, m.table.shape[1], self.rules)
+            columns, most = m.table.shape[1], max(slots.most, m.decodes)
+            size = packed.workspace_bytes(most, self.num_heads, kv_cache, columns, self.rules)
+            if (queries := slots.queries) > 1:
+                most, heads = -(-most // queries), self.num_heads * queries
+                size = max(size, packed.workspace_bytes(most, heads, kv_cache, columns, self.rules))
             slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
         return slots.workspace

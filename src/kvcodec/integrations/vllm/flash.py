@@ -34,6 +34,7 @@ def flash_for(head_dim: int) -> Flash | None:
             cu_seqlens_k=ragged.keys,
             softmax_scale=scale,
             causal=True,
+            window_size=[ragged.window - 1, 0] if ragged.window else None,
             return_softmax_lse=True,
             fa_version=version,
             out=out,

@@ -13,7 +13,8 @@ by         a group in                            attention
 =========  ====================================  ====================================================================
 kernels    ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``, the slot's tokens as dense ones;
            of all slots, those that are not      chunks: ``Engine.attend_groups``, on a GPU with a sliding window or a
-           complete to nowhere                   soft cap the reference
+           complete to nowhere; a GPU's chunks   soft cap the reference; a GPU's chunks without either
+           ``GroupChunkReader.take``             ``GroupChunkReader``, for all requests at once
 reference  the codec itself                      ``attention.attend_parts``, over decoded groups and the chunk's tokens
                                                  beside each other, with a mask
 =========  ====================================  ====================================================================
@@ -31,6 +32,7 @@ from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import group_tokens
 from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.prompts_groups import GroupChunkReader, GroupChunks
 from kvcodec.scheme import KVScheme
 
 
@@ -49,14 +51,15 @@ class GroupedLayer(EngineLayer):
         super().__init__(scheme, **options)
         self.holds_dense = True
         self.unit, self.slots = group_tokens(self.scheme), slots
-        shape = (slots + 1, self.heads, self.unit, self.head_dim)
+        shape = ((slots + 1) * self.unit, self.heads, self.head_dim)
         held = storage_dtype(self.dtype)
-        self.slot_rows: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
+        self.flat_rows: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
+        self.slot_rows = {r: x.unflatten(0, (-1, self.unit)).transpose(1, 2) for r, x in self.flat_rows.items()}
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of the slots."""
-        return sum(x.nbytes for x in self.slot_rows.values())
+        return sum(x.nbytes for x in self.flat_rows.values())
 
     # -- several tokens of one request ---------------------------------------------------------------------------------
 
@@ -156,6 +159,34 @@ class GroupedLayer(EngineLayer):
             flash=self.flash,
         )
         return out[0].transpose(0, 1)
+
+    # -- prompts of several requests -----------------------------------------------------------------------------------
+
+    def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
+        """As ``EngineLayer.prefill_bytes``: new tokens also lie beside the groups before them."""
+        row = 2 * self.heads * self.head_dim
+        beside = row * (3 * tokens + self.unit) * torch.float32.itemsize
+        return super().prefill_bytes(tokens, length, query_heads, rules) + beside
+
+    def forward_chunks(
+        self, q: Tensor, keys: Tensor, values: Tensor, cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
+    ) -> None:
+        """Store prompt chunks of several requests and attend with them by a GPU's kernels, one launch per stage.
+
+        Parameters
+        ----------
+        q, out : Tensor ``[n, HQ, D]``
+        keys, values : Tensor ``[n, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        chunks : GroupChunks
+        rules : Rules
+            Without window and soft cap: ``plain``.
+        """
+        pool = self.pool(cache)
+        reader = pool.reader
+        assert isinstance(reader, GroupChunkReader)
+        own = reader.take(keys, values, chunks, self.flat_rows, pool.writer)
+        reader.attend_groups(q, own, chunks, self.flat_rows, rules.scale, out, rules.sinks)
 
     # -- one token of each request -------------------------------------------------------------------------------------
 

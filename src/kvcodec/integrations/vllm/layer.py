@@ -108,6 +108,20 @@ class Rules(NamedTuple):
         return not (self.window or self.softcap)
 
 
+class Several(NamedTuple):
+    """Query tokens of decode steps, several of each request; as ``kernels.decode.decode_attention``.
+
+    Parameters
+    ----------
+    starts : Tensor int32 ``[B + 1]``
+    queries, longest : int
+    """
+
+    starts: Tensor
+    queries: int
+    longest: int
+
+
 class Pool(NamedTuple):
     """What writes an engine's blocks on a GPU, and reads them for prompts."""
 
@@ -501,12 +515,14 @@ class EngineLayer:
         rules: Rules,
         live: Live,
         workspace: Tensor | None = None,
+        several: "Several | None" = None,
     ) -> Tensor:
-        """Attention of one query token per request with kernels; nothing synchronises.
+        """Attention of one query token per request with kernels, or of several; nothing synchronises.
 
         Parameters
         ----------
         q : Tensor ``[B, HQ, D]``
+            Or of all query tokens.
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         table : Tensor int32 ``[B, M]``
         seq_lens : Tensor int32 ``[B]``
@@ -516,12 +532,15 @@ class EngineLayer:
             ``Live.of`` them.
         workspace : Tensor float32, optional
             Of ``workspace_bytes``.
+        several : Several, optional
+            Where ``takes_several``.
 
         Returns
         -------
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
         engine = self.engine(cache.shape[2])
+        more = {} if several is None else several._asdict()
         dense: dict[str, Tensor | None] = {}
         if self.sink:
             keys, values = self._rows(cache).unbind(2)
@@ -537,9 +556,14 @@ class EngineLayer:
             start=live.start,
             workspace=workspace,
             **dense,
-            **self._placed(q.shape[0]),
+            **self._placed(table.shape[0]),
+            **more,
         )
         return out[:, :, 0]
+
+    def takes_several(self, rules: Rules) -> bool:
+        """Whether ``decode`` takes several query tokens of a request."""
+        return self.batched and not (self.holds_dense or rules.window)
 
     def most_tokens(self, longest: int) -> int:
         """Tokens of requests whose chunks are attended together, where at least one of ``longest`` tokens should be."""

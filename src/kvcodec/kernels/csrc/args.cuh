@@ -65,6 +65,35 @@ struct DecodeArgs {
   float scale2;             // softmax scale * log2(e)
   float softcap;            // scores become softcap * tanh(score / softcap); 0: off
   KeyMean mean;
+  // With KV_QUERIES a sequence has several query tokens, its newest: q, out and lse are [queries, HQ, ..], and `group`
+  // counts the query heads of a KV head of as many of them as a sequence may have, those of the first one first
+  const int32_t* starts;    // [B + 1] first query of each sequence
+  int64_t each;             // query heads per KV head of one query
 };
+
+// where a sequence's query head lies in q and out, and whether it is there
+struct QueryHead {
+  int64_t row;
+  int32_t head;
+  bool live;
+  KV_DEV QueryHead(const DecodeArgs& a, int b, int of) : row(b), head(of), live(true) {
+#ifdef KV_QUERIES
+    const int each = (int)a.each, h = of / a.group, i = of - h * a.group, token = i / each;
+    live = a.starts[b] + token < a.starts[b + 1];
+    row = live ? a.starts[b] + token : 0;
+    head = h * each + i - token * each;
+#endif
+  }
+};
+
+// query heads of a KV head that a sequence has
+KV_DEV int heads_of(const DecodeArgs& a, int b) {
+#ifdef KV_QUERIES
+  const int count = (a.starts[b + 1] - a.starts[b]) * (int)a.each;
+  return count < a.group ? count : a.group;
+#else
+  return a.group;
+#endif
+}
 
 }  // namespace kv

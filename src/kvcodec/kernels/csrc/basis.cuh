@@ -1,5 +1,6 @@
 // Rows of D numbers from the model's basis into that of the codes, or back: queries, keys and values held dense,
-// outputs. One warp per row; several tensors, the parts, in one launch.
+// outputs. One warp per row; several tensors, the parts, in one launch. Rows may be gathered and scattered on the way,
+// and outputs joined with those over other tokens.
 #pragma once
 #include "transform.cuh"
 
@@ -16,56 +17,195 @@ struct Rows {
   int64_t block;            // order of the Hadamard rotation, 1 for none
   int32_t kind, out_kind;   // 0 fp16, 1 bf16, 2 fp32
   int32_t heads, tokens, group;
-  int32_t way;              // of the factor: multiplies (0) or divides (1) before the rotation, multiplies after it (2)
+  int32_t way;              // of the factor: multiplies (0), divides (1) before the rotation, multiplies after it (2);
+                            // 3: rows are copied as they are, there is neither
   const int32_t* at;        // null, or [B]: the rows of sequence b lie in batch at[b * at_step] of x
   const int32_t* ends;      // null, or [B + 1]: they go to the rows from ends[b] on of batch 0, as many as lie below
   int64_t at_step;          // ends[b + 1]
+  const int32_t* source;    // null, or [tokens]: row t is token source[t] of x
+  const int32_t* target;    // null, or [tokens]: row t goes to token target[t] of out; below 0: nowhere
+  const void* other;        // null, or outputs over other tokens, as x
+  const float *lse, *other_lse;  // null, or the log-sum-exps of x and of other, [heads, tokens], heads lse_head apart;
+                            // either infinity: over no token
+  const float* sinks;       // null, or [heads]: logits that only join the denominator
+  int64_t lse_head;
+  int64_t wide;             // whether all rows of x, other and out begin at multiples of 16 bytes
 };
 struct BasisArgs {
   Rows parts[5];  // queries, keys and values of the sink, of the window
 };
 
-KV_DEV float row_number(const void* from, int64_t at, int kind) {
-  if (kind == 2) return ((const float*)from)[at];
-  const uint16_t x = ((const uint16_t*)from)[at];
-  return kind == 0 ? half_float(x) : bf16_float(x);
+// weights of two outputs over tokens of their own, from the log-sum-exps
+KV_DEV void join_weights(const Rows& p, int h, int token, float& own, float& other) {
+  constexpr float LOG2E = 1.4426950408889634f;
+  const float none = bits_float(0xff800000u), all = bits_float(0x7f800000u);
+  const int64_t at = h * p.lse_head + token;
+  float x = p.lse[at] * LOG2E, y = p.other_lse ? p.other_lse[at] * LOG2E : none;
+  const float z = p.sinks ? p.sinks[h] * LOG2E : none;
+  x = x == all ? none : x;
+  y = y == all ? none : y;
+  const float top = maximum(x, maximum(y, z));
+  if (top == none) {
+    own = other = 0.0f;
+    return;
+  }
+  own = exp2_fast(x - top);
+  other = exp2_fast(y - top);
+  const float inverse = 1.0f / (own + other + exp2_fast(z - top));
+  own *= inverse;
+  other *= inverse;
 }
 
-// fp16 saturates, because a rotated row may exceed what it was made of; NaN stays
-KV_DEV void put_number(void* to, int64_t at, float x, int kind) {
-  if (kind == 2) {
-    ((float*)to)[at] = x;
-  } else {
-    const float near = x != x ? x : minimum(maximum(x, -65504.0f), 65504.0f);
-    ((uint16_t*)to)[at] = kind == 0 ? half_bits(near) : bf16_bits(x);
+// How a warp holds rows: a lane has EACH neighbouring channels, LANES lanes a row, of which the last may have none.
+template <int D> struct RowLanes {
+  KV_CONST int EACH = D > 256 ? D / 32 : 8, USED = D / EACH;
+  KV_CONST int LANES = USED > 16 ? 32 : USED > 8 ? 16 : USED > 4 ? 8 : 4, ROWS = 32 / LANES;
+  static_assert(D % EACH == 0 && USED <= 32, "whole vectors of channels");
+};
+
+// E neighbouring numbers; `wide`: they begin at 16 bytes
+template <int E> KV_DEV void load_numbers(float (&x)[E], const void* from, int64_t at, int kind, bool wide) {
+  KV_UNROLL
+  for (int i = 0; i < E; i += 8) {
+    if (kind == 2) {
+      KV_UNROLL
+      for (int k = 0; k < 8; k += 4) {
+        const uint32_t* f = (const uint32_t*)from + at + i + k;
+        const Words4 w = wide ? *(const Words4*)f : Words4{f[0], f[1], f[2], f[3]};
+        x[i + k] = bits_float(w.a), x[i + k + 1] = bits_float(w.b);
+        x[i + k + 2] = bits_float(w.c), x[i + k + 3] = bits_float(w.d);
+      }
+      continue;
+    }
+    const uint16_t* f = (const uint16_t*)from + at + i;
+    auto pair = [f](int k) { return (uint32_t)f[k] | (uint32_t)f[k + 1] << 16; };
+    const Words4 w = wide ? *(const Words4*)f : Words4{pair(0), pair(2), pair(4), pair(6)};
+    const uint32_t words[4] = {w.a, w.b, w.c, w.d};
+    KV_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const uint16_t low = (uint16_t)words[k], high = (uint16_t)(words[k] >> 16);
+      x[i + 2 * k] = kind == 0 ? half_float(low) : bf16_float(low);
+      x[i + 2 * k + 1] = kind == 0 ? half_float(high) : bf16_float(high);
+    }
+  }
+}
+
+// fp16 saturates, because a rotated row may exceed what it was made of; NaN stays, and what is copied
+KV_DEV uint32_t number16(float x, int kind, bool copied) {
+  const float near = x != x || copied ? x : minimum(maximum(x, -65504.0f), 65504.0f);
+  return kind == 0 ? half_bits(near) : bf16_bits(x);
+}
+template <int E>
+KV_DEV void store_numbers(const float (&x)[E], void* to, int64_t at, int kind, bool copied, bool wide) {
+  KV_UNROLL
+  for (int i = 0; i < E; i += 8) {
+    if (kind == 2) {
+      uint32_t* f = (uint32_t*)to + at + i;
+      uint32_t words[8];
+      KV_UNROLL
+      for (int k = 0; k < 8; ++k) words[k] = float_bits(x[i + k]);
+      if (wide) {
+        *(Words4*)f = Words4{words[0], words[1], words[2], words[3]};
+        *(Words4*)(f + 4) = Words4{words[4], words[5], words[6], words[7]};
+      } else {
+        KV_UNROLL
+        for (int k = 0; k < 8; ++k) f[k] = words[k];
+      }
+      continue;
+    }
+    uint16_t* f = (uint16_t*)to + at + i;
+    uint32_t words[4];
+    KV_UNROLL
+    for (int k = 0; k < 4; ++k)
+      words[k] = number16(x[i + 2 * k], kind, copied) | number16(x[i + 2 * k + 1], kind, copied) << 16;
+    if (wide) {
+      *(Words4*)f = Words4{words[0], words[1], words[2], words[3]};
+    } else {
+      KV_UNROLL
+      for (int k = 0; k < 8; ++k) f[k] = (uint16_t)(words[k / 2] >> k % 2 * 16);
+    }
+  }
+}
+
+// as hadamard_row, for rows held so
+template <int D, int E> KV_DEV void rotate(float (&x)[E], int order, int lane) {
+  KV_UNROLL
+  for (int step = 1; step < E; step *= 2) {
+    if (step >= order) continue;
+    KV_UNROLL
+    for (int e = 0; e < E; ++e) {
+      if (e & step) continue;
+      const float a = x[e], b = x[e + step];
+      x[e] = a + b;
+      x[e + step] = a - b;
+    }
+  }
+  KV_UNROLL
+  for (int bit = 1; bit < RowLanes<D>::LANES; bit *= 2) {
+    if (bit * E >= order) continue;
+    KV_UNROLL
+    for (int e = 0; e < E; ++e) {
+      const float other = shfl_xor(x[e], bit);
+      x[e] = lane & bit ? other - x[e] : x[e] + other;
+    }
+  }
+  if (order > 1) {
+    const float unit = orthonormal(order);
+    KV_UNROLL
+    for (int e = 0; e < E; ++e) x[e] *= unit;
   }
 }
 
 // grid (blocks that share the rows of a part and sequence, B, parts)
 template <int D, int WARPS> KV_DEV void change_basis(const BasisArgs& a) {
-  constexpr int N = D / 32;
+  using Held = RowLanes<D>;
+  constexpr int E = Held::EACH;
   const Rows& p = a.parts[block_z()];
-  const int lane = thread() % 32, b = block_y();
+  const int lane = thread() % 32, b = block_y(), c = lane % Held::LANES * E;
+  const bool wide = p.wide;
   const int64_t batch = (p.at ? p.at[b * p.at_step] : b) * p.batch;
   const int64_t out_batch = p.ends ? p.ends[b] * p.out_token : b * p.out_batch;
   const int tokens = p.ends && p.ends[b + 1] - p.ends[b] < p.tokens ? p.ends[b + 1] - p.ends[b] : p.tokens;
   KV_NO_UNROLL
-  for (int row = block_x() * WARPS + thread() / 32; row < p.heads * tokens; row += grid_x() * WARPS) {
-    const int token = row / p.heads, h = row % p.heads;
-    const int64_t from = batch + h * p.head + token * p.token + lane;
-    const int64_t to = out_batch + h * p.out_head + token * p.out_token + lane;
-    const float* factor = p.factor ? p.factor + b * p.factor_batch + (int64_t)(h / p.group) * D + lane : nullptr;
-    float x[N];
+  for (int first = (block_x() * WARPS + thread() / 32) * Held::ROWS; first < p.heads * tokens;
+       first += grid_x() * WARPS * Held::ROWS) {
+    const int row = first + lane / Held::LANES;
+    bool live = c < D && row < p.heads * tokens;
+    const int token = live ? row / p.heads : 0, h = live ? row - token * p.heads : 0;
+    const int source = live && p.source ? p.source[token] : token, target = live && p.target ? p.target[token] : token;
+    live = live && target >= 0;
+    const int64_t from = batch + h * p.head + source * p.token + c;
+    const int64_t to = out_batch + h * p.out_head + target * p.out_token + c;
+    const float* factor = p.factor ? p.factor + b * p.factor_batch + (int64_t)(h / p.group) * D + c : nullptr;
+    float x[E];
     KV_UNROLL
-    for (int i = 0; i < N; ++i) {
-      x[i] = row_number(p.x, from + 32 * i, p.kind);
-      if (factor && p.way == 0) x[i] *= factor[32 * i];
-      if (factor && p.way == 1) x[i] /= factor[32 * i];
+    for (int e = 0; e < E; ++e) x[e] = 0.0f;
+    if (live) {
+      load_numbers(x, p.x, from, p.kind, wide);
+      if (factor && p.way < 2) {
+        KV_UNROLL
+        for (int e = 0; e < E; ++e) x[e] = p.way == 0 ? x[e] * factor[e] : x[e] / factor[e];
+      }
+      if (p.lse) {
+        float own, other;
+        join_weights(p, h, token, own, other);
+        KV_UNROLL
+        for (int e = 0; e < E; ++e) x[e] *= own;
+        if (other != 0.0f) {
+          float y[E];
+          load_numbers(y, p.other, from, p.kind, wide);
+          KV_UNROLL
+          for (int e = 0; e < E; ++e) x[e] += y[e] * other;
+        }
+      }
     }
-    hadamard_row<D>(x, (int)p.block, lane);
-    KV_UNROLL
-    for (int i = 0; i < N; ++i)
-      put_number(p.out, to + 32 * i, factor && p.way == 2 ? x[i] * factor[32 * i] : x[i], p.out_kind);
+    rotate<D>(x, (int)p.block, lane);
+    if (!live) continue;
+    if (factor && p.way == 2) {
+      KV_UNROLL
+      for (int e = 0; e < E; ++e) x[e] *= factor[e];
+    }
+    store_numbers(x, p.out, to, p.out_kind, p.way == 3, wide);
   }
 }
 

@@ -61,6 +61,37 @@
 
 namespace kv {
 
+#ifdef KV_QUERIES
+KV_CONST bool HAS_QUERIES = true;
+#else
+KV_CONST bool HAS_QUERIES = false;
+#endif
+
+// how many of a sequence's tokens [.., end) the N heads of a lane do not see, as they come behind their query
+template <int N> struct Behind {
+  int count[HAS_QUERIES ? N : 1];
+  KV_DEV Behind() {
+    if constexpr (HAS_QUERIES) {
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) count[n] = 0;
+    }
+  }
+  KV_DEV Behind(const DecodeArgs& a, int b, int first, int end) : Behind() {
+    if constexpr (HAS_QUERIES) {
+      const int newest = a.starts[b + 1] - a.starts[b] - 1, over = a.seq_lens[b] - end;
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const int behind = newest - (first + n) / (int)a.each - over;
+        count[n] = behind > 0 ? behind : 0;
+      }
+    }
+  }
+  KV_DEV int of(int n) const {
+    if constexpr (HAS_QUERIES) return count[n];
+    else return 0;
+  }
+};
+
 template <int D, int WARPS, bool CAP, bool BF16, int HEADS> struct DensePart;
 template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS, bool SIZED> struct DenseJoin;
 
@@ -109,6 +140,7 @@ struct Decoder {
                 "a tile holds whole blocks; of keys, it may be part of one");
   static_assert(HEADS == 8 || (HEADS == 4 && SCRATCH == 0), "outliers are added for 8 heads");
   static_assert(TEAMS == 1 || !APART, "dense tokens apart are a CTA's piece");
+  static_assert(!HAS_QUERIES || DENSE < 0, "several queries of a sequence meet no dense tokens");
 
   KV_DEV static void sync() {
     if constexpr (TEAMS == 1) sync_threads();
@@ -119,7 +151,7 @@ struct Decoder {
   template <bool MASKED, class KH, class VH>
   KV_DEV static void tile(State& st, const Query<K, D, HEADS>& q, const DecodeArgs& a, const uint8_t* at,
                           const KH& k_held, const VH& v_held, int lane, int live_from, int live_to, const Mean& mean,
-                          uint8_t* scratch = nullptr) {
+                          uint8_t* scratch = nullptr, const Behind<N>& behind = {}) {
     const Planes<K, T> keys{at};
     const Planes<V, T> values{at + planes_bytes<K>(T)};
     const TileNumbers<K, V, T> numbers(keys, values, lane);
@@ -153,7 +185,10 @@ struct Decoder {
         const int token = 16 * sub + 8 * half + g;
         const bool live = !MASKED || (token >= live_from && token < live_to);
         KV_UNROLL
-        for (int n = 0; n < N; ++n) s[sub][N * half + n] = live ? s[sub][N * half + n] : minus_infinity();
+        for (int n = 0; n < N; ++n) {
+          const bool seen = live && (!MASKED || !HAS_QUERIES || token < live_to - behind.of(n));
+          s[sub][N * half + n] = seen ? s[sub][N * half + n] : minus_infinity();
+        }
         if constexpr (is_numbered<V>(0)) vs[sub][half] = live ? numbers.value_scale(2 * sub + half) : 0.0f;
         else if constexpr (V::HAS_V_SCALE) vs[sub][half] = live ? V::v_scale(values, token) : 0.0f;
         else vs[sub][half] = 1.0f;
@@ -305,7 +340,7 @@ struct Decoder {
                                bool filled = false) {
     const int lane = opaque(thread() % 32);
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
-    const int rest = h * a.group + a.group - first_head, live_heads = rest < HEADS ? rest : HEADS;
+    const int rest = h * a.group + heads_of(a, b) - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
     ask_early(a, filled, h, b, warp, lane);
     uint8_t* k_table = shared;
@@ -327,7 +362,10 @@ struct Decoder {
     const bool known = a.runs == 1 && !a.start && warp * T < a.capacity;
     const int sooner = known ? row[warp * T / P] : 0;
     const Run own_run(a, split, b);
-    const int begin = own_run.begin, end = own_run.end, from = own_run.from, to = own_run.to;
+    const int begin = own_run.begin, end = own_run.end, from = own_run.from;
+    const int to = HAS_QUERIES && live_heads <= 0 ? from : own_run.to;
+    // that all heads see
+    const int sure = HAS_QUERIES ? end - Behind<1>(a, b, 0, end).of(0) : end;
     const int64_t stride = a.page_bytes;
     int fetched = from + warp;
     int page = known ? sooner : fetched < to ? row[fetched * T / P] : 0;
@@ -385,9 +423,13 @@ struct Decoder {
       copy_wait<STAGES - 1>();
       sync_warp();
       const uint8_t* at = ring + stage * STAGE;
-      const bool whole = t * T >= begin && t * T + T <= end;
-      if (whole) tile<false>(st, q, a, at, k_held, v_held, lane, 0, T, mean, scratch);
-      else tile<true>(st, q, a, at, k_held, v_held, lane, begin - t * T, end - t * T, mean, scratch);
+      const bool whole = t * T >= begin && t * T + T <= sure;
+      if (whole) {
+        tile<false>(st, q, a, at, k_held, v_held, lane, 0, T, mean, scratch);
+      } else {
+        const Behind<N> behind(a, b, first_head - h * a.group + N * (lane % 4), end);
+        tile<true>(st, q, a, at, k_held, v_held, lane, begin - t * T, end - t * T, mean, scratch, behind);
+      }
       sync_warp();  // all lanes have read this stage before it is filled again
       if constexpr (PAIRS > 0) mean.turn_on();
       fetch(stage);

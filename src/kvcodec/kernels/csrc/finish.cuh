@@ -17,20 +17,26 @@ KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], const float (&den
   if constexpr (MIXED) mix_row<D>(x, MixedBy<D>(a.value.matrix, h), lane);
   hadamard_row<D>(x, (int)a.value.block, lane);
   multiply_row<D>(x, a.value, b, h, lane);
-  const int64_t at = b * a.out_batch + head * a.out_head;
+  const QueryHead of(a, b, head);
+  const int64_t at = of.row * a.out_batch + of.head * a.out_head;
   KV_UNROLL
   for (int i = 0; i < D / 32; ++i) store_real(a.out, at + lane + 32 * i, x[i] + dense[i] * total_inverse, a.out_kind);
   if (lane == 0) {
-    a.lse[b * (int64_t)(a.heads * a.group) + head] =
+#ifdef KV_QUERIES
+    const int64_t heads = a.heads * a.each;
+#else
+    const int64_t heads = a.heads * a.group;
+#endif
+    a.lse[of.row * heads + of.head] =
         l > 0.0f ? (m + log2_fast(l)) * 0.69314718055994531f : minus_infinity();
   }
 }
 
 // a learned sink is one more logit without a value
-KV_DEV void add_sink(const DecodeArgs& a, int head, float& m, float& l, float& factor) {
+KV_DEV void add_sink(const DecodeArgs& a, int b, int head, float& m, float& l, float& factor) {
   factor = 1.0f;
   if (!a.sinks) return;
-  const float sink = a.sinks[head] * 1.4426950408889634f;
+  const float sink = a.sinks[QueryHead(a, b, head).head] * 1.4426950408889634f;
   if (sink == minus_infinity()) return;
   const float next = maximum(m, sink);
   factor = m == minus_infinity() ? 0.0f : exp2_fast(m - next);
@@ -58,7 +64,7 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
     const int head = first_head + n;
     if (a.slots == 1) {
       float factor, none[D / 32];
-      add_sink(a, head, m, l, factor);
+      add_sink(a, b, head, m, l, factor);
       KV_UNROLL
       for (int i = 0; i < D / 32; ++i) x[i] *= factor, none[i] = 0.0f;
       store_row<D, MIXED>(a, x, none, m, l, b, h, head, lane);
@@ -109,6 +115,7 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
     }
   }
   wait_for_previous();
+  if (!QueryHead(a, b, head).live) return;
   // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart
   const float* part_o = a.part_o + row * a.slots * D + lane * N;
   const float* part_m = a.part_m + row * a.slots;
@@ -177,7 +184,7 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
     for (int i = 0; i < N; ++i) dense[i] = weight * sums[WARPS * D + lane + 32 * i];
   }
   float factor;
-  add_sink(a, head, m, l, factor);
+  add_sink(a, b, head, m, l, factor);
   if constexpr (MIXED) {
     float own[(RUNS + 3) / 4];  // the channels of the warp's lines
     KV_UNROLL

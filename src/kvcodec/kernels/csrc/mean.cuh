@@ -103,7 +103,8 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     for (int row = 0; row < (HEADS + WARPS - 1) / WARPS; ++row) {
       const int n = warp + row * WARPS;
       if (n >= HEADS) break;
-      const int64_t q = b * a.q_batch + (int64_t)(first_head + (n < live ? n : 0)) * a.q_head;
+      const QueryHead of(a, b, first_head + (n < live ? n : 0));
+      const int64_t q = of.row * a.q_batch + (int64_t)of.head * a.q_head;
       float x[UNITS][2], y[UNITS][2], top = 0.0f;
       KV_UNROLL
       for (int i = 0; i < UNITS; ++i) {

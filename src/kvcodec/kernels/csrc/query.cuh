@@ -49,7 +49,8 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
     KV_UNROLL
     for (int row = 0; row < ROWS; ++row) {
       const int n = warp + row * WARPS;  // missing heads read the first one
-      const int64_t number = b * a.q_batch + (int64_t)(first + (n < live ? n : 0)) * a.q_head + lane;
+      const QueryHead of(a, b, first + (n < live ? n : 0));
+      const int64_t number = of.row * a.q_batch + (int64_t)of.head * a.q_head + lane;
       const uint8_t* at = (const uint8_t*)a.q + (number << (1 + wide));
       const int odd = (int)((uint64_t)at & 2);
       const uint32_t* from = (const uint32_t*)(at - odd);

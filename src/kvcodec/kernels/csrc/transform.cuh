@@ -4,6 +4,13 @@
 
 namespace kv {
 
+// order ** -0.5 of a power of two, exact or rounded once
+KV_DEV float orthonormal(int order) {
+  float unit = 1.0f;
+  for (; order >= 4; order >>= 2) unit *= 0.5f;
+  return order == 2 ? unit * 0.70710678118654752f : unit;
+}
+
 // x <- diag(H, ..., H) x for N rows at once, whose exchanges then wait for one another no longer than those of one row;
 // H the orthonormal Sylvester-Hadamard matrix of that order, its own inverse
 template <int D, int N> KV_DEV void hadamard_rows(float (&x)[N][D / 32], int order, int lane) {
@@ -33,10 +40,7 @@ template <int D, int N> KV_DEV void hadamard_rows(float (&x)[N][D / 32], int ord
     }
   }
   if (order > 1) {
-    float unit = 1.0f;  // order ** -0.5, exact or rounded once
-    int left = order;
-    for (; left >= 4; left >>= 2) unit *= 0.5f;
-    if (left == 2) unit *= 0.70710678118654752f;
+    const float unit = orthonormal(order);
     KV_UNROLL
     for (int i = 0; i < N * (D / 32); ++i) x[i / (D / 32)][i % (D / 32)] *= unit;
   }

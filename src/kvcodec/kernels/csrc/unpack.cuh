@@ -30,6 +30,9 @@ struct UnpackArgs {
   const uint8_t *k_matrix, *v_matrix;  // that bring tokens of Mixed readers back to the model's basis, as in Side
   const int32_t* ends;        // null, or [B + 1]: sequences of lengths of their own lie end to end, sequence b in the
                               // rows [ends[b], ends[b + 1]) by out_token; `count` and out_batch are not used then
+  const int32_t* near;        // null, or with `ends` [B, 3]: of sequence b the tokens [near[3 b], near[3 b + 1]), whole
+  void *near_keys, *near_values;  // groups of near_group tokens, are unpacked there as well: group n to the near_group
+  int64_t near_group;         // rows from near[3 b + 2] + 2 n near_group on
 };
 
 // rows of a sequence: how many, and the number at which they begin in keys and in values
@@ -97,6 +100,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
+  KV_CONST bool NEAR = K::K_BLOCKED || V::V_BLOCKED;  // there are groups of tokens
   KV_CONST int SHARED = with_reach<K, V>(TABLES + WARPS * (TILE + 16 * ROW * 2));
 
   KV_DEV static void store(const UnpackArgs& a, const OutRows& of, void* to, const uint16_t* rows, int h, int first,
@@ -202,13 +206,21 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     uint8_t* tile = shared + TABLES + warp * (TILE + 16 * ROW * 2);
     uint16_t* rows = (uint16_t*)(tile + TILE);
     const int first = a.first + (block_x() * WARPS + warp) * T;
-    OutRows of{a.count, b * a.out_batch};
+    OutRows of{a.count, b * a.out_batch}, near{0, 0};
+    int count = a.count;
     if (a.ends) {
-      of.count = a.ends[b + 1] - a.ends[b];
+      count = of.count = a.ends[b + 1] - a.ends[b];
       of.begin = a.ends[b] * a.out_token;
-      if (block_x() * WARPS * T >= of.count) return;  // made for the longest sequence
+      if constexpr (NEAR) {
+        if (a.near) {
+          count = a.near[3 * b + 1];
+          near.count = first >= a.near[3 * b] ? count : 0;
+          near.begin = (a.near[3 * b + 2] + first / a.near_group * a.near_group) * a.out_token;
+        }
+      }
+      if (block_x() * WARPS * T >= count) return;  // made for the longest sequence
     }
-    const bool mine = first < a.first + of.count;
+    const bool mine = first < a.first + count;
     if (mine) {
       const int64_t page = a.page_table[b * a.table_row + first / P];
       fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * a.page_bytes, first % P, lane);
@@ -245,6 +257,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       if constexpr (is_mixed<K>(0)) mix(a, rows, a.k_matrix, h, lane);
       if constexpr (PAIRS > 0) add_mean(a, rows, b, h, first + sub, lane);
       store(a, of, a.keys, rows, h, first + sub, lane);
+      if (NEAR && near.count) store(a, near, a.near_keys, rows, h, first + sub, lane);
       sync_warp();
       KV_UNROLL
       for (int turn = 0; turn < 4; ++turn) {
@@ -263,6 +276,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       if constexpr (scratch_bytes<V>(0) > 0) put_back<V, T>(rows, value_planes, sub, a.kind, lane);
       if constexpr (is_mixed<V>(0)) mix(a, rows, a.v_matrix, h, lane);
       store(a, of, a.values, rows, h, first + sub, lane);
+      if (NEAR && near.count) store(a, near, a.near_values, rows, h, first + sub, lane);
       sync_warp();
     }
   }

@@ -1,0 +1,311 @@
+"""A step's prompt chunks over pages of token groups: one launch per stage for all requests, as ``prompts``.
+
+Each query reads its own group of G tokens, up to itself, in 16 bit, and every group before it from the pages. A query
+at place r of a group sees, in two parts that are joined by their log-sum-exps::
+
+    packed, at least G tokens before it     causal attention with the keys moved by G places
+    the G tokens up to itself               places r + 1 .. G - 1 of the group before, packed, and places 0 .. r of its
+                                            own, in 16 bit: a window of G over the two groups beside each other
+
+In the second part every group is a sequence of its own. The stages::
+
+    new tokens behind the pending ones of their groups   kv_basis    not where every chunk begins and ends with a group
+    complete groups into the pages                       kv_encode   once or twice
+    queries and 16-bit tokens into the basis of the      kv_basis
+    codes, tokens of unfinished groups into their slots
+    pages unpacked, the last groups beside the 16-bit    kv_unpack
+    tokens as well
+    attention                                            flash       twice
+    both parts joined, out of the basis of the codes     kv_basis
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcodec.codec import ROLES, Role
+from kvcodec.kernels.basis import COPY, DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined, Part, change_basis
+from kvcodec.kernels.constants import NO_CONSTANTS
+from kvcodec.kernels.encode import SlotWriter
+from kvcodec.kernels.flash import Ragged
+from kvcodec.kernels.prompts import ChunkReader, Room, part_of
+
+
+class GroupChunks(NamedTuple):
+    """Newest tokens of several requests, whose own tokens are those from the beginning of their first group on.
+
+    Own tokens lie group by group, those of all requests behind each other; ``straight``: they are the new ones as they
+    came.
+
+    Parameters
+    ----------
+    first, last : int
+        Queries of the step.
+    table : Tensor int32 ``[B, M]``
+        Block ids.
+    straight : bool
+    slots : Tensor int64 ``[own]``
+        Of the pages, for each own token; below 0: its group is not complete.
+    beside : Tensor int32 ``[own]``
+        Row of each own token beside its group before; below 0: there is no such token.
+    placed : Tensor int32 ``[n]``
+        Own token of each new one.
+    old, old_to : Tensor int32
+        Pending tokens of the first groups, row of the slots and own token.
+    kept, kept_to : Tensor int32
+        Own tokens of unfinished groups, and their rows of the slots.
+    distant : Ragged
+        Queries, and their requests' tokens that are at least a group before the newest one.
+    local : Ragged
+        Queries, and the tokens of their group and the one before.
+    near : Tensor int32 ``[B, 3]``
+        ``kv::UnpackArgs::near``.
+    most : int
+        Packed tokens of the longest request.
+    keys, beside_keys : int
+        Rows of ``distant`` and ``local``.
+    unit : int
+    room : Room
+    """
+
+    first: int
+    last: int
+    table: Tensor
+    straight: bool
+    slots: Tensor
+    beside: Tensor
+    placed: Tensor
+    old: Tensor
+    old_to: Tensor
+    kept: Tensor
+    kept_to: Tensor
+    distant: Ragged
+    local: Ragged
+    near: Tensor
+    most: int
+    keys: int
+    beside_keys: int
+    unit: int
+    room: Room
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[tuple[int, int, int, int]],
+        table: Tensor,
+        slot: Tensor,
+        unit: int,
+        page_tokens: int,
+        room: Room,
+    ) -> Self:
+        """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
+
+        Parameters
+        ----------
+        requests, table, room
+            As ``Chunks.of``.
+        slot : Tensor int64 ``[R]``
+            Of pending tokens, for each row of ``table``.
+        unit : int
+            Tokens of a group.
+        page_tokens : int
+        """
+        row, first, *_ = requests[0]
+        numbers = _numbers(requests, unit, page_tokens)
+        parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
+        flat = torch.from_numpy(np.concatenate(parts))
+        if table.is_cuda:
+            flat = flat.pin_memory().to(table.device, non_blocking=True)
+        held = dict(zip(numbers.arrays, flat.split([len(x) for x in parts]), strict=True))
+        table = table[row : row + len(requests)]
+        pages = table[held["row"], held["column"]].long()
+        slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
+        rows = slot[row : row + len(requests)].int() * unit
+        old = rows.index_select(0, held["old_row"]) + held["old_place"]
+        kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
+        return cls(
+            first,
+            requests[-1][2],
+            table,
+            numbers.straight,
+            slots,
+            held["beside"],
+            held["placed"],
+            old,
+            held["old_to"],
+            held["kept"],
+            kept_to,
+            Ragged(held["queries"], held["keys"], numbers.most_queries, numbers.most_keys),
+            Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, unit),
+            held["near"],
+            numbers.most,
+            int(numbers.arrays["keys"][-1]),
+            int(numbers.arrays["group_keys"][-1]),
+            unit,
+            room,
+        )
+
+
+class _Numbers(NamedTuple):
+    arrays: dict[str, Any]
+    straight: bool
+    most: int
+    most_queries: int
+    most_keys: int
+
+
+def _starts(counts: Any) -> Any:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_tokens: int) -> _Numbers:
+    """Numbers of ``GroupChunks`` that are known on the host."""
+    _, first, last, length = np.array(requests, dtype=np.int64).T
+    new = last - first
+    before = length - new
+    begin, packed = before // unit * unit, (length - 1) // unit * unit
+    groups = -(-(length - begin) // unit)
+    begun = before - begin  # tokens that are pending
+    straight = not begun.any() and not ((length - begin)[:-1] % unit).any()
+
+    # groups, and the tokens of each
+    request = np.repeat(np.arange(len(new)), groups)
+    base = begin[request] + unit * (np.arange(len(request)) - np.repeat(_starts(groups)[:-1], groups))
+    queries = np.minimum(base + unit, length[request]) - np.maximum(base, before[request])
+    own = np.minimum(base + unit, length[request]) - base
+    keys = own + unit * (base > 0)
+    key_starts = _starts(keys)[:-1]
+
+    # own tokens, whole groups of them but where they are as they came
+    at = (base[:, None] + np.arange(unit)).ravel()
+    group = np.repeat(np.arange(len(base)), unit)
+    place = np.tile(np.arange(unit), len(base))
+    of = request[group]
+    there, complete = at < length[of], base[group] + unit <= length[of]
+    numbers = {
+        "row": of,
+        "column": np.where(there, at // page_tokens, 0),
+        "place": np.where(complete, at % page_tokens, -1),
+        "beside": np.where(there, key_starts[group] + keys[group] - own[group] + place, -1),
+    }
+    if straight:
+        numbers = {name: x[there] for name, x in numbers.items()}
+        unfinished = np.flatnonzero(~complete[there])
+    else:
+        unfinished = np.flatnonzero(there & ~complete)
+    old = np.flatnonzero(at < before[of])
+    lost = np.flatnonzero(there & ~complete)
+    numbers |= {
+        "placed": np.flatnonzero(there & (at >= before[of])),
+        "old_row": of[old],
+        "old_place": place[old],
+        "old_to": old,
+        "kept": unfinished,
+        "kept_row": of[lost],
+        "kept_place": place[lost],
+        "queries": _starts(new),
+        "keys": _starts(np.maximum(length - unit, 0)),
+        "group_queries": _starts(queries),
+        "group_keys": _starts(keys),
+    }
+    # group n of a request goes before the own group n + 1, which the first own group's keys say the place of
+    first_group = _starts(groups)[:-1]
+    offset = key_starts[first_group] - unit * (begin == 0) - 2 * (begin - unit)
+    numbers["near"] = np.stack([np.maximum(begin - unit, 0), packed, offset], 1)
+    return _Numbers(numbers, bool(straight), int(packed.max()), int(new.max()), int(max(0, length.max() - unit)))
+
+
+class GroupChunkReader(ChunkReader):
+    """Prompt chunks over one pool of pages of token groups; ``ChunkReader``'s arguments."""
+
+    def take(
+        self, keys: Tensor, values: Tensor, chunks: GroupChunks, slots: Mapping[Role, Tensor], writer: SlotWriter
+    ) -> tuple[Tensor, Tensor]:
+        """Encode the groups that new tokens complete; returns all own tokens, ``[own, H, D]``.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[n, H, D]``
+            New ones.
+        chunks : GroupChunks
+        slots : mapping of role to Tensor ``[rows, H, D]``
+            Pending tokens.
+        writer : SlotWriter
+        """
+        own, held = (keys, values), slots["key"].dtype
+        if not chunks.straight or keys.dtype != held:
+            shape, room = torch.Size((chunks.slots.shape[0], *keys.shape[1:])), chunks.room
+            own = (
+                room.get("own key", shape, keys.device, held),
+                room.get("own value", shape, keys.device, held),
+            )
+            parts = []
+            for role, x, to in zip(ROLES, (keys, values), own, strict=True):
+                parts.append(part_of(x, to, NO_CONSTANTS, COPY)._replace(target=chunks.placed))
+                parts.append(_some(slots[role], to, NO_CONSTANTS, COPY, chunks.old, chunks.old_to))
+            change_basis(parts)
+        writer.write(*own, chunks.slots)
+        return own
+
+    def attend_groups(
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor],
+        chunks: GroupChunks,
+        slots: Mapping[Role, Tensor],
+        scale: float,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attention of the chunks' queries, and own tokens of unfinished groups into their slots.
+
+        Parameters
+        ----------
+        q, out, scale, sinks
+            As ``ChunkReader.attend``.
+        own : (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
+            As ``take`` returned them.
+        chunks : GroupChunks
+        slots : mapping of role to Tensor ``[rows, H, D]``
+        """
+        packed, room, args = self.packed, chunks.room, self.args
+        device, half = q.device, torch.float16
+        heads, dim = own[0].shape[1:]
+        beside_k, beside_v = (
+            room.get(f"beside {role}", torch.Size((chunks.beside_keys, heads, dim)), device) for role in ROLES
+        )
+        turned, parts = q, []
+        if self.turns_queries or q.dtype != half:
+            turned = room.get("query", q.shape, device)
+            parts.append(part_of(q, turned, packed.key, MULTIPLY))
+        for x, to, side in zip(own, (beside_k, beside_v), (packed.key, packed.value), strict=True):
+            parts.append(part_of(x, to, side, DIVIDE)._replace(target=chunks.beside))
+        for role, x in zip(ROLES, own, strict=True):
+            parts.append(_some(x, slots[role], NO_CONSTANTS, COPY, chunks.kept, chunks.kept_to))
+        change_basis(parts)
+
+        shape = torch.Size((chunks.keys, heads, dim))
+        k, v = (room.get(role, shape, device) for role in ROLES)
+        if chunks.most:
+            args.near, args.near_group = chunks.near.data_ptr(), chunks.unit
+            args.near_keys, args.near_values = beside_k.data_ptr(), beside_v.data_ptr()
+            self.unpack(chunks.table, chunks.distant.keys, chunks.most, k, v, None)
+        direct = not (self.turns_outputs or chunks.keys) and out.dtype == half and sinks is None
+        found = out if direct else room.get("output", q.shape, device)
+        lse = self.flash(turned, beside_k, beside_v, chunks.local, scale, found)
+        if direct:
+            return
+        joined = Joined(lse, sinks=None if sinks is None else sinks.float())
+        if chunks.keys:
+            other = room.get("distant output", q.shape, device)
+            distant = self.flash(turned, k, v, chunks.distant, scale, other)
+            joined = joined._replace(other=other, other_lse=distant)
+        change_basis([part_of(found, out, packed.value, MULTIPLY_AFTER)._replace(joined=joined)])
+
+
+def _some(x: Tensor, out: Tensor, side: Any, way: int, source: Tensor, target: Tensor) -> Part:
+    """Rows ``[n, H, D]`` of ``x`` that are gathered, scattered to rows of ``out``."""
+    return part_of(x, out, side, way)._replace(tokens=len(source), source=source, target=target)
