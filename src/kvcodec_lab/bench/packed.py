@@ -81,7 +81,8 @@ class Packed:
         self.q = draw(batch, shape.query_heads, 1)
         params = _fitted(scheme, draw(1, heads, FIT_TOKENS), seed)
         mean = self.mean = mean_of(scheme, heads, dim, device)
-        cache = self.cache = _allocated(LayerSite(scheme, LAYER, fitted=params, mean=mean), draw(batch, heads, 0), tokens)
+        site = LayerSite(scheme, LAYER, fitted=params, mean=mean)
+        cache = self.cache = _allocated(site, draw(batch, heads, 0), tokens)
         assert cache.store is not None
         # a fused cache may let both roles leave the window together
         unit = int(getattr(cache, "unit", 1))
