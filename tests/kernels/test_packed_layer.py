@@ -269,6 +269,37 @@ def test_ghost_in_an_engines_pages(
         assert apart(out[first:last], right) < 0.004
 
 
+@pytest.mark.parametrize(("bits", "dim"), [(2, 128), (2.5, 256), (3, 128), (3.5, 128), (4, 256), (5, 128)])
+def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str, Any]) -> None:
+    """A row to a warp, where four rows to a warp would leave most multiprocessors idle."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.randn(1, HEADS, 1, dim, generator=generator).exp()
+    x = sizes * torch.randn(1, HEADS, 300, dim, generator=generator)
+    params: dict[Role, Params] = {}
+    for role in ROLES:
+        codec = kvcodec.get(f"ghost-3:bits={bits}").codec(role)
+        params[role] = codec.settle([codec.calibrate(Site(3, role, HEADS, dim, 0, CPU), x, x.flip(2))])[0]
+    rotary = Rotary(1e4 ** -(torch.arange(dim // 2) / (dim // 2)))
+    mean = MeanRemoval("pre", rotary, 4 * torch.randn(1, HEADS, dim, generator=generator))
+    layer = made(f"ghost-3:bits={bits},mean=pre", params=params, mean=mean, head_dim=dim)
+    k, v = (x[0, :, at : at + TOKENS].transpose(0, 1).contiguous() for at in (0, TOKENS))
+    for rows_ in (k, v):
+        rows_[3], rows_[5], rows_[8, 1, 7] = 0.0, 5e4, torch.nan
+        rows_[4] *= 1e-5
+        rows_[6] *= torch.logspace(-3, 3, dim)
+    want, where = pool(layer), slots(0, TOKENS)
+    layer.write(k.half(), v.half(), want, where, torch.arange(TOKENS))
+    for few in (0, 1 << 20):
+        cache = pool(layer)
+        writer = layer.pool(cache).writer
+        writer.few_tokens = few
+        layer.encode(k.half(), v.half(), cache, where, torch.arange(TOKENS)[None])
+        assert torch.equal(cache, want)
+    (many,), (few_rows,) = writer.many, writer.few  # one launch for keys and values
+    assert (many[0].key.team, few_rows[0].key.team) == (8, 32)
+    assert many[3] is not few_rows[3]
+
+
 def test_requests_are_gathered_without_gaps() -> None:
     requests = [(2, 5, 9, 30), (3, 9, 10, 60), (4, 10, 20, 11), (6, 20, 25, 5), (7, 26, 27, 1), (8, 27, 28, 200)]
     together, alone = gathered(requests, 100)
