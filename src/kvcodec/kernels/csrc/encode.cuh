@@ -155,37 +155,28 @@ KV_DEV void load_four(uint32_t* to, const float* from) {
   to[0] = w.a, to[1] = w.b, to[2] = w.c, to[3] = w.d;
 }
 
-// The mean of a head, turned to token n's position. Lanes with four neighbouring channels load those at a time where
-// pairs lie apart.
+// The mean of a head, turned to token n's position. Where all channels turn, pairs D / 2 apart, lanes with four
+// neighbouring channels load those at a time: little code, because a step's few rows wait for that most of all.
 template <int TEAM, int D, bool FOURS = TEAM != 32, int N>
 KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
   const float* mean = m.mean + b * m.batch + (int64_t)head * D;
   const int64_t at = b * m.turn_batch + n * m.turn_token;
   const float *cosines = m.cosines + at, *sines = m.sines + at;
-  const int half = m.turning / 2;
-  if (m.turning == 0) {
-    KV_UNROLL for (int k = 0; k < N; k++) x[k] = mean[channel_of<TEAM, FOURS>(part, k)];
-  } else if (FOURS && !m.interleaved && (half | (uint64_t)cosines / 4 | (uint64_t)sines / 4) % 4 == 0) {
-    constexpr int PART = N > 8 ? 8 : N;  // channels at a time: more would take too many registers
-    KV_UNROLL for (int from = 0; from < N; from += PART) {
-      uint32_t own[PART], other[PART], c[PART], s[PART];
-      if (from) sync_warp();
-      KV_UNROLL for (int k = 0; k < PART; k += 4) {
-        const int channel = channel_of<TEAM, FOURS>(part, from + k), back = channel < half ? -half : half;
-        const bool turns = channel < m.turning;
-        load_four(own + k, mean + channel);
-        load_four(other + k, mean + (turns ? channel - back : channel));
-        const int pair = !turns ? 0 : channel < half ? channel : channel - half;
-        load_four(c + k, cosines + pair), load_four(s + k, sines + pair);
-      }
-      KV_UNROLL for (int k = 0; k < PART; k++) {
-        const int channel = channel_of<TEAM, FOURS>(part, from + k);
-        const float first = mul(bits_float(own[k]), bits_float(c[k]));
-        const float with = mul(bits_float(other[k]), bits_float(s[k]));
-        x[from + k] = channel < half ? sub(first, with) : channel < m.turning ? add(first, with) : bits_float(own[k]);
+  if (FOURS && m.turning == D && !m.interleaved && ((uint64_t)cosines | (uint64_t)sines) % 16 == 0) {
+    KV_UNROLL for (int k = 0; k < N; k += 4) {
+      const int channel = channel_of<TEAM, FOURS>(part, k), pair = channel < D / 2 ? channel : channel - D / 2;
+      uint32_t own[4], other[4], c[4], s[4];
+      load_four(own, mean + channel);
+      load_four(other, mean + (channel < D / 2 ? channel + D / 2 : channel - D / 2));
+      load_four(c, cosines + pair), load_four(s, sines + pair);
+      KV_UNROLL for (int e = 0; e < 4; e++) {
+        const float first = mul(bits_float(own[e]), bits_float(c[e]));
+        const float with = mul(bits_float(other[e]), bits_float(s[e]));
+        x[k + e] = channel < D / 2 ? sub(first, with) : add(first, with);
       }
     }
   } else {
+    const int half = m.turning / 2;
     KV_UNROLL for (int k = 0; k < N; k++) {
       const int c = channel_of<TEAM, FOURS>(part, k);
       x[k] = mean[c];
@@ -199,6 +190,7 @@ KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uin
     }
   }
 }
+
 // GPUs with few units for doubles, all but sm_80, 90 and 100, add integers instead where those are as exact.
 #ifndef KV_FEW_DOUBLES
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1000

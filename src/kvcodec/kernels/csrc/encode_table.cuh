@@ -19,9 +19,9 @@
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
 //   quad(const float (&y)[D / TEAM], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
-//               as in encode.cuh, channels of FOURS of TEAM lanes; `scratch` is the warp's, and free again when all lanes return. With OWN true there
-//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head; with HOLDS
-//               true, what hold(table, part) has found of the head
+//               as in encode.cuh, channels of FOURS of TEAM lanes; `scratch` is the warp's, and free again when all
+//               lanes return. With OWN true there is another argument, the float that `factor` [B or 1, H] has for the
+//               sequence and head; with HOLDS true, what hold(table, part) has found of the head
 //
 // A Mixed codec (mixed.cuh) gets rows that a matrix has brought to the codes' basis, before the factor; its SCRATCH has
 // four rows of SCRATCH / 4 bytes, each of D floats and a number more.
@@ -236,7 +236,8 @@ KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int wo
 #endif
   const int64_t row = b * s.batch + head * s.head + n * s.token;
   const int size = a.kind == 2 ? 4 : 2;
-  for (int at = lane % TEAM * 128; at < C::DIM * size; at += TEAM * 128) prefetch((const uint8_t*)s.x + size * row + at);
+  for (int at = lane % TEAM * 128; at < C::DIM * size; at += TEAM * 128)
+    prefetch((const uint8_t*)s.x + size * row + at);
   if constexpr (R::MEAN) {
     const int64_t turn = b * a.mean.turn_batch + n * a.mean.turn_token + lane % 4 * 32;
     if (lane % 4 * 64 < a.mean.turning) prefetch((lane & 4 ? a.mean.sines : a.mean.cosines) + turn);
