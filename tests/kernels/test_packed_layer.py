@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvcodec
 from kvcodec.attention import attend
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
@@ -224,6 +226,103 @@ def test_chunks_of_many_requests_at_once(spec: str, case: str, dtype: torch.dtyp
             want = layer.attend(q[part], cache, table[row], length, rules)
             torch.testing.assert_close(found[part], want, rtol=0, atol=4e-3 if dtype == torch.float16 else 2e-2)
     assert len(flash.calls) == 2
+
+
+GHOSTS = ("ghost-3:transform=channels", "ghost-3:transform=klt", "ghost-2:transform=klt,sink=0,bits=2.5")
+
+
+def fitted(spec: str, kind: Literal["pre", "post", "none"]) -> tuple[EngineLayer, Tensor, Tensor]:
+    """A layer of ``ghost`` with constants and a mean from a file, and tokens ``[T, H, D]`` that have that mean."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randn(1, HEADS, 1, DIM, generator=generator).exp()
+    x = sizes * torch.randn(1, HEADS, 300, DIM, generator=generator)
+    params: dict[Role, Params] = {}
+    for role in ROLES:
+        codec = kvcodec.get(spec).codec(role)
+        found = codec.calibrate(Site(3, role, HEADS, DIM, 0, CPU), x, x.flip(2))
+        params[role] = codec.settle([found])[0]
+    k, v = (x[0, :, at : at + TOKENS].transpose(0, 1) for at in (0, TOKENS))
+    mean = None
+    if kind != "none":
+        rotary = Rotary(1e4 ** -(torch.arange(DIM // 2) / (DIM // 2)), 1.2) if kind == "pre" else None
+        mean = MeanRemoval(kind, rotary, 4 * torch.randn(1, HEADS, DIM, generator=generator))
+        k = k + mean.at(mean.given, torch.arange(TOKENS)[None])[0].transpose(0, 1)
+    name = f"{spec},mean={kind}"
+    return made(name, params=params, mean=mean), k.half(), v.half()
+
+
+def apart(found: Tensor, right: Tensor) -> float:
+    """Relative difference, NaN if there is one."""
+    return float((found - right).float().norm() / right.float().norm())
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "none"])
+@pytest.mark.parametrize("spec", GHOSTS)
+def test_ghost_in_an_engines_pages(
+    spec: str, kind: Literal["pre", "post", "none"], served_by: str, request: pytest.FixtureRequest
+) -> None:
+    """Tokens of several requests in any order in one launch, and padding; steps, and prompts of many requests."""
+    layer, k, v = fitted(spec, kind)
+    want, cache = pool(layer), pool(layer)
+    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS))
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
+    where = torch.cat([slots(0, TOKENS)[order], torch.tensor([-1, -1])])
+    padded = torch.cat([order, order[:2]])
+    layer.encode(k[padded], v[padded], cache, where, padded[None])
+    assert torch.equal(cache, want)
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    table[0, :5], table[2, :5] = ROW, ROW
+    lengths, rule = torch.tensor([TOKENS, 0, 17], dtype=torch.int32), Rules(0.125)
+    q = torch.randn(24, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+    found = layer.decode(q[:3], cache, table, lengths, rule, Live.of(lengths, layer.sink, 0))
+    assert bool((found[1] == 0).all())
+    for i in (0, 2):
+        right = layer.attend(q[i : i + 1], cache, ROW, int(lengths[i]), rule)
+        assert apart(found[i : i + 1], right) < 0.004
+    if served_by == "cuda":
+        kernels = request.getfixturevalue("emulated")
+        before = len(kernels["kv_unpack"].launches) if "kv_unpack" in kernels else 0
+        out = torch.full_like(q, torch.nan)
+        requests, table = [(0, 0, 7, 41), (1, 7, 23, 16), (2, 23, 24, TOKENS)], ROW.expand(3, -1).contiguous()
+        layer.attend_chunks(q, cache, Chunks.of(requests, table, Room()), rule, out)
+        assert len(kernels["kv_unpack"].launches) == before + 1
+    else:
+        out = torch.cat([layer.prefill(q[:7], cache, ROW, 41, rule), layer.prefill(q[7:], cache, ROW, TOKENS, rule)])
+        requests = [(0, 0, 7, 41), (0, 7, 24, TOKENS)]
+    for row, first, last, length in requests:
+        right = layer.attend(q[first:last], cache, table[row], length, rule)
+        assert apart(out[first:last], right) < 0.004
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(2, 128), (2.5, 256), (3, 128), (3.5, 128), (4, 256), (5, 128)])
+def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str, Any]) -> None:
+    """A row to a warp, where four rows to a warp would leave most multiprocessors idle."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.randn(1, HEADS, 1, dim, generator=generator).exp()
+    x = sizes * torch.randn(1, HEADS, 300, dim, generator=generator)
+    params: dict[Role, Params] = {}
+    for role in ROLES:
+        codec = kvcodec.get(f"ghost-3:bits={bits}").codec(role)
+        params[role] = codec.settle([codec.calibrate(Site(3, role, HEADS, dim, 0, CPU), x, x.flip(2))])[0]
+    rotary = Rotary(1e4 ** -(torch.arange(dim // 2) / (dim // 2)))
+    mean = MeanRemoval("pre", rotary, 4 * torch.randn(1, HEADS, dim, generator=generator))
+    layer = made(f"ghost-3:bits={bits},mean=pre", params=params, mean=mean, head_dim=dim)
+    k, v = (x[0, :, at : at + TOKENS].transpose(0, 1).contiguous() for at in (0, TOKENS))
+    for rows_ in (k, v):
+        rows_[3], rows_[5], rows_[8, 1, 7] = 0.0, 5e4, torch.nan
+        rows_[4] *= 1e-5
+        rows_[6] *= torch.logspace(-3, 3, dim)
+    want, where = pool(layer), slots(0, TOKENS)
+    layer.write(k.half(), v.half(), want, where, torch.arange(TOKENS))
+    for few in (0, 1 << 20):
+        cache = pool(layer)
+        writer = layer.pool(cache).writer
+        writer.few_tokens = few
+        layer.encode(k.half(), v.half(), cache, where, torch.arange(TOKENS)[None])
+        assert torch.equal(cache, want)
+    (many,), (few_rows,) = writer.many, writer.few  # one launch for keys and values
+    assert (many[0].key.team, few_rows[0].key.team) == (8, 32)
+    assert many[3] is not few_rows[3]
 
 
 def test_requests_are_gathered_without_gaps() -> None:

@@ -36,7 +36,7 @@ def test_the_weights_give_the_mean(preset: str, biased: Biased) -> None:
         assert metric(llm, "prefix_cache_hits") == 32
 
 
-@pytest.mark.parametrize("spec", ["ghost-3", "int-8:mean=post"])
+@pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt", "int-8:mean=post"])
 def test_a_file_gives_the_constants(spec: str, biased: Biased, tmp_path: Path) -> None:
     fitted = biased.fitted(spec, tmp_path / "fitted.safetensors")
     want = [library(biased.model, spec, ids, params=fitted) for ids in IDS]

@@ -23,10 +23,11 @@ from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
 from kvcodec.kernels.spec import Encoder, EncodeSpec
 
-ROW_THREADS, TABLE_THREADS = 128, 256
+ROW_THREADS, TABLE_WARPS = 128, 8
+TABLE_THREADS = 32 * TABLE_WARPS
 """Threads of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
 ROWS_PER_WARP = 4
-"""Of the encoders whose rows are held by eight lanes; the others take four steps."""
+"""Of the encoders of form "rows" whose rows are held by eight lanes; the others take four steps."""
 MOST_BLOCKS = 1 << 16
 """Along the rows of a sequence; more rows than that share blocks."""
 
@@ -77,6 +78,8 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
     ]
     each = f"a.{roles[0]}" if len(encoders) == 1 else "kv::block_z() ? a.value : a.key"
     threads, tell = "kv::ENCODE_THREADS", ""
+    # what is loaded of a mean must not take the registers of other blocks
+    least = first.resident or (1 if not spec.mean else 3 if first.form == "rows" else 2)
     if first.form == "rows":
         call = f"encode_pair<{', '.join(types)}>(a)" if len(encoders) == 2 else f"encode_side<{types[0]}>(a, {each})"
     elif first.form == "blocks":
@@ -95,7 +98,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
             *(["#define KV_SLOTS"] if slots else []),
             *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
-            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {first.resident or 1}) "
+            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {least}) "
             "kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {",
             f"  kv::{call};",
             "}",
@@ -218,17 +221,22 @@ class SlotWriter:
         args.pages, args.bad = pages.data_ptr(), bad.data_ptr()
         args.page_bytes, args.kept = pages.shape[2], kept
         args.page_tokens, args.heads = known.page_tokens, pages.shape[1]
-        self.spec, self.args, self.key, self.value, self.mean = known, args, args.key, args.value, args.mean
+        self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
         self.key.constants(key.tables, key.factor, key.matrix, known.key_plane)
         self.value.constants(value.tables, value.factor, value.matrix, known.value_plane)
         self.key.rows = known.page_bytes
         self.value.rows = known.page_bytes + rows_bytes(kept, known.head_dim) // 2
         there = tuple(role for role in ROLES if known.encoder(role) is not None)
-        self.launches = [
-            (group, _threads(known, encoder), kernel, shared)
-            for group, (kernel, shared) in _launches(spec, there, kept > 0, pages.device, slots=True).items()
-            if (encoder := known.encoder(group[0])) is not None
-        ]
+        self.many, self.few = (
+            [
+                (one, group, _threads(one, encoder), kernel, shared)
+                for group, (kernel, shared) in _launches(text_of(one), there, kept > 0, pages.device, True).items()
+                if (encoder := one.encoder(group[0])) is not None
+            ]
+            for one in (known, known.few)
+        )
+        # while all blocks of both roles run at once
+        self.few_tokens = 2 * MULTIPROCESSORS // (len(ROLES) * args.heads) * TABLE_WARPS
         self.held = pages, key, value, bad
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: Turned | None = None) -> None:
@@ -261,8 +269,8 @@ class SlotWriter:
         args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
         if less is not None:
             self.mean.fill(*less)
-        for group, threads, kernel, shared in self.launches:
-            blocks = max([_blocks_of(self.spec, role, keys.shape[1], keys.shape[0]) for role in group])
+        for spec, group, threads, kernel, shared in self.few if keys.shape[0] <= self.few_tokens else self.many:
+            blocks = max([_blocks_of(spec, role, keys.shape[1], keys.shape[0]) for role in group])
             kernel.launch((blocks, 1, len(group)), threads, shared, args)
 
 
@@ -276,10 +284,11 @@ def _blocks_of(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
     assert encoder is not None
     if encoder.form == "blocks":
         return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
-    rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
     if encoder.form == "table":  # a block serves one head and loads its tables first, which a few steps amortise
+        rows = TABLE_WARPS * (32 // encoder.team) * (2 if encoder.team == 8 else 1)
         most = encoder.resident * MULTIPROCESSORS or MOST_BLOCKS
-        return heads * max(1, min(-(-tokens // (2 * rows)), most // heads))
+        return heads * max(1, min(-(-tokens // rows), most // heads))
+    rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
     return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
 
 

@@ -166,7 +166,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     assert isinstance(codec, Ghost)
     codec.layout(head_dim)
     mixed = codec.transform == "klt"
-    return Encoder(
+    found = Encoder(
         _struct(f"kv::GhostRow<{head_dim}, {codec.total}>", codec),
         "encode_ghost.cuh",
         tables=write_tables,
@@ -175,6 +175,9 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         form="table",
         resident=2,
     )
+    if mixed or head_dim % 128:
+        return found
+    return replace(found, few=replace(found, type=f"kv::GhostRow<{head_dim}, {codec.total}, 32>", team=32))
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:

@@ -130,8 +130,9 @@ def of_codecs(
                 name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
                 yield Needed(decode.program(spec, config, steps.softcap, kind, group, several), name)
     writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
-    for roles, program in encode.programs(writing, kept=kept, slots=slots).items():
-        yield Needed(program, f"{writing.name}: {' and '.join(f'{role}s' for role in roles)}")
+    for one in dict.fromkeys((writing, writing.few) if slots else (writing,)):
+        for roles, program in encode.programs(one, kept=kept, slots=slots).items():
+            yield Needed(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
         yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
     yield Needed(history.program(spec.small, *history.config_for(spec.small, machine)), f"unpacking {spec.name}")

@@ -162,6 +162,10 @@ class Encoder:
     resident : int
         Blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run
         at once on 132 of them. 0: as many as there are rows for.
+    team : int
+        Lanes that share a row, of form "table".
+    few : Encoder, optional
+        The same bytes by a struct that shares rows among more lanes: sooner where there are few rows.
     """
 
     type: str
@@ -178,6 +182,8 @@ class Encoder:
     resident: int = 0
     alike: bool = False
     tables_of: Codec | None = None
+    team: int = 8
+    few: "Encoder | None" = None
 
     @property
     def multiplies(self) -> bool:
@@ -523,6 +529,12 @@ class EncodeSpec(NamedTuple):
     def encoder(self, role: Role) -> Encoder | None:
         """Return what writes a role."""
         return self.key if role == "key" else self.value
+
+    @property
+    def few(self) -> "EncodeSpec":
+        """The same for few rows, where a role has structs for them."""
+        key, value = ((one and one.few) or one for one in (self.key, self.value))
+        return self._replace(key=key, value=value)
 
     @property
     def name(self) -> str:

@@ -90,15 +90,16 @@ KV_CONSTEXPR double inverse_root(int order) {
 }
 
 // -- into the code basis ----------------------------------------------------------------------------------------------
-template <int TEAM> KV_DEV int channel_of(int part, int k) {
-  return TEAM == 32 ? part + 32 * k : 32 * (k / 4) + 4 * part + k % 4;
+// FOURS: a lane has four neighbouring channels, then those 4 TEAM further
+template <int TEAM, bool FOURS = TEAM != 32> KV_DEV int channel_of(int part, int k) {
+  return FOURS ? 4 * TEAM * (k / 4) + 4 * part + k % 4 : part + TEAM * k;
 }
 
 // A lane's part of a row, as loaded, w, and in fp32, y. Two steps, so that page addresses are computed while the row
 // is being loaded.
-template <int TEAM, int N>
+template <int TEAM, bool FOURS = TEAM != 32, int N>
 KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind) {
-  if (TEAM == 32) {
+  if (!FOURS) {
     if (kind == 2) {
       KV_UNROLL for (int k = 0; k < N; k++) w[k] = ((const uint32_t*)x)[at + part + 32 * k];
     } else {
@@ -107,30 +108,30 @@ KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, in
   } else if (kind == 2) {
     const uint64_t* from = (const uint64_t*)((const float*)x + at + 4 * part);
     KV_UNROLL for (int k = 0; k < N; k += 2) {
-      uint64_t two = from[16 * (k / 4) + k % 4 / 2];
+      uint64_t two = from[2 * TEAM * (k / 4) + k % 4 / 2];
       w[k] = (uint32_t)two;
       w[k + 1] = (uint32_t)(two >> 32);
     }
   } else {
     const uint64_t* from = (const uint64_t*)((const uint16_t*)x + at + 4 * part);
     KV_UNROLL for (int i = 0; i < N / 4; i++) {
-      uint64_t four = from[8 * i];
+      uint64_t four = from[TEAM * i];
       w[2 * i] = (uint32_t)four;
       w[2 * i + 1] = (uint32_t)(four >> 32);
     }
     KV_UNROLL for (int k = N / 2; k < N; k++) w[k] = 0;
   }
 }
-template <int TEAM, int N> KV_DEV void widen(float (&y)[N], const uint32_t (&w)[N], int kind) {
+template <int TEAM, bool FOURS = TEAM != 32, int N> KV_DEV void widen(float (&y)[N], const uint32_t (&w)[N], int kind) {
   if (kind == 2) {
     KV_UNROLL for (int k = 0; k < N; k++) y[k] = bits_float(w[k]);
   } else if (kind == 1) {
     KV_UNROLL for (int k = 0; k < N; k++) {
-      y[k] = TEAM == 32 ? bits_float(w[k] << 16) : bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
+      y[k] = !FOURS ? bits_float(w[k] << 16) : bits_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
     }
   } else {
     KV_UNROLL for (int k = 0; k < N; k++) {
-      y[k] = half_float((uint16_t)(TEAM == 32 ? w[k] : w[k / 2] >> 16 * (k % 2)));
+      y[k] = half_float((uint16_t)(!FOURS ? w[k] : w[k / 2] >> 16 * (k % 2)));
     }
   }
 }
@@ -154,34 +155,30 @@ KV_DEV void load_four(uint32_t* to, const float* from) {
   to[0] = w.a, to[1] = w.b, to[2] = w.c, to[3] = w.d;
 }
 
-// The mean of a head, turned to token n's position. Loads only at first, all of them together; the eight lanes of a
-// row load four neighbouring channels at a time where pairs lie apart.
-template <int TEAM, int D, int N>
+// The mean of a head, turned to token n's position. Where all channels turn, pairs D / 2 apart, lanes with four
+// neighbouring channels load those at a time: little code, because a step's few rows wait for that most of all.
+template <int TEAM, int D, bool FOURS = TEAM != 32, int N>
 KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
   const float* mean = m.mean + b * m.batch + (int64_t)head * D;
   const int64_t at = b * m.turn_batch + n * m.turn_token;
   const float *cosines = m.cosines + at, *sines = m.sines + at;
-  const int half = m.turning / 2;
-  if (m.turning == 0) {
-    KV_UNROLL for (int k = 0; k < N; k++) x[k] = mean[channel_of<TEAM>(part, k)];
-  } else if (TEAM == 8 && !m.interleaved && (half | (uint64_t)cosines / 4 | (uint64_t)sines / 4) % 4 == 0) {
-    uint32_t own[N], other[N], c[N], s[N];
+  if (FOURS && m.turning == D && !m.interleaved && ((uint64_t)cosines | (uint64_t)sines) % 16 == 0) {
     KV_UNROLL for (int k = 0; k < N; k += 4) {
-      const int channel = channel_of<8>(part, k), back = channel < half ? -half : half;
-      const bool turns = channel < m.turning;
-      load_four(own + k, mean + channel);
-      load_four(other + k, mean + (turns ? channel - back : channel));
-      const int pair = !turns ? 0 : channel < half ? channel : channel - half;
-      load_four(c + k, cosines + pair), load_four(s + k, sines + pair);
-    }
-    KV_UNROLL for (int k = 0; k < N; k++) {
-      const int channel = channel_of<8>(part, k);
-      const float first = mul(bits_float(own[k]), bits_float(c[k])), with = mul(bits_float(other[k]), bits_float(s[k]));
-      x[k] = channel < half ? sub(first, with) : channel < m.turning ? add(first, with) : bits_float(own[k]);
+      const int channel = channel_of<TEAM, FOURS>(part, k), pair = channel < D / 2 ? channel : channel - D / 2;
+      uint32_t own[4], other[4], c[4], s[4];
+      load_four(own, mean + channel);
+      load_four(other, mean + (channel < D / 2 ? channel + D / 2 : channel - D / 2));
+      load_four(c, cosines + pair), load_four(s, sines + pair);
+      KV_UNROLL for (int e = 0; e < 4; e++) {
+        const float first = mul(bits_float(own[e]), bits_float(c[e]));
+        const float with = mul(bits_float(other[e]), bits_float(s[e]));
+        x[k + e] = channel < D / 2 ? sub(first, with) : add(first, with);
+      }
     }
   } else {
+    const int half = m.turning / 2;
     KV_UNROLL for (int k = 0; k < N; k++) {
-      const int c = channel_of<TEAM>(part, k);
+      const int c = channel_of<TEAM, FOURS>(part, k);
       x[k] = mean[c];
       if (c < m.turning) {
         const bool second = m.interleaved ? c % 2 : c >= half;
@@ -193,6 +190,7 @@ KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uin
     }
   }
 }
+
 // GPUs with few units for doubles, all but sm_80, 90 and 100, add integers instead where those are as exact.
 #ifndef KV_FEW_DOUBLES
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1000
@@ -300,7 +298,7 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
 
 // With KV_KEPT: a row as it came, if its token is among the first `kept` of its page, into the rows of 16 bit behind
 // its codes. Rows that cannot be held are zeros by now.
-template <int TEAM, int D, int N>
+template <int TEAM, int D, bool FOURS = TEAM != 32, int N>
 KV_DEV void keep_row(const float (&y)[N], const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot,
                      int part, bool live) {
 #ifdef KV_KEPT
@@ -308,11 +306,11 @@ KV_DEV void keep_row(const float (&y)[N], const EncodeArgs& a, const EncodeSide&
   if (!live || place >= (uint32_t)a.kept) return;
   auto bits = [&](float x) -> uint32_t { return a.kind == 1 ? bf16_bits(x) : half_bits(x); };
   uint16_t* to = (uint16_t*)(a.pages + (page_of(a, b, slot) * a.heads + head) * a.page_bytes + s.rows) + place * D;
-  if constexpr (TEAM == 32) {
-    KV_UNROLL for (int k = 0; k < N; k++) to[channel_of<TEAM>(part, k)] = (uint16_t)bits(y[k]);
+  if constexpr (!FOURS) {
+    KV_UNROLL for (int k = 0; k < N; k++) to[channel_of<TEAM, FOURS>(part, k)] = (uint16_t)bits(y[k]);
   } else {
     KV_UNROLL for (int k = 0; k < N; k += 2)
-      *(uint32_t*)(to + channel_of<TEAM>(part, k)) = bits(y[k]) | bits(y[k + 1]) << 16;
+      *(uint32_t*)(to + channel_of<TEAM, FOURS>(part, k)) = bits(y[k]) | bits(y[k + 1]) << 16;
   }
 #endif
 }

@@ -27,9 +27,11 @@
 
 namespace kv {
 
-// TWICE: 2 b, bits of a pair
-template <int D, int TWICE> struct GhostRow : TableRow {
-  KV_CONST int DIM = D, N = D / 8, PAIRS = D / 2;
+// TWICE: 2 b, bits of a pair; LANES: 8, or 32 where D is a multiple of 128
+template <int D, int TWICE, int LANES = 8> struct GhostRow : TableRow {
+  KV_CONST int TEAM = LANES;
+  KV_CONST int DIM = D, N = D / LANES, PAIRS = D / 2;
+  static_assert(LANES == 8 || (LANES == 32 && D % 128 == 0), "whole fours of channels");
   KV_CONST int WORDS = D * TWICE / 64;   // of a row
   KV_CONST int PLANES = 1;
   KV_CONST bool BY_SEQUENCE = true;
@@ -38,11 +40,12 @@ template <int D, int TWICE> struct GhostRow : TableRow {
   KV_CONST int ORDER = WEIGHT + 4 * D, WIDTHS = ORDER + D;
   KV_CONST int TABLE = align16(WIDTHS + D);
   KV_CONST int ROW = 4 * D + 32;         // bytes of scratch; rows begin at different banks
-  KV_CONST int SCRATCH = 4 * ROW;
+  KV_CONST int SCRATCH = 32 / LANES * ROW;
+  KV_DEV static int channel(int part, int k) { return channel_of<LANES, true>(part, k); }
 
-  // the sum over the row's channels, lane `part` of eight having 32 i + 4 part + e in y[4 i + e]
+  // the sum over the row's channels 32 i + 4 p + e by halves over i, then e and p
   KV_DEV static float sum(const float (&y)[N]) {
-    constexpr int RUNS = D / 32, PADDED = RUNS <= 2 ? RUNS : RUNS <= 4 ? 4 : 8;
+    constexpr int RUNS = N / 4, PADDED = RUNS <= 2 ? RUNS : RUNS <= 4 ? 4 : 8;
     float s[4];
     KV_UNROLL for (int e = 0; e < 4; e++) {
       float run[PADDED];
@@ -51,6 +54,10 @@ template <int D, int TWICE> struct GhostRow : TableRow {
         KV_UNROLL for (int i = 0; i < half; i++) run[i] = add(run[i], run[i + half]);
       }
       s[e] = run[0];
+      if constexpr (LANES == 32) {
+        s[e] = add(s[e], shfl_xor(s[e], 16));
+        s[e] = add(s[e], shfl_xor(s[e], 8));
+      }
     }
     // over the lanes four, two and one apart; of four sums a lane keeps two, then one
     const bool high = thread() & 4, odd = thread() & 2;
@@ -123,21 +130,21 @@ template <int D, int TWICE> struct GhostRow : TableRow {
   };
   KV_DEV static Held hold(const uint8_t* table, int part) {
     Held held{};
-    KV_UNROLL for (int k = 0; k < N; k++) held.lines[k] = lines(table[WIDTHS + channel_of<8>(part, k)]);
+    KV_UNROLL for (int k = 0; k < N; k++) held.lines[k] = lines(table[WIDTHS + channel(part, k)]);
     KV_UNROLL for (int k = 0; k < KEPT; k++) {
-      const int c = channel_of<8>(part, k);
+      const int c = channel(part, k);
       held.weight[k] = ((const float*)(table + WEIGHT))[c], held.from[k] = 4u * table[ORDER + c];
     }
     return held;
   }
   KV_DEV static float weight(const Held& held, const uint8_t* table, int k) {
-    return KEPT ? held.weight[KEPT ? k : 0] : ((const float*)(table + WEIGHT))[channel_of<8>(thread() % 8, k)];
+    return KEPT ? held.weight[KEPT ? k : 0] : ((const float*)(table + WEIGHT))[channel(thread() % LANES, k)];
   }
   KV_DEV static uint32_t from(const Held& held, const uint8_t* table, int k) {
-    return KEPT ? held.from[KEPT ? k : 0] : 4u * table[ORDER + channel_of<8>(thread() % 8, k)];
+    return KEPT ? held.from[KEPT ? k : 0] : 4u * table[ORDER + channel(thread() % LANES, k)];
   }
   KV_DEV static float over_parts(float x) {
-    KV_UNROLL for (int step = 4; step; step /= 2) x = add(x, shfl_xor(x, step));
+    KV_UNROLL for (int step = LANES / 2; step; step /= 2) x = add(x, shfl_xor(x, step));
     return x;
   }
   KV_DEV static int tried(int nearest, int step) {
@@ -190,13 +197,13 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     const float* inverses = (const float*)(derived + INVERSES);
     const int lane = thread() % 32;
     const uint32_t copy = lane % COPIES * 8;
-    uint8_t* own = scratch + lane / 8 * ROW;
-    KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel_of<8>(part, k)] = given[k];
+    uint8_t* own = scratch + lane / LANES * ROW;
+    KV_UNROLL for (int k = 0; k < N; k++) ((float*)own)[channel(part, k)] = given[k];
     sync_warp();
     float y[N], energy[N], zero = 0.0f;
     const uint8_t* centre = table + opaque(16 * part) + CENTRE;
     KV_UNROLL for (int k = 0; k < N; k++) {
-      y[k] = sub(*(const float*)(own + from(held, table, k)), ((const float*)centre)[32 * (k / 4) + k % 4]);
+      y[k] = sub(*(const float*)(own + from(held, table, k)), ((const float*)centre)[channel(0, k)]);
       const float square = mul(y[k], y[k]);
       energy[k] = held.lines[k] > 2.0f ? square : 0.0f;  // of widths above 0
       zero = fma(weight(held, table, k), square, zero);
@@ -232,8 +239,8 @@ template <int D, int TWICE> struct GhostRow : TableRow {
     if (any(unsure)) number = searched(y, held, copy, nearest, table);
     const float scale = scales[number], inverse = inverses[number];
     sync_warp();  // all have read the row
-    KV_UNROLL for (int i = 0; i < D / 32; i++) {
-      const uint32_t widths = *(const uint32_t*)(table + opaque(4 * part) + (WIDTHS + 32 * i));
+    KV_UNROLL for (int i = 0; i < N / 4; i++) {
+      const uint32_t widths = *(const uint32_t*)(table + opaque(4 * part) + (WIDTHS + 4 * LANES * i));
       uint32_t codes[4];
       bool beyond[4], negative[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
@@ -244,21 +251,21 @@ template <int D, int TWICE> struct GhostRow : TableRow {
       }
       uint32_t low = field(codes[0], codes[1], beyond, negative, widths);
       uint32_t high = field(codes[2], codes[3], beyond + 2, negative + 2, widths >> 16);
-      if (i == D / 32 - 1 && part >= 6) {  // short pairs
+      if (i == N / 4 - 1 && part >= LANES - 2) {  // short pairs
         constexpr uint32_t TOP = 1u << (TWICE - 1);
-        low = and_or(low, TOP - 1, (uint32_t)(number >> (2 * part - 12) & 1) * TOP);
-        high = and_or(high, TOP - 1, (uint32_t)(number >> (2 * part - 11) & 1) * TOP);
+        low = and_or(low, TOP - 1, (uint32_t)(number >> (2 * part - 2 * LANES + 4) & 1) * TOP);
+        high = and_or(high, TOP - 1, (uint32_t)(number >> (2 * part - 2 * LANES + 5) & 1) * TOP);
       }
-      ((uint32_t*)own)[8 * i + part] = low | high << TWICE;
+      ((uint32_t*)own)[LANES * i + part] = low | high << TWICE;
     }
     sync_warp();
     // a word of the row is a run of these numbers from some bit of the first on
     constexpr int BITS = 2 * TWICE, STEP = BITS % 8 ? BITS % 4 ? 2 : 4 : BITS % 16 ? 8 : 16;  // of those first bits
     constexpr int COUNT = (32 + BITS - STEP + BITS - 1) / BITS;
     uint32_t* to = (uint32_t*)at[0] + part;
-    KV_UNROLL for (int i = 0; i < (WORDS + 7) / 8; i++) {
-      const int u = 8 * i + part;
-      if (WORDS % 8 && u >= WORDS) break;
+    KV_UNROLL for (int i = 0; i < (WORDS + LANES - 1) / LANES; i++) {
+      const int u = LANES * i + part;
+      if (WORDS % LANES && u >= WORDS) break;
       const uint32_t first = 32u * u / BITS;
       uint32_t low = 0, high = 0;
       KV_UNROLL for (int n = 0; n < COUNT; n++) {
@@ -269,7 +276,7 @@ template <int D, int TWICE> struct GhostRow : TableRow {
         else if (from + BITS > 32) high |= two >> (from > 0 ? 32 - from : 0);
       }
       const uint32_t bits = funnel(low, high, 32u * u - first * BITS) & keep;
-      if (live) to[8 * i] = bits;
+      if (live) to[LANES * i] = bits;
     }
     sync_warp();
   }

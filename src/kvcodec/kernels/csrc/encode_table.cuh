@@ -9,7 +9,7 @@
 // Grid (x, B, roles), any x >= 1; multiples of the number of heads waste no blocks. TABLE_THREADS threads and
 // table_bytes<Codec>() bytes of dynamic shared memory.
 //
-// Codecs: eight lanes hold a row, four rows to a warp
+// Codecs: eight lanes hold a row, four rows to a warp; or, for few rows, TEAM = 32 lanes
 //
 //   : TableRow
 //   DIM, PLANES, plane_bytes(p)   as in encode.cuh
@@ -17,11 +17,11 @@
 //   BY_SEQUENCE tables are those of a sequence: TABLE bytes for each head, table_head from one sequence to the next
 //   DERIVED     bytes behind the copied tables, a multiple of 16, which derive(to, table, thread, threads) fills
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
-//   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
+//   quad(const float (&y)[D / TEAM], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
-//               as in encode.cuh; `scratch` is the warp's, and free again when all lanes return. With OWN true there
-//               is another argument, the float that `factor` [B or 1, H] has for the sequence and head; with HOLDS
-//               true, what hold(table, part) has found of the head
+//               as in encode.cuh, channels of FOURS of TEAM lanes; `scratch` is the warp's, and free again when all
+//               lanes return. With OWN true there is another argument, the float that `factor` [B or 1, H] has for the
+//               sequence and head; with HOLDS true, what hold(table, part) has found of the head
 //
 // A Mixed codec (mixed.cuh) gets rows that a matrix has brought to the codes' basis, before the factor; its SCRATCH has
 // four rows of SCRATCH / 4 bytes, each of D floats and a number more.
@@ -140,9 +140,9 @@ template <class R>
 KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int workers, int64_t begin,
                        const uint8_t* table, uint8_t* scratch) {
   using C = typename R::Codec;
-  constexpr int N = C::DIM / 8;
-  int lane = thread() % 32, part = lane % 8, b = block_y();
-  uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * 4;
+  constexpr int TEAM = C::TEAM, ROWS = 32 / TEAM, N = C::DIM / TEAM;
+  int lane = thread() % 32, part = lane % TEAM, b = block_y();
+  uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * ROWS;
   int64_t row = b * s.batch + head * s.head;
   const int size = a.kind == 2 ? 4 : 2;  // bytes of a number
   const uint8_t* rows = (const uint8_t*)s.x + size * (row + 4 * part);
@@ -153,15 +153,13 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
   const int64_t factors = b * s.factor_batch + head * C::DIM;
   const float* times = R::FACTOR == FACTOR_TIMES ? s.factor + factors + 4 * part : nullptr;
   constexpr bool MIXED = is_mixed<C>(0);  // then all warps take as many steps, some of them with no row of their own
-  for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4;
-       (MIXED ? first - thread() / 32 * 4 : first) < tokens; first += step) {
-    uint32_t n = first + lane / 8;
+  for (uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * ROWS;
+       (MIXED ? first - thread() / 32 * ROWS : first) < tokens; first += step) {
+    uint32_t n = first + lane / TEAM;
     bool live = n < tokens;
     if (!live) n = MIXED ? 0 : first;
     uint32_t w[N];
-    load_words<8>(w, rows + n * stride, 0, 0, a.kind);
-    float less[N];
-    if constexpr (R::MEAN) turned_mean<8, C::DIM>(less, a.mean, b, head, n, part);
+    load_words<TEAM, true>(w, rows + n * stride, 0, 0, a.kind);
     uint32_t slot = 0;
 #ifdef KV_SLOTS
     const int64_t to = a.slots[n];
@@ -178,17 +176,19 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     uint8_t* at[C::PLANES];
     locate<C>(at, a, s, b, head, slot);
     float y[N];
-    widen<8>(y, w, a.kind);
+    widen<TEAM, true>(y, w, a.kind);
 
     bool good = true;  // false for NaN too
     KV_UNROLL for (int k = 0; k < N; k++) good &= magnitude(y[k]) <= HALF_MAX;
-    good = (ballot(!good) >> (lane - part) & 0xffu) == 0;
+    good = (ballot(!good) >> (lane - part) & (uint32_t)((1ull << TEAM) - 1)) == 0;
     if (!good) {
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
-    keep_row<8, C::DIM>(y, a, s, b, head, slot, part, live);
+    keep_row<TEAM, C::DIM, true>(y, a, s, b, head, slot, part, live);
     if constexpr (R::MEAN) {
+      float less[N];
+      turned_mean<TEAM, C::DIM, true>(less, a.mean, b, head, n, part);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = sub(y[k], less[k]);
     }
     if constexpr (MIXED)
@@ -198,14 +198,15 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
         if constexpr (R::FACTOR == FACTOR_TIMES) {
           uint32_t f[4];
-          load_words<4>(f, times + 8 * k);
+          load_words<4>(f, times + TEAM * k);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = mul(y[k + e], bits_float(f[e]));
         } else {
-          const int64_t from = factors + channel_of<8>(part, k);
+          const int64_t from = factors + channel_of<TEAM, true>(part, k);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = factored<R::FACTOR>(y[k + e], s.factor, from + e);
         }
       }
     }
+    static_assert(TEAM == 8 || (R::ORDER == 1 && !MIXED), "rows of 8 lanes are rotated");
     if constexpr (R::ORDER > 1) rotate_row<8, R::ORDER>(y, part);
     if constexpr (R::MEAN) held = C::hold(table, part);
     uint32_t keep = good ? 0xffffffffu : 0u;
@@ -224,7 +225,8 @@ KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int wo
   if (R::FACTOR == FACTOR_TIMES && thread() < LINES)
     prefetch(s.factor + b * s.factor_batch + head * C::DIM + thread() * 32);
   if (R::MEAN && thread() < LINES) prefetch(a.mean.mean + b * a.mean.batch + head * C::DIM + thread() * 32);
-  const uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * 4, n = first + lane / 8;
+  constexpr int TEAM = C::TEAM, ROWS = 32 / TEAM;
+  const uint32_t first = ((uint32_t)worker * TABLE_WARPS + thread() / 32) * ROWS, n = first + lane / TEAM;
   if (n >= (uint32_t)s.tokens) return;
 #ifdef KV_SLOTS
   if (lane == 0) prefetch(a.slots + first);
@@ -234,7 +236,8 @@ KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int wo
 #endif
   const int64_t row = b * s.batch + head * s.head + n * s.token;
   const int size = a.kind == 2 ? 4 : 2;
-  for (int at = lane % 8 * 128; at < C::DIM * size; at += 8 * 128) prefetch((const uint8_t*)s.x + size * row + at);
+  for (int at = lane % TEAM * 128; at < C::DIM * size; at += TEAM * 128)
+    prefetch((const uint8_t*)s.x + size * row + at);
   if constexpr (R::MEAN) {
     const int64_t turn = b * a.mean.turn_batch + n * a.mean.turn_token + lane % 4 * 32;
     if (lane % 4 * 64 < a.mean.turning) prefetch((lane & 4 ? a.mean.sines : a.mean.cosines) + turn);
@@ -243,7 +246,7 @@ KV_DEV void ask_early(const EncodeArgs& a, const EncodeSide& s, int head, int wo
 
 template <class R> KV_DEV void encode_with_table(const EncodeArgs& a, const EncodeSide& s) {
   using C = typename R::Codec;
-  static_assert(C::TEAM == 8 && C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "a codec of eight lanes, whole 16 bytes");
+  static_assert(C::TABLE % 16 == 0 && C::SCRATCH % 16 == 0, "whole 16 bytes");
   KV_DYNAMIC_SHARED(shared);
   uint8_t* scratch = shared + C::TABLE + C::DERIVED + thread() / 32 * C::SCRATCH;
   int heads = grid_x() < a.heads ? grid_x() : a.heads;  // heads processed at a time

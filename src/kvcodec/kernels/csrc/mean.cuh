@@ -78,7 +78,8 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
   // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
   uint32_t rows[2][BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos, then sin
-  const uint8_t *query, *start, *further;  // where a lane finds its operands: of a head, of the tile's start, of its rows
+  // where a lane finds its operands: of a head, of the tile's start, of its later rows
+  const uint8_t *query, *start, *further;
   uint8_t *turned, *step;                  // the warp's cos and sin; those of its steps
   float scale[N];                          // of the lane's heads
 
