@@ -25,7 +25,6 @@ from tests.integrations.test_generate import prompt
     [
         (lambda: tiny_config("deepseek-v3"), r"layers 0\.\.1 use multi-head latent attention \(kv_lora_rank=16\)"),
         (lambda: tiny_config("falcon-h1"), r"layer 0 is 'hybrid': it holds attention and recurrent state"),
-        (lambda: T5Config(), "an encoder-decoder model; its cross-attention"),
         (lambda: BertConfig(), "a model without an attention cache"),
         (lambda: ViTConfig(), "a model without an attention cache"),
         (lambda: MambaConfig(num_hidden_layers=2), "a model without an attention cache"),
@@ -35,11 +34,16 @@ from tests.integrations.test_generate import prompt
             "layer 0 is 'window_attention': .* unknown",
         ),
     ],
-    ids=["mla", "hybrid", "encoder-decoder", "encoder", "vision", "ssm", "no-model", "unknown-layer"],
+    ids=["mla", "hybrid", "encoder", "vision", "ssm", "no-model", "unknown-layer"],
 )
 def test_model_that_cannot_be_served_is_refused(config: Any, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         cache_for(config(), "saw-int4")
+
+
+def test_encoder_decoder_models_are_taken_by_cache_for_alone() -> None:
+    with pytest.raises(UnsupportedError, match="an encoder-decoder model; those are taken by cache_for"):
+        plan.plan_for(T5Config(), "decoded")
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -411,10 +411,9 @@ class DeviceCache(LayerCache):
         """Bring the device's state up to date after a change of the host's."""
         raise NotImplementedError
 
-    def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
-        """Decoded keys and values, as ``LayerCache.decode`` (PyTorch reference path)."""
+    def _range(self, first: int, last: int | None) -> tuple[int, int]:
         self.synchronize()
-        return super().decode(first, last)
+        return super()._range(first, last)
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""

@@ -402,12 +402,20 @@ class LayerCache:
         -------
         (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis, dtype of the input.
         """
+        first, last = self._range(first, last)
+        return self._decode_role("key", first, last), self._decode_role("value", first, last)
+
+    def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
+        """As ``decode``, of the keys or the values alone."""
+        return self._decode_role(role, *self._range(first, last))
+
+    def _range(self, first: int, last: int | None) -> tuple[int, int]:
         if self.store is None:
             raise UnsupportedError("the cache is empty: append keys and values before decoding.")
         last = self.length if last is None else last
         if not 0 <= first <= last <= self.length:
             raise ShapeError(f"decode({first}, {last}): the cache holds tokens 0..{self.length}; pass a range of them.")
-        return self._decode_role("key", first, last), self._decode_role("value", first, last)
+        return first, last
 
     def _decode_role(self, role: Role, first: int, last: int) -> Tensor:
         state = self.roles[role]

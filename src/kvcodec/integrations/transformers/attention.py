@@ -160,7 +160,7 @@ def _chunk(
     cache = layer.cache
     assert isinstance(cache, DeviceCache)
     cache.synchronize()
-    rules = Seen(causal) if mask is None else _rules(mask, layer, cache.host_tokens())
+    rules = Seen(causal, mask=mask) if mask is None or layer.is_cross else _rules(mask, layer, cache.host_tokens())
     rules = rules._replace(softcap=softcap)
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
@@ -232,6 +232,11 @@ def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
     if not layer.mask_checked and not tracing:
         layer.mask_checked = True  # one synchronisation per prefill, none per step
         seen = _seen(mask)
+        if layer.is_cross and not bool(seen.all()):
+            raise UnsupportedError(
+                "fused attention of one token sees all of an encoder's output; this attention mask hides some of it. "
+                "Use attention='streamed' or 'decoded'."
+            )
         runs = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
         if bool((runs > 1).any()):
             raise UnsupportedError(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, EncoderDecoderCache
 
 from kvcodec.cache.device import DeviceCache, mean_refusal
 from kvcodec.cache.growing import GrowingCache
@@ -41,6 +41,7 @@ from kvcodec.errors import (
 )
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
 from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.cross import CrossLayer
 from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
@@ -85,7 +86,7 @@ class KVCache(Cache):  # type: ignore[misc]
         options: dict[str, Any],
         probe: OutlierProbe | None,
     ) -> None:
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
         self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
 
     @property
@@ -175,7 +176,8 @@ class KVCache(Cache):  # type: ignore[misc]
         """Return spec, tokens, bytes and bits on one line."""
         seen = self.report()
         return (
-            f"KVCache({seen['spec']!r}, {len(self.layers)} layers, {seen['batch']} x {seen['tokens']} tokens, "
+            f"{type(self).__name__}({seen['spec']!r}, {len(self.layers)} layers, "
+            f"{seen['batch']} x {seen['tokens']} tokens, "
             f"{seen['total_bytes'] / 2**20:.2f} MiB, {seen['effective_bits']:.2f} bits, "
             f"{seen['ratio_to_16bit']:.2f}x smaller than 16-bit; prefill={seen['prefill']!r}, "
             f"attention={seen['attention']!r})"
@@ -215,6 +217,33 @@ class KVCache(Cache):  # type: ignore[misc]
         save_layers(path, self.layer_caches, meta)
 
 
+class EncoderDecoderKVCache(KVCache, EncoderDecoderCache):  # type: ignore[misc]
+    """The packed caches of an encoder-decoder model: of its decoder, and of its cross-attention behind it.
+
+    A cache belongs to one input of the encoder; ``reset`` it before the next one. ``layers`` and the report have the
+    decoder's layers first, then as many of cross-attention.
+
+    Parameters
+    ----------
+    As ``KVCache``.
+    """
+
+    def __init__(
+        self,
+        layers: list[Any],
+        scheme: KVScheme,
+        plan: ModelPlan,
+        options: dict[str, Any],
+        probe: OutlierProbe | None,
+    ) -> None:
+        super().__init__(layers, scheme, plan, options, probe)
+        own = sum(not layer.is_cross for layer in plan.layers)
+        EncoderDecoderCache.__init__(self, Cache(layers=layers[:own]), Cache(layers=layers[own:]))
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Do nothing: packed caches are cropped, selected and repeated as ``DynamicCache`` is."""
+
+
 def cache_for(
     model_or_config: Any,
     spec: str | KVScheme,
@@ -228,6 +257,9 @@ def cache_for(
     probe: Probe | bool = "refuse",
 ) -> KVCache:
     """Make an empty packed cache for a model.
+
+    That of an encoder-decoder model (Whisper) holds the decoder's K and V and those of the encoder's output, which are
+    written once; it is also an ``EncoderDecoderCache`` of transformers. Call its ``reset`` before another input.
 
     Parameters
     ----------
@@ -245,7 +277,8 @@ def cache_for(
         The random constants derive from it and from layer, role and head.
     params : path or mapping, optional
         Fitted constants: a file that ``kvcodec fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
-        them codecs that need a sample are fitted on each prefill. With ``mean=auto`` the keys of a layer are encoded
+        them codecs that need a sample are fitted on each prefill. Cross-attention layers are counted on behind the
+        decoder's own. With ``mean=auto`` the keys of a layer are encoded
         without the mean that is given here, and with their mean where constants are given without one.
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
@@ -293,15 +326,16 @@ attention='decoded')
         unfused = _unfused(model_or_config)
         attention = "decoded" if unfused else "fused"
     _check_rounding(scheme, attention)
-    plan = plan_for(model_or_config, attention)
+    plan = plan_for(model_or_config, attention, encoder_decoder=True)
     kv_layers = plan.kv_layers
-    schemes = [scheme.for_layer(i, len(kv_layers)) for i in range(len(kv_layers))]
+    schemes = plan.schemes(scheme)
     check_layouts(plan, schemes, page_tokens)
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
-    check_queries(scheme, [layer.index for layer in kv_layers], given)
+    for stack in plan.stacks:
+        check_queries(scheme, [layer.index for layer in stack], given)
     schemes = decided(model_or_config, plan, scheme, given)
-    scheme = scheme.with_means([own.mean for own in schemes])
+    scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
     watch = _watch(model_or_config, plan, scheme, given, action, attention)
     means = _means(model_or_config, plan, schemes, given)
     energies = _energies(model_or_config, plan, schemes, given)
@@ -312,7 +346,7 @@ attention='decoded')
     arrivals = Arrivals(len(kv_layers), watch)
     sites = [
         LayerSite(
-            own if layer.window is None or not own.sink else replace(own, sink=0),
+            _of_kind(own, layer),
             layer.index,
             seed,
             given.get(layer.index),
@@ -341,25 +375,32 @@ attention='decoded')
         site = next(packed)
         cache: LayerCache
         if kernels is None:
-            cache = LayerCache(site, page_tokens=page_tokens, capacity=max_len or 0)
+            cache = LayerCache(site, page_tokens=page_tokens, capacity=0 if planned.is_cross else max_len or 0)
         elif max_len:
             cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
         else:
             cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
-        if planned.window is None:
-            layers.append(PackedCacheLayer(cache, planned.index, attention, prefill, arrivals))
-        else:
-            common = cache, planned.index, attention, prefill, arrivals
+        common = cache, planned.index, attention, prefill, arrivals
+        if planned.window is not None:
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
-        if cache.places_tokens:
+        else:
+            layers.append((CrossLayer if planned.is_cross else PackedCacheLayer)(*common))
+        if cache.places_tokens and not planned.is_cross:
             rope = rope or _listening(model_or_config)
             layers[-1].rope = rope
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
-    made = KVCache(layers, scheme, plan, options, watch)
+    made = (EncoderDecoderKVCache if len(plan.stacks) > 1 else KVCache)(layers, scheme, plan, options, watch)
     made.unfused = unfused
     if watch is not None:
         watch.undo = made.reset
     return made
+
+
+def _of_kind(scheme: KVScheme, layer: LayerPlan) -> KVScheme:
+    """Scheme of one layer without what its kind of attention has no use for."""
+    if layer.is_cross:
+        return scheme.without_windows()
+    return scheme if layer.window is None or not scheme.sink else replace(scheme, sink=0)
 
 
 def _unfused(model_or_config: Any) -> str:
@@ -368,7 +409,7 @@ def _unfused(model_or_config: Any) -> str:
     if device is None or device.type != "cpu":
         return "kernels are the default on a CPU only; attention='fused' asks for them"
     try:
-        plan_for(model_or_config, "fused")
+        plan_for(model_or_config, "fused", encoder_decoder=True)
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -426,10 +467,13 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
         _give_mean(path, layer_cache, layer.cache)
         layer.cache = layer_cache
-        layer.rope = _listening(model_or_config) if layer_cache.places_tokens else None
+        follows = layer_cache.places_tokens and not layer.is_cross
+        layer.rope = _listening(model_or_config) if follows else None
         layer.filled = layer.is_initialized = True
         if isinstance(layer, WindowedLayer):
             layer.cumulative_length = count
+    if isinstance(cache, EncoderDecoderKVCache):  # the model is not to fill the cross-attention's layers again
+        cache.is_updated = dict.fromkeys(cache.is_updated, True)
     return cache
 
 
@@ -476,7 +520,7 @@ def decided(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
 ) -> list[KVScheme]:
     """Schemes of the model's KV layers; constants given, the codec or the key biases decide ``mean=auto``."""
-    schemes = [scheme.for_layer(i, len(plan.kv_layers)) for i in range(len(plan.kv_layers))]
+    schemes = plan.schemes(scheme)
     if all(own.mean != "auto" for own in schemes):
         return schemes
     biases = biases_of(model_or_config, plan)
@@ -645,6 +689,11 @@ def _kernels(
             engine.rooms.layers += 1
         if why := mean_refusal(site, engine):
             raise UnsupportedError(f"{plan.name}, layer {layer.index}: {site.scheme} {why}")
+    if max_len is not None and len(plan.stacks) > 1:
+        raise UnsupportedError(
+            f"{plan.name}: an encoder-decoder model has no static cache (max_len={max_len}) with fused attention; "
+            f"leave max_len out."
+        )
     if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
         raise UnsupportedError(
             f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "

@@ -1,7 +1,8 @@
 """One model layer of a packed cache with full attention: what transformers calls, on top of a ``LayerCache``.
 
 Every token is encoded once, on arrival; what ``update`` returns depends on the attention mode: decoded K and V, or a
-handle to itself. ``windowed.py`` has the layers of sliding and chunked attention.
+handle to itself. ``windowed.py`` has the layers of sliding and chunked attention, ``cross.py`` those that hold an
+encoder's output.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.positions import consecutive
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import check_tensor
+from kvcodec.codec import Role, check_tensor
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV
@@ -54,6 +55,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     waits = False
     """Whether tokens of the layer wait for that."""
     is_sliding = False
+    is_cross = False
+    """Whether the layer holds K and V of an encoder's output."""
     is_croppable = True
     is_compileable = False
     supports_early_init = False
@@ -226,19 +229,26 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _decoded(self, first: int) -> tuple[Tensor, Tensor]:
         """Decode tokens ``[first, length)``, a chunk at a time into tensors of their final size."""
+        out = self._decoded_role("key", first), self._decoded_role("value", first)
+        self.calls["decoded"] += 1
+        return out
+
+    def _decoded_role(self, role: Role, first: int) -> Tensor:
+        """As ``_decoded``, of one role; one decoded chunk beside the result at a time."""
         cache, last = self.cache, len(self.cache)
         end = min(first + CHUNK_TOKENS, last)
-        out = cache.decode(first, end)
+        out = cache.decode_role(role, first, end)
         peak = _chunk_bytes(out)
         if end < last:
-            whole = tuple(x.new_empty(*x.shape[:2], last - first, x.shape[3]) for x in out)
-            _fill(whole, 0, out)
-            del out  # one decoded chunk at a time
+            whole = out.new_empty(*out.shape[:2], last - first, out.shape[3])
+            whole[:, :, : end - first] = out
+            del out
             for a in range(end, last, CHUNK_TOKENS):
-                _fill(whole, a - first, cache.decode(a, min(a + CHUNK_TOKENS, last)))
-            out = whole[0], whole[1]
-        self.calls["decoded"] += 1
-        self.workspace_bytes = max(self.workspace_bytes, sum(x.nbytes for x in out) + peak)
+                b = min(a + CHUNK_TOKENS, last)
+                whole[:, :, a - first : b - first] = cache.decode_role(role, a, b)
+            out = whole
+        # the other role's result may exist as well
+        self.workspace_bytes = max(self.workspace_bytes, 2 * out.nbytes + peak)
         return out
 
     def attended(self, path: str, need: Callable[[], int]) -> None:
@@ -255,7 +265,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         chunk = min(CHUNK_TOKENS, len(self.cache))
         rows = query.new_empty(batch, self.cache.roles["key"].site.num_heads, chunk, dim, device="meta")
         scores = 4 * batch * heads * n * chunk * 4
-        return _chunk_bytes((rows, rows)) + scores + 6 * query.numel() * 4
+        return _chunk_bytes(rows) + scores + 6 * query.numel() * 4
 
     def state(self) -> Before:
         """State of this layer, whose pages grow, that an append and the eviction after attention replace."""
@@ -338,13 +348,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return "full attention"
 
 
-def _fill(whole: tuple[Tensor, ...], at: int, parts: tuple[Tensor, Tensor]) -> None:
-    for x, part in zip(whole, parts, strict=True):
-        x[:, :, at : at + part.shape[2]] = part
-
-
-def _chunk_bytes(chunk: tuple[Tensor, Tensor]) -> int:
-    """Bound of what decoding one chunk of K and V takes beyond the result, in bytes."""
-    tokens = [min(x.shape[2], CHUNK_TOKENS) for x in chunk]
-    each = [x.shape[0] * x.shape[1] * t * x.shape[3] * 4 for x, t in zip(chunk, tokens, strict=True)]
-    return max(each) * DECODE_COPIES
+def _chunk_bytes(chunk: Tensor) -> int:
+    """Bound of what decoding one chunk of K or V takes beyond the result, in bytes."""
+    batch, heads, tokens, dim = chunk.shape
+    return batch * heads * min(tokens, CHUNK_TOKENS) * dim * 4 * DECODE_COPIES

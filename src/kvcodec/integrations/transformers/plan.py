@@ -2,10 +2,11 @@
 
 Reads only the model's config, as ``DynamicCache(config=...)`` does: full, sliding and chunked attention layers hold
 packed K and V; linear-attention and convolution layers keep the state that transformers gives them; MLP layers, and
-layers whose K and V are borrowed from an earlier one, hold nothing. Anything else raises an error that names the layer
-and the reason.
+layers whose K and V are borrowed from an earlier one, hold nothing. The decoder of an encoder-decoder model has a
+cross-attention layer beside each of its own. Anything else raises an error that names the layer and the reason.
 """
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import cache_argument
+from kvcodec.scheme import KVScheme
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -25,6 +27,9 @@ ATTENTION_NAME = "kvcodec"
 
 KNOWN_VERSIONS = "5.17 to 5.24"
 """Versions of transformers that the tests ran with."""
+
+CROSS = "cross_attention"
+"""Type of the layers that hold K and V of an encoder's output; transformers has no name for them."""
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _STATE_ONLY = ("linear_attention", "conv")
@@ -51,9 +56,9 @@ class LayerPlan:
     Parameters
     ----------
     index : int
-        Layer of the model.
+        Layer of the model. Cross-attention layers are counted on behind the decoder's own.
     type : str
-        transformers' name of the layer type.
+        transformers' name of the layer type, or ``cross_attention``.
     window : int or None
         Tokens a query sees in a sliding or chunked layer, itself included; None for full attention.
     holds_kv : bool
@@ -71,6 +76,11 @@ class LayerPlan:
     heads: int | None = None
     head_dim: int | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the layer holds K and V of an encoder's output, written once."""
+        return self.type == CROSS
 
     @property
     def holds_state(self) -> bool:
@@ -91,6 +101,16 @@ class ModelPlan:
         """The layers that hold K and V."""
         return tuple(layer for layer in self.layers if layer.holds_kv)
 
+    @cached_property
+    def stacks(self) -> tuple[tuple[LayerPlan, ...], ...]:
+        """The layers that hold K and V: the decoder's own, and its cross-attention's, if it has any."""
+        both = (tuple(layer for layer in self.kv_layers if layer.is_cross is cross) for cross in (False, True))
+        return tuple(stack for stack in both if stack)
+
+    def schemes(self, scheme: KVScheme) -> list[KVScheme]:
+        """Scheme of each of ``kv_layers``; outer layers are those of a stack."""
+        return [scheme.for_layer(i, len(stack)) for stack in self.stacks for i in range(len(stack))]
+
     @property
     def heads(self) -> int | None:
         """KV heads; None where the config does not state them, or layers differ (Gemma 4)."""
@@ -102,13 +122,15 @@ class ModelPlan:
         return _common(layer.head_dim for layer in self.kv_layers)
 
 
-def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
+def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: bool = False) -> ModelPlan:
     """Read the layers of a model.
 
     Parameters
     ----------
     model_or_config : PreTrainedModel or PreTrainedConfig
     attention : {"decoded", "streamed", "fused"}
+    encoder_decoder : bool
+        Whether the caller takes encoder-decoder models.
 
     Returns
     -------
@@ -127,8 +149,14 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
             f"For other models use kvcodec.LayerCache on bare tensors."
         )
     name = type(model).__name__ if model is not None else type(config).__name__
-    text = config.get_text_config(decoder=True)
-    _check_model(name, model, config, text)
+    text = _decoder_config(config)
+    crossed = config.is_encoder_decoder or text.is_encoder_decoder
+    if crossed and not encoder_decoder:
+        raise UnsupportedError(
+            f"{name}: an encoder-decoder model; those are taken by cache_for and load_cache only. Use a decoder-only "
+            f"model."
+        )
+    _check_model(name, model, text, crossed)
     _check_attention(name, model, config, text, attention)
     types = _types_and_options(name, text)
     if text.per_layer_attributes:
@@ -136,10 +164,22 @@ def plan_for(model_or_config: Any, attention: Attention) -> ModelPlan:
     else:  # a config is slow to ask
         sizes = [_heads(text)] * len(types)
     layers = tuple(_layer(name, i, *of, *size) for i, (of, size) in enumerate(zip(types, sizes, strict=True)))
+    if crossed:
+        layers += tuple(LayerPlan(len(types) + i, CROSS, None, True, *size) for i, size in enumerate(sizes))
     if not any(layer.holds_kv for layer in layers):
         kinds = ", ".join(sorted({layer.type for layer in layers}))
         raise UnsupportedError(f"{name}: no layer caches keys and values (all are {kinds}); nothing to compress.")
     return ModelPlan(name, layers, float(getattr(text, "attn_logit_softcapping", None) or 0.0))
+
+
+def _decoder_config(config: Any) -> Any:
+    """Config of what generates text; for a flat config of encoder and decoder with the decoder's number of layers."""
+    text = config.get_text_config(decoder=True)
+    layers = getattr(config, "num_decoder_layers", None)  # T5 and its kind state it beside the encoder's
+    if config.is_encoder_decoder and layers is not None and layers != text.num_hidden_layers:
+        text = copy.deepcopy(text)
+        text.num_hidden_layers = layers
+    return text
 
 
 def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -167,17 +207,12 @@ def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]
     )
 
 
-def _check_model(name: str, model: Any, config: Any, text: Any) -> None:
-    if config.is_encoder_decoder or text.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{name}: an encoder-decoder model; its cross-attention caches are not packed. Use a decoder-only model."
-        )
-    encoder = getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention")
+def _check_model(name: str, model: Any, text: Any, crossed: bool) -> None:
+    encoder = not crossed and getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention")
     own_cache = text.model_type in _OWN_CACHE
     if encoder or own_cache or not _states(text, "num_attention_heads") or not hasattr(text, "vocab_size"):
         raise UnsupportedError(
-            f"{name}: a model without an attention cache of keys and values; kvcodec takes decoder-only models with "
-            f"attention."
+            f"{name}: a model without an attention cache of keys and values; kvcodec takes decoders with attention."
         )
     if model is not None and cache_argument(model) is None:
         raise UnsupportedError(
