@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcodec.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from kvcodec.cache.frames import FrameCache
     from kvcodec.cache.host import LayerCache
     from kvcodec.codec import Codec, Params, Payload, Site
     from kvcodec.compressed import Compressed, compress, fake_quant
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
     "presets", "get", "names", "describe", "register", "load_file", "from_json",
-    "compress", "fake_quant", "Compressed", "LayerCache", "cache_for", "load_cache",
+    "compress", "fake_quant", "Compressed", "LayerCache", "FrameCache", "cache_for", "load_cache",
     "Codec", "KVScheme", "Layout", "Field", "Site", "Params", "Payload",
     "KVError", "SpecError", "ShapeError", "FitError", "FormatError", "ModelError", "UnsupportedError",
     "KVCodecWarning",
 ]  # fmt: skip
 
 _HOMES = {
+    "cache.frames": ("FrameCache",),
     "cache.host": ("LayerCache",),
     "codec": ("Codec", "Params", "Payload", "Site"),
     "compressed": ("Compressed", "compress", "fake_quant"),

@@ -26,7 +26,10 @@ from kvcodec.kernels.choose import Kernels
 from kvcodec.kernels.engine import Engine
 from kvcodec.scheme import KVScheme
 
-ONE_RUN = "fused attention reads one run of tokens; evict(keep > 0) leaves two. Use attention='streamed'."
+ONE_RUN = (
+    "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "
+    "Use attention='streamed'."
+)
 
 
 class _Ready(NamedTuple):
@@ -424,9 +427,9 @@ class DeviceCache(LayerCache):
 
     def _one_run(self, first: int, last: int) -> None:
         """Raise if removing tokens would leave two runs of slots, or a run that ends inside a block."""
-        if first and last < self.length:
-            raise UnsupportedError(ONE_RUN)
         state = self.roles.get("key")
+        if first and last < self.length and (state is None or first != state.sink.shape[2]):
+            raise UnsupportedError(ONE_RUN)
         if self.unit == 1 or state is None or not state.runs:
             return
         encoded = first - state.sink.shape[2]
