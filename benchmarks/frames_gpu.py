@@ -1,0 +1,156 @@
+"""Attention of a video frame's queries over packed history, and an audio model's step, on a GPU, beside bf16.
+
+    python benchmarks/frames_gpu.py [--out FILE] [--specs saw-int4,octopus-3]
+
+- ``frame``: 1,560 queries, not causal, over 32,760 tokens with 16 heads of 64 (a Wan-1.3B frame in OCTOPUS's Sec. 4.3),
+  for the presets as they are (every token packed that they pack) beside flash attention and cuDNN's over bf16 K and V.
+- ``roll``: append a frame to 21 held, evict the oldest, with one frame as sink and one as window.
+- ``step``: one query over 455 tokens, 16 heads of 64 (an audio model), 1 and 64 streams.
+
+Times are medians of 20 calls with a dirty L2 cache, turn by turn with bf16's, in microseconds; ``vs_bf16`` is bf16's
+fastest over the preset's: above 1 the packed cache is faster. Each is checked first: the largest difference of 64
+queries from float32 attention over the decoded tokens, relative to the root mean square of the output.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import kvcodec
+from kvcodec.cache.fused import FusedLayerCache
+from kvcodec_lab.stamp import stamp
+
+HEADS, DIM, FRAME, FRAMES, AUDIO = 16, 64, 1560, 21, 455
+TURNS = 20
+
+
+def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median microseconds of each call, which take turns."""
+    dirt = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(TURNS + 3):
+        for name, call in calls.items():
+            dirt.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if turn >= 3:
+                found[name].append(1e3 * begin.elapsed_time(end))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def bf16(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
+    def by(backend: SDPBackend) -> Callable[[], Any]:
+        def call() -> Any:
+            with sdpa_kernel(backend):
+                return sdpa(q, k, v)
+
+        return call
+
+    calls = {"bf16 flash": by(SDPBackend.FLASH_ATTENTION)}
+    try:
+        by(SDPBackend.CUDNN_ATTENTION)()
+    except RuntimeError:  # this cuDNN does not take the shape
+        return calls
+    return {**calls, "bf16 cudnn": by(SDPBackend.CUDNN_ATTENTION)}
+
+
+def error(out: Tensor, q: Tensor, cache: Any) -> float:
+    """Largest difference from float32 attention over what the cache decodes to, over the output's root mean square."""
+    k, v = (x.float() for x in cache.decode())
+    wanted = sdpa(q[:, :, :64].float(), k, v)
+    return float((out[:, :, :64].float() - wanted).abs().max() / wanted.pow(2).mean().sqrt())
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    print({k: round(x, 3) if isinstance(x, float) else x for k, x in row.items()}, flush=True)
+    return row
+
+
+@torch.inference_mode()
+def attention(name: str, specs: list[str], batch: int, tokens: int, queries: int) -> list[dict[str, Any]]:
+    k, v = drawn(2, batch, HEADS, tokens, DIM).unbind(0)
+    q = drawn(batch, HEADS, queries, DIM, seed=1)
+    calls, about = bf16(q, k, v), dict[str, dict[str, Any]]()
+    for spec in specs:
+        cache = FusedLayerCache(kvcodec.get(spec).for_layer(8, 24))
+        cache.append(k, v)
+
+        def call(cache: Any = cache) -> Tensor:
+            return cache.attend(q, causal=False)  # type: ignore[no-any-return]
+
+        about[spec] = {"error": error(call(), q, cache), "bytes": sum(cache.nbytes().values())}
+        calls[spec] = call
+    times = medians(calls)
+    least = min(us for name, us in times.items() if name.startswith("bf16"))
+    shape = {"batch": batch, "heads": HEADS, "head_dim": DIM, "tokens": tokens, "queries": queries}
+    rows = []
+    for spec, us in times.items():
+        speed = {"us": us, "vs_bf16": least / us, "vs_flash": times["bf16 flash"] / us}
+        rows.append(show({"part": name, **shape, "spec": spec, **speed, **about.get(spec, {"bytes": 2 * k.nbytes})}))
+    return rows
+
+
+@torch.inference_mode()
+def rolling(spec: str, steps: int) -> dict[str, Any]:
+    """Roll, compare with an oracle of the frames held, and time appends."""
+    scheme = replace(kvcodec.get(spec).for_layer(8, 24), sink=FRAME, window=FRAME)
+    video = kvcodec.FrameCache(FusedLayerCache(scheme), tokens=FRAME, frames=FRAMES, sinks=1)
+    sizes, times, given = set(), [], []
+    for i in range(steps):
+        k, v = drawn(2, 1, HEADS, FRAME, DIM, seed=i).unbind(0)
+        given.append((k, v))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        video.append(k, v)
+        end.record()
+        end.synchronize()
+        if i > FRAMES + 1:
+            times.append(1e3 * begin.elapsed_time(end))
+            sizes.add(video.cache.store.pages.shape[0])  # type: ignore[union-attr]
+    oracle = FusedLayerCache(scheme)
+    oracle.append(*(torch.cat(list(x), 2) for x in zip(*given, strict=True)))
+    at = (torch.tensor(video.held)[:, None] * FRAME + torch.arange(FRAME)).flatten().cuda()
+    same = [torch.equal(a, b[:, :, at]) for a, b in zip(video.cache.decode(), oracle.decode(), strict=True)]
+    q = drawn(1, HEADS, FRAME, DIM, seed=99)
+    row = {
+        "part": "roll", "spec": spec, "frames": steps, "us": statistics.median(times), "equal_oracle": all(same),
+        "pages": sorted(sizes), "error": error(video.attend(q), q, video.cache),
+        "attend_us": medians({"a": lambda: video.attend(q)})["a"],
+    }  # fmt: skip
+    return show(row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--specs", default="saw-int4,octopus-4,octopus-3,octopus-2,turboquant-3,int-8")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    specs, rows = given.specs.split(","), list[dict[str, Any]]()
+    rows += attention("frame", specs, 1, FRAME * FRAMES, FRAME)
+    rows += attention("step", specs, 64, AUDIO, 1)
+    rows += attention("step", specs, 1, AUDIO, 1)
+    rows += [rolling(spec, 60) for spec in ("saw-int4", "octopus-3")]
+    if given.out:
+        about = {**stamp(torch.device("cuda"), 0), "rows": rows}
+        given.out.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
