@@ -1,6 +1,7 @@
 """The examples run as users run them, and print what they promise."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,33 @@ def test_generate_shows_bytes_and_text_for_each_spec() -> None:
     assert list(bits) == ["dense", "saw-int4"]
     assert bits["saw-int4"] < bits["dense"] / 2
     assert len(re.findall(r"^  \.\.\. \w+ .*\w", text, re.M)) == 2
+
+
+def here(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
+    """As ``run``, in this process, which has imported what takes long."""
+    runpy.run_path(str(EXAMPLES / name))["main"](*arguments)
+    return capsys.readouterr().out
+
+
+def test_speech_is_transcribed_with_both_caches_packed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = here(capsys, "05_speech.py")
+    sizes = {
+        m[1]: (int(m[2]), int(m[3])) for m in re.finditer(r"^(\S+): (\d+) bytes of text, (\d+) bytes of s", text, re.M)
+    }
+    assert list(sizes) == ["dense", "saw-int4", "kivi-4", "octopus-3"]
+    assert (
+        sizes["dense"][1] > 2 * 2 * 2 * 1500 * 128
+    )  # layers, keys and values, bytes, frames, channels; and free slots
+    assert 3.5 < sizes["dense"][1] / sizes["saw-int4"][1] < 3.8
+    assert len(re.findall(r"^  \[\d+(, \d+)+\]$", text, re.M)) == 4
+
+
+def test_a_video_rolls_on_and_ends_as_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = here(capsys, "06_video.py", str(tmp_path))
+    rows = re.findall(r"^(\S+): frames \[0, 18, 19, 20, 21, 22\] of 23, (\d+) bytes, PSNR ([\d.]+) dB$", text, re.M)
+    assert [row[0] for row in rows] == ["dense", "saw-int4", "octopus-3", "octopus-2"]
+    assert [int(row[1]) for row in rows] == sorted((int(row[1]) for row in rows), reverse=True)
+    assert float(rows[1][2]) > 20
+    picture = (tmp_path / "saw-int4.pgm").read_bytes()
+    assert picture.startswith(b"P5 384 16 255\n")
+    assert len(set(picture[-384 * 16 :])) > 20
