@@ -100,6 +100,7 @@ class GroupChunks(NamedTuple):
         unit: int,
         page_tokens: int,
         room: Room,
+        halves: int = 1,
     ) -> Self:
         """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
 
@@ -112,9 +113,11 @@ class GroupChunks(NamedTuple):
         unit : int
             Tokens of a group.
         page_tokens : int
+        halves : int
+            Of a slot, of which groups take one after the other.
         """
         row, first, *_ = requests[0]
-        numbers = _numbers(requests, unit, page_tokens)
+        numbers = _numbers(requests, unit, page_tokens, halves)
         parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
         flat = torch.from_numpy(np.concatenate(parts))
         if table.is_cuda:
@@ -123,7 +126,7 @@ class GroupChunks(NamedTuple):
         table = table[row : row + len(requests)]
         pages = table[held["row"], held["column"]].long()
         slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
-        rows = slot[row : row + len(requests)].int() * unit
+        rows = slot[row : row + len(requests)].int() * (halves * unit)
         old = rows.index_select(0, held["old_row"]) + held["old_place"]
         kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
         return cls(
@@ -161,7 +164,7 @@ def _starts(counts: Any) -> Any:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_tokens: int) -> _Numbers:
+def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_tokens: int, halves: int) -> _Numbers:
     """Numbers of ``GroupChunks`` that are known on the host."""
     _, first, last, length = np.array(requests, dtype=np.int64).T
     new = last - first
@@ -198,14 +201,15 @@ def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_toke
         unfinished = np.flatnonzero(there & ~complete)
     old = np.flatnonzero(at < before[of])
     lost = np.flatnonzero(there & ~complete)
+    in_slot = at % (halves * unit)
     numbers |= {
         "placed": np.flatnonzero(there & (at >= before[of])),
         "old_row": of[old],
-        "old_place": place[old],
+        "old_place": in_slot[old],
         "old_to": old,
         "kept": unfinished,
         "kept_row": of[lost],
-        "kept_place": place[lost],
+        "kept_place": in_slot[lost],
         "queries": _starts(new),
         "keys": _starts(np.maximum(length - unit, 0)),
         "group_queries": _starts(queries),
