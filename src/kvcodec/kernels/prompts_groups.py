@@ -31,7 +31,7 @@ from kvcodec.kernels.basis import COPY, DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined
 from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.encode import SlotWriter
 from kvcodec.kernels.flash import Ragged
-from kvcodec.kernels.prompts import ChunkReader, Room, part_of
+from kvcodec.kernels.prompts import ChunkReader, Room
 
 
 class GroupChunks(NamedTuple):
@@ -248,8 +248,8 @@ class GroupChunkReader(ChunkReader):
             )
             parts = []
             for role, x, to in zip(ROLES, (keys, values), own, strict=True):
-                parts.append(part_of(x, to, NO_CONSTANTS, COPY)._replace(target=chunks.placed))
-                parts.append(_some(slots[role], to, NO_CONSTANTS, COPY, chunks.old, chunks.old_to))
+                parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.placed))
+                parts.append(_copied(slots[role], to, chunks.old, chunks.old_to))
             change_basis(parts)
         writer.write(*own, chunks.slots)
         return own
@@ -284,11 +284,11 @@ class GroupChunkReader(ChunkReader):
         turned, parts = q, []
         if self.turns_queries or q.dtype != half:
             turned = room.get("query", q.shape, device)
-            parts.append(part_of(q, turned, packed.key, MULTIPLY))
+            parts.append(Part(q, turned, packed.key, MULTIPLY))
         for x, to, side in zip(own, (beside_k, beside_v), (packed.key, packed.value), strict=True):
-            parts.append(part_of(x, to, side, DIVIDE)._replace(target=chunks.beside))
+            parts.append(Part(x, to, side, DIVIDE, target=chunks.beside))
         for role, x in zip(ROLES, own, strict=True):
-            parts.append(_some(x, slots[role], NO_CONSTANTS, COPY, chunks.kept, chunks.kept_to))
+            parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
         change_basis(parts)
 
         shape = torch.Size((chunks.keys, heads, dim))
@@ -302,14 +302,14 @@ class GroupChunkReader(ChunkReader):
         lse = self.flash(turned, beside_k, beside_v, chunks.local, scale, found)
         if direct:
             return
-        joined = Joined(lse, sinks=None if sinks is None else sinks.float())
+        other = distant = None
         if chunks.keys:
             other = room.get("distant output", q.shape, device)
             distant = self.flash(turned, k, v, chunks.distant, scale, other)
-            joined = joined._replace(other=other, other_lse=distant)
-        change_basis([part_of(found, out, packed.value, MULTIPLY_AFTER)._replace(joined=joined)])
+        joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
+        change_basis([Part(found, out, packed.value, MULTIPLY_AFTER, joined=joined)])
 
 
-def _some(x: Tensor, out: Tensor, side: Any, way: int, source: Tensor, target: Tensor) -> Part:
-    """Rows ``[n, H, D]`` of ``x`` that are gathered, scattered to rows of ``out``."""
-    return part_of(x, out, side, way)._replace(tokens=len(source), source=source, target=target)
+def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
+    """Some rows of ``x [t, H, D]`` to rows of ``out [T, H, D]``."""
+    return Part(x, out, NO_CONSTANTS, COPY, tokens=len(source), source=source, target=target)

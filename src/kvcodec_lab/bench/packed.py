@@ -81,7 +81,9 @@ class Packed:
         self.q = draw(batch, shape.query_heads, 1)
         params = _fitted(scheme, draw(1, heads, FIT_TOKENS), seed)
         mean = self.mean = mean_of(scheme, heads, dim, device)
-        cache = self.cache = _allocated(LayerSite(scheme, LAYER, fitted=params, mean=mean), draw(batch, heads, 0), tokens)
+        cache = self.cache = _allocated(
+            LayerSite(scheme, LAYER, fitted=params, mean=mean), draw(batch, heads, 0), tokens
+        )
         assert cache.store is not None
         # a fused cache may let both roles leave the window together
         unit = int(getattr(cache, "unit", 1))
@@ -157,9 +159,9 @@ class Packed:
             parts, step = [sink], CHUNK_TOKENS - CHUNK_TOKENS % state.codec.block_tokens
             for at in range(0, self.encoded[role], step):
                 end = min(at + step, self.encoded[role])
-                rows = state.codec.from_code(
-                    state.codec.decode(one.read(role, at, end), state.params), state.params
-                )[0, head]
+                rows = state.codec.from_code(state.codec.decode(one.read(role, at, end), state.params), state.params)[
+                    0, head
+                ]
                 if role == "key" and self.mean is not None:
                     places = torch.arange(at, end, device=rows.device)[None] + len(sink)
                     rows = rows + self.mean.at(self.mean.given, places)[0, head]
