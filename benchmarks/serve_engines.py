@@ -80,7 +80,8 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
         given["speculative_config"] = {
             "method": method, "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 1
         }  # fmt: skip
-        sizes = [n * (1 + DRAFTS) for n in sizes]  # in tokens: a graph of 32 requests has 128
+        given["max_num_seqs"] = scale.sequences[0]
+        sizes = [scale.sequences[0] * (1 + DRAFTS)]  # in tokens; one graph, as there is one load
     if on_gpu and not job.eager:
         given["compilation_config"] = {
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes
