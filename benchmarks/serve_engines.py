@@ -55,13 +55,9 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
     """Arguments of ``LLM`` for a job and a model; the same for every variant but for what names its cache."""
     loaded = job.part in LOADS
     sizes = [1, 2, 4, 8, 16, 32, 64] + [128, 192, 256] * loaded
-    longest = {
-        "throughput": sum(scale.point[:2]), "sessions": scale.sessions_most, "smoke": max(scale.smoke_tokens),
-        "sweep": max(sum(point[:2]) for point in scale.points),
-    }  # fmt: skip
     given: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
-        "max_model_len": longest.get(job.part, scale.tokens) + 256, "max_num_seqs": sizes[-1],
+        "max_model_len": scale.most(job.part) + 256, "max_num_seqs": sizes[-1],
         "max_num_batched_tokens": scale.chunk, "enable_prefix_caching": True, "gpu_memory_utilization": scale.memory,
         "kv_cache_dtype": RIVALS.get(job.variant, "auto"), "enforce_eager": job.eager,
         "disable_log_stats": not loaded and job.part != "drafts",
@@ -71,12 +67,21 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
                   "max_num_batched_tokens": min(2048, scale.chunk)}  # fmt: skip
     if job.part == "sessions":
         given["kv_cache_memory_bytes"] = scale.sessions_bytes
+    if job.part == "offload":
+        given["kv_cache_memory_bytes"], room = scale.offload_bytes
+        connector: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        connector["kv_connector_extra_config"] = {"cpu_bytes_to_use": room}
+        if not on_gpu:  # where that does not start
+            pages = {"shared_storage_path": str(folder.parent / f"pages-{job.name}")}
+            connector |= {"kv_connector": "ExampleConnector", "kv_connector_extra_config": pages}
+        given["kv_transfer_config"] = connector
     if job.part == "drafts":  # on the GPU, because numba is not part of every installation
         method = "ngram_gpu" if on_gpu else "ngram"
         given["speculative_config"] = {
             "method": method, "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 1
         }  # fmt: skip
-        sizes = [n * (1 + DRAFTS) for n in sizes]  # in tokens: a graph of 32 requests has 128
+        given["max_num_seqs"] = scale.sequences[0]
+        sizes = [scale.sequences[0] * (1 + DRAFTS)]  # in tokens; one graph, as there is one load
     if on_gpu and not job.eager:
         given["compilation_config"] = {
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes

@@ -17,8 +17,11 @@ GPUs work through one list. Parts, always in this order:
   sequences, their prompts found in the prefix cache;
 - ``drafts``: tokens a second of 32 sequences with 3 drafts each by n-grams, and how many drafts were accepted;
 - ``throughput``: 128 prompts of 16,384 tokens at once, 1,024 tokens of output each (``bench serve``'s sweep);
+- ``clients``: of the sweep 1, 16 and 256 clients with 1,024 tokens in, 1,024 out;
 - ``sweep``: 1 to 256 clients with 1,024 tokens in, 16 to 256 with 4,096; 1,024 out (more of the same);
 - ``sessions``: 32 sessions of six rounds, KV memory limited to what saw-int4 needs (``bench serve``'s sessions);
+- ``offload``: 12 sessions of six rounds, more than KV memory holds of any; the rest goes to as much memory of the host
+  for all, which holds what saw-int4 needs;
 - ``timeline``: kernels of one decode step and of one prompt by time, DIR/timeline-VARIANT.json.
 
 Rows go to DIR/serve.jsonl as they are measured (those of smoke, first, drafts and timeline: DIR/checks.jsonl), logs to
@@ -58,6 +61,7 @@ from serve_sizes import (
     folder_of,
     goal,
     kind_of,
+    plugin_in,
     rows_file,
 )
 
@@ -232,7 +236,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     found = []
     for part in PARTS:
         if part in args.parts:
-            few = {"throughput": LOADED, "sessions": LOADED, "sweep": LOADED + SLOW, "timeline": VARIANTS[:2]}
+            few = {"throughput": LOADED, "sessions": LOADED, "sweep": LOADED + SLOW, "timeline": VARIANTS[:2],
+                   "clients": LOADED[:2], "offload": LOADED[:2]}  # fmt: skip
             variants = args.variants or few.get(part, VARIANTS)
             found += [Job(part, variant) for variant in variants]
             found += [Job(part, variant, True) for variant in variants if part == "smoke"]
@@ -283,21 +288,13 @@ def gpus_of(args: argparse.Namespace) -> list[str]:
 
 def visit(args: argparse.Namespace) -> int:
     """Run the jobs; 1 if something failed."""
-    import kvcodec
-
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     for sizes in (SCALES[args.scale].model, SCALES[args.scale].smoke):
         folder = folder_of(args.out, sizes)
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config_of(sizes), indent=1))
     with tempfile.TemporaryDirectory() as scratch:
-        about = Path(scratch) / f"kvcodec-{kvcodec.__version__}.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvcodec\nVersion: {kvcodec.__version__}\n")
-        (about / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nkvcodec = kvcodec.integrations.vllm:register\n"
-        )
-        here = Visit(args, Path(scratch))
+        here = Visit(args, plugin_in(Path(scratch)))
         gpus = gpus_of(args)
         names = ", ".join(job.name for job in here.jobs)
         here.say(f"{len(here.jobs)} jobs on {len(gpus)} x {'GPU' if gpus[0] else 'CPU'}: {names}")

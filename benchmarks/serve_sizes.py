@@ -12,13 +12,15 @@ VARIANTS = (
 )  # fmt: skip
 SLOW = ("int4_per_token_head", "turboquant_4bit_nc", "ultraquant_4bit")
 """Of the sweep only points of at most ``FEW`` clients: beyond, one takes minutes."""
+CLIENTS = (1, 16, 256)
 FEW = 64
 LOADED = ("bf16", "saw-int4", "fp8")
 """Of throughput, sessions and the sweep, which take minutes."""
-PARTS = ("smoke", "first", "steps", "drafts", "throughput", "sessions", "sweep", "timeline")
-LOADS = ("throughput", "sessions", "sweep")
+PARTS = ("smoke", "first", "steps", "drafts", "throughput", "clients", "sessions", "offload", "sweep", "timeline")
+LOADS = ("throughput", "clients", "sessions", "offload", "sweep")
 SECONDS = {
-    "smoke": 200, "first": 60, "steps": 150, "drafts": 90, "throughput": 330, "sessions": 330, "sweep": 300,
+    "smoke": 200, "first": 60, "steps": 150, "drafts": 160, "throughput": 330, "sessions": 330, "sweep": 300,
+    "clients": 200, "offload": 150,
     "timeline": 120,
 }  # fmt: skip
 """A process's turn may take so long."""
@@ -45,15 +47,21 @@ class Scale(NamedTuple):
     )  # fmt: skip
     sessions: tuple[int, ...] = (32, 6, 1024, 8192, 2048, 128)
     sessions_bytes: int = 25_500_000_000
+    offloaded: tuple[int, ...] = (12, 6, 1024, 8192, 1024, 32)
+    offload_bytes: tuple[int, int] = (4_000_000_000, 8_000_000_000)
     smoke_bytes: int = 2_000_000_000
     smoke_tokens: tuple[int, ...] = (5, 64, 700, 3000)
     memory: float = 0.9
 
-    @property
-    def sessions_most(self) -> int:
-        """Tokens of a session's last request."""
-        _, rounds, shared, context, turn, answer = self.sessions
-        return shared + context + (rounds - 1) * (turn + answer) + answer
+    def most(self, part: str) -> int:
+        """Tokens of the longest request of a part."""
+        if part in ("sessions", "offload"):
+            _, rounds, shared, context, turn, answer = self.sessions if part == "sessions" else self.offloaded
+            return shared + context + (rounds - 1) * (turn + answer) + answer
+        points = {"throughput": (self.point,), "sweep": self.points, "clients": self.points}
+        if part in points:
+            return max(sum(point[:2]) for point in points[part])
+        return max(self.smoke_tokens) if part == "smoke" else self.tokens
 
 
 QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -66,7 +74,7 @@ SCALES = {
     "full": Scale(QWEN3_8B, SMALL),
     "tiny": Scale(
         TINY, TINY, 96, (33, 64), (3, 1), 12, 256, (64, 8, 6, 4), ((64, 8, 3, 2), (32, 8, 1, 1)), (3, 3, 32, 64, 48, 8),
-        3 << 19, 2 << 20, (5, 70),
+        3 << 19, (2, 3, 32, 64, 16, 4), (3 << 19, 1 << 22), 2 << 20, (5, 70),
     ),
 }  # fmt: skip
 
@@ -89,6 +97,17 @@ def folder_of(out: Path, sizes: dict[str, int]) -> Path:
     return out / f"model-{sizes['num_hidden_layers']}-{sizes['hidden_size']}"
 
 
+def plugin_in(folder: Path) -> Path:
+    """Write the plugin's entry point, which vLLM finds without an installation if the folder is on the path."""
+    import kvcodec
+
+    about = folder / f"kvcodec-{kvcodec.__version__}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvcodec\nVersion: {kvcodec.__version__}\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nkvcodec = kvcodec.integrations.vllm:register\n")
+    return folder
+
+
 def rows_file(out: Path, part: str) -> Path:
     """Where a part's rows go; checks are kept apart from measurements."""
     return out / ("checks.jsonl" if part in ("smoke", "first", "drafts", "timeline") else "serve.jsonl")
@@ -107,10 +126,15 @@ def loads_of(job: Job, scale: Scale) -> list[Any]:
     """The loads of a job, in the order in which they are sent."""
     from kvcodec_lab.serve.loads import Point, Sessions
 
-    if job.part == "sessions":
-        return [Sessions(*scale.sessions, together=True)]
-    points = [Point(*point) for point in (scale.points if job.part == "sweep" else [scale.point])]
-    return [p for p in points if p.concurrency <= FEW or job.part != "sweep" or job.variant not in SLOW]
+    if job.part in ("sessions", "offload"):
+        return [Sessions(*(scale.sessions if job.part == "sessions" else scale.offloaded), together=True)]
+    if job.part == "throughput":
+        return [Point(*scale.point)]
+    points = [Point(*point) for point in scale.points]
+    if job.part == "clients":
+        few = [p for p in points if p.input_len == points[0].input_len and p.concurrency in CLIENTS]
+        return few or points[:1]
+    return [p for p in points if p.concurrency <= FEW or job.variant not in SLOW]
 
 
 def goal(job: Job, scale: Scale) -> tuple[str, str, str]:
@@ -131,6 +155,6 @@ def kind_of(job: Job, scale: Scale) -> dict[str, Any]:
     if job.part == "steps":
         return {"load": "steps", "sizes": {"sequences": scale.sequences[-1], "tokens": scale.tokens}}
     if job.part in LOADS:
-        kind = "sessions" if job.part == "sessions" else "sweep"
+        kind = "sessions" if job.part in ("sessions", "offload") else "sweep"
         return {"load": kind, "sizes": loads_of(job, scale)[-1].sizes()}
     return {}

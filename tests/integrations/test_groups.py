@@ -60,7 +60,7 @@ def pool(layer: GroupedLayer, blocks: int = 12) -> torch.Tensor:
 
 
 def pending_of(layer: GroupedLayer, rows: int = 4, device: torch.device = CPU) -> PendingGroups:
-    return PendingGroups(layer.slots, layer.unit, block_of(layer), rows, device)
+    return PendingGroups(layer.slots, layer.unit, block_of(layer), rows, device, layer.halves)
 
 
 def put(pending: PendingGroups, row: list[int], length: int, new: int) -> torch.Tensor:

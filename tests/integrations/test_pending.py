@@ -169,3 +169,62 @@ def test_numbers_stay_where_graphs_read_them() -> None:
     pending.put(*given)
     pending.blank(2)
     assert [getattr(pending, name).data_ptr() for name in names] == at
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_rejected_drafts_go_back_into_the_group_before(named: bool) -> None:
+    """Requests of which each step computes up to 4 tokens and accepts some; others end and give their blocks back."""
+    most, engine = 5, random.Random(3)
+    pending = PendingGroups(most, UNIT, PAGE, 4 * most + 4, CPU, halves=2, longest=COLUMNS * PAGE - 2)
+    held: dict[tuple[int, int], tuple[int, int]] = {}  # half of a slot, place -> (request, token)
+    free, rows, count, back = list(range(1, 80)), list(range(most)), 0, 0
+    running: list[Request] = []
+    for _ in range(600):
+        for request in [r for r in running if r.tokens >= r.total or engine.random() < 0.02]:
+            running.remove(request)
+            free += request.blocks
+            rows.append(request.row)
+            engine.shuffle(free)
+        while len(running) < most and engine.random() < 0.5:
+            count += 1
+            running.append(Request(count, rows.pop(), 0, engine.randrange(20, pending.longest)))
+        batch = [(r, engine.randrange(1, 5) if r.tokens else engine.randrange(5, 30)) for r in running]
+        batch = sorted(batch, key=lambda one: one[1] > 4)  # as vLLM orders them: decode steps first
+        befores = [request.tokens for request, _ in batch]
+        for request, new in batch:
+            request.tokens += new
+            while len(request.blocks) * PAGE < min(request.tokens, COLUMNS * PAGE):
+                request.blocks.append(free.pop())
+        if not batch:
+            continue
+        decodes = sum(new for _, new in batch if new < 5)
+        pending.put(*tensors(batch, 2), [r.row for r, _ in batch] if named else None, decodes)
+        i = 0
+        for (request, new), before, slot in zip(batch, befores, pending.slot.tolist(), strict=False):
+            for t in range(before, request.tokens):
+                base = t // UNIT * UNIT
+                half = 2 * slot + base // UNIT % 2
+                if new > 4:
+                    held[half, t - base] = request.number, t
+                    continue
+                if t >= pending.longest:
+                    assert (int(pending.at[i]), int(pending.first[i])) == (2 * most, PAGE)
+                else:
+                    assert int(pending.at[i]) == half < 2 * most
+                    assert (int(pending.place[i]), int(pending.packed[i])) == (t - base, base)
+                    assert int(pending.dense_len[i]) == t - base + 1
+                    held[half, t - base] = request.number, t
+                    for place in range(t - base + 1):  # what the query reads
+                        assert held[half, place] == (request.number, base + place)
+                    ends = (t + 1) % UNIT == 0
+                    assert int(pending.first[i]) == (base % PAGE if ends else PAGE)
+                    assert not ends or int(pending.page[i]) == request.blocks[t // PAGE]
+                i += 1
+            accepted = engine.randrange(1, new + 1) if new < 5 else new
+            back += (request.tokens - 1) // UNIT > (before + accepted - 1) // UNIT
+            request.tokens = before + accepted
+        assert i == decodes
+        assert pending.first[decodes:].unique().tolist() == [PAGE]
+        assert pending.at[decodes:].unique().tolist() == [2 * most]
+    assert count > 20
+    assert back > 20

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
+from kvcodec.recipe import LayerChoice
+from kvcodec.registry import write_recipe
 from tests.serve.biased import Biased, library
-from tests.serve.engines import ENVIRONMENT, prompts
+from tests.serve.engines import ENVIRONMENT, engine, generate, prompts
 from tests.serve.test_engine import generated
 
 SCRIPT = """
 import json, sys
 from tests.serve.engines import engine, generate
 if __name__ == "__main__":
-    folder, given, ids = json.loads(sys.argv[1])
-    with engine(folder, given, tensor_parallel_size=2, block_size=16) as llm:
+    folder, given, ids, block = json.loads(sys.argv[1])
+    with engine(folder, given, tensor_parallel_size=2, block_size=block) as llm:
         print("TOKENS", json.dumps(generate(llm, ids)))
 """
 
@@ -35,6 +37,20 @@ def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["kivi-2", "recipe"])
+def test_groups_and_recipes(preset: str, llama: Any, tmp_path: Path) -> None:
+    """Slots of unfinished groups are those of a process's own heads; layers have pages of several sizes."""
+    given = {"preset": preset, "window": 0}
+    if preset == "recipe":
+        kinds = "kivi-2:window=0", "turboquant-4"
+        write_recipe(tmp_path / "recipe.json", [LayerChoice(kinds[i % 2], kinds[i % 2]) for i in range(6)])
+        given = {"preset": str(tmp_path / "recipe.json")}
+    found = by_two(llama.folder, given, tmp_path, 32)
+    with engine(llama.folder, given, block_size=32) as llm:
+        assert found == generate(llm, IDS)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["saw-int4", "ghost-3"])
 def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tmp_path: Path) -> None:
     file = tmp_path / "fitted.safetensors"
@@ -43,7 +59,7 @@ def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tm
     assert found == [library(biased.model, preset, own, params=fitted) for own in IDS]
 
 
-def by_two(folder: Path, options: dict[str, Any], tmp_path: Path) -> Any:
+def by_two(folder: Path, options: dict[str, Any], tmp_path: Path, block: int = 16) -> Any:
     """Greedy tokens of the prompts, by two processes."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
@@ -51,7 +67,7 @@ def by_two(folder: Path, options: dict[str, Any], tmp_path: Path) -> Any:
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": path}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(folder), options, IDS])],
+        [sys.executable, str(script), json.dumps([str(folder), options, IDS, block])],
         env=environment, capture_output=True, text=True, check=False, timeout=1800,
     )  # fmt: skip
     found = [line for line in done.stdout.splitlines() if "TOKENS" in line]

@@ -12,7 +12,8 @@ IDS = [[*own, *own[:20], *own[:9]] for own in prompts(40, 27, 33)]
 """Prompts that repeat themselves, so that n-grams are found."""
 NEW = 24
 DRAFTS = 3
-EVERY_RUN = ("saw-int4",)
+EVERY_RUN = ("saw-int4", "kivi-2")
+GROUPS: dict[str, dict[str, Any]] = {"kivi-2": {"window": 0}, "innerq-base:norm=false": {"window": 0, "sink": 0}}
 """Each preset takes four engines; the others are nightly."""
 
 
@@ -23,12 +24,12 @@ def draft(saved: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "preset", [p if p in EVERY_RUN else pytest.param(p, marks=pytest.mark.nightly) for p in SERVED]
+    "preset", [p if p in EVERY_RUN else pytest.param(p, marks=pytest.mark.nightly) for p in (*SERVED, *GROUPS)]
 )
 def test_speculation_is_plain_decoding(preset: str, llama: Any, draft: str) -> None:
     """By n-grams, a draft model that is mostly wrong, and a draft model that is the model itself in 16 bit."""
-    given = {"preset": preset, **SERVED[preset]}
-    sizes = {"block_size": 16, "max_num_batched_tokens": 64}
+    given = {"preset": preset, **(SERVED | GROUPS)[preset]}
+    sizes = {"block_size": 32 if preset in GROUPS else 16, "max_num_batched_tokens": 64}
     with engine(llama.folder, given, **sizes) as llm:
         want = generate(llm, IDS, NEW)
     kinds = {
@@ -45,10 +46,18 @@ def test_speculation_is_plain_decoding(preset: str, llama: Any, draft: str) -> N
             assert accepted > 0 or kind == "wrong", kind
 
 
-def test_groups_are_refused(llama: Any) -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    with (
-        pytest.raises(KVError, match=r"32 tokens together, which a rejected draft would have to undo; switch"),
-        engine(llama.folder, {"preset": "kivi-2", "window": 0}, speculative_config=speculative),
-    ):
+@pytest.mark.parametrize(
+    ("given", "drafts", "said"),
+    [
+        (
+            {"preset": "saw-int4", "draft": "kivi-2:window=0"},
+            2,
+            r'the layers of a draft model .* give "draft" a preset',
+        ),
+        ({"preset": "kivi-2", "window": 0}, 32, r"32 tokens together, and a request may have fewer drafts than that"),
+    ],
+)
+def test_drafts_that_groups_do_not_take(given: dict[str, Any], drafts: int, said: str, llama: Any) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    with pytest.raises(KVError, match=said), engine(llama.folder, given, speculative_config=speculative):
         pass

@@ -46,6 +46,8 @@ class Joined(NamedTuple):
 class Part(NamedTuple):
     """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out [B, H, T, D]``.
 
+    Or, of one sequence and without views made for it, ``x [t, H, D]`` to ``out [T, H, D]``.
+
     By default all of ``x``; otherwise ``tokens`` of them from ``first`` on. They go to ``out`` from ``to`` on.
 
     With ``at [B, ...]`` and ``ends [B + 1]``, both int32, those of sequence b are ``x[at[b, 0]]``, and go to the rows
@@ -104,13 +106,18 @@ def change_basis(parts: Sequence[Part]) -> None:
     args, most = BasisArgs(), 0
     for rows, part in zip(args.parts, parts, strict=False):
         x, out, side, way, first, chosen, to, at, ends, source, target, joined = part
-        batch, heads, tokens, dim = x.shape
+        if x.dim() == 3:
+            batch, (tokens, heads, dim) = 1, x.shape
+            rows.token, rows.head, _ = x.stride()
+            rows.out_token, rows.out_head, _ = out.stride()
+        else:
+            batch, heads, tokens, dim = x.shape
+            rows.batch, rows.head, rows.token, _ = x.stride()
+            rows.out_batch, rows.out_head, rows.out_token, _ = out.stride()
         if at is not None and ends is not None:
             batch, rows.at, rows.at_step, rows.ends = at.shape[0], at.data_ptr(), at.stride(0), ends.data_ptr()
         if chosen is not None:
             tokens = chosen
-        rows.batch, rows.head, rows.token, _ = x.stride()
-        rows.out_batch, rows.out_head, rows.out_token, _ = out.stride()
         # without slices: each takes the host as long as filling this struct
         rows.x = x.data_ptr() + first * rows.token * x.itemsize
         rows.out = out.data_ptr() + to * rows.out_token * out.itemsize

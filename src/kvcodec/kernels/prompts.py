@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvcodec.kernels.arguments import UnpackArgs
 from kvcodec.kernels.basis import DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined, Part, change_basis
-from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.flash import Flash, Ragged, ragged_attention
 from kvcodec.kernels.history import Packed, filled_args, plan_of
 
@@ -170,7 +169,7 @@ class ChunkReader:
         turned = q
         if self.turns_queries or q.dtype != half:
             turned = room.get("query", q.shape, device)
-            change_basis([part_of(q, turned, packed.key, MULTIPLY)])
+            change_basis([Part(q, turned, packed.key, MULTIPLY)])
         self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
         if self.kept is not None:
             self._put_kept(chunks, k, v)
@@ -179,7 +178,7 @@ class ChunkReader:
         lse = self.flash(turned, k, v, chunks.ragged, scale, found)
         if not direct:
             joined = None if sinks is None else Joined(lse, sinks=sinks.float())
-            change_basis([part_of(found, out, packed.value, MULTIPLY_AFTER)._replace(joined=joined)])
+            change_basis([Part(found, out, packed.value, MULTIPLY_AFTER, joined=joined)])
 
     def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, placed: Tensor | None) -> None:
         """Unpack the first tokens of every request end to end, into ``k, v [t, H, D]``.
@@ -203,8 +202,3 @@ class ChunkReader:
             held = self.kept[:, :, place]
             parts.append(Part(held, out.transpose(0, 1)[None], side, DIVIDE, at=chunks.table, ends=chunks.ragged.keys))
         change_basis(parts)
-
-
-def part_of(x: Tensor, out: Tensor, side: Constants, way: int) -> Part:
-    """Rows ``[n, H, D]`` to be changed."""
-    return Part(x.transpose(0, 1)[None], out.transpose(0, 1)[None], side, way)

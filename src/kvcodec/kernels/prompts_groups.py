@@ -31,7 +31,7 @@ from kvcodec.kernels.basis import COPY, DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined
 from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.encode import SlotWriter
 from kvcodec.kernels.flash import Ragged
-from kvcodec.kernels.prompts import ChunkReader, Room, part_of
+from kvcodec.kernels.prompts import ChunkReader, Room
 
 
 class GroupChunks(NamedTuple):
@@ -100,6 +100,7 @@ class GroupChunks(NamedTuple):
         unit: int,
         page_tokens: int,
         room: Room,
+        halves: int = 1,
     ) -> Self:
         """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
 
@@ -112,9 +113,11 @@ class GroupChunks(NamedTuple):
         unit : int
             Tokens of a group.
         page_tokens : int
+        halves : int
+            Of a slot, of which groups take one after the other.
         """
         row, first, *_ = requests[0]
-        numbers = _numbers(requests, unit, page_tokens)
+        numbers = _numbers(requests, unit, page_tokens, halves)
         parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
         flat = torch.from_numpy(np.concatenate(parts))
         if table.is_cuda:
@@ -123,7 +126,7 @@ class GroupChunks(NamedTuple):
         table = table[row : row + len(requests)]
         pages = table[held["row"], held["column"]].long()
         slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
-        rows = slot[row : row + len(requests)].int() * unit
+        rows = slot[row : row + len(requests)].int() * (halves * unit)
         old = rows.index_select(0, held["old_row"]) + held["old_place"]
         kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
         return cls(
@@ -161,7 +164,7 @@ def _starts(counts: Any) -> Any:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_tokens: int) -> _Numbers:
+def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_tokens: int, halves: int) -> _Numbers:
     """Numbers of ``GroupChunks`` that are known on the host."""
     _, first, last, length = np.array(requests, dtype=np.int64).T
     new = last - first
@@ -198,14 +201,15 @@ def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_toke
         unfinished = np.flatnonzero(there & ~complete)
     old = np.flatnonzero(at < before[of])
     lost = np.flatnonzero(there & ~complete)
+    in_slot = at % (halves * unit)
     numbers |= {
         "placed": np.flatnonzero(there & (at >= before[of])),
         "old_row": of[old],
-        "old_place": place[old],
+        "old_place": in_slot[old],
         "old_to": old,
         "kept": unfinished,
         "kept_row": of[lost],
-        "kept_place": place[lost],
+        "kept_place": in_slot[lost],
         "queries": _starts(new),
         "keys": _starts(np.maximum(length - unit, 0)),
         "group_queries": _starts(queries),
@@ -244,8 +248,8 @@ class GroupChunkReader(ChunkReader):
             )
             parts = []
             for role, x, to in zip(ROLES, (keys, values), own, strict=True):
-                parts.append(part_of(x, to, NO_CONSTANTS, COPY)._replace(target=chunks.placed))
-                parts.append(_some(slots[role], to, NO_CONSTANTS, COPY, chunks.old, chunks.old_to))
+                parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.placed))
+                parts.append(_copied(slots[role], to, chunks.old, chunks.old_to))
             change_basis(parts)
         writer.write(*own, chunks.slots)
         return own
@@ -280,11 +284,11 @@ class GroupChunkReader(ChunkReader):
         turned, parts = q, []
         if self.turns_queries or q.dtype != half:
             turned = room.get("query", q.shape, device)
-            parts.append(part_of(q, turned, packed.key, MULTIPLY))
+            parts.append(Part(q, turned, packed.key, MULTIPLY))
         for x, to, side in zip(own, (beside_k, beside_v), (packed.key, packed.value), strict=True):
-            parts.append(part_of(x, to, side, DIVIDE)._replace(target=chunks.beside))
+            parts.append(Part(x, to, side, DIVIDE, target=chunks.beside))
         for role, x in zip(ROLES, own, strict=True):
-            parts.append(_some(x, slots[role], NO_CONSTANTS, COPY, chunks.kept, chunks.kept_to))
+            parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
         change_basis(parts)
 
         shape = torch.Size((chunks.keys, heads, dim))
@@ -298,14 +302,14 @@ class GroupChunkReader(ChunkReader):
         lse = self.flash(turned, beside_k, beside_v, chunks.local, scale, found)
         if direct:
             return
-        joined = Joined(lse, sinks=None if sinks is None else sinks.float())
+        other = distant = None
         if chunks.keys:
             other = room.get("distant output", q.shape, device)
             distant = self.flash(turned, k, v, chunks.distant, scale, other)
-            joined = joined._replace(other=other, other_lse=distant)
-        change_basis([part_of(found, out, packed.value, MULTIPLY_AFTER)._replace(joined=joined)])
+        joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
+        change_basis([Part(found, out, packed.value, MULTIPLY_AFTER, joined=joined)])
 
 
-def _some(x: Tensor, out: Tensor, side: Any, way: int, source: Tensor, target: Tensor) -> Part:
-    """Rows ``[n, H, D]`` of ``x`` that are gathered, scattered to rows of ``out``."""
-    return part_of(x, out, side, way)._replace(tokens=len(source), source=source, target=target)
+def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
+    """Some rows of ``x [t, H, D]`` to rows of ``out [T, H, D]``."""
+    return Part(x, out, NO_CONSTANTS, COPY, tokens=len(source), source=source, target=target)

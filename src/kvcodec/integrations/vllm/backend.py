@@ -346,12 +346,15 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             "kvcodec: beside the cache, %d layers hold unfinished groups of %d tokens of %d requests: %.1f MB",
             *(len(layers), first.unit, first.slots, held / 1e6),
         )
-        return PendingGroups(first.slots, first.unit, page_tokens, max(rows, first.slots), first.device)
+        longest = self.vllm_config.model_config.max_model_len
+        return PendingGroups(
+            first.slots, first.unit, page_tokens, max(rows, first.slots), first.device, first.halves, longest
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
         """Return the metadata of a batch that has no requests."""
         if self.pending is not None:
-            self.pending.blank(common_attn_metadata.num_reqs)
+            self.pending.blank(common_attn_metadata.num_actual_tokens)
         return self._metadata(common_attn_metadata)
 
     def build(
@@ -360,14 +363,22 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         """Return the metadata of a step; only prompt chunks need numbers on the host."""
         c = common_attn_metadata
         if self.pending is not None:
-            self.pending.put(c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx)
+            queries = None if self.vllm_config.speculative_config is None else self._split(c)[2]
+            given = c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx, queries
+            self.pending.put(*given)
         return self._metadata(c)
+
+    def _split(self, c: CommonAttentionMetadata) -> tuple[int, int, int]:
+        """Rows of decode steps, which come first, other rows, and queries of decode steps."""
+        if not self.fused:
+            return 0, c.num_reqs, 0
+        rows, others, queries, _ = split_decodes_and_prefills(c, self.most_queries)
+        return rows, others, queries
 
     def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:
         if c.causal is not True:
             raise UnsupportedError("kvcodec: drafts that see each other are not served; use another kind of drafts.")
-        split = split_decodes_and_prefills(c, self.most_queries) if self.fused else (0, c.num_reqs, 0)
-        rows, prefills, decodes = split[:3]
+        rows, prefills, decodes = self._split(c)
         chunks = []
         if prefills:
             at = c.query_start_loc_cpu.tolist()
@@ -407,7 +418,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         found, alone = gathered(chunks, self.first.most_tokens(_longest(self.vllm_config)))
         room = Room()
         if (pending := self.pending) is not None:
-            given = pending.slot, pending.unit, pending.page_tokens, room
+            given = pending.slot, pending.unit, pending.page_tokens, room, pending.halves
             return [GroupChunks.of(own, table, *given) for own in found], alone
         return [Chunks.of(own, table, room) for own in found], alone
 
@@ -685,7 +696,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         assert pending.page_tokens == cache.shape[2]
         if n:
             space = self._workspace(packed, q, cache, m)
-            given = (cache, m.table[:n], m.seq_lens[:n], pending, self.rules, space)
+            given = (cache, m.tables[:n], m.seq_lens[:n], pending, self.rules, space)
             out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
         kernels, chunks = not packed.unserved, m.chunks
         if packed.batched and self.rules.plain:
@@ -721,7 +732,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if slots.workspace is None:  # the first call is a profiling run, outside of any graph
             columns, most = m.table.shape[1], max(slots.most, m.decodes)
             size = packed.workspace_bytes(most, self.num_heads, kv_cache, columns, self.rules)
-            if (queries := slots.queries) > 1:
+            if (queries := slots.queries) > 1 and packed.takes_several(self.rules):
                 most, heads = -(-most // queries), self.num_heads * queries
                 size = max(size, packed.workspace_bytes(most, heads, kv_cache, columns, self.rules))
             slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)

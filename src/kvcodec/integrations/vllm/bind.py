@@ -36,13 +36,18 @@ from kvcodec.scheme import KVScheme, Mean, Mix
 def check_engine(config: VllmConfig, options: Options) -> None:
     """Raise for engine options that the backend does not support."""
     parallel = config.parallel_config
-    grouped = [scheme for scheme in (options.scheme, options.draft) if group_tokens(scheme) > 1]
-    if grouped and config.speculative_config is not None:
-        raise UnsupportedError(
-            f"kvcodec: {grouped[0]} encodes {group_tokens(grouped[0])} tokens together, which a rejected draft would "
-            f"have to undo; switch speculative decoding off, or use a preset that encodes each token alone, such as "
-            f"saw-int4."
-        )
+    if (drafts := config.speculative_config) is not None:
+        if group_tokens(options.draft) > 1:
+            raise UnsupportedError(
+                f"kvcodec: {options.draft} encodes {group_tokens(options.draft)} tokens together, and the layers of a "
+                f'draft model are served without; give "draft" a preset that encodes each token alone, such as int-8.'
+            )
+        least = min((group_tokens(own) for own in options.scheme.layer_schemes if group_tokens(own) > 1), default=0)
+        if least and drafts.num_speculative_tokens >= least:
+            raise UnsupportedError(
+                f"kvcodec: {options.scheme} encodes {least} tokens together, and a request may have fewer drafts than "
+                f"that in a step, not {drafts.num_speculative_tokens}."
+            )
     kept = next((own for own in options.scheme.layer_schemes if own.sink), None)
     if kept is not None and config.model_config.is_hybrid:
         raise UnsupportedError(
@@ -224,7 +229,8 @@ def bind(
     # pipeline stages alternate between batches: each batch needs its own slots
     slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
     with _plain_torch():
-        made = (partial(GroupedLayer, slots=slots) if grouped else EngineLayer)(
+        halves = 1 if config.speculative_config is None else 2
+        made = (partial(GroupedLayer, slots=slots, halves=halves) if grouped else EngineLayer)(
             scheme,
             layer=index,
             heads=heads,

@@ -45,13 +45,15 @@ class GroupedLayer(EngineLayer):
         As ``EngineLayer``.
     slots : int
         Requests that run at once.
+    halves : int
+        Of a slot, as ``PendingGroups``.
     """
 
-    def __init__(self, scheme: KVScheme, *, slots: int, **options: Any) -> None:
+    def __init__(self, scheme: KVScheme, *, slots: int, halves: int = 1, **options: Any) -> None:
         super().__init__(scheme, **options)
         self.holds_dense = True
-        self.unit, self.slots = group_tokens(self.scheme), slots
-        shape = ((slots + 1) * self.unit, self.heads, self.head_dim)
+        self.unit, self.slots, self.halves = group_tokens(self.scheme), slots, halves
+        shape = ((slots + 1) * halves * self.unit, self.heads, self.head_dim)
         held = storage_dtype(self.dtype)
         self.flat_rows: dict[Role, Tensor] = {r: torch.zeros(shape, dtype=held, device=self.device) for r in ROLES}
         self.slot_rows = {r: x.unflatten(0, (-1, self.unit)).transpose(1, 2) for r, x in self.flat_rows.items()}
@@ -97,15 +99,19 @@ class GroupedLayer(EngineLayer):
         n = keys.shape[0]
         begin = (length - n) // self.unit * self.unit
         whole, rest = (length - begin) // self.unit * self.unit, length % self.unit
+        edges = begin, begin + whole - self.unit, begin + whole
+        first, before, last = (slot * self.halves + at // self.unit % self.halves for at in edges)
         own: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
             rows = self.slot_rows[role]
-            old = rows.index_select(0, slot)[:, :, : length - n - begin]
+            old = rows.index_select(0, first)[:, :, : length - n - begin]
             own[role] = torch.cat([old, x.transpose(0, 1)[None].to(rows.dtype)], 2)
             if rest:
                 kept = rows.new_zeros(1, *rows.shape[1:])
                 kept[:, :, :rest] = own[role][:, :, whole:]
-                rows.index_copy_(0, slot, kept)
+                rows.index_copy_(0, last, kept)
+            if whole and self.halves > 1:  # drafts that may be rejected
+                rows.index_copy_(0, before, own[role][:, :, whole - self.unit : whole])
         if whole:
             groups: dict[Role, Tensor] = {role: x[:, :, :whole] for role, x in own.items()}
             if kernels:
@@ -188,7 +194,7 @@ class GroupedLayer(EngineLayer):
         own = reader.take(keys, values, chunks, self.flat_rows, pool.writer)
         reader.attend_groups(q, own, chunks, self.flat_rows, rules.scale, out, rules.sinks)
 
-    # -- one token of each request -------------------------------------------------------------------------------------
+    # -- decode steps --------------------------------------------------------------------------------------------------
 
     def step_groups(
         self,
@@ -202,7 +208,9 @@ class GroupedLayer(EngineLayer):
         rules: Rules,
         workspace: Tensor | None = None,
     ) -> Tensor:
-        """Store one new token per request and attend with it, by kernels; shapes are fixed, nothing synchronises.
+        """Store new tokens and attend with each as a sequence of its own, by kernels.
+
+        One of each request, or a request's newest and its drafts. Shapes are fixed, nothing synchronises.
 
         Parameters
         ----------
@@ -211,9 +219,9 @@ class GroupedLayer(EngineLayer):
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         table : Tensor int32 ``[B, M]``
         seq_lens : Tensor int32 ``[B]``
-            Tokens, the new one included.
+            Tokens up to the new one.
         pending : PendingGroups
-            Updated for this step; its first B rows are these requests.
+            Updated for this step; its first B numbers are those of these tokens.
         rules : Rules
         workspace : Tensor float32, optional
             Of ``workspace_bytes``.
@@ -223,11 +231,12 @@ class GroupedLayer(EngineLayer):
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
         n = q.shape[0]
-        slot, place, packed = pending.slot[:n], pending.place[:n], pending.packed[:n]
+        at, place, packed = pending.at[:n], pending.place[:n], pending.packed[:n]
         dense: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
-            self.slot_rows[role][slot, :, place] = x.to(self.slot_rows[role].dtype)
-            dense[role] = self.slot_rows[role].index_select(0, slot)
+            self.slot_rows[role][at, :, place] = x.to(self.slot_rows[role].dtype)
+        for role in ROLES:
+            dense[role] = self.slot_rows[role].index_select(0, at)
         # an incomplete group is sent behind its page, where nothing is stored
         self._encode(dense, cache, pending.page[:n, None], pending.first[:n])
         start = dense_start = None
