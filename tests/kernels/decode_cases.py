@@ -215,7 +215,7 @@ def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
     sized = value.factor is not None
     dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins * (1 + sized)
     few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16
-    return Variant(case.softcap > 0, dense, 4 if case.group <= 4 else 8, few)
+    return Variant(case.softcap > 0, dense, 4 if case.group <= 4 or dim > 256 else 8, few)
 
 
 @functools.cache
@@ -243,13 +243,16 @@ def each_in_turn(firsts: Iterable[Any], seconds: Sequence[Any]) -> list[Any]:
 
 
 def two_dims_in_turn(firsts: Iterable[Any], odd: Sequence[int] = (64, 96)) -> list[Any]:
-    """Pairs for ``parametrize``: every first with a head_dim of ``odd`` and with 128 or 256; the others are wide."""
+    """Pairs for ``parametrize``: every first with a head_dim of ``odd`` and with 128 or 256; the others are wide.
+
+    So is 512.
+    """
     whole = (128, 256)  # rows of 128 channels are often interleaved, and other rows not
     made = []
     for i, first in enumerate(firsts):
         chosen = odd[i % len(odd)], whole[(i + i // 2) % 2]
         made += [
-            pytest.param(first, d, marks=[] if d in chosen else [pytest.mark.wide]) for d in sorted({*odd, *whole})
+            pytest.param(first, d, marks=[] if d in chosen else [pytest.mark.wide]) for d in sorted({*odd, *whole, 512})
         ]
     return made
 

@@ -30,7 +30,7 @@ APART = (
 )
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
 def test_options(dim: int) -> None:
     check_all(SAW, SAW, dim, (*CASES, *(APART if dim in (96, 128) else ())))
 

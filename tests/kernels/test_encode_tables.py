@@ -154,13 +154,13 @@ def random_rows(tokens: int, dim: int, seed: int = 0, heads: int = HEADS) -> Ten
     return x
 
 
-DIMS = (64, 96, 128, 192, 256)
+DIMS = (64, 96, 128, 192, 256, 512)
 
 
-def dims(other: int) -> Any:
-    """128 and another; the rest is for wide runs."""
-    wide = [pytest.mark.wide]
-    return pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d in (128, other) else wide) for d in DIMS])
+def dims(other: int, most: int = 512) -> Any:
+    """128 and another; the rest up to ``most`` is for wide runs."""
+    wide, found = [pytest.mark.wide], [d for d in DIMS if d <= most]
+    return pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d in (128, other) else wide) for d in found])
 
 
 @dims(96)
@@ -183,7 +183,7 @@ def test_ultra_tq(dim: int) -> None:
         encoders.check(codec, random_rows(48, dim) * torch.logspace(-30, 0, 48)[:, None])
 
 
-@dims(64)
+@dims(64, most=256)
 def test_ghost(dim: int) -> None:
     """Also values, which lose their mean; widths that differ much, and streams of every unit."""
     codecs = [Ghost(bits) for bits in (2, 2.5, 3, 4.5, 5) if dim * bits % 32 == 0]
@@ -197,7 +197,7 @@ def test_ghost(dim: int) -> None:
             encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), rows), seed=i)
 
 
-@pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d == 96 else pytest.mark.wide) for d in DIMS])
+@pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d == 96 else pytest.mark.wide) for d in DIMS[:5]])
 def test_ghost_of_mixed_channels(dim: int) -> None:
     """Rows of every size, few and many, of warps without a row of their own."""
     codec, g = Klt(3, "klt"), torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ def test_qjl(dim: int) -> None:
     encoders.check(codecs[2], random_rows(24, dim) * torch.logspace(-44, 0, 24)[:, None], seed=1)
 
 
-@dims(64)
+@dims(64, most=256)
 def test_hqmq_with_outliers(dim: int) -> None:
     codecs = [Med(Hqmq(96, 4), 3, 2), Med(Hqmq(24, 3), 1, 5)]
     encoders = Encoders(codecs, dim)

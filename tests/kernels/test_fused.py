@@ -296,10 +296,10 @@ def test_refusals_name_the_reason() -> None:
     other = torch.device("meta")
     assert refusal(scheme("kivi-2"), 128, other) == "device meta is not a CUDA GPU"
     assert "no CUDA kernel reads Additive" in refusal(scheme("additive-k48_r4"), 128, other)
-    assert "the kernels sketch at head_dim 64, 128 and 256, not 96" in refusal(
+    assert "the kernels sketch at head_dim 64, 128, 256 and 512, not 96" in refusal(
         KVScheme(key=OctopusQJL(), value=Dense()), 96, other
     )
-    assert "head_dim 64, 96, 128, 192, 256, not 80" in refusal(scheme("kivi-2"), 80, other)
+    assert "head_dim 64, 96, 128, 192, 256, 512, not 80" in refusal(scheme("kivi-2"), 80, other)
     assert "page_tokens=48 is not a multiple of 32" in refusal(scheme("kivi-2"), 128, other, 48)
     with pytest.raises(UnsupportedError, match=r"no CPU kernel reads E8.*\. Use attention='decoded' or 'streamed'"):
         FusedLayerCache(scheme("e8-2")).append(*rows(3))

@@ -59,19 +59,21 @@ def test_no_preset_is_refused(name: str, preset: str, dim: int) -> None:
         need = launch.shared_bytes(pair, config, dense, heads)
         assert need <= there.shared_block
         assert config.resident * (need + 1024) <= there.shared_sm
-        if config.resident_warps < launch.WARPS:
+        if dim > 256:
+            assert config.resident_warps >= (2 if name == "99 KB" else 4)
+        elif config.resident_warps < launch.WARPS:
             assert name == "99 KB"
             assert (preset, dim) in WIDE_ROWS or (dense and not pair.joins and dim >= 192)
             assert config.resident_warps >= 4
     warps, halvings = history.config_for(pair.small, there)
     assert history.shared_bytes(pair.small, warps, halvings) <= there.shared_block
-    assert warps == 4 or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
+    assert warps == 4 or dim > 256 or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
 
 
 @pytest.mark.parametrize("preset", kvcodec.presets())
 def test_where_all_copies_fit_there_are_all(preset: str) -> None:
     """On 227 KB nothing has changed by what smaller machines need."""
-    for dim in HEAD_DIMS:
+    for dim in (d for d in HEAD_DIMS if d <= 256):
         pair = pair_of(preset, dim)
         for config, *_ in choices(pair, launch.H200):
             assert (config.stages, config.halvings) == (2, 0)

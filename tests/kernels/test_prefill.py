@@ -40,7 +40,7 @@ SPECS = (
     *("int-3:symmetric=true", "fp8:scale=none", "innerq-base:symmetric=full", "ultraquant:scale=real"),
     "hqmq-s24_r3:outliers=3",
 )
-DIMS = (64, 96, 128, 256)
+DIMS = (64, 96, 128, 256, 512)
 
 
 def readers() -> Iterator[Any]:

@@ -66,7 +66,7 @@ PAIRS = {
     **{f"group keys {bits}": (_group(bits), _int(bits)) for bits in (2, 3, 4, 8)},
 }
 
-DIMS = (128, 64, 96, 256)
+DIMS = (128, 64, 96, 256, 512)
 
 
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(PAIRS, DIMS))

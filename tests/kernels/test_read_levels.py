@@ -22,7 +22,7 @@ from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check
 from tests.kernels.harness import Out, build
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 
-DIMS = (64, 96, 128, 256)
+DIMS = (64, 96, 128, 256, 512)
 TOKENS = 256
 NO_TABLE = torch.zeros(1, dtype=torch.uint8)
 

@@ -22,7 +22,7 @@ from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels
 
-DIMS = [64, 96, 128, 192, 256]
+DIMS = [64, 96, 128, 192, 256, 512]
 
 UNPACK = """
 #include "tile.cuh"

@@ -370,7 +370,7 @@ class DeviceCache(LayerCache):
         return self.engine.workspace_bytes(q, self.store, self.holds_dense)
 
     def chunk_workspace_bytes(self, q: Tensor, flash: bool = True) -> int:
-        """Upper bound of what ``attend_chunk`` needs beside the cache; ``flash``: as ``Seen.flash``."""
+        """Upper bound of what ``attend_chunk`` needs beside the cache; ``flash``: as ``flash.by_flash``."""
         if self.engine is None or self.store is None:
             return 0
         key = self.roles["key"]

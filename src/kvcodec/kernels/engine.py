@@ -226,5 +226,5 @@ class Engine(ABC):
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
         """Upper bound of what ``attend_many`` needs beside a cache of ``packed`` packed and ``dense`` dense tokens.
 
-        ``flash``: as ``Seen.flash``.
+        ``flash``: as ``flash.by_flash``.
         """

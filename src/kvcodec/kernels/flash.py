@@ -21,6 +21,10 @@ SCORE_BYTES = 1 << 28
 """Most bytes of their scores, unless a single row takes more."""
 
 
+WIDEST = 256
+"""Largest head_dim of PyTorch's flash attention."""
+
+
 _forward = torch.ops.aten._flash_attention_forward.default  # which of the overloads need not be found at each call
 
 
@@ -59,8 +63,8 @@ output 0 and the log-sum-exp of either infinity."""
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
-    """PyTorch's ``Flash``; on a CPU, where tests run it, sequence by sequence."""
-    if q.is_cuda:
+    """PyTorch's ``Flash``; of wider heads, and on a CPU, where tests run it, sequence by sequence, by scores."""
+    if q.is_cuda and q.shape[2] <= WIDEST:
         found, lse, *_ = _forward(
             q, k, v, ragged.queries, ragged.keys, ragged.most_queries, ragged.most_keys, 0.0, not ragged.window, False,
             scale=scale, **_window(Seen(window=ragged.window)),
@@ -78,15 +82,20 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: flo
     return sums
 
 
+def by_flash(seen: Seen, head_dim: int) -> bool:
+    """Whether flash attention can compute it: no soft cap, no explicit mask, at most ``WIDEST`` channels."""
+    return seen.flash and head_dim <= WIDEST
+
+
 def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT) -> Partial:
     """Attention of ``q [B, HQ, n, D]`` over dense ``k, v [B, H, t, D]``; HQ a multiple of H.
 
     ``seen`` has no chunks; its last query belongs to the last key. Flash attention for 16-bit queries on a GPU with
-    head_dim up to 256; otherwise, and for soft caps and masks, the reference, some query rows at a time.
+    head_dim up to ``WIDEST``; otherwise, and for soft caps and masks, the reference, some query rows at a time.
     """
     if k.shape[2] == 0:
         return Partial(torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32))
-    if not (seen.flash and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
+    if not (by_flash(seen, q.shape[3]) and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
         return _by_rows(q, k, v, scale, seen)
     if seen.start:
         return _ragged(q, k.to(q.dtype), v.to(q.dtype), scale, seen)

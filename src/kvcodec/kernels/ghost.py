@@ -68,8 +68,14 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     assert isinstance(codec, Ghost)
     codec.layout(head_dim)  # refuses what does not fill quarters
+    _check(head_dim)
     small = _reader(codec, head_dim, role == "value", small=True) if codec.total in SMALL else None
     return replace(_reader(codec, head_dim, role == "value"), small=small)
+
+
+def _check(head_dim: int) -> None:
+    if head_dim > 256:
+        raise UnsupportedError(f"the kernels number a channel of ghost in a byte: head_dim up to 256, not {head_dim}")
 
 
 def _reader(codec: Ghost, head_dim: int, values: bool, small: bool = False) -> Reader:
@@ -165,6 +171,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     """As ``spec.encoder``."""
     assert isinstance(codec, Ghost)
     codec.layout(head_dim)
+    _check(head_dim)
     mixed = codec.transform == "klt"
     found = Encoder(
         _struct(f"kv::GhostRow<{head_dim}, {codec.total}>", codec),

@@ -28,7 +28,7 @@ from kvcodec.kernels.basis import DIVIDE, Part, change_basis, out_of_codes, quer
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import decode_spec_of
-from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, score
+from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, by_flash, score
 from kvcodec.kernels.launch import Machine, machine
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, definitions, includes
@@ -399,13 +399,14 @@ def rows_at_once(q: Tensor) -> int:
 
 def _tokens_at_once(q: Tensor, heads: int, seen: Seen) -> int:
     """Tokens of ``heads`` KV heads that are unpacked at a time; fewer where scores need them in float32 as well."""
-    return max(32, STAGING_BYTES // (1 if seen.flash else 4) // _token_bytes(q.shape[0], heads, q.shape[3]))
+    part = STAGING_BYTES // (1 if by_flash(seen, q.shape[3]) else 4)
+    return max(32, part // _token_bytes(q.shape[0], heads, q.shape[3]))
 
 
 def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool = True) -> int:
     """Bound of what ``attend_history`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
 
-    ``flash``: whether flash attention can compute it (``attention.Seen.flash``).
+    ``flash``: whether flash attention can compute it (``flash.by_flash``).
     """
     batch, num_q_heads, n, dim = q.shape
     rows, tokens = min(n, rows_at_once(q)), packed + dense

@@ -54,6 +54,8 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if codec.along == "channels":
         name = f"kv::EncodeInnerq<{head_dim}, {codec.bits}, {reading}>"
         return Encoder(name, "encode_innerq.cuh", factor=factor, divide=True)
+    if codec.hybrid and head_dim > 256:
+        raise UnsupportedError(f"the kernels write hybrid values of head_dim up to 256, not {head_dim} ({codec})")
     name = f"kv::EncodeTokensInnerq<{head_dim}, {codec.bits}, {reading}, {flag(codec.hybrid)}>"
     return Encoder(name, "encode_blocks.cuh", factor=factor, divide=True, block=codec.block_tokens, form="blocks")
 

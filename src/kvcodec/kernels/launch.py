@@ -90,7 +90,7 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     """
     spec = (spec.small if config.small else spec).halved(config.halvings)
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
-    rows = 4 * (heads if config.teams > 1 else 8)
+    rows = 4 * (4 if spec.head_dim > 256 else heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
@@ -102,7 +102,7 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
-        need = max(need, align(32 * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
+        need = max(need, align(rows * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
     return max(need, spec.key.reach, spec.value.reach)
 
 
@@ -110,7 +110,9 @@ def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0) -> list[Con
     """Return launch constants worth trying, without regard to the machine."""
     least = 32 if spec.blocked else 16
     tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0 and t >= least]
-    shapes = ((4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1))  # warps, resident CTAs
+    # warps, resident CTAs; wide heads take all registers of eight warps
+    usual = [(4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1)]
+    shapes = usual if spec.head_dim <= 256 else [(4, 2), (8, 1), (6, 1), (4, 1), (2, 1)]
     return [Config(tile, warps, stages, resident, 1, halvings=halvings) for tile in tiles for warps, resident in shapes]
 
 
@@ -149,7 +151,7 @@ def config_for(
     for which in tries:
         if (config := _config(spec, units, capacity, machine, dense, heads, *which)) is None:
             continue
-        if machine.shared_block >= H200.shared_block or config.resident_warps >= WARPS:
+        if config.resident_warps >= _least_warps(spec, machine):
             return config
         fitting.append(config)
     if fitting:
@@ -158,6 +160,11 @@ def config_for(
     raise UnsupportedError(
         f"{spec.name}: needs {least} bytes of shared memory in a block; this GPU has {machine.shared_block}."
     )
+
+
+def _least_warps(spec: DecodeSpec, machine: Machine) -> int:
+    """Warps of a multiprocessor that tables have to leave room for; none where all of them are known to serve."""
+    return 0 if machine.shared_block >= H200.shared_block and spec.head_dim <= 256 else WARPS
 
 
 def _config(
@@ -221,12 +228,12 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
     """
     if capacity > TEAM_TOKENS or units < 3 * machine.sms or not min(spec.key.team_warps, spec.value.team_warps):
         return None
-    best, most = None, 0.0
+    best, most, least_warps = None, 0.0, _least_warps(spec, machine)
     longest, least = min(spec.key.tile, spec.value.tile), 32 if spec.blocked else 16
     for tile in (t for t in (64, 32, 16) if spec.page_tokens % t == 0 and least <= t <= longest):
         for warps, teams in ((w, n) for w in (1, 2, 3, 4) for n in range(2, 9)):
             config = Config(tile, warps, 2, 1, 1, teams, halvings=halvings)
-            if warps * teams > spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
+            if not least_warps <= warps * teams <= spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
                 continue
             rounds = units / (machine.sms * teams)
             whole = math.ceil(rounds)

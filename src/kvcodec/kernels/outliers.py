@@ -26,6 +26,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     rest = _rest_of(codec.inner, head_dim)
     if not rest:
         raise UnsupportedError(f"the kernels read outliers beside hqmq and integers of group 0, not {codec}")
+    _check(codec, head_dim)
     passes, scratch = passes_of(codec, head_dim, inner.shared)
     tables = inner.tables
 
@@ -67,6 +68,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     assert isinstance(codec, Med)
     if type(codec.inner) is not Hqmq:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
+    _check(codec, head_dim)
     inner = hqmq.encoder(codec.inner, head_dim, role)
     tables = inner.tables
     assert tables is not None
@@ -74,6 +76,11 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     return replace(
         inner, type=name, tables=lambda params: tables(inside(params)), own="threshold", tables_of=codec.inner
     )
+
+
+def _check(codec: Med, head_dim: int) -> None:
+    if head_dim > 256:
+        raise UnsupportedError(f"the kernels take outliers of head_dim up to 256, not {head_dim} ({codec})")
 
 
 def _rest_of(inner: Codec, head_dim: int) -> str:

@@ -30,7 +30,7 @@ from kvcodec.scheme import KVScheme
 
 T = TypeVar("T")
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 """Multiples of 32: a lane of a warp holds every 32nd channel of a row."""
 
 
@@ -433,7 +433,8 @@ class DecodeSpec(NamedTuple):
 
         Four heads have two columns each, which halves the work per column; outliers are added for eight heads only.
         """
-        return 4 if group <= 4 and not max(self.key.scratch, self.value.scratch) else 8
+        few = group <= 4 or self.head_dim > 256  # the sums of eight heads would not fit the registers
+        return 4 if few and not max(self.key.scratch, self.value.scratch) else 8
 
     def tiles(self, group: int) -> int:
         """CTAs of a KV head, for each run of tokens."""

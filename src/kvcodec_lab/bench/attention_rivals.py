@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcodec.kernels.flash import WIDEST
 from kvcodec_lab.bench.shapes import Shape
 
 Call = Callable[[], Tensor]
@@ -113,9 +114,15 @@ class Dense:
 
 
 def torch_rivals(dense: Dense) -> Iterator[AttentionRival]:
-    """SDPA by cuDNN and flash, with ``enable_gqa`` and with the heads of a group as query rows."""
+    """SDPA by cuDNN and flash, with ``enable_gqa`` and with the heads of a group as query rows.
+
+    Of a head_dim that flash attention does not take, memory-efficient attention as well.
+    """
     forms = {"group as query rows": True, "enable_gqa": False}
-    for name, backend in BACKENDS.items():
+    backends = BACKENDS
+    if dense.shape.head_dim > WIDEST:
+        backends = BACKENDS | {"efficient": SDPBackend.EFFICIENT_ATTENTION}
+    for name, backend in backends.items():
         for form, packed in list(forms.items())[: 2 if dense.shape.group > 1 else 1]:
             yield AttentionRival(name, form, 16.0, partial(_sdpa, dense, backend, packed))
 

@@ -121,6 +121,7 @@ CORNERS = (
     Shape("d64_b4_32k", 4, 14, 2, 64, 32768),
     Shape("d96_b4_8k", 4, 32, 32, 96, 8192),
     Shape("d256_b16_16k", 16, 16, 8, 256, 16384),
+    Shape("d512_b8_32k", 8, 32, 4, 512, 32768),
 )
 SHAPES = {shape.name: shape for shape in (*SPINE, *OCTOPUS, *SAW, *PER_HEAD, *CORNERS, *SWEEP)}
 

@@ -18,6 +18,7 @@ from kvcodec.attention import Seen, attend, partial, with_sinks
 from kvcodec.cache.device import DeviceCache
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME
+from kvcodec.kernels.flash import by_flash
 
 if TYPE_CHECKING:
     from kvcodec.integrations.transformers.layers import PackedCacheLayer
@@ -165,7 +166,8 @@ def _chunk(
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
     out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
-    layer.attended("staged" if rules.flash else "scored", lambda: cache.chunk_workspace_bytes(query, rules.flash))
+    flash = by_flash(rules, query.shape[3])
+    layer.attended("staged" if flash else "scored", lambda: cache.chunk_workspace_bytes(query, flash))
     return out
 
 

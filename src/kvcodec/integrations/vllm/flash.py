@@ -7,12 +7,14 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kvcodec.kernels.flash import Flash, Ragged
+from kvcodec.kernels.flash import WIDEST, Flash, Ragged
 
 
 @lru_cache
 def flash_for(head_dim: int) -> Flash | None:
-    """Return the function for ``ChunkReader(flash=...)``; None where vLLM has no version 3 for this GPU."""
+    """Return the function for ``ChunkReader(flash=...)``; None where vLLM has no version 3 for this GPU or head_dim."""
+    if head_dim > WIDEST:
+        return None
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 

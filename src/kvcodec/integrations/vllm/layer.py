@@ -48,7 +48,7 @@ from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.decode import MOST_SEQUENCES
 from kvcodec.kernels.encode import SlotWriter, Turned
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.flash import Flash
+from kvcodec.kernels.flash import WIDEST, Flash
 from kvcodec.kernels.history import STAGING_BYTES, workspace_bytes
 from kvcodec.kernels.prompts import ChunkReader, Chunks
 from kvcodec.layout import PageLayout
@@ -572,7 +572,8 @@ class EngineLayer:
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Upper bound of the bytes that prompts need: ``tokens`` new ones, of requests of ``length`` together."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        return workspace_bytes(q, self.heads, length, self.sink, not rules.softcap)
+        flash = not rules.softcap and self.head_dim <= WIDEST
+        return workspace_bytes(q, self.heads, length, self.sink, flash)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Upper bound of the bytes that ``decode`` needs for up to ``requests`` requests."""

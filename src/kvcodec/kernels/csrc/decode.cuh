@@ -111,7 +111,7 @@ struct Decoder {
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int ROWS = TEAMS == 1 ? 8 : HEADS;  // rows that fit
+  KV_CONST int ROWS = TEAMS == 1 && !is_wide(D) ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
   // the ring, stage by stage of all warps. Teams that share tables have their query where its last stages will be:
@@ -157,7 +157,7 @@ struct Decoder {
     const TileNumbers<K, V, T> numbers(keys, values, lane);
     const int g = lane / 4;
     float s[SUBS][2 * N], vs[SUBS][2];
-    uint32_t block_q[K::K_REGS];
+    uint32_t block_q[Query<K, D, HEADS>::REGS];
     float block_zero[2] = {0.0f, 0.0f};
     bool more_keys = false, more_values = false;  // outliers to be added
     float term[SUBS][2 * N];
@@ -236,7 +236,7 @@ struct Decoder {
       }
       weights(p16[sub], p);
       if constexpr (PAIRED) {
-        add_pairs<V, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
+        add_pairs<V, HEADS, MASKED>(st.out, st.zero, p16[sub], values, 16 * sub, lane, live_from, live_to);
       } else if constexpr (!V::V_BLOCKED) {
         add_values<V, HEADS, MASKED>(st.out, p16[sub], values, v_held, 16 * sub, lane, live_from, live_to);
       } else if (sub % 2 == 1 &&  // a block without live tokens has arbitrary scales

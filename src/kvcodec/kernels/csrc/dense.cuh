@@ -70,6 +70,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
   using Sum = Sums<V, HEADS>;
   KV_CONST int N = HEADS / 4;
   KV_CONST bool ORDERED = is_ordered<V>(0);
+  KV_CONST bool AT_ONCE = !ORDERED && !is_wide(D);  // a tile's values are loaded at once
 
   struct Rows {
     const uint8_t* base;
@@ -206,7 +207,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
         values(v_rows.row(first + 2 * j + odd + 8), channels, g, later);
       };
       uint32_t u[2][V::V_REGS], w[2][V::V_REGS];  // under way while scores are made, where there are few loads
-      if constexpr (!ORDERED) fetch_values(0, u[0], w[0]), fetch_values(1, u[1], w[1]);
+      if constexpr (AT_ONCE) fetch_values(0, u[0], w[0]), fetch_values(1, u[1], w[1]);
       float s[2 * N], top[N], p[2 * N];
       KV_UNROLL
       for (int i = 0; i < 2 * N; ++i) s[i] = 0.0f;
@@ -236,7 +237,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
         for (int k = 0; k < V::V_REGS; ++k) of[k] = R::half2(of[k]), later[k] = R::half2(later[k]);
         add_rows<V, HEADS>(sum, p16, of, later, odd, lane);
       };
-      if constexpr (!ORDERED) {
+      if constexpr (AT_ONCE) {
         add(0, u[0], w[0]), add(1, u[1], w[1]);
       } else {
         KV_NO_UNROLL

@@ -276,13 +276,15 @@ template <int D, int S, int R> struct HqmqRow : TableRow {
 
   // bit p of the numbers is plane p; in a plane chunk EIGHTH g + i is bit g of byte i
   KV_DEV static void store_planes(uint8_t* at, const uint16_t* bits, int part, uint32_t keep, bool live) {
-    if (part >= Fields::EIGHTH || !live) return;
-    uint32_t bytes = 0;
-    KV_UNROLL for (int g = 0; g < 8; g++) {
-      uint32_t x = bits[Fields::EIGHTH * g + part];
-      bytes |= ((x & 1) | (x & 2) << 7) << g;
+    if (!live) return;
+    KV_UNROLL for (int i = part; i < Fields::EIGHTH; i += 8) {
+      uint32_t bytes = 0;
+      KV_UNROLL for (int g = 0; g < 8; g++) {
+        uint32_t x = bits[Fields::EIGHTH * g + i];
+        bytes |= ((x & 1) | (x & 2) << 7) << g;
+      }
+      KV_UNROLL for (int p = 0; p < Fields::BITS; p++) at[p * Fields::EIGHTH + i] = (uint8_t)((bytes & keep) >> 8 * p);
     }
-    KV_UNROLL for (int p = 0; p < Fields::BITS; p++) at[p * Fields::EIGHTH + part] = (uint8_t)((bytes & keep) >> 8 * p);
   }
 };
 

@@ -163,7 +163,7 @@ template <int D, int GROUP, class GRID, bool INTERLEAVED = false> struct EncodeG
   KV_DEV static void quad(const float (&y)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES]) {
     constexpr float INFINITE = 3.4028234663852886e38f;
     Held h[N];  // of each element; equal ones share registers
-    if constexpr (G % 32 == 0 || GROUPS == 1) {  // whole runs of 32: all eight lanes share every group
+    if constexpr ((G % 32 == 0 && GROUPS <= 8) || GROUPS == 1) {  // whole runs of 32: eight lanes share every group
       using Share = Shares<GROUPS>;
       constexpr int EACH = GROUPS == 1 ? N : G / 8;
       float low[Share::ALL], high[Share::ALL];
@@ -183,7 +183,7 @@ template <int D, int GROUP, class GRID, bool INTERLEAVED = false> struct EncodeG
         }
         KV_UNROLL for (int k = g * EACH; k < (g + 1) * EACH && k < N; k++) h[k] = one;
       }
-    } else if constexpr (32 % G == 0 && G >= 4) {  // several groups to a run
+    } else if constexpr (32 % G == 0 && G >= 4) {  // one group to a run, or several
       KV_UNROLL for (int i = 0; i < N / 4; i++) {
         float low = INFINITE, high = -INFINITE;
         KV_UNROLL for (int k = 4 * i; k < 4 * i + 4; k++) widen(y[k], low, high);

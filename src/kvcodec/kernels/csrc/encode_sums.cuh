@@ -24,7 +24,7 @@ KV_DEV double sum_of_team(double (&s)[4]) {
 }
 // RUNS numbers that lie 32 channels apart
 template <int RUNS, class F> KV_DEV double sum_of_runs(F number) {
-  constexpr int PADDED = RUNS <= 2 ? RUNS : RUNS <= 4 ? 4 : 8;
+  constexpr int PADDED = RUNS <= 2 ? RUNS : RUNS <= 4 ? 4 : RUNS <= 8 ? 8 : 16;
   double run[PADDED];
   KV_UNROLL for (int i = 0; i < PADDED; i++) run[i] = i < RUNS ? number(i) : 0.0;
   KV_UNROLL for (int half = PADDED / 2; half; half /= 2) {
@@ -43,7 +43,7 @@ template <int N> KV_DEV double sum_of_squares(const float (&y)[N]) {
 // Python's D ** 0.5
 KV_CONSTEXPR double root(int dim) {
   return dim == 64 ? 8.0 : dim == 96 ? 9.797958971132712 : dim == 128 ? 11.313708498984761 : dim == 192
-      ? 13.856406460551018 : 16.0;
+      ? 13.856406460551018 : dim == 256 ? 16.0 : 22.627416997969522;
 }
 
 // -- the level nearest to a number -----------------------------------------------------------------------------------

@@ -31,12 +31,20 @@ template <int D, uint64_t C, bool REAL = false, int UNIT = 0> struct EncodeUltra
   }
 
   KV_DEV static void quad(const float (&y)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES]) {
-    using Share = Shares<GROUPS>;
+    constexpr int EACH = GROUPS < 8 ? GROUPS : 8;  // groups at a time
+    static_assert(GROUPS % EACH == 0, "whole turns");
+    KV_UNROLL for (int first = 0; first < GROUPS; first += EACH) groups<EACH>(y, first, part, keep, live, at);
+  }
+  template <int EACH>
+  KV_DEV static void groups(const float (&y)[N], int first, int part, uint32_t keep, bool live,
+                            uint8_t* const (&at)[PLANES]) {
+    using Share = Shares<EACH>;
     constexpr float HELD = (float)(1 << UNIT);
     float high[Share::ALL];
     KV_UNROLL for (int g = 0; g < Share::ALL; g++) {
       high[g] = 0.0f;
-      KV_UNROLL for (int k = 4 * g; k < 4 * g + 4 && k < N; k++) high[g] = maximum(high[g], magnitude(y[k]));
+      KV_UNROLL for (int k = 4 * g; k < 4 * g + 4 && k < 4 * EACH; k++)
+        high[g] = maximum(high[g], magnitude(y[4 * first + k]));
     }
     double wanted = mul((double)Share::template reduce<true>(high, part), bits_double(C));
     uint32_t scale;
@@ -51,17 +59,17 @@ template <int D, uint64_t C, bool REAL = false, int UNIT = 0> struct EncodeUltra
       r = power(254 - (int32_t)scale);
     }
     if (live && Share::first(part)) {
-      if (REAL) ((uint16_t*)at[1])[Share::group(part)] = (uint16_t)(scale & keep);
-      else at[1][Share::group(part)] = (uint8_t)(scale & keep);
+      if (REAL) ((uint16_t*)at[1])[first + Share::group(part)] = (uint16_t)(scale & keep);
+      else at[1][first + Share::group(part)] = (uint8_t)(scale & keep);
     }
-    KV_UNROLL for (int i = 0; i < GROUPS; i++) {
+    KV_UNROLL for (int i = 0; i < EACH; i++) {
       float own_s = REAL ? Share::of(s, i) : 1.0f, own_r = Share::of(r, i);
       uint32_t c[4];
       KV_UNROLL for (int e = 0; e < 4; e++) {
-        float x = y[4 * i + e];
+        float x = y[4 * (first + i) + e];
         c[e] = code(REAL ? quotient(x, own_s, own_r) : mul(x, own_r));
       }
-      store_quad<4>(at[0] + 16 * i, part, c[0], c[1], c[2], c[3], keep, live);
+      store_quad<4>(at[0] + 16 * (first + i), part, c[0], c[1], c[2], c[3], keep, live);
     }
   }
 };

@@ -39,7 +39,7 @@ KV_DEV void dots(float (&d)[HEADS / 2], const uint32_t (&x)[K::K_REGS], const ui
 // scores of 16 tokens: the lane's heads for token g, then for token g + 8
 template <class K, int D, int HEADS, bool MASKED, class P, class H, class NUMBERS>
 KV_DEV void scores(float (&s)[HEADS / 2], const Query<K, D, HEADS>& q, const P& planes, const H& held, int token,
-                   int lane, const uint32_t (&block_q)[K::K_REGS], const float (&block_zero)[2],
+                   int lane, const uint32_t (&block_q)[Query<K, D, HEADS>::REGS], const float (&block_zero)[2],
                    const NUMBERS& numbers) {
   constexpr int PER = K::K_REGS / K::GROUPS, N = HEADS / 4;
   const int j = lane % 4, at = token + lane / 4;
@@ -97,8 +97,10 @@ KV_CONSTEXPR uint32_t inverse_half(float w) {
 template <class K> KV_CONSTEXPR uint32_t inverse_weights(int r) {
   return inverse_half(K::k_weight(2 * r)) | inverse_half(K::k_weight(2 * r + 1)) << 16;
 }
-template <class K, int D, int HEADS> KV_DEV uint32_t unweighted(const Query<K, D, HEADS>& q, int r) {
-  return inverse_weights<K>(r) == 0x3c003c00u ? q.r[r] : q.plain[r];
+// register r of the query, that of keys' register `of` (HALVED: or of the next one)
+template <class K, int D, int HEADS> KV_DEV uint32_t unweighted(const Query<K, D, HEADS>& q, int r, int of) {
+  const bool same = inverse_weights<K>(of) == 0x3c003c00u && (!q.HALVED || inverse_weights<K>(of + 1) == 0x3c003c00u);
+  return same ? q.r[r] : q.plain[r];
 }
 
 // Scale and zero of a block's channels go into q: block_q = q s, and the zeros' share of every score.
@@ -107,27 +109,45 @@ template <class K, int D, int HEADS> KV_DEV uint32_t unweighted(const Query<K, D
 // 2^b - 1, is 0.02 in a score of 70. The tensor core sums q s and block_q exactly, and their difference, times the
 // middle code, is added to the zeros: at most half of the error remains, as if the keys had been rounded to fp16.
 template <class K, int D, int HEADS, class P>
-KV_DEV void enter_block(uint32_t (&block_q)[K::K_REGS], float (&zero)[2], const Query<K, D, HEADS>& q, const P& planes,
-                        int block, int lane) {
+KV_DEV void enter_block(uint32_t (&block_q)[Query<K, D, HEADS>::REGS], float (&zero)[2], const Query<K, D, HEADS>& q,
+                        const P& planes, int block, int lane) {
   uint32_t s[K::K_REGS], z[K::K_REGS];
   K::k_block(planes, block, lane % 4, s, z);
   float exact[4] = {0.0f, 0.0f, 0.0f, 0.0f}, rounded[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  KV_UNROLL
-  for (int k = 0; k < K::K_REGS; k += 2) {
-    block_q[k] = hmul2(q.r[k], s[k]);
-    block_q[k + 1] = hmul2(q.r[k + 1], s[k + 1]);
-    // all tokens have the same zeros and scales: eight rows hold those, eight these
-    mma(exact, z[k], s[k], z[k + 1], s[k + 1], unweighted<K>(q, k), unweighted<K>(q, k + 1));
-    const uint32_t f0 = inverse_weights<K>(k), f1 = inverse_weights<K>(k + 1);
-    mma(rounded, f0, f0, f1, f1, block_q[k], block_q[k + 1]);
+  if constexpr (Query<K, D, HEADS>::HALVED) {  // rows: one register's, and the other's; a column's product with the other's is not used
+    float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    KV_UNROLL
+    for (int k = 0; k < K::K_REGS; k += 4) {
+      const int r = k / 2;
+      block_q[r] = hmul2(q.r[r], lane & 4 ? s[k + 1] : s[k]);
+      block_q[r + 1] = hmul2(q.r[r + 1], lane & 4 ? s[k + 3] : s[k + 2]);
+      const uint32_t q0 = unweighted<K>(q, r, k), q1 = unweighted<K>(q, r + 1, k + 2);
+      mma(zeros, z[k], z[k + 1], z[k + 2], z[k + 3], q0, q1);
+      mma(exact, s[k], s[k + 1], s[k + 2], s[k + 3], q0, q1);
+      const uint32_t f[4] = {inverse_weights<K>(k), inverse_weights<K>(k + 1), inverse_weights<K>(k + 2),
+                             inverse_weights<K>(k + 3)};
+      mma(rounded, f[0], f[1], f[2], f[3], block_q[r], block_q[r + 1]);
+    }
+    zero[0] = zeros[0] + zeros[3] + (exact[0] + exact[3] - (rounded[0] + rounded[3])) * K::K_MIDDLE;
+    zero[1] = 0.0f;
+  } else {
+    KV_UNROLL
+    for (int k = 0; k < K::K_REGS; k += 2) {
+      block_q[k] = hmul2(q.r[k], s[k]);
+      block_q[k + 1] = hmul2(q.r[k + 1], s[k + 1]);
+      // all tokens have the same zeros and scales: eight rows hold those, eight these
+      mma(exact, z[k], s[k], z[k + 1], s[k + 1], unweighted<K>(q, k, k), unweighted<K>(q, k + 1, k + 1));
+      const uint32_t f0 = inverse_weights<K>(k), f1 = inverse_weights<K>(k + 1);
+      mma(rounded, f0, f0, f1, f1, block_q[k], block_q[k + 1]);
+    }
+    zero[0] = exact[0] + (exact[2] - rounded[0]) * K::K_MIDDLE;
+    zero[1] = exact[1] + (exact[3] - rounded[1]) * K::K_MIDDLE;
   }
-  zero[0] = exact[0] + (exact[2] - rounded[0]) * K::K_MIDDLE;
-  zero[1] = exact[1] + (exact[3] - rounded[1]) * K::K_MIDDLE;
 }
 
 // Where a lane's sums of V^T P lie: out[k][i / 4][i % 4], i < COUNT, is element(k, i) of its part, for its head(i).
 template <class V, int HEADS> struct Sums {
-  KV_CONST bool PAIRED = is_paired<V>(0), HALVED = HEADS == 4 && !PAIRED;
+  KV_CONST bool PAIRED = is_paired<V>(0), HALVED = HEADS == 4 && (!PAIRED || is_wide(16 * V::V_REGS));
   KV_CONST int HALVES = HALVED ? 1 : 2, COUNT = 4 * HALVES;
   KV_FUNCTION int element(int k, int i) { return HALVED ? 4 * k + i : 4 * k + i / 4 + i / 2 % 2 * 2; }
   KV_FUNCTION int head(int i) { return HEADS == 4 ? 0 : i % 2; }
@@ -178,32 +198,52 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], c
   }
 }
 
-// The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES. Dead tokens have
-// P = 0 and finite codes; their scales and zeros may be anything and are dropped.
-template <class V, bool MASKED, class P>
-KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][2][4], float (&zero)[4], const uint32_t (&b)[2], const P& planes,
-                      int token, int lane, int live_from, int live_to) {
+// The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES, and row g + 8 where
+// there are more than eight. Dead tokens have P = 0 and finite codes; their scales and zeros may be anything and are
+// dropped.
+template <class V, int HEADS, bool MASKED, class P>
+KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], float (&zero)[4],
+                      const uint32_t (&b)[2], const P& planes, int token, int lane, int live_from, int live_to) {
+  constexpr bool HALVED = Sums<V, HEADS>::HALVED;
   const int at = token + lane % 4 * 2;
-  uint32_t w[2][V::WORDS], s[2][V::SCALES], z[2];
+  uint32_t w[2][V::WORDS], s[HALVED ? 1 : 2][V::SCALES], z[2], further[2] = {0u, 0u}, live[2];
   V::load_pairs(planes, token, lane, w);
   KV_UNROLL
   for (int half = 0; half < 2; ++half) {
-    uint32_t live = 0xffffffffu;
+    live[half] = 0xffffffffu;
     if (MASKED) {
       const int t = at + 8 * half;
-      live = (t >= live_from && t < live_to ? 0xffffu : 0u) | (t + 1 >= live_from && t + 1 < live_to ? ~0xffffu : 0u);
+      live[half] = (t >= live_from && t < live_to ? 0xffffu : 0u) |
+                   (t + 1 >= live_from && t + 1 < live_to ? ~0xffffu : 0u);
     }
-    V::scale_pairs(planes, at + 8 * half, live, s[half]);
-    z[half] = V::zero_pair(planes, token + 8 * half, lane) & live;
+    if constexpr (!HALVED) V::scale_pairs(planes, at + 8 * half, live[half], s[half]);
+    z[half] = V::zero_pair(planes, token + 8 * half, lane) & live[half];
+    if constexpr (V::SCALES > 8) further[half] = V::zero_pair(planes, token + 8 * half, lane, 8) & live[half];
   }
-  mma(zero, z[0], 0u, z[1], 0u, b[0], b[1]);
-  KV_UNROLL
-  for (int q = 0; q < V::SCALES; ++q) {
-    const uint32_t b0 = hmul2(b[0], s[0][q]), b1 = hmul2(b[1], s[1][q]);
+  mma(zero, z[0], further[0], z[1], further[1], b[0], b[1]);
+  if constexpr (HALVED) {  // a head's columns take neighbouring channels, of 8 tokens at a time
+    const uint32_t even = lane & 4 ? 0u : 0xffffffffu;
     KV_UNROLL
-    for (int n = 0; n < 2; ++n) {
-      const int e = 4 * q + n;
-      mma(out[q][n], V::pair(w[0], e), V::pair(w[0], e + 2), V::pair(w[1], e), V::pair(w[1], e + 2), b0, b1);
+    for (int half = 0; half < 2; ++half) {
+      V::scale_pairs(planes, at + 8 * half, live[half], s[0]);
+      KV_UNROLL
+      for (int q = 0; q < V::SCALES; ++q) {
+        const uint32_t p = hmul2(b[half], s[0][q]);
+        uint32_t x[4];
+        KV_UNROLL
+        for (int e = 0; e < 4; ++e) x[e] = V::pair(w[half], 4 * q + e);
+        mma(out[q][0], x[0], x[2], x[1], x[3], p & even, p & ~even);
+      }
+    }
+  } else {
+    KV_UNROLL
+    for (int q = 0; q < V::SCALES; ++q) {
+      const uint32_t b0 = hmul2(b[0], s[0][q]), b1 = hmul2(b[1], s[1][q]);
+      KV_UNROLL
+      for (int n = 0; n < 2; ++n) {
+        const int e = 4 * q + n;
+        mma(out[q][n], V::pair(w[0], e), V::pair(w[0], e + 2), V::pair(w[1], e), V::pair(w[1], e + 2), b0, b1);
+      }
     }
   }
 }

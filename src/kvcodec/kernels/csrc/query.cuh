@@ -17,6 +17,10 @@ template <class R> KV_CONSTEXPR float k_offset(long) { return 0.0f; }
 template <class R> KV_CONSTEXPR auto k_scale_unit(int) -> decltype(R::K_SCALE_UNIT) { return R::K_SCALE_UNIT; }
 template <class R> KV_CONSTEXPR float k_scale_unit(long) { return 0.0f; }
 
+// More channels than the registers of a warp hold queries and sums of without halving both, even where that costs
+// work; heads are then four at a time.
+KV_CONSTEXPR bool is_wide(int head_dim) { return head_dim > 256; }
+
 // keys that are SKETCHED meet a second query, H (s q), whose channels are numbered from D on
 template <class K, int D> KV_CONSTEXPR int query_channels() { return is_sketched<K>(0) ? 2 * D : D; }
 
@@ -29,10 +33,10 @@ template <class K> struct KeysOf<K, 4, typename Always<typename K::Halved>::Void
 // The query of HEADS heads, 4 or 8, in the basis of the codes: B operands of the tensor core, and what undoes their
 // scaling.
 template <class K, int D, int HEADS> struct Query {
-  KV_CONST bool HALVED = HEADS == 4 && K::GROUPS == 1 && !K::K_BLOCKED;
+  KV_CONST bool HALVED = HEADS == 4 && (is_wide(D) || (K::GROUPS == 1 && !K::K_BLOCKED));
   KV_CONST int REGS = HALVED ? K::K_REGS / 2 : K::K_REGS;
   uint32_t r[REGS];            // of column g, channels of part j; HALVED: every second register of keys
-  uint32_t plain[K::K_BLOCKED ? K::K_REGS : 1];  // the same without weights
+  uint32_t plain[K::K_BLOCKED ? REGS : 1];  // the same without weights
   float sum[K::GROUPS][HEADS / 4];  // sum over a group's channels of the rounded q; the lane's heads
   float scale[HEADS / 4];      // scores = dot * scale, in powers of two
 };

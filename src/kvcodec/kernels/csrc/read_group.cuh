@@ -52,7 +52,8 @@ template <int D, int BITS> struct GroupKeys {
 // numbers of an entry cost two operations, masks and a subtraction cost nine.
 template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
   using V = Codes<BITS, D == 96 ? 16 : D == 192 ? 32 : D / 8>;
-  static_assert(GROUP % (V::REGS * 2) == 0, "a part lies in one group");
+  KV_CONST int EACH = V::REGS * 2 > GROUP ? V::REGS * 2 / GROUP : 1;  // groups of a part
+  static_assert(EACH > 1 ? BITS == 8 : GROUP % (V::REGS * 2) == 0, "a part lies in one group, or codes in their order");
   KV_CONST int ROW = D * BITS / 8;
   KV_CONST int SCALES = (D + GROUP - 1) / GROUP;
   KV_CONST int BLOCK = 1;
@@ -93,7 +94,9 @@ template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
                             uint32_t (&r)[V_REGS]) {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
-    const uint32_t s = ((const uint16_t*)planes[1])[at], z = ((const uint16_t*)planes[2])[at];
+    uint32_t s[EACH], z[EACH];
+    KV_UNROLL
+    for (int i = 0; i < EACH; ++i) s[i] = ((const uint16_t*)planes[1])[at + i], z[i] = ((const uint16_t*)planes[2])[at + i];
     if constexpr (BITS == 2) {
       const uint8_t* run = planes[0] + token * ROW + live * V::BYTES;
       uint32_t w[(V::BYTES + 3) / 4];
@@ -104,7 +107,10 @@ template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
       V::whole(planes[0] + token * ROW, live, r);
     }
     KV_UNROLL
-    for (int n = 0; n < V_REGS; ++n) r[n] = hfma2(r[n], s * 0x10001u, z * 0x10001u);
+    for (int n = 0; n < V_REGS; ++n) {
+      const int i = n / (V_REGS / EACH);
+      r[n] = hfma2(r[n], s[i] * 0x10001u, z[i] * 0x10001u);
+    }
   }
 };
 

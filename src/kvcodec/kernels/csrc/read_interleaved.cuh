@@ -31,7 +31,7 @@ template <int BITS> struct Interleaved {
 };
 
 template <int D, int BITS, int GROUP = 32> struct ReadInterleaved {
-  static_assert(D % 128 == 0 && D <= 256, "rows of 128 channels; 32 of them at a time, 8 times at most");
+  static_assert(D % 128 == 0 && D <= 512, "rows of 128 channels; 32 of them at a time, 16 times at most");
   static_assert(GROUP == 32 || ((GROUP == 64 || GROUP == 128) && BITS == 4), "whole groups to 128 channels");
   using Codes = Interleaved<BITS>;
   KV_CONST int RUNS = D / 128;
@@ -117,9 +117,10 @@ template <int D, int BITS, int GROUP = 32> struct ReadInterleaved {
       s[q] = (HELD == 1 ? w[0] : prmt(w[i / 2], w[(HELD + i) / 2], i % 2 ? 0x7632u : 0x5410u)) & live;
     }
   }
-  // zeros of tokens token + 2j and + 1 of run g % SCALES
-  template <class P> KV_DEV static uint32_t zero_pair(const P& planes, int token, int lane) {
-    const uint16_t* z = (const uint16_t*)planes[2] + (lane % 4 * (2 * HELD) + lane / 4 % SCALES / EACH) + token * HELD;
+  // zeros of tokens token + 2j and + 1 of run g % SCALES, or of run g + 8
+  template <class P> KV_DEV static uint32_t zero_pair(const P& planes, int token, int lane, int from = 0) {
+    const int run = lane / 4 % SCALES + from;
+    const uint16_t* z = (const uint16_t*)planes[2] + (lane % 4 * (2 * HELD) + run / EACH) + token * HELD;
     return z[0] | (uint32_t)z[HELD] << 16;
   }
   // the lane's share of a tile's largest scale; dead tokens' do not count
@@ -148,7 +149,7 @@ template <int D, int BITS, int GROUP = 32> struct ReadInterleaved {
       uint32_t w[4] = {x.a, x.b, x.c, x.d};
       KV_UNROLL
       for (int n = 0; n < 4; ++n) {
-        const int token = PER == 1 ? at * 2 + n / 2 : at;
+        const int token = PER == 1 ? at * 2 + n / 2 : at / (PER / 2);
         most = hmax2(most, !MASKED || (token >= live_from && token < live_to) ? w[n] : 0u);
       }
     }

@@ -48,17 +48,19 @@ template <class V, int HEADS, int T> struct WarpSums {
         if (Sum::used(i)) st.out[k][i / 4][i % 4] += zero[Sum::head(i)] * (2.0f / V::v_weight(Sum::element(k, i)));
     }
     KV_UNROLL
-    for (int n = 0; n < N; ++n) st.bias[n] = -st.bias[n], st.zero[n] = -st.zero[n];
+    for (int n = 0; n < N; ++n) st.bias[n] = -st.bias[n];
+    KV_UNROLL
+    for (int i = 0; i < 4; ++i) st.zero[i] = -st.zero[i];
   }
   KV_DEV static float over_tokens(float x) {
     KV_UNROLL
     for (int bit = 4; bit < 32; bit *= 2) x += shfl_xor(x, bit);
     return x;
   }
-  // paired values: of group k, which is row k
+  // paired values: of group k, which is row k: of rows from 8 on the second half of the lane's numbers
   KV_DEV static void group_zeros(float (&zero)[N], const State& st, int k) {
     KV_UNROLL
-    for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[n], 4 * k + thread() % 4);
+    for (int n = 0; n < N; ++n) zero[n] = shfl(st.zero[k / 8 * 2 + n], k % 8 * 4 + thread() % 4);
   }
 
   // how far the reference moves: the n-th flush of a warp adds the golden ratio to it, modulo 1, and a warp begins
@@ -96,7 +98,10 @@ template <class V, int HEADS, int T> struct WarpSums {
         st.reference = next;
       }
     }
-    if constexpr (PAIRED) st.zero[0] *= factor[0], st.zero[1] *= factor[N - 1];
+    if constexpr (PAIRED) {
+      KV_UNROLL
+      for (int i = 0; i < 4; ++i) st.zero[i] *= factor[i % 2 * (N - 1)];
+    }
     KV_UNROLL
     for (int k = 0; k < V::V_REGS / 2; ++k) {
       KV_UNROLL

@@ -140,7 +140,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         y[i] = j & bit ? other - y[i] : y[i] + other;
       }
     }
-    constexpr float UNIT = D == 64 ? 0.125f : D == 128 ? 0.088388347648318441f : 0.0625f;  // D ** -0.5
+    constexpr float UNIT = D == 64 ? 0.125f : D == 128 ? 0.088388347648318441f : D == 256 ? 0.0625f
+        : 0.044194173824159221f;  // D ** -0.5
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
       const int c = j * N + i;
