@@ -46,7 +46,7 @@ def fields_of(struct: type[ctypes.Structure], before: str = "", at: int = 0) -> 
         ("encode_args.cuh", arguments.EncodeArgs),
         ("unpack.cuh", arguments.UnpackArgs),
         ("basis.cuh", arguments.Rows),
-        ("fit_ghost.cuh", arguments.FitGhostRoles),
+        ("fit_ghost.cuh", arguments.FitGhostLayers),
         ("fit_innerq.cuh", arguments.FitNormArgs),
     ],
 )

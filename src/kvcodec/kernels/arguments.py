@@ -166,8 +166,8 @@ class FitGhostArgs(ctypes.Structure):
     """``kv::FitGhostArgs``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "padding", "cosines", "sines", "back_cosines", "back_sines")),
-        *((name, ctypes.c_void_p) for name in ("energy", "same", "rows", "mean", "order", "factor", "weight")),
+        *((name, ctypes.c_void_p) for name in ("padding", "cosines", "sines", "back_cosines", "back_sines")),
+        *((name, ctypes.c_void_p) for name in ("same", "rows", "mean", "order", "factor", "weight")),
         *((name, ctypes.c_void_p) for name in ("centre", "widths", "sizes", "inverse", "read", "write")),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token", "turn_batch", "turn_token", "every")),
         ("errors", ctypes.c_double * 8),
@@ -176,20 +176,19 @@ class FitGhostArgs(ctypes.Structure):
     )
 
 
-class FitGhostRoles(ctypes.Structure):
-    """``kv::FitGhostRoles``."""
-
-    _fields_ = (("key", FitGhostArgs), ("value", FitGhostArgs))
-
-
-FIT_LAYERS = 6
+FIT_LAYERS = 128
 """Of ``FitGhostLayers``."""
 
 
 class FitGhostLayers(ctypes.Structure):
     """``kv::FitGhostLayers``: what one launch fits."""
 
-    _fields_ = (("layers", FitGhostRoles * FIT_LAYERS),)
+    _fields_ = (
+        ("key", FitGhostArgs),
+        ("value", FitGhostArgs),
+        ("step", ctypes.c_int64),
+        *((name, ctypes.c_void_p * FIT_LAYERS) for name in ("keys", "values", "energies")),
+    )
 
 
 MOST_PARTS = 5

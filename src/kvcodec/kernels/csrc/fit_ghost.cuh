@@ -3,10 +3,9 @@
 // factors that read_ghost.cuh and encode_ghost.cuh take. In double and operation by operation as the reference does it,
 // sums by halves, so the numbers are the reference's.
 //
-//     KV_KERNEL void KV_BOUNDS(512, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostLayers args) {
-//       const kv::FitGhostRoles& a = args.layers[kv::block_z() / 2];
-//       if (kv::block_z() % 2 == 0) kv::FitGhost<128, 6, false>::fit(a.key);
-//       if (kv::block_z() % 2 == 1) kv::FitGhost<128, 6, true>::fit(a.value);
+//     KV_KERNEL void KV_BOUNDS(512, 1) kv_fit(KV_GRID_CONSTANT kv::FitGhostLayers a) {
+//       if (kv::block_z() % 2 == 0) kv::FitGhost<128, 6, false>::fit(a.key, a, a.keys);
+//       if (kv::block_z() % 2 == 1) kv::FitGhost<128, 6, true>::fit(a.value, a, a.values);
 //     }
 //
 // Grid (H, B, 2 layers).
@@ -17,16 +16,15 @@
 
 namespace kv {
 
-// mirrored in kvcodec/kernels/arguments.py
+// mirrored in kvcodec/kernels/arguments.py: a role of all layers of a launch. What is written is that of the first of
+// them
 struct FitGhostArgs {
-  const void* x;            // [B, H, n, D], model basis, channels contiguous; n > padding + every (tokens - 1)
   const int32_t* padding;   // [B] tokens before the sample; null: none
   const float *cosines, *sines;            // [1 or B, n, R / 2] of RoPE, from x's first token on;
                                            // null: the mean stays in the tokens
   const float *back_cosines, *back_sines;  // of the inverse rotation; null: the same angles, mirrored
-  const double* energy;     // [H, D] mean squares of the queries; null: keys alone say what an error costs
   const float* same;        // levels [256], cuts [256], walls of one channel [14], scales [16]
-  float* rows;              // [B, H, tokens, D] scratch, of this launch's layer alone
+  float* rows;              // [layers, B, H, tokens, D] scratch
   float* mean;              // [B, H, D] before RoPE; null without
   int16_t* order;           // [B, H, D] by place, and so are factor, weight, centre (null for keys)
   float *factor, *weight, *centre;
@@ -45,12 +43,13 @@ struct FitGhostArgs {
   int32_t rounds;           // in which tokens are left out
 };
 
-struct FitGhostRoles {
-  FitGhostArgs key, value;  // without x: the role is not fitted
-};
-
 struct FitGhostLayers {
-  FitGhostRoles layers[6];  // arguments of a kernel have 4 KB
+  FitGhostArgs key, value;
+  int64_t step;             // bytes from what is written of a layer to that of the next one
+  // of each layer: tokens [B, H, n, D], model basis, channels contiguous, n > padding + every (tokens - 1), null: the
+  // role is not fitted; mean squares of the queries [H, D], null: keys alone say what an error costs
+  const void *keys[128], *values[128];
+  const double* energies[128];
 };
 static_assert(sizeof(FitGhostLayers) <= 4096, "arguments of a kernel");
 
@@ -141,11 +140,15 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     }
   };
 
-  KV_DEV static void fit(const FitGhostArgs& a) {
-    if (a.x) run(a);
+  // where a layer's part of what is written begins
+  template <class T> KV_DEV static T* at_layer(T* first, int64_t behind) { return (T*)((uint8_t*)first + behind); }
+
+  KV_DEV static void fit(const FitGhostArgs& a, const FitGhostLayers& all, const void* const (&tokens)[128]) {
+    const int layer = block_z() / 2;
+    if (tokens[layer]) run(a, tokens[layer], VALUES ? nullptr : all.energies[layer], layer, layer * all.step);
   }
 
-  KV_DEV static void run(const FitGhostArgs& a) {
+  KV_DEV static void run(const FitGhostArgs& a, const void* x_of, const double* energy, int layer, int64_t behind) {
     KV_SHARED(double, sums, THREADS);
     KV_SHARED(double, means, D);
     KV_SHARED(double, variances, D);
@@ -166,7 +169,7 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     const int64_t head = (int64_t)b * a.heads + h;
     const int64_t from = b * a.batch + h * a.head + skip * a.token, angle = b * a.turn_batch + skip * a.turn_token;
     const int64_t next = a.every * a.token, next_angle = a.every * a.turn_token;  // from one token to the other
-    float* rows = a.rows + head * tokens * D;
+    float* rows = a.rows + ((int64_t)layer * grid_y() * a.heads + head) * tokens * D;
     const Turn turn(c, a.turning, a.interleaved);
 
     // -- the mean before RoPE, and the tokens without it
@@ -176,20 +179,20 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
       const float sign = own ? 1.0f : -1.0f;
       KV_UNROLL_8
       for (int i = part; i < tokens; i += PARTS) {
-        float x = number(a.x, from + i * next + c, a.kind);
+        float x = number(x_of, from + i * next + c, a.kind);
         if (turn.pair >= 0) {
           const int64_t at = angle + i * next_angle + turn.pair;
-          x = turn.of(x, number(a.x, from + i * next + turn.other, a.kind), cosines[at], mul(sign, sines[at]));
+          x = turn.of(x, number(x_of, from + i * next + turn.other, a.kind), cosines[at], mul(sign, sines[at]));
         }
         rows[i * D + c] = x;
       }
       const double sum = over_tokens(tokens, sums, [&](int i) { return (double)rows[i * D + c]; });
-      if (part == 0) a.mean[head * D + c] = mu[c] = (float)div(sum, (double)tokens);
+      if (part == 0) at_layer(a.mean, behind)[head * D + c] = mu[c] = (float)div(sum, (double)tokens);
       sync_threads();
     }
     KV_UNROLL_8
     for (int i = part; i < tokens; i += PARTS) {
-      float x = number(a.x, from + i * next + c, a.kind);
+      float x = number(x_of, from + i * next + c, a.kind);
       if (a.cosines) {
         float own = mu[c];
         if (turn.pair >= 0) {
@@ -260,8 +263,8 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
     // -- channels by what their errors cost
     const double deviation = sqrt(variance), size = maximum(deviation, a.smallest);
     double cost = mul(size, size);
-    if (!VALUES && a.energy) {
-      const double *own = a.energy + h * D + c % (D / 2), root = sqrt(mul(add(own[0], own[D / 2]), 0.5));
+    if (!VALUES && energy) {
+      const double *own = energy + h * D + c % (D / 2), root = sqrt(mul(add(own[0], own[D / 2]), 0.5));
       cost = mul(cost, mul(root, sqrt(root)));
     } else if (!VALUES) {
       cost = mul(cost, deviation);
@@ -299,7 +302,7 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
       weights[place] = sorted[0] > 0.0 ? (float)div(cost, sorted[0]) : 1.0f;
     }
     sync_threads();
-    put(a, head, order, kinds, factors, centres, weights);
+    put(a, behind, head, order, kinds, factors, centres, weights);
   }
 
   // the field of a pair, one of those that are not short: the quarters of a row in turn
@@ -309,20 +312,24 @@ template <int D, int TWICE, bool VALUES> struct FitGhost {
   }
 
   // the constants, and the tables and factors of the kernels
-  KV_DEV static void put(const FitGhostArgs& a, int64_t head, const uint8_t* order, const uint8_t* kinds,
-                         const float* factors, const float* centres, const float* weights) {
-    uint8_t *read = a.read + head * Reader::SOURCE, *write = a.write + head * Row::TABLE;
+  KV_DEV static void put(const FitGhostArgs& a, int64_t behind, int64_t head, const uint8_t* order,
+                         const uint8_t* kinds, const float* factors, const float* centres, const float* weights) {
+    uint8_t *read = a.read + behind + head * Reader::SOURCE, *write = a.write + behind + head * Row::TABLE;
+    int16_t* orders = at_layer(a.order, behind);
+    uint8_t* widths = a.widths + behind;
+    float *factor_of = at_layer(a.factor, behind), *weight_of = at_layer(a.weight, behind);
+    float *sizes = at_layer(a.sizes, behind), *inverse = at_layer(a.inverse, behind);
     int coded = 0;  // places with bits
     for (int p = 0; p < PAIRS; ++p) coded += 1 + (Pairs::low(kinds[p]) > 0);
     for (int i = thread(); i < D; i += THREADS) {
       const int64_t at = head * D + i, model = head * D + order[i];
       const int width = i % 2 ? Pairs::low(kinds[i / 2]) : Pairs::high(kinds[i / 2]);
-      a.order[at] = order[i], a.factor[at] = factors[i], a.weight[at] = weights[i], a.widths[at] = (uint8_t)width;
-      a.inverse[model] = factors[i], a.sizes[model] = div(1.0f, factors[i]);
+      orders[at] = order[i], factor_of[at] = factors[i], weight_of[at] = weights[i], widths[at] = (uint8_t)width;
+      inverse[model] = factors[i], sizes[model] = div(1.0f, factors[i]);
       read[i] = write[Row::ORDER + i] = order[i], write[Row::WIDTHS + i] = (uint8_t)width;
       ((float*)(write + Row::WEIGHT))[i] = weights[i];
       ((float*)(write + Row::CENTRE))[i] = VALUES ? centres[i] : 0.0f;
-      if (VALUES) a.centre[at] = ((float*)(read + Reader::CENTRE))[i] = centres[i];
+      if (VALUES) at_layer(a.centre, behind)[at] = ((float*)(read + Reader::CENTRE))[i] = centres[i];
     }
     for (int i = thread(); i < Reader::CENTRE - D; i += THREADS) read[D + i] = i < PAIRS ? kinds[i] : 0;
     for (int i = thread(); i < Row::TABLE - Row::WIDTHS - D; i += THREADS) write[Row::WIDTHS + D + i] = 0;
