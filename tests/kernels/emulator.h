@@ -44,6 +44,7 @@ inline int block_x() { return emulated::machine.block[0]; }
 inline int block_y() { return emulated::machine.block[1]; }
 inline int block_z() { return emulated::machine.block[2]; }
 inline int grid_x() { return emulated::machine.grid[0]; }
+inline int grid_y() { return emulated::machine.grid[1]; }
 
 __attribute__((noinline)) inline void sync_threads() {
   emulated::Machine& m = emulated::machine;

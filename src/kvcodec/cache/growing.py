@@ -18,8 +18,8 @@ from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
 from kvcodec.cache.site import Removed
 from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.spec import Sample
 
 
@@ -129,8 +129,7 @@ class GrowingCache(DeviceCache):
         """Second half of ``append``: tokens that leave the window are encoded."""
         assert self.store is not None
         assert self.engine is not None
-        if isinstance(self.engine, CudaEngine):
-            self.engine.rooms.launch()
+        self.engine.launch_fits()
         new, n, flag, flagged = leaving
         if (count := new["key"].shape[2]) == 0:
             self.length += n
@@ -190,9 +189,9 @@ class GrowingCache(DeviceCache):
         return max(0, -first - sink)
 
     def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
-        engine = self.engine
-        if isinstance(engine, CudaEngine) and (samples := self._samples(engine, behind, whole)):
-            for role, found in engine.fit(samples).items():
+        assert self.engine is not None
+        if samples := self._samples(self.engine, behind, whole):
+            for role, found in self.engine.fit(samples).items():
                 self.roles[role].params = found.params
                 if found.mean is not None:
                     self.mean = found.mean
@@ -200,7 +199,7 @@ class GrowingCache(DeviceCache):
             super()._fit(behind, whole)
 
     def _samples(
-        self, engine: CudaEngine, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None
+        self, engine: Engine, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None
     ) -> dict[Role, Sample]:
         """What kernels fit constants on, and the keys' mean, of the roles that they fit; arguments as in ``_fit``."""
         slots, sink, tokens, mean = self.slots, self.roles["key"].sink.shape[2], self.site.fit_tokens, self.site.mean
@@ -210,9 +209,8 @@ class GrowingCache(DeviceCache):
             return {s.role: Sample(self._all(s, behind[s.role]) if whole is None else whole[s.role]) for s in own}
         if slots is None or self.start or self.slots_freed or sink != self.scheme.sink:
             return {}  # slot 0 is not the first token behind the sink
-        padded, padding, found = self._most_padding(sink), None, {}
-        if padded:
-            padding = self._padding(sink).to(torch.int32).expand(self.batch).contiguous()
+        padded, found = self._most_padding(sink), {}
+        padding = slots.padding if padded else None
         for state in missing:
             pending = self._pending(state, behind[state.role])
             angles = back = energy = None
@@ -223,7 +221,7 @@ class GrowingCache(DeviceCache):
                 leaving = (pending.shape[2] - self.scheme.window) // self.unit * self.unit  # as ``_less`` will ask
                 count = max(tokens + padded, leaving)
                 angles, turned = slots.angles(mean.rotary, 0, count), mean.rotary.interleaved
-                back = None if mean.rotary.scaling == 1.0 else mean.rotary.angles_back(slots.of(0, count))
+                back = None if mean.rotary.scaling == 1.0 else slots.angles_back(mean.rotary, count)
             if state.role == "key" and self.site.energy is not None:
                 energy = self.site.energy.to(pending.device)
             every = state.codec.fit_every

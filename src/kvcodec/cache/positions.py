@@ -179,6 +179,7 @@ class SlotPositions:
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
         self._begins: tuple[int, Tensor] | None = None
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
+        self._back: tuple[Rotary, int, tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
@@ -217,6 +218,17 @@ class SlotPositions:
             cosines, sines = (part.narrow(1, slot - last[1], count) for part in last[3])
             found = self._parts[slot, count] = cosines, sines
         return found
+
+    def angles_back(self, rotary: Rotary, count: int) -> tuple[Tensor, Tensor]:
+        """``Rotary.angles_back`` of the first ``count`` slots; the same tensors for layers of one pass."""
+        if self._back is None or self._back[0] is not rotary or self._back[1] != count:
+            self._back = rotary, count, rotary.angles_back(self.of(0, count))
+        return self._back[2]
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """How many slots from the first one on hold left padding, int32 ``[B]``."""
+        return (-self.placed).clamp_min(0)
 
     @cached_property
     def least(self) -> int:

@@ -98,17 +98,21 @@ class CudaEngine(Engine):
         return other
 
     def fits(self, role: Role) -> bool:
-        """Whether a kernel fits a role's constants, to the reference's numbers."""
+        """As ``Engine.fits``."""
         return any(role in fitter.codecs for fitter in self.fitters)
 
     def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:
-        """Fit the constants of roles for which it ``fits``; they are there after ``rooms.launch``."""
+        """As ``Engine.fit``."""
         found: dict[Role, Fitted] = {}
         for fitter in self.fitters:
             if own := {role: samples[role] for role in fitter.codecs if role in samples}:
                 found |= fitter.fit(fitter.codecs, self.head_dim, own, self.rooms)
         self.own |= found
         return found
+
+    def launch_fits(self) -> None:
+        """As ``Engine.launch_fits``."""
+        self.rooms.launch()
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
         """As ``Engine.take_fitted``."""

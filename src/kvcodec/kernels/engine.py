@@ -22,7 +22,7 @@ from kvcodec.scheme import Mean
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
-    from kvcodec.kernels.spec import Encoder, Reader
+    from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample
 
 
 class Engine(ABC):
@@ -91,6 +91,18 @@ class Engine(ABC):
     def take_fitted(self, role: Role, params: Params | None) -> bool:
         """Set the constants of a role that the engine fitted itself; False: these are not."""
         return False
+
+    def fits(self, role: Role) -> bool:
+        """Whether a kernel fits a role's constants, to the reference's numbers."""
+        return False
+
+    def fit(self, samples: "Mapping[Role, Sample]") -> "dict[Role, Fitted]":
+        """Fit the constants of roles for which it ``fits``; they are there after ``launch_fits``."""
+        return {}
+
+    def launch_fits(self) -> None:
+        """Launch the fits of this layer, and of those with it, that wait to be launched together."""
+        return  # without kernels that fit there are none
 
     @abstractmethod
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from ctypes import sizeof
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +45,8 @@ from kvcodec.ops.widths import put_back, width_cuts
 
 PARAMS = ("order", "factor", "weight", "widths", "centre")
 """Of the reference's constants, those that a kernel fits."""
+FIT_SCRATCH = 64 << 20
+"""Bytes of scratch of a launch that fits; where layers need more, there are several."""
 CPU_LEAST = 32
 """Channels of a head of which even and odd places each fill the widest vector."""
 
@@ -297,13 +298,13 @@ def fit_program(codecs: Mapping[Role, Codec], head_dim: int) -> Program:
         name = f"kv::FitGhost<{head_dim}, {codec.total}, {flag(role == 'value')}>"
         calls += [
             f'static_assert({name}::THREADS == {fit_threads(head_dim)}, "threads as the host counts them");',
-            f"if (kv::block_z() % 2 == {ROLES.index(role)}) {name}::fit(a.{role});",
+            f"if (kv::block_z() % 2 == {ROLES.index(role)}) {name}::fit(a.{role}, a, a.{role}s);",
         ]
     bounds = f"KV_BOUNDS({fit_threads(head_dim)}, 1)"
     lines = [
         f'static_assert(sizeof(kv::FitGhostLayers) == {sizeof(FitGhostLayers)}, "arguments as the host has them");',
-        f"KV_KERNEL void {bounds} kv_fit(KV_GRID_CONSTANT kv::FitGhostLayers all) {{",
-        *("const kv::FitGhostRoles& a = all.layers[kv::block_z() / 2];", *calls, "}", ""),
+        f"KV_KERNEL void {bounds} kv_fit(KV_GRID_CONSTANT kv::FitGhostLayers a) {{",
+        *(*calls, "}", ""),
     ]
     return Program("\n".join(['#include "fit_ghost.cuh"', *lines]), fma=False)
 
@@ -325,39 +326,62 @@ def _numbers_of_fit(device: torch.device) -> Tensor:
         return torch.cat(_of_all_heads(device))
 
 
-class _Launch:
-    """A launch that fits several layers, each of a shape.
+class _Layers:
+    """Layers of a shape, and the launch that fits those of them that wait.
 
     Parameters
     ----------
     kernel : Kernel
-    grid, threads : int
-        Heads and sequences; threads of a block.
+    grid : int, int
+        Heads and sequences.
+    threads : int
+        Of a block.
     args : FitGhostLayers
-        Filled but for what differs between layers.
+        Filled but for the samples.
+    parts : mapping of role to names and addresses
+        Where the first layer's part of what the kernel writes begins.
     scratch : Tensor
-        To which ``args`` point.
+        To which ``args`` point: of as many layers as ``most``.
     """
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int], threads: int, args: FitGhostLayers, scratch: Tensor
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int],
+        threads: int,
+        args: FitGhostLayers,
+        parts: Mapping[Role, Sequence[tuple[str, int]]],
+        scratch: Tensor,
+        most: int,
     ) -> None:
-        self.kernel, self.grid, self.threads, self.args, self.scratch = kernel, grid, threads, args, scratch
+        self.kernel, self.grid, self.threads, self.args, self.parts = kernel, grid, threads, args, parts
+        self.scratch, self.most = scratch, most
         self.kept: list[object] = []  # of each layer that waits, what the kernel reads and writes
+        self.shared: object = None  # what their samples have in common
+
+    def add(self, layer: int, samples: Mapping[Role, Sample], fitted: object, rooms: Rooms) -> None:
+        """Let a layer wait for ``run``; one that does not follow those which wait, or is unlike them, runs these."""
+        shared = [_shared(x) for x in samples.values()]
+        if self.kept and (len(self.kept) == self.most or layer != self.first + len(self.kept) or shared != self.shared):
+            self.run()
+        if not self.kept:
+            self.first, self.shared = layer, shared
+            for role, sample in samples.items():
+                _fill(getattr(self.args, role), sample, self.parts[role], layer * self.args.step)
+            rooms.waiting.append(self.run)
+        args, at, energy = self.args, len(self.kept), None
+        for role, sample in samples.items():
+            (args.keys if role == "key" else args.values)[at] = sample.x.data_ptr()
+            if role == "key":
+                energy = None if sample.energy is None else sample.energy.double().contiguous()
+                args.energies[at] = None if energy is None else energy.data_ptr()
+        self.kept.append((samples, energy, fitted))
 
     def run(self) -> None:
         """Launch what waits."""
         if kept := self.kept:
             self.kept = []
             self.kernel.launch((*self.grid, len(kept) * len(ROLES)), self.threads, 0, self.args)
-
-
-class _Room(NamedTuple):
-    """A launch that layers share; where it writes the parts of one layer, and what is made of them."""
-
-    launch: _Launch
-    parts: Mapping[Role, Sequence[tuple[str, int]]]
-    fitted: dict[Role, Fitted]
 
 
 def fit(
@@ -371,30 +395,22 @@ def fit(
     device, (batch, heads) = some.x.device, some.x.shape[:2]
     shapes = tuple([(role, sample.tokens, sample.angles is not None) for role, sample in samples.items()])
     make = partial(_rooms, codecs, head_dim, shapes, batch, heads, device)
-    room = rooms.take((shapes, batch, heads, device, stream_of(device)), make)
-    launch = room.launch
-    both = launch.args.layers[len(launch.kept)]
-    energies = []
-    for role, sample in samples.items():
-        own = getattr(both, role)
-        for name, address in room.parts[role]:
-            setattr(own, name, address)
-        _fill(own, sample)
-        if sample.energy is not None:
-            energies.append(energy := sample.energy.double().contiguous())
-            own.energy = energy.data_ptr()
-    launch.kept.append((room.fitted, samples, energies))
-    if len(launch.kept) == FIT_LAYERS:
-        launch.run()
-    elif len(launch.kept) == 1:
-        rooms.waiting.append(launch.run)
-    return room.fitted
+    layers, layer, fitted = rooms.take((shapes, batch, heads, device, stream_of(device)), make)
+    layers.add(layer, samples, fitted, rooms)
+    return fitted
 
 
-def _fill(args: FitGhostArgs, sample: Sample) -> None:
-    """Set where the tokens are, and how they are turned."""
+def _shared(sample: Sample) -> object:
+    """What layers must have in common to be fitted by one launch: all that ``_fill`` reads."""
+    turns = [x.data_ptr() for both in (sample.angles, sample.back) if both is not None for x in both]
+    padding = None if sample.padding is None else sample.padding.data_ptr()
+    return sample.x.dtype, sample.x.stride(), sample.every, padding, turns, sample.interleaved
+
+
+def _fill(args: FitGhostArgs, sample: Sample, parts: Sequence[tuple[str, int]], behind: int) -> None:
+    """Set where the tokens are, how they are turned, and where what is written begins."""
     x = sample.x
-    args.x, args.kind = x.data_ptr(), KINDS[x.dtype]
+    args.kind = KINDS[x.dtype]
     args.batch, args.head, args.token, _ = x.stride()
     args.every = sample.every
     args.padding = None if sample.padding is None else sample.padding.data_ptr()
@@ -404,7 +420,8 @@ def _fill(args: FitGhostArgs, sample: Sample) -> None:
         args.turn_batch, args.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
         args.turning, args.interleaved = 2 * cosines.shape[2], sample.interleaved
     args.back_cosines, args.back_sines = [x.data_ptr() for x in sample.back] if sample.back else (None, None)
-    args.energy = None
+    for name, address in parts:
+        setattr(args, name, address + behind)
 
 
 def _fitted_sizes(head_dim: int, role: Role, mean: bool) -> tuple[tuple[str, int, torch.dtype], ...]:
@@ -428,41 +445,40 @@ def _rooms(
     heads: int,
     device: torch.device,
     layers: int,
-) -> list[_Room]:
-    """Allocate what the kernel writes for so many layers: parts ``[B, H, count]``, at multiples of 16 bytes."""
+) -> list[tuple[_Layers, int, dict[Role, Fitted]]]:
+    """Allocate what the kernel writes for so many layers, one behind the other: parts ``[B, H, count]``."""
     kernel, args = _fit_kernel(tuple(codecs.items()), head_dim, device), FitGhostLayers()
-    together = min(layers, FIT_LAYERS)
-    numbers = together * batch * heads * head_dim * sum(n for _, n, _ in shapes)
-    scratch = torch.empty(numbers, dtype=torch.float32, device=device)
-    rows, same = scratch.data_ptr(), _numbers_of_fit(device)
-    for i in range(together):
-        for role, tokens, _ in shapes:
-            one = getattr(args.layers[i], role)
-            one.same, one.rows, one.heads, one.tokens = same.data_ptr(), rows, heads, tokens
-            one.errors[:] = ERRORS
-            one.trim, one.smallest, one.rounds = TRIM * head_dim, SMALLEST, ROUNDS
-            rows += 4 * batch * heads * head_dim * tokens
-    launch = _Launch(kernel, (heads, batch), fit_threads(head_dim), args, scratch)
-    sizes = [(role, *part) for role, _, mean in shapes for part in _fitted_sizes(head_dim, role, mean)]
-    steps = [align(batch * heads * count * dtype.itemsize) for *_, count, dtype in sizes]
-    whole = torch.empty(layers * sum(steps), dtype=torch.uint8, device=device)
+    each = batch * heads * head_dim * sum(n for _, n, _ in shapes)
+    most = min(layers, FIT_LAYERS, max(1, FIT_SCRATCH // (4 * each)))
+    scratch = torch.empty(most * each, dtype=torch.float32, device=device)
+    rows, same = scratch.data_ptr(), _numbers_of_fit(device).data_ptr()
+    parts: dict[Role, list[tuple[str, int]]] = {}
+    views: list[tuple[Role, str, int, int, torch.dtype]] = []
+    at = 0
+    for role, tokens, mean in shapes:
+        one, parts[role] = getattr(args, role), []
+        one.same, one.rows, one.heads, one.tokens = same, rows, heads, tokens
+        one.errors[:] = ERRORS
+        one.trim, one.smallest, one.rounds = TRIM * head_dim, SMALLEST, ROUNDS
+        rows += 4 * most * batch * heads * head_dim * tokens
+        for name, count, dtype in _fitted_sizes(head_dim, role, mean):
+            parts[role].append((name, at))
+            views.append((role, name, at, count, dtype))
+            at += align(batch * heads * count * dtype.itemsize)
+    args.step = at
+    whole = torch.empty(layers * at, dtype=torch.uint8, device=device)
     of = {dtype: whole.view(dtype) for dtype in (torch.uint8, torch.int16, torch.float32)}
-    base, at = whole.data_ptr(), 0
-    begins: dict[Role, list[tuple[str, int, int]]] = {role: [] for role, *_ in shapes}
-    made: dict[Role, dict[str, tuple[Tensor, ...]]] = {role: {} for role, *_ in shapes}
-    for (role, name, count, dtype), step in zip(sizes, steps, strict=True):
-        strides = step // dtype.itemsize, heads * count, count, 1
-        begins[role].append((name, base + at, step))
-        made[role][name] = of[dtype].as_strided((layers, batch, heads, count), strides, at // dtype.itemsize).unbind()
-        at += layers * step
-    return [
-        _Room(
-            launch,
-            {role: [(name, begin + i * step) for name, begin, step in parts] for role, parts in begins.items()},
-            {role: _fitted({name: x[i] for name, x in parts.items()}) for role, parts in made.items()},
-        )
-        for i in range(layers)
-    ]
+    made: dict[Role, list[dict[str, Tensor]]] = {role: [{} for _ in range(layers)] for role in parts}
+    for role, name, begin, count, dtype in views:
+        size, strides = dtype.itemsize, (at // dtype.itemsize, heads * count, count, 1)
+        found = of[dtype].as_strided((layers, batch, heads, count), strides, begin // size).unbind()
+        for held, x in zip(made[role], found, strict=True):
+            held[name] = x
+    base = whole.data_ptr()
+    begins = {role: [(name, base + begin) for name, begin in own] for role, own in parts.items()}
+    together = _Layers(kernel, (heads, batch), fit_threads(head_dim), args, begins, scratch, most)
+    one_of = [{role: _fitted(held[i]) for role, held in made.items()} for i in range(layers)]
+    return [(together, i, one_of[i]) for i in range(layers)]
 
 
 def _fitted(made: Mapping[str, Tensor]) -> Fitted:

@@ -314,7 +314,7 @@ class Rooms:
         """Return the memory of one layer; ``make`` allocates that of so many, which is asked for by ``name``."""
         left = self._left.get(name)
         if not left:
-            left = self._left[name] = make(max(1, self.layers))
+            left = self._left[name] = make(max(1, self.layers))[::-1]
         one: T = left.pop()
         return one
 

@@ -50,6 +50,7 @@ KV_DEV int block_x() { return blockIdx.x; }
 KV_DEV int block_y() { return blockIdx.y; }
 KV_DEV int block_z() { return blockIdx.z; }
 KV_DEV int grid_x() { return gridDim.x; }
+KV_DEV int grid_y() { return gridDim.y; }
 
 KV_DEV void sync_threads() { __syncthreads(); }
 // of the `threads` threads, whole neighbouring warps from a multiple of so many on, that name barrier `id` (1 to 15)
