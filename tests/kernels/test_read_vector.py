@@ -233,7 +233,7 @@ def assert_decoded(codec: Hqmq, payload: Payload, params: Params, got: Tensor) -
     torch.testing.assert_close(got / scale, want, rtol=2.0**-11 * (rounded + 0.001), atol=2.0**-14)
 
 
-@pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS), ids=str)
+@pytest.mark.parametrize(("codec", "dim"), [*each_in_turn(HQMQ, DIMS), (Hqmq(96, 3), 128)], ids=str)
 def test_hqmq_codes(codec: Hqmq, dim: int) -> None:
     for role in ROLES:
         params = codec.fit(Site(1, role, 1, dim))

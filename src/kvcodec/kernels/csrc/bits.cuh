@@ -17,6 +17,15 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
   KV_CONST int WORDS = (PART_BITS + 31) / 32;
   KV_CONST int LOADS = GRAIN >= 32 ? WORDS : (PART_BITS + 32 - GRAIN + 31) / 32;
   KV_CONST bool NARROW = GRAIN == PART_BITS && (PART_BITS == 8 || PART_BITS == 16);  // one byte, or two
+  // Where one part alone of either half of a row needs the last load, all of that half read its word: banks of their
+  // own words would be shared with other rows.
+  KV_CONST int PARTS = ROW_BYTES * 8 / PART_BITS;
+  KV_FUNCTION bool needs_all(int part) { return part * PART_BITS % 32 + PART_BITS > 32 * (LOADS - 1); }
+  KV_FUNCTION int needing(int part, int end) { return part < end ? needs_all(part) + needing(part + 1, end) : 0; }
+  KV_FUNCTION int last_word(int part) {
+    return needs_all(part) ? part * PART_BITS / 32 + LOADS - 1 : last_word(part + 1);
+  }
+  KV_CONST bool ONE_LAST = WHOLE && GRAIN < 32 && needing(0, PARTS / 2) == 1 && needing(PARTS / 2, PARTS) == 1;
   uint32_t w[WORDS];
 
   KV_DEV Stream(const uint8_t* plane, int token, int own, int part) {
@@ -42,7 +51,9 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
       }
     } else {
       KV_UNROLL
-      for (int i = 0; i < LOADS; ++i) x[i] = ((const uint32_t*)at)[i];
+      for (int i = 0; i < LOADS - ONE_LAST; ++i) x[i] = ((const uint32_t*)at)[i];
+      if constexpr (ONE_LAST)
+        x[LOADS - 1] = ((const uint32_t*)row)[part < PARTS / 2 ? last_word(0) : last_word(PARTS / 2)];
     }
     KV_UNROLL
     for (int i = 0; i < WORDS; ++i) w[i] = GRAIN >= 32 ? x[i] : funnel(x[i], i + 1 < LOADS ? x[i + 1] : 0u, bit % 32);
