@@ -128,6 +128,7 @@ class Plan(NamedTuple):
     decode: Kernel
     combine: Kernel
     shared: int
+    early: bool
 
 
 @lru_cache(maxsize=1024)
@@ -141,10 +142,10 @@ def _plan(
     # the program does not depend on the number of splits
     source = program(spec, config, cap, dense, heads, several)
     decode, combine = load(source, ("kv_decode", "kv_combine"), device, spec.name)
-    shared = shared_bytes(spec, config, dense >= 0, heads)
-    if shares_tables(spec, config):  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
+    shared, early = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config)
+    if early:  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
         shared = min(max(shared, machine(device).shared_sm // 2), machine(device).shared_block)
-    return Plan(config, decode, combine, shared)
+    return Plan(config, decode, combine, shared, early)
 
 
 def _apart(spec: DecodeSpec, units: int, device: torch.device) -> bool:
@@ -243,9 +244,9 @@ def _attend(
     if starts is not None:
         args.starts, args.each = starts.data_ptr(), each
     args.scale2, args.softcap = scale * LOG2E, softcap
-    # its first instruction waits for the kernel ahead, beside which it may be launched
+    # one CTA fills a multiprocessor: the next launch may wait there while the kernel ahead ends elsewhere
     threads = plan.config.teams * plan.config.warps * 32
-    plan.decode.launch(grid, threads, plan.shared, args, early=True)
+    plan.decode.launch(grid, threads, plan.shared, args, early=plan.early)
     if slots > 1:
         shared = (COMBINE_WARPS + 1) * (dim + 2) * 4  # kv::combine_shared
         # its own first instruction waits for the partials, so its launch may run beside the decode kernel

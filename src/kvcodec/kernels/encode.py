@@ -100,7 +100,6 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
             f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {least}) "
             "kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {",
-            "  kv::launch_dependents();",  # decode attention waits for what it writes
             f"  kv::{call};",
             "}",
             *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),

@@ -441,7 +441,7 @@ struct Decoder {
   KV_DEV static void run(const DecodeArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
-    wait_for_previous();  // what is read here may be the kernel's before: queries, codes, lengths
+    if constexpr (BRIEF) wait_for_previous();  // what is read here may be the kernel's before: queries, codes, lengths
     if constexpr (TEAMS == 1) {
       const int warp = thread() / 32, split = (int)block_x() - APART;
       if constexpr (APART) {
