@@ -22,6 +22,8 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     ghost       the own method beside the best of the others, from the run TODAY, ALL_RESULTS, ADDED and FITTED
     ghost-steps what each of its steps gains, from STEPS
     ghost-fresh the same beside others on texts that it was not designed on, from the runs below FRESH
+    ghost-rate  its error at its bits beside Shannon's bound and other methods, from REPRODUCED
+    ghost-speed its decode attention beside that of saw-int4, with and without the ghost term, from DECODE
     med3        perplexity by slots of outliers, from MED3
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
@@ -72,6 +74,7 @@ FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
 FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 OWN, MORE_BITS = "ghost", 0.5
+REPRODUCED = Path("docs/reproduce/reproduce.json")
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
 STEPS_FIGURE = Path("docs/img/ghost-steps.png")
 """Of `benchmarks/ghost_steps.py`, a file for each model."""
@@ -425,6 +428,58 @@ def ghost_steps_block(root: Path) -> str:
         f"![KL after each step of ghost]({STEPS_FIGURE.relative_to('docs')})\n\n"
         f"{markdown(heads, lines)}\n\n{some['windows']} windows of {some['window_tokens']:,} tokens of {some['text']}, "
         f"constants of the prompt itself where a row does not say fitted; bits of every byte held."
+    )
+
+
+def ghost_rate_block(root: Path) -> str:
+    """Relative MSE of each preset of the own method, and of the best of others with hardly more bits, by source."""
+    try:
+        rows = json.loads((root / REPRODUCED).read_text(encoding="utf-8"))["rate_distortion"]
+    except (OSError, ValueError, KeyError) as error:
+        raise MissingResultError(f"{REPRODUCED}: {error}; `kvcodec reproduce --model M --out` writes it.") from error
+    rows = [row for row in rows if row["relative_mse"]]
+    sources = [s for s in dict.fromkeys(row["source"] for row in rows) if "keys of" in s or "values of" in s]
+    sources.insert(0, "Gaussian keys")
+    heads = ["preset", "4^-bits", *(part for source in sources for part in (source, "of the others"))]
+    lines = []
+    for row in sorted((r for r in rows if r["method"] == OWN and r["source"] == sources[0]), key=lambda r: r["bits"]):
+        cells = [f"`{row['spec']}`", f"{4.0 ** -row['bits']:.4f}"]
+        for source in sources:
+            here = [r for r in rows if r["source"] == source]
+            own = next(r for r in here if r["spec"] == row["spec"])
+            near = [r for r in here if r["method"] != OWN and r["bits"] <= own["bits"] + MORE_BITS]
+            best = min(near, key=lambda r: r["relative_mse"], default=None)
+            cells += [f"{own['relative_mse']:.4f}"]
+            cells += ["–" if best is None else f"{best['relative_mse']:.4f} (`{best['spec']}`, {best['bits']:.2f})"]
+        lines.append(cells)
+    return (
+        f"{markdown(heads, lines)}\n\nMean square of the error over that of the vectors, first tokens encoded as "
+        f"well; constants fitted on the vectors themselves. Of the others: the preset of least error with at most "
+        f"{MORE_BITS:g} bits more, with its bits. [All presets, and the figure](reproduce/reproduce.md)."
+    )
+
+
+def ghost_speed_block(root: Path) -> str:
+    """Decode attention of the own method beside the fastest preset's, with and without the ghost term."""
+    rows = decode_rows(root)
+    table = Table(rows)
+    names = ("saw-int4", "saw-int4:mean=pre", *(spec for spec in presets() if spec.startswith(OWN)))
+    lines = []
+    for spec in names:
+        cells = [f"`{spec}`"]
+        for shape in SHAPES:
+            time, gain = (table.median(spec, f"{what}_cold", shape) for what in ("decode_us", "speedup_vs_bf16"))
+            here = [r for r in rows if (r["spec"], r["shape"]) == (spec, shape)]
+            without = " without the term" if spec.startswith(OWN) and not any("mean" in r for r in here) else ""
+            cells.append("–" if time is None or gain is None else f"{time:.0f} µs, {gain:.2f}x{without}")
+        if set(cells[1:]) != {"–"}:
+            lines.append(cells)
+    if not lines:
+        return "Not measured yet: `kvcodec bench decode --device cuda` makes the rows."
+    gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
+    return (
+        f"{markdown(['preset', *(SPEED_TITLES[shape] for shape in SHAPES)], lines)}\n\nMedians of a step's attention "
+        f"of a layer with a cold L2 on one {gpus}, and times as fast as the fastest 16-bit attention of the same run."
     )
 
 
@@ -937,6 +992,8 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "ghost": (Path("docs/ghost.md"), ghost_block),
     "ghost-steps": (Path("docs/ghost.md"), ghost_steps_block),
     "ghost-fresh": (Path("docs/ghost.md"), ghost_fresh_block),
+    "ghost-rate": (Path("docs/ghost.md"), ghost_rate_block),
+    "ghost-speed": (Path("docs/ghost.md"), ghost_speed_block),
     "med3": (Path("docs/key-biases.md"), med3_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),

@@ -127,7 +127,7 @@ def test_table_of_kernels_has_speedups_and_the_break_even(tmp_path: Path) -> Non
     assert (tmp_path / script.SPEED_FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
-UNMEASURED = ("kernels", "board", "ghost-steps", "ghost-fresh")
+UNMEASURED = ("kernels", "board", "ghost-steps", "ghost-fresh", "ghost-speed")
 """Blocks that say so where nothing was measured."""
 
 
@@ -444,6 +444,36 @@ def test_steps_stand_beside_each_other_for_every_model(tmp_path: Path) -> None:
     assert "| two | 3.00 | 0.2500 | 3.00 | 0.2500 |" in told
     assert "3 windows of 2,048 tokens of T" in told
     assert told.startswith("![KL after each step of ghost](img/ghost-steps.png)")
+
+
+def test_errors_of_the_own_method_stand_beside_the_bound_and_the_best_of_others(tmp_path: Path) -> None:
+    same = {"paper": "rate-distortion", "spread": 0.0}
+    errors = {("ghost-3", "ghost", 3.0): 0.02, ("a-3", "a", 3.4): 0.03, ("b-3", "b", 3.6): 0.01, ("c-3", "c", 3.2): None}
+    rows = [
+        {"spec": spec, "method": method, "bits": bits, "source": source, "relative_mse": mse and by * mse, **same}
+        for source, by in (("Gaussian keys", 1.0), ("heavy-tailed keys", 9.0), ("keys of m", 0.5), ("values of m", 2.0))
+        for (spec, method, bits), mse in errors.items()
+    ]
+    write_rows(tmp_path / script.REPRODUCED, {"rate_distortion": rows})
+    told = script.ghost_rate_block(tmp_path)
+    cells = "0.0156 | 0.0200 | 0.0300 (`a-3`, 3.40) | 0.0100 | 0.0150 (`a-3`, 3.40) | 0.0400 | 0.0600 (`a-3`, 3.40) |"
+    assert f"| `ghost-3` | {cells}" in told
+
+
+def test_its_speed_stands_beside_the_term_alone(tmp_path: Path) -> None:
+    assert "Not measured yet" in script.ghost_speed_block(tmp_path)
+    rows = [
+        {"spec": spec, "metric": metric, "shape": "b32_8k", "values": {"p50": us}, "gpu": "G", "effective_bits": 3.0}
+        for spec, us in (("saw-int4", 50.0), ("saw-int4:mean=pre", 55.0), ("ghost-3", 60.0), ("int-4", 9.0))
+        for metric, us in (("decode_us_cold", us), ("speedup_vs_bf16_cold", 150 / us))
+    ]
+    write_rows(tmp_path / script.SPEED / "decode.json", rows)
+    told = script.ghost_speed_block(tmp_path)
+    assert "| `saw-int4:mean=pre` | – | 55 µs, 2.73x | – |" in told
+    assert "| `ghost-3` | – | 60 µs, 2.50x without the term | – |" in told
+    write_rows(tmp_path / script.SPEED / "decode.json", [row | {"mean": "pre"} for row in rows])
+    assert "| `ghost-3` | – | 60 µs, 2.50x | – |" in script.ghost_speed_block(tmp_path)
+    assert "int-4` | – | 9" not in told
 
 
 def test_the_figure_of_steps_joins_them_and_leaves_what_is_taken_away_hollow(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ metric                          unit  what
                                       the worst of some heads and of diffuse, plain and sharp queries
 ==============================  ====  ================================================================================
 
+Rows of presets that encode keys without their mean say which one (``mean``): it is added in every step.
+
 A preset is timed as it is used: its sink and window are dense tokens among the shape's tokens, and of presets with
 dense outer layers a middle layer is timed. After a failed gate (``packed.gate``) nothing is timed.
 """
@@ -180,6 +182,8 @@ def _preset_rows(
     try:
         packed = packed_operator(spec, shape, device, seed)
         common["path"] = packed.path
+        if packed.mean is not None:
+            common["mean"] = packed.mean.kind  # that keys are encoded without
         bits = packed.effective_bits
         checked = gate(packed)
         if not checked.passed:
