@@ -147,6 +147,8 @@ class UnpackArgs(ctypes.Structure):
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("factor_batch", "block")),
         *((name, ctypes.c_void_p) for name in ("k_matrix", "v_matrix", "ends")),
+        *((name, ctypes.c_void_p) for name in ("k_factor", "v_factor")),
+        *((name, ctypes.c_int64) for name in ("k_order", "v_order")),
         *((name, ctypes.c_void_p) for name in ("near", "near_keys", "near_values")),
         ("near_group", ctypes.c_int64),
     )

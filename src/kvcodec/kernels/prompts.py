@@ -1,14 +1,14 @@
 """Attention of a step's prompt chunks over an engine's pages: one launch per stage for all requests.
 
 A chunk is the newest tokens of a request, which are in the pages already. The pages of all requests are unpacked end to
-end (``history`` says why to 16 bit, and why in the basis of the codes), the queries are brought into that basis, and
-flash attention takes each request as a sequence of its own::
+end, and flash attention takes each request as a sequence of its own. A prompt's queries are several times its keys, as
+query heads share them; so keys and values are brought back to the model's basis and dtype as they are unpacked, and
+queries and outputs stay as they are (``history``, for few queries over many keys, does the opposite)::
 
-    queries   into the basis of the codes      kv_basis    not where there is nothing to change
     pages     unpacked                         kv_unpack
     first tokens in 16 bit, over the unpacked  kv_basis    where pages keep them
     attention                                  flash
-    outputs   out of the basis of the codes    kv_basis    not where there is nothing to change
+    sinks                                      kv_basis    where there are any; and float32 from and to 16 bit
 
 Memory is that of the step, shared by its layers, and what launches pass is filled in once for every layer.
 """
@@ -19,8 +19,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvcodec.codec import ROLES
 from kvcodec.kernels.arguments import UnpackArgs
-from kvcodec.kernels.basis import DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined, Part, change_basis
+from kvcodec.kernels.basis import COPY, MULTIPLY, Joined, Part, change_basis
+from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.flash import Flash, Ragged, ragged_attention
 from kvcodec.kernels.history import Packed, filled_args, plan_of
 
@@ -143,9 +145,10 @@ class ChunkReader:
         self.packed, self.kept, self.flash = packed, kept, flash or ragged_attention
         self.plan = plan_of(packed.spec, packed.pages.device)
         self.args: UnpackArgs = filled_args(packed, self.plan)
-        key, value = packed.key, packed.value
-        self.turns_queries = key.order != 1 or key.factor is not None
-        self.turns_outputs = value.order != 1 or value.factor is not None
+        if self.packed.key.order != 1 or self.packed.key.factor is not None:
+            self.args.k_order, self.args.k_factor = packed.key.order, _of_all(packed.key.factor)
+        if self.packed.value.order != 1 or self.packed.value.factor is not None:
+            self.args.v_order, self.args.v_factor = packed.value.order, _of_all(packed.value.factor)
 
     def attend(self, q: Tensor, chunks: Chunks, scale: float, out: Tensor, sinks: Tensor | None = None) -> None:
         """Causal attention of the chunks' queries over their requests' tokens.
@@ -161,24 +164,22 @@ class ChunkReader:
         sinks : Tensor ``[HQ]``, optional
             One learned logit per query head that only joins the softmax's denominator.
         """
-        packed, room = self.packed, chunks.room
-        device, half = q.device, torch.float16
-        heads, dim = packed.pages.shape[1], q.shape[2]
-        shape = torch.Size((chunks.tokens, heads, dim))
-        k, v = (room.get(role, shape, device) for role in ("key", "value"))
-        turned = q
-        if self.turns_queries or q.dtype != half:
-            turned = room.get("query", q.shape, device)
-            change_basis([Part(q, turned, packed.key, MULTIPLY)])
+        room, device, dtype = chunks.room, q.device, dtype_of(q)
+        shape = torch.Size((chunks.tokens, self.packed.pages.shape[1], q.shape[2]))
+        k, v = (room.get(role, shape, device, dtype) for role in ROLES)
+        given = q
+        if q.dtype != dtype:
+            given = room.get("query", q.shape, device, dtype)
+            change_basis([Part(q, given, NO_CONSTANTS, MULTIPLY)])
         self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
         if self.kept is not None:
             self._put_kept(chunks, k, v)
-        direct = not self.turns_outputs and out.dtype == half and sinks is None
-        found = out if direct else room.get("output", q.shape, device)
-        lse = self.flash(turned, k, v, chunks.ragged, scale, found)
+        direct = out.dtype == dtype and sinks is None
+        found = out if direct else room.get("output", q.shape, device, dtype)
+        lse = self.flash(given, k, v, chunks.ragged, scale, found)
         if not direct:
             joined = None if sinks is None else Joined(lse, sinks=sinks.float())
-            change_basis([Part(found, out, packed.value, MULTIPLY_AFTER, joined=joined)])
+            change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
 
     def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, placed: Tensor | None) -> None:
         """Unpack the first tokens of every request end to end, into ``k, v [t, H, D]``.
@@ -189,16 +190,27 @@ class ChunkReader:
         args.page_table, args.table_row = table.data_ptr(), table.stride(0)
         args.keys, args.values, args.ends = k.data_ptr(), v.data_ptr(), keys.data_ptr()
         args.out_token, args.out_head, _ = k.stride()
+        args.kind = int(k.dtype == torch.bfloat16)
         if placed is not None and self.packed.mean is not None:
             args.mean.placed = placed.data_ptr()
         blocks = -(-most // (plan.tile * plan.warps))
         plan.kernel.launch((blocks, k.shape[1], table.shape[0]), plan.warps * 32, plan.shared, args)
 
     def _put_kept(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
-        """Write first tokens over the unpacked ones, in the basis of the codes."""
+        """Write first tokens over the unpacked ones."""
         assert self.kept is not None
         parts = []
-        for place, (out, side) in enumerate(((k, self.packed.key), (v, self.packed.value))):
-            held = self.kept[:, :, place]
-            parts.append(Part(held, out.transpose(0, 1)[None], side, DIVIDE, at=chunks.table, ends=chunks.ragged.keys))
+        for place, out in enumerate((k, v)):
+            held, at, ends = self.kept[:, :, place], chunks.table, chunks.ragged.keys
+            parts.append(Part(held, out.transpose(0, 1)[None], NO_CONSTANTS, COPY, at=at, ends=ends))
         change_basis(parts)
+
+
+def dtype_of(q: Tensor) -> torch.dtype:
+    """What flash attention computes with: the model's dtype, fp16 for float32."""
+    return torch.float16 if q.dtype == torch.float32 else q.dtype
+
+
+def _of_all(factor: Tensor | None) -> int | None:
+    """Address of a factor ``[1, H, D]``, or of none."""
+    return None if factor is None else factor.data_ptr()

@@ -11,12 +11,12 @@ In the second part every group is a sequence of its own. The stages::
 
     new tokens behind the pending ones of their groups   kv_basis    not where every chunk begins and ends with a group
     complete groups into the pages                       kv_encode   once or twice
-    queries and 16-bit tokens into the basis of the      kv_basis
-    codes, tokens of unfinished groups into their slots
+    16-bit tokens beside the groups before them, those   kv_basis
+    of unfinished groups into their slots
     pages unpacked, the last groups beside the 16-bit    kv_unpack
     tokens as well
     attention                                            flash       twice
-    both parts joined, out of the basis of the codes     kv_basis
+    both parts joined                                    kv_basis
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import ROLES, Role
-from kvcodec.kernels.basis import COPY, DIVIDE, MULTIPLY, MULTIPLY_AFTER, Joined, Part, change_basis
+from kvcodec.kernels.basis import COPY, MULTIPLY, Joined, Part, change_basis
 from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.encode import SlotWriter
 from kvcodec.kernels.flash import Ragged
-from kvcodec.kernels.prompts import ChunkReader, Room
+from kvcodec.kernels.prompts import ChunkReader, Room, dtype_of
 
 
 class GroupChunks(NamedTuple):
@@ -275,39 +275,38 @@ class GroupChunkReader(ChunkReader):
         chunks : GroupChunks
         slots : mapping of role to Tensor ``[rows, H, D]``
         """
-        packed, room, args = self.packed, chunks.room, self.args
-        device, half = q.device, torch.float16
+        room, args, device, dtype = chunks.room, self.args, q.device, dtype_of(q)
         heads, dim = own[0].shape[1:]
-        beside_k, beside_v = (
-            room.get(f"beside {role}", torch.Size((chunks.beside_keys, heads, dim)), device) for role in ROLES
-        )
-        turned, parts = q, []
-        if self.turns_queries or q.dtype != half:
-            turned = room.get("query", q.shape, device)
-            parts.append(Part(q, turned, packed.key, MULTIPLY))
-        for x, to, side in zip(own, (beside_k, beside_v), (packed.key, packed.value), strict=True):
-            parts.append(Part(x, to, side, DIVIDE, target=chunks.beside))
-        for role, x in zip(ROLES, own, strict=True):
-            parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
+        shape = torch.Size((chunks.beside_keys, heads, dim))
+        beside_k, beside_v = (room.get(f"beside {role}", shape, device, dtype) for role in ROLES)
+        given, parts = q, []
+        if q.dtype != dtype:
+            given = room.get("query", q.shape, device, dtype)
+            parts.append(Part(q, given, NO_CONSTANTS, MULTIPLY))
+        for x, to in zip(own, (beside_k, beside_v), strict=True):
+            parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.beside))
+        if len(chunks.kept):
+            for role, x in zip(ROLES, own, strict=True):
+                parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
         change_basis(parts)
 
         shape = torch.Size((chunks.keys, heads, dim))
-        k, v = (room.get(role, shape, device) for role in ROLES)
+        k, v = (room.get(role, shape, device, dtype) for role in ROLES)
         if chunks.most:
             args.near, args.near_group = chunks.near.data_ptr(), chunks.unit
             args.near_keys, args.near_values = beside_k.data_ptr(), beside_v.data_ptr()
             self.unpack(chunks.table, chunks.distant.keys, chunks.most, k, v, None)
-        direct = not (self.turns_outputs or chunks.keys) and out.dtype == half and sinks is None
-        found = out if direct else room.get("output", q.shape, device)
-        lse = self.flash(turned, beside_k, beside_v, chunks.local, scale, found)
+        direct = not chunks.keys and out.dtype == dtype and sinks is None
+        found = out if direct else room.get("output", q.shape, device, dtype)
+        lse = self.flash(given, beside_k, beside_v, chunks.local, scale, found)
         if direct:
             return
         other = distant = None
         if chunks.keys:
-            other = room.get("distant output", q.shape, device)
-            distant = self.flash(turned, k, v, chunks.distant, scale, other)
+            other = room.get("distant output", q.shape, device, dtype)
+            distant = self.flash(given, k, v, chunks.distant, scale, other)
         joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
-        change_basis([Part(found, out, packed.value, MULTIPLY_AFTER, joined=joined)])
+        change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
 
 
 def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:

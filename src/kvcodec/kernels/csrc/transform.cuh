@@ -77,4 +77,104 @@ KV_DEV float warp_max(float x) {
   return x;
 }
 
+// How a warp holds rows: a lane has EACH neighbouring channels, LANES lanes a row, of which the last may have none.
+template <int D> struct RowLanes {
+  KV_CONST int EACH = D > 256 ? D / 32 : 8, USED = D / EACH;
+  KV_CONST int LANES = USED > 16 ? 32 : USED > 8 ? 16 : USED > 4 ? 8 : 4, ROWS = 32 / LANES;
+  static_assert(D % EACH == 0 && USED <= 32, "whole vectors of channels");
+};
+
+// E neighbouring numbers; `wide`: they begin at 16 bytes
+template <int E> KV_DEV void load_numbers(float (&x)[E], const void* from, int64_t at, int kind, bool wide) {
+  KV_UNROLL
+  for (int i = 0; i < E; i += 8) {
+    if (kind == 2) {
+      KV_UNROLL
+      for (int k = 0; k < 8; k += 4) {
+        const uint32_t* f = (const uint32_t*)from + at + i + k;
+        const Words4 w = wide ? *(const Words4*)f : Words4{f[0], f[1], f[2], f[3]};
+        x[i + k] = bits_float(w.a), x[i + k + 1] = bits_float(w.b);
+        x[i + k + 2] = bits_float(w.c), x[i + k + 3] = bits_float(w.d);
+      }
+      continue;
+    }
+    const uint16_t* f = (const uint16_t*)from + at + i;
+    auto pair = [f](int k) { return (uint32_t)f[k] | (uint32_t)f[k + 1] << 16; };
+    const Words4 w = wide ? *(const Words4*)f : Words4{pair(0), pair(2), pair(4), pair(6)};
+    const uint32_t words[4] = {w.a, w.b, w.c, w.d};
+    KV_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const uint16_t low = (uint16_t)words[k], high = (uint16_t)(words[k] >> 16);
+      x[i + 2 * k] = kind == 0 ? half_float(low) : bf16_float(low);
+      x[i + 2 * k + 1] = kind == 0 ? half_float(high) : bf16_float(high);
+    }
+  }
+}
+
+// fp16 saturates, because a rotated row may exceed what it was made of; NaN stays, and what is copied
+KV_DEV uint32_t number16(float x, int kind, bool copied) {
+  const float near = x != x || copied ? x : minimum(maximum(x, -65504.0f), 65504.0f);
+  return kind == 0 ? half_bits(near) : bf16_bits(x);
+}
+template <int E>
+KV_DEV void store_numbers(const float (&x)[E], void* to, int64_t at, int kind, bool copied, bool wide) {
+  KV_UNROLL
+  for (int i = 0; i < E; i += 8) {
+    if (kind == 2) {
+      uint32_t* f = (uint32_t*)to + at + i;
+      uint32_t words[8];
+      KV_UNROLL
+      for (int k = 0; k < 8; ++k) words[k] = float_bits(x[i + k]);
+      if (wide) {
+        *(Words4*)f = Words4{words[0], words[1], words[2], words[3]};
+        *(Words4*)(f + 4) = Words4{words[4], words[5], words[6], words[7]};
+      } else {
+        KV_UNROLL
+        for (int k = 0; k < 8; ++k) f[k] = words[k];
+      }
+      continue;
+    }
+    uint16_t* f = (uint16_t*)to + at + i;
+    uint32_t words[4];
+    KV_UNROLL
+    for (int k = 0; k < 4; ++k)
+      words[k] = number16(x[i + 2 * k], kind, copied) | number16(x[i + 2 * k + 1], kind, copied) << 16;
+    if (wide) {
+      *(Words4*)f = Words4{words[0], words[1], words[2], words[3]};
+    } else {
+      KV_UNROLL
+      for (int k = 0; k < 8; ++k) f[k] = (uint16_t)(words[k / 2] >> k % 2 * 16);
+    }
+  }
+}
+
+// as hadamard_row, for rows held so
+template <int D, int E> KV_DEV void rotate(float (&x)[E], int order, int lane) {
+  KV_UNROLL
+  for (int step = 1; step < E; step *= 2) {
+    if (step >= order) continue;
+    KV_UNROLL
+    for (int e = 0; e < E; ++e) {
+      if (e & step) continue;
+      const float a = x[e], b = x[e + step];
+      x[e] = a + b;
+      x[e + step] = a - b;
+    }
+  }
+  KV_UNROLL
+  for (int bit = 1; bit < RowLanes<D>::LANES; bit *= 2) {
+    if (bit * E >= order) continue;
+    KV_UNROLL
+    for (int e = 0; e < E; ++e) {
+      const float other = shfl_xor(x[e], bit);
+      x[e] = lane & bit ? other - x[e] : x[e] + other;
+    }
+  }
+  if (order > 1) {
+    const float unit = orthonormal(order);
+    KV_UNROLL
+    for (int e = 0; e < E; ++e) x[e] *= unit;
+  }
+}
+
 }  // namespace kv

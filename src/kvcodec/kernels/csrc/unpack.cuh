@@ -1,5 +1,6 @@
 // Unpack pages to dense keys and values in the basis of the codes, for a prefill over packed history; those of Mixed
-// readers in the model's basis, as to bring a mean into theirs would cost as much.
+// readers in the model's basis, as to bring a mean into theirs would cost as much. Or all of them in the model's basis,
+// for a prefill whose queries are as many as its keys.
 //
 // One warp per 16 tokens of a KV head and sequence. The readers are those of decode attention; numbers are rounded
 // once, to fp16 or bf16; keys with a sketch twice, because its signs are brought into the basis of the codes, and keys
@@ -30,6 +31,8 @@ struct UnpackArgs {
   const uint8_t *k_matrix, *v_matrix;  // that bring tokens of Mixed readers back to the model's basis, as in Side
   const int32_t* ends;        // null, or [B + 1]: sequences of lengths of their own lie end to end, sequence b in the
                               // rows [ends[b], ends[b + 1]) by out_token; `count` and out_batch are not used then
+  const float *k_factor, *v_factor;  // with k_order, v_order > 0: what [H, D] multiplies rows that are brought back to
+  int64_t k_order, v_order;          // the model's basis, after a Hadamard rotation of that order; null: ones
   const int32_t* near;        // null, or with `ends` [B, 3]: of sequence b the tokens [near[3 b], near[3 b + 1]), whole
   void *near_keys, *near_values;  // groups of near_group tokens, are unpacked there as well: group n to the near_group
   int64_t near_group;         // rows from near[3 b + 2] + 2 n near_group on
@@ -160,7 +163,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
 
   // adds the mean, turned to the positions of 16 tokens from `first` on, in the basis of the codes; a lane has channels
   // lane + 32 i
-  KV_DEV static void add_mean(const UnpackArgs& a, uint16_t* rows, int b, int h, int first, int lane) {
+  KV_DEV static void add_mean(const UnpackArgs& a, uint16_t* rows, int b, int h, int first, int lane, int kind) {
     constexpr int N = D / 32;
     const MeanTable table(a.mean, h, PAIRS);
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
@@ -187,16 +190,38 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       KV_UNROLL
       for (int i = 0; i < N; ++i) {
         uint16_t& to = rows[token * ROW + lane + 32 * i];
-        to = round16((a.kind == 0 ? half_float(to) : bf16_float(to)) + x[i], a.kind);
+        to = round16((kind == 0 ? half_float(to) : bf16_float(to)) + x[i], kind);
       }
     }
     sync_warp();
   }
 
   // back to the model's basis
-  KV_DEV static void mix(const UnpackArgs& a, uint16_t* rows, const uint8_t* matrix, int h, int lane) {
-    const int kind = a.kind;
+  KV_DEV static void mix(uint16_t* rows, const uint8_t* matrix, int h, int lane, int kind) {
     mix_tile<D>(rows, ROW, MixedBy<D>(matrix, h), lane, [kind](float x) { return round16(x, kind); });
+  }
+
+  // back to the model's basis where a rotation and a factor were applied, from fp16
+  KV_DEV static void turn(uint16_t* rows, const float* factor, int order, int kind, int lane) {
+    using Held = RowLanes<D>;
+    constexpr int E = Held::EACH;
+    const int c = lane % Held::LANES * E;
+    KV_NO_UNROLL
+    for (int first = 0; first < 16; first += Held::ROWS) {
+      uint16_t* row = rows + (first + lane / Held::LANES) * ROW;
+      float x[E];
+      KV_UNROLL
+      for (int e = 0; e < E; ++e) x[e] = 0.0f;
+      if (c < D) load_numbers(x, row, c, 0, true);
+      rotate<D>(x, order, lane);
+      if (c >= D) continue;
+      if (factor) {
+        KV_UNROLL
+        for (int e = 0; e < E; ++e) x[e] *= factor[c + e];
+      }
+      store_numbers(x, row, c, kind, false, true);
+    }
+    sync_warp();
   }
 
   KV_DEV static void run(const UnpackArgs& a) {
@@ -236,6 +261,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     const Planes<V, T> value_planes{tile + planes_bytes<K>(T)};
     const auto k_held = held_of_keys<K>(k_table, j, lane);
     const auto v_held = held_of_values<V>(v_table, g, lane);
+    const int k_kind = a.k_order ? 0 : a.kind, v_kind = a.v_order ? 0 : a.kind;  // until they are turned
     KV_NO_UNROLL
     for (int sub = 0; sub < T; sub += 16) {
       KV_UNROLL
@@ -245,18 +271,19 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
-          const int kind = is_mixed<K>(0) ? 0 : a.kind;
+          const int kind = is_mixed<K>(0) ? 0 : k_kind;
           if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_table, c)] = round16(x[e], kind);
         }
         if constexpr (is_sketched<K>(0)) {
           sync_warp();
-          add_sketch(rows + (8 * half + g) * ROW, x, K::sketch(a.k_table + h * a.k_table_head), a.kind, j);
+          add_sketch(rows + (8 * half + g) * ROW, x, K::sketch(a.k_table + h * a.k_table_head), k_kind, j);
         }
       }
       sync_warp();
-      if constexpr (scratch_bytes<K>(0) > 0) put_back<K, T>(rows, key_planes, sub, a.kind, lane);
-      if constexpr (is_mixed<K>(0)) mix(a, rows, a.k_matrix, h, lane);
-      if constexpr (PAIRS > 0) add_mean(a, rows, b, h, first + sub, lane);
+      if constexpr (scratch_bytes<K>(0) > 0) put_back<K, T>(rows, key_planes, sub, k_kind, lane);
+      if constexpr (is_mixed<K>(0)) mix(rows, a.k_matrix, h, lane, k_kind);
+      if constexpr (PAIRS > 0) add_mean(a, rows, b, h, first + sub, lane, k_kind);
+      if (a.k_order) turn(rows, a.k_factor ? a.k_factor + (int64_t)h * D : nullptr, (int)a.k_order, a.kind, lane);
       store(a, of, a.keys, rows, h, first + sub, lane);
       if (NEAR && near.count) store(a, near, a.near_keys, rows, h, first + sub, lane);
       sync_warp();
@@ -269,13 +296,14 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
           if constexpr (is_centred<V>(0)) x[e] += V::centre(v_table, c);
-          const int kind = is_mixed<V>(0) ? 0 : a.kind;
+          const int kind = is_mixed<V>(0) ? 0 : v_kind;
           if (c >= 0) rows[token * ROW + model_channel<V>(v_table, c)] = round16(x[e], kind);
         }
       }
       sync_warp();
-      if constexpr (scratch_bytes<V>(0) > 0) put_back<V, T>(rows, value_planes, sub, a.kind, lane);
-      if constexpr (is_mixed<V>(0)) mix(a, rows, a.v_matrix, h, lane);
+      if constexpr (scratch_bytes<V>(0) > 0) put_back<V, T>(rows, value_planes, sub, v_kind, lane);
+      if constexpr (is_mixed<V>(0)) mix(rows, a.v_matrix, h, lane, v_kind);
+      if (a.v_order) turn(rows, a.v_factor ? a.v_factor + (int64_t)h * D : nullptr, (int)a.v_order, a.kind, lane);
       store(a, of, a.values, rows, h, first + sub, lane);
       if (NEAR && near.count) store(a, near, a.near_values, rows, h, first + sub, lane);
       sync_warp();
