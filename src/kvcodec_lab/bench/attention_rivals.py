@@ -93,7 +93,7 @@ class Dense:
         s = self.shape
         if packed:
             q = self.q.view(s.batch, s.kv_heads, s.group, s.head_dim)
-            return scaled_dot_product_attention(q, self.k, self.v).view(self.q.shape)
+            return scaled_dot_product_attention(q, self.k, self.v).reshape(self.q.shape)
         return scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=s.group > 1)
 
     def paged(self, page: int, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
