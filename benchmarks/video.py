@@ -39,8 +39,8 @@ from kvcodec_lab.stamp import stamp
 DENSE = "dense"
 SPECS = (
     "int-8,saw-int4,kivi-4:group=32,octopus-4,octopus-3,octopus-2,turboquant-4,turboquant-3,turboquant-2,"
-    "octopus-qjl-2,turboquant-qjl-3,hqmq-s96_r4,int-4,int-3,int-2,polarquant-2,"
-    "octopus-2:keys,octopus-2:values,turboquant-2:keys,turboquant-2:values,octopus-2:bare,octopus-3:bare"
+    "turboquant-qjl-4,turboquant-qjl-3,turboquant-qjl-2,octopus-qjl-2,hqmq-s96_r4,int-4,int-2,"
+    "octopus-2:keys,octopus-2:values,turboquant-2:keys,turboquant-2:values,octopus-2:bare,octopus-3:bare,int-3"
 )
 FRAMES = 24
 """Frames of a video that is learned from."""
@@ -186,7 +186,7 @@ def main() -> None:
         options = {"frames": given.frames, "prompts": given.prompts, "model": about}
         whole = {**stamp(device, 0), "options": options, "rows": rows}
         (given.out / "video.json").write_text(json.dumps(whole, indent=1) + "\n")
-    np.savez_compressed(given.out / "frames.npz", **kept)
+        np.savez_compressed(given.out / "frames.npz", **kept)
 
 
 def _bits(frames: Tensor) -> np.ndarray[Any, Any]:
