@@ -448,7 +448,12 @@ def test_steps_stand_beside_each_other_for_every_model(tmp_path: Path) -> None:
 
 def test_errors_of_the_own_method_stand_beside_the_bound_and_the_best_of_others(tmp_path: Path) -> None:
     same = {"paper": "rate-distortion", "spread": 0.0}
-    errors = {("ghost-3", "ghost", 3.0): 0.02, ("a-3", "a", 3.4): 0.03, ("b-3", "b", 3.6): 0.01, ("c-3", "c", 3.2): None}
+    errors = {
+        ("ghost-3", "ghost", 3.0): 0.02,
+        ("a-3", "a", 3.4): 0.03,
+        ("b-3", "b", 3.6): 0.01,
+        ("c-3", "c", 3.2): None,
+    }
     rows = [
         {"spec": spec, "method": method, "bits": bits, "source": source, "relative_mse": mse and by * mse, **same}
         for source, by in (("Gaussian keys", 1.0), ("heavy-tailed keys", 9.0), ("keys of m", 0.5), ("values of m", 2.0))

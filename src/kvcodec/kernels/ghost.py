@@ -356,6 +356,7 @@ class _Layers:
     ) -> None:
         self.kernel, self.grid, self.threads, self.args, self.parts = kernel, grid, threads, args, parts
         self.scratch, self.most = scratch, most
+        self.first = 0  # layer of those that wait
         self.kept: list[object] = []  # of each layer that waits, what the kernel reads and writes
         self.shared: object = None  # what their samples have in common
 
