@@ -26,6 +26,9 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
     return needs_all(part) ? part * PART_BITS / 32 + LOADS - 1 : last_word(part + 1);
   }
   KV_CONST bool ONE_LAST = WHOLE && GRAIN < 32 && needing(0, PARTS / 2) == 1 && needing(PARTS / 2, PARTS) == 1;
+  // Of the other loads, some lanes (a bit each) have the first and the last one in reverse order and exchange them: words
+  // of rows of 11 words, of which a warp reads eight or four at once, then lie in banks of their own (a test counts).
+  KV_CONST uint32_t TURNED = ROW_BYTES != 44 || !ONE_LAST ? 0u : PARTS == 4 ? 0x1540a815u : 0x01181180u;
   uint32_t w[WORDS];
 
   KV_DEV Stream(const uint8_t* plane, int token, int own, int part) {
@@ -51,9 +54,16 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
       }
     } else {
       KV_UNROLL
-      for (int i = 0; i < LOADS - ONE_LAST; ++i) x[i] = ((const uint32_t*)at)[i];
+      for (int i = TURNED != 0; i < LOADS - ONE_LAST - (TURNED != 0); ++i) x[i] = ((const uint32_t*)at)[i];
       if constexpr (ONE_LAST)
         x[LOADS - 1] = ((const uint32_t*)row)[part < PARTS / 2 ? last_word(0) : last_word(PARTS / 2)];
+      if constexpr (TURNED != 0) {
+        constexpr int END = LOADS - 2;
+        const bool turned = TURNED >> (PARTS == 4 ? 4 * own + part : 4 * part + own / 2) & 1;  // bit of the lane
+        const uint32_t first = (bit / 32 + (turned ? END : 0)) * 4, last = (bit / 32 + (turned ? 0 : END)) * 4;
+        const uint32_t a = *(const uint32_t*)(row + first), b = *(const uint32_t*)(row + last);
+        x[0] = turned ? b : a, x[END] = turned ? a : b;
+      }
     }
     KV_UNROLL
     for (int i = 0; i < WORDS; ++i) w[i] = GRAIN >= 32 ? x[i] : funnel(x[i], i + 1 < LOADS ? x[i + 1] : 0u, bit % 32);
