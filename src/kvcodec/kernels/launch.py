@@ -119,7 +119,7 @@ def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0) -> list[Con
 def _pairs_of_teams(spec: DecodeSpec, halvings: int) -> list[Config]:
     """As ``candidates``: two teams that share look-up tables, which would leave no room for two CTAs."""
     tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0]
-    return [Config(tile, warps, 2, 1, 1, 2, halvings=halvings) for tile in tiles for warps in (4, 5, 6)]
+    return [Config(tile, warps, 2, 1, 1, 2, halvings=halvings) for tile in tiles for warps in (4, 6)]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
