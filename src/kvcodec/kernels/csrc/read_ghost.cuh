@@ -76,7 +76,15 @@ template <int T, bool SMALL = false> struct GhostPairs {
     for (int line = thread; line < BLOCKS << T; line += threads) {
       const int bits = line & ((1 << T) - 1), own = line >> T;
       uint8_t* at = to + LINE * line;
-      if (SHARES && own == BLOCKS - 1) {
+      if (SHARES && BLOCKS > 1 && own == BLOCKS - 1) {  // 16 bytes a turn; as kind_at
+        const uint32_t x = entry(FULL - 1, bits), y = entry(FULL, bits);
+        KV_UNROLL
+        for (int i = 0; i < LINE / 16; ++i) {
+          const int to_word = 4 * ((i + thread) % (LINE / 16));
+          const uint32_t z = to_word < 28 ? x : y;
+          *(Words4*)(at + 4 * to_word) = Words4{z, z, z, y};
+        }
+      } else if (SHARES && own == BLOCKS - 1) {
         uint32_t x[KINDS];
         KV_UNROLL
         for (int kind = 0; kind < KINDS; ++kind) x[kind] = block(kind) == BLOCKS - 1 ? entry(kind, bits) : 0u;
