@@ -93,7 +93,6 @@ def _reader(codec: Ghost, head_dim: int, values: bool, small: bool = False) -> R
         tables=lambda params: read_tables(params, total),
         factor="" if mixed else sizes,
         matrix=(value_lines if values else key_lines) if mixed else None,
-        team_warps=0,
     )
 
 

@@ -118,8 +118,7 @@ def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0) -> list[Con
 
 def _pairs_of_teams(spec: DecodeSpec, halvings: int) -> list[Config]:
     """As ``candidates``: two teams that share look-up tables, which would leave no room for two CTAs."""
-    tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0]
-    return [Config(tile, warps, 2, 1, 1, 2, halvings=halvings) for tile in tiles for warps in (4, 6)]
+    return [Config(tile, 4, 2, 1, 1, 2, halvings=halvings) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
@@ -179,8 +178,8 @@ def _config(
     """As ``config_for`` with so many stages, and so many copies of tables; None: nothing fits."""
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
     # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
-    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs overlap each other's ends, and
-    # where only one fits, more warps help.
+    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs, or two teams that share tables too
+    # large for that, overlap each other's ends, and where only one fits, more warps help.
     longest = min(spec.key.tile, spec.value.tile)
     if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, halvings):
         return shared_out
@@ -194,12 +193,12 @@ def _config(
         fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
     else:
         fitting = [c for c in fitting if c.tile <= longest] or fitting
-        if spec.key.by_head and not dense and stages > 1 and all(c.resident == 1 and not c.small for c in fitting):
+        if spec.key.by_head and not dense and stages > 1 and machine.shared_block >= H200.shared_block:
             fitting += [c for c in _pairs_of_teams(spec, halvings) if _fits(spec, c, machine, heads=heads)]
 
         def order(c: Config) -> tuple[int, ...]:
             ends = c.resident * c.teams  # that overlap
-            warps = -c.warps if ends == 1 or c.teams > 1 else abs(c.warps - spec.key.warps)
+            warps = -c.warps if ends == 1 else abs(c.warps - spec.key.warps)
             return max(0, 8 - c.resident_warps), -c.tile, -ends, warps
 
         fitting.sort(key=order)

@@ -147,6 +147,8 @@ struct Decoder {
     if constexpr (TEAMS == 1) sync_threads();
     else sync_some(1 + thread() / (32 * WARPS), 32 * WARPS);
   }
+  // all teams, from different places: a barrier with a name
+  KV_DEV static void sync_teams() { sync_some(1 + TEAMS, THREADS); }
 
   // k_held, v_held: tables, or what of them a lane holds
   template <bool MASKED, class KH, class VH>
@@ -396,7 +398,7 @@ struct Decoder {
         Own::fill(own_tables, source_of<K>(a.key.table, a.key.table_head, b, h),
                   source_of<V>(a.value.table, a.value.table_head, b, h), warp * 32 + lane, WARPS * 32);
     }
-    if (TEAMS > 1 && !filled) sync_threads();
+    if (TEAMS > 1 && !filled) sync_teams();
     Mean mean(means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
@@ -472,7 +474,7 @@ struct Decoder {
       }
       if (first >= (uint32_t)a.pieces) {  // a team without a piece
         fill_tables(a, shared, 0, block_y() * (int)a.alike);
-        sync_threads();
+        sync_teams();
       }
     }
   }
