@@ -62,14 +62,12 @@ __attribute__((noinline)) inline void sync_some(int id, int threads) {
   uint32_t bit = 1u << emulated::lane();
   m.warp->some |= bit;
   m.warp->ready &= ~bit;
-  m.warp->some_id = id;
-  m.warp->some_warps = warps;
   bool complete = true;
   for (int w = first; w < first + warps; w++) {
-    const emulated::Warp& other = m.warps[w];
-    if (other.some && other.some_id != id && other.some_warps == warps) emulated::fail("two barriers in one team");
-    complete = complete && other.some == emulated::ALL && other.some_id == id;
+    if (m.warps[w].some && m.warps[w].some_id && m.warps[w].some_id != id) emulated::fail("two barriers in one team");
+    complete = complete && m.warps[w].some == emulated::ALL;
   }
+  m.warp->some_id = id;
   if (complete) {
     for (int w = first; w < first + warps; w++) m.warps[w].ready = emulated::ALL, m.warps[w].some = 0;
     for (int w = first; w < first + warps; w++) m.warps[w].some_id = 0;

@@ -77,7 +77,7 @@ struct Fiber {
 struct Warp {
   // bit per lane: may run; has not returned; waits in an exchange; waits in sync_threads; waits in sync_some
   uint32_t ready, live, arrived, barrier, some;
-  int some_id, some_warps;                 // the barrier of sync_some, and of how many warps
+  int some_id;                             // the barrier of sync_some
   const char* name;                        // of the exchange under way
   uint32_t in[LANES][12];                  // operands. Results lie apart: all lanes have read them before the next
   uint32_t out[LANES][4];                  // exchange is complete and overwrites them

@@ -12,8 +12,6 @@ from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, joined
 from kvcodec.kernels.ghost import SMALL, key_lines, read_tables, sizes, value_lines
 from kvcodec.ops.hadamard import power_of_two_divisor
@@ -29,7 +27,8 @@ TOKENS = 16
 UNPACK = """
 #include "tile.cuh"
 #include "read_ghost.cuh"
-template <class R, bool VALUES> KV_DEV void unpacked(const uint8_t* tile, const uint8_t* table, const uint8_t* own, float* out) {{
+template <class R, bool VALUES>
+KV_DEV void unpacked(const uint8_t* tile, const uint8_t* table, const uint8_t* own, float* out) {{
   const kv::Planes<R, {tokens}> planes{{tile}};
   const int lane = kv::thread() % 32, g = lane / 4, j = lane % 4;
   for (int turn = 0; turn < (VALUES ? 4 : 2); ++turn) {{
@@ -68,7 +67,8 @@ KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, 
   unpacked<V, true>(tile, levels, own + Own::VALUES, values + h * {tokens} * {dim});
 }}
 extern "C" void run(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values, int64_t heads) {{
-  kv::launch((int)heads, 1, 1, 32, K::TABLE + V::TABLE + kv::OwnTables<K, V>::BYTES, unpack, tiles, tables, keys, values);
+  const int shared = K::TABLE + V::TABLE + kv::OwnTables<K, V>::BYTES;
+  kv::launch((int)heads, 1, 1, 32, shared, unpack, tiles, tables, keys, values);
 }}
 """
 
