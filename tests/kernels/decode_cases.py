@@ -437,7 +437,7 @@ def _check(
                 table = side.table(params[role], dim)
                 to.table, to.table_bytes = put(table), table.shape[-1]
                 to.table_head = table.stride(0) if table.shape[0] > 1 else 0
-                alike &= table.dim() == 2 and len(table) == 1
+                alike &= table.dim() == 3 or len(table) == 1
             if side.factor is not None:
                 factor = side.factor(params[role], dim).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0

@@ -388,7 +388,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         config = launch.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))
         teams = config._replace(tile=min(32, config.tile), warps=programs.warps, resident=1, teams=programs.teams)
-        shared = pair.key.team_warps and pair.value.team_warps  # else tables may be those of a sequence
+        shared = all(x.team_warps or x.by_head for x in (pair.key, pair.value))
         if not apart and rng.random() > 0.7 and shared and launch.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
     o, lse = attention.decode_attention(

@@ -405,7 +405,7 @@ def test_ghost_fits_small_machines(spec: str, dim: int) -> None:
     pair = specs.decode_spec(scheme.key, scheme.value, dim, 64)
     for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
         config = launch.config_for(pair, units, capacity, ada)
-        assert config.warps * config.resident >= 8
+        assert config.resident_warps >= 8
         assert launch.shared_bytes(pair, config) <= ada.shared_block
         assert not launch.config_for(pair, units, capacity, launch.H200).small
 

@@ -12,15 +12,11 @@ from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import launch
-from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, joined
 from kvcodec.kernels.ghost import SMALL, key_lines, read_tables, sizes, value_lines
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
-from tests.kernels.decode_cases import CASES, Case, Means, Side, check_all
+from tests.kernels.decode_cases import CASES, Case, Geometry, Means, Side, check_all
 from tests.kernels.klt import Klt, fit_klt
 from tests.kernels.offline import compile_kernels
 from tests.kernels.test_fused import Reference, scheme
@@ -31,7 +27,8 @@ TOKENS = 16
 UNPACK = """
 #include "tile.cuh"
 #include "read_ghost.cuh"
-template <class R, bool VALUES> KV_DEV void unpacked(const uint8_t* tile, const uint8_t* table, float* out) {{
+template <class R, bool VALUES>
+KV_DEV void unpacked(const uint8_t* tile, const uint8_t* table, const uint8_t* own, float* out) {{
   const kv::Planes<R, {tokens}> planes{{tile}};
   const int lane = kv::thread() % 32, g = lane / 4, j = lane % 4;
   for (int turn = 0; turn < (VALUES ? 4 : 2); ++turn) {{
@@ -40,16 +37,16 @@ template <class R, bool VALUES> KV_DEV void unpacked(const uint8_t* tile, const 
     uint32_t r[REGS];
     float scale;
     if constexpr (VALUES) {{
-      const auto held = R::hold_values(table, g, lane);
+      const auto held = R::hold_values(table, own, g, lane);
       R::values(planes, held, token, g, lane, r);
       scale = R::v_scale(planes, token);
     }} else {{
-      const auto held = R::hold_keys(table, j, lane);
+      const auto held = R::hold_keys(table, own, j, lane);
       R::keys(planes, held, token, j, lane, r);
       scale = R::k_scale(planes, token, 0);
     }}
     for (int e = 0; e < 2 * REGS; ++e) {{
-      float& to = out[token * {dim} + kv::model_channel<R>(table, VALUES ? R::v_channel(g, e) : R::k_channel(j, e))];
+      float& to = out[token * {dim} + kv::model_channel<R>(own, VALUES ? R::v_channel(g, e) : R::k_channel(j, e))];
       const float x = kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16)) * scale;
       to = to == -100.0f ? x : 1e30f;  // a channel is written once
     }}
@@ -60,16 +57,18 @@ using V = kv::ReadGhost<{dim}, {total}, true, true, {small}>;
 KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values) {{
   KV_DYNAMIC_SHARED(shared);
   const int h = kv::block_x();
-  K::fill(shared, tables + h * V::SOURCE, kv::thread(), 32);  // what the keys read comes first
-  uint8_t* own = shared + kv::align16(K::TABLE);
-  V::fill(own, tables + h * V::SOURCE, kv::thread(), 32);
+  K::fill(shared, tables, kv::thread(), 32);
+  uint8_t *levels = shared + K::TABLE, *own = levels + V::TABLE;  // what the keys read comes first
+  using Own = kv::OwnTables<K, V>;
+  Own::fill(own, tables + h * V::SOURCE, tables + h * V::SOURCE, kv::thread(), 32);
   kv::sync_threads();
   const uint8_t* tile = tiles + h * {tokens} * K::plane_bytes(0);
-  unpacked<K, false>(tile, shared, keys + h * {tokens} * {dim});
-  unpacked<V, true>(tile, own, values + h * {tokens} * {dim});
+  unpacked<K, false>(tile, shared, own, keys + h * {tokens} * {dim});
+  unpacked<V, true>(tile, levels, own + Own::VALUES, values + h * {tokens} * {dim});
 }}
 extern "C" void run(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values, int64_t heads) {{
-  kv::launch((int)heads, 1, 1, 32, kv::align16(K::TABLE) + V::TABLE, unpack, tiles, tables, keys, values);
+  const int shared = K::TABLE + V::TABLE + kv::OwnTables<K, V>::BYTES;
+  kv::launch((int)heads, 1, 1, 32, shared, unpack, tiles, tables, keys, values);
 }}
 """
 
@@ -190,18 +189,15 @@ def test_matrices_of_layers_lie_head_by_head() -> None:
     assert found[:, :, 0].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
 
 
-def test_teams_do_not_share_tables_of_a_sequence(machine: dict[str, Any]) -> None:
-    codec = Ghost(3)
-    pair = specs.decode_spec(codec, codec, 64, 64)
-    config = launch.config_for(pair, 1, 64, launch.H200)._replace(teams=2)
-    side = Constants(torch.zeros(1, 1, 512, dtype=torch.uint8), torch.ones(1, 1, 64), 1)
-    pages, table = torch.zeros(1, 1, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="2 teams of warps, which share tables"):
-        attention.decode_attention(
-            torch.zeros(1, 4, 1, 64), pages, table, torch.ones(1, dtype=torch.int32), spec=attention.text_of(pair),
-            key=side, value=side, scale=1.0, num_kv_heads=1, config=config,
-        )  # fmt: skip
-    assert machine == {}
+def test_teams_share_levels() -> None:
+    """Each has the order and the kinds of its own piece, of any sequence and head; pieces without codes."""
+    cases = (
+        Case((130, 7, 64), heads=2, group=8, dense=(0, 0, 1)),
+        Case((0, 1, 15, 65), group=1, heads=2),
+        Case((200, 190, 10), start=(130, 150, 10), splits=3, group=3),
+        Case((130, 64, 33), means=Means((5, 1000, 3), few=8), heads=2),
+    )
+    check_all(side(Ghost(3), False), side(Ghost(3), True, True), 64, cases, Geometry(teams=2))
 
 
 @pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt"])

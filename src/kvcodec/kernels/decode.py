@@ -216,8 +216,9 @@ def _attend(
             workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
         part, size = workspace.data_ptr(), rows * slots * 4
         args.part_o, args.part_m, args.part_l = part, part + size * dim, part + size * (dim + 1)
-    # teams of warps share tables: one for all heads, or one per head, each on multiprocessors of its own
-    own = any(x is not None and x.shape[0] > 1 for x in (key_tables, value_tables, mean_table))
+    # teams of warps share tables: one for all heads, or one per head, each on multiprocessors of its own; what belongs
+    # to a sequence as well, [B or 1, H, bytes], they have apart
+    own = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (key_tables, value_tables, mean_table))
     alike = 1 if own else num_kv_heads
     pieces = batch * alike * tiles * splits
     if plan.config.teams > 1:
@@ -356,12 +357,6 @@ def decode_attention(
     checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, table.shape[0], num_kv_heads)
     if starts is not None:
         _check_starts(starts, table, queries, dense_k, start)
-    apart = [x for x in (key.tables, value.tables) if x is not None and x.dim() == 3]
-    if config is not None and config.teams > 1 and apart:
-        raise UnsupportedError(
-            f"decode_attention: config has {config.teams} teams of warps, which share tables, and each sequence has "
-            f"tables of its own; use teams=1."
-        )
     run = _op if torch.compiler.is_compiling() else _attend
     out: tuple[Tensor, Tensor] = run(
         q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order, key.matrix,

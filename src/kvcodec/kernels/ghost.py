@@ -86,14 +86,13 @@ def _reader(codec: Ghost, head_dim: int, values: bool, small: bool = False) -> R
     return Reader(
         _struct(f"{name}, false{last}>" if small else f"{name}>", codec),
         "read_ghost.cuh",
-        shared=own + level_bytes(total, small),
+        shared=level_bytes(total, small),
         lends=f"levels of pairs of {total} bits",
         borrower=_struct(f"{name}, true{last}>", codec),
-        own_shared=own,
+        by_head=own,
         tables=lambda params: read_tables(params, total),
         factor="" if mixed else sizes,
         matrix=(value_lines if values else key_lines) if mixed else None,
-        team_warps=0,  # constants may be those of a sequence
     )
 
 

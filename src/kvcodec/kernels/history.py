@@ -31,7 +31,7 @@ from kvcodec.kernels.decode import decode_spec_of
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, by_flash, score
 from kvcodec.kernels.launch import Machine, machine
 from kvcodec.kernels.mean import KeyMean, checked
-from kvcodec.kernels.spec import DecodeSpec, definitions, includes
+from kvcodec.kernels.spec import DecodeSpec, align, definitions, includes
 
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
@@ -48,7 +48,7 @@ def tile_tokens(spec: DecodeSpec) -> int:
 def shared_bytes(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
     spec = spec.halved(halvings)
-    tables = _round(-(-spec.key.shared // 16) * 16 + -(-spec.value.shared // 16) * 16)
+    tables = _round(sum(align(n) for x in (spec.key, spec.value) for n in (x.shared, x.by_head)))
     need = tables + warps * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
     return max(need, spec.key.reach, spec.value.reach)
 

@@ -96,9 +96,9 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     later = (config.stages - 1) * stage
     # of teams that share tables, later stages take the query's place
     team = stage + (max(query, later) if shares_tables(spec, config) else query + later)
-    team += team_bytes(spec.pairs, config.tile, heads, config.warps) + config.warps * max(
-        spec.key.scratch, spec.value.scratch
-    )
+    team += team_bytes(spec.pairs, config.tile, heads, config.warps)
+    team += config.warps * max(spec.key.scratch, spec.value.scratch)
+    team += align(spec.key.by_head) + align(spec.value.by_head)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
@@ -114,6 +114,11 @@ def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0) -> list[Con
     usual = [(4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1)]
     shapes = usual if spec.head_dim <= 256 else [(4, 2), (8, 1), (6, 1), (4, 1), (2, 1)]
     return [Config(tile, warps, stages, resident, 1, halvings=halvings) for tile in tiles for warps, resident in shapes]
+
+
+def _pairs_of_teams(spec: DecodeSpec, halvings: int) -> list[Config]:
+    """As ``candidates``: two teams that share look-up tables, which would leave no room for two CTAs."""
+    return [Config(tile, 4, 2, 1, 1, 2, halvings=halvings) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
@@ -173,8 +178,8 @@ def _config(
     """As ``config_for`` with so many stages, and so many copies of tables; None: nothing fits."""
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
     # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
-    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs overlap each other's ends, and
-    # where only one fits, more warps help.
+    # shortest last round. Many: long tiles cost the fewest instructions, two CTAs, or two teams that share tables too
+    # large for that, overlap each other's ends, and where only one fits, more warps help.
     longest = min(spec.key.tile, spec.value.tile)
     if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, halvings):
         return shared_out
@@ -188,10 +193,13 @@ def _config(
         fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
     else:
         fitting = [c for c in fitting if c.tile <= longest] or fitting
+        if spec.key.by_head and not dense and stages > 1 and machine.shared_block >= H200.shared_block:
+            fitting += [c for c in _pairs_of_teams(spec, halvings) if _fits(spec, c, machine, heads=heads)]
 
         def order(c: Config) -> tuple[int, ...]:
-            warps = -c.warps if c.resident == 1 else abs(c.warps - spec.key.warps)
-            return max(0, 8 - c.warps * c.resident), -c.tile, -c.resident, warps
+            ends = c.resident * c.teams  # that overlap
+            warps = -c.warps if ends == 1 else abs(c.warps - spec.key.warps)
+            return max(0, 8 - c.resident_warps), -c.tile, -ends, warps
 
         fitting.sort(key=order)
     if not fitting:
@@ -248,7 +256,7 @@ def _splits(
     config: Config, units: int, capacity: int, machine: Machine, dense: bool = False, slow: bool = False
 ) -> int:
     """``slow``: each CTA loads tables first, or the sequence's unfinished block is a CTA of its own."""
-    slots = config.resident * machine.sms
+    slots = config.resident * config.teams * machine.sms
     most = max(1, -(-capacity // (config.tile * config.warps)))  # a tile for every warp
     if 2 * units > slots:
         # whole sequences save the merge; splitting pays if the last wave is nearly empty

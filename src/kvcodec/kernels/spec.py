@@ -64,8 +64,10 @@ class Reader:
         last of n, unpacked tokens out of it. The struct is ``Mixed``.
     lends, borrower : str
         Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
-        need none of their own, or ``own_shared`` bytes of them.
-    own_shared : int
+        need none of their own.
+    by_head : int
+        Bytes of shared memory, beside ``shared``, for what of the tables belongs to a sequence and head: the struct's
+        ``OWN``. What is in ``shared`` is then the same for all.
     both : str
         The struct when one codec holds keys and values; empty: ``type``.
     also : tuple of str
@@ -108,7 +110,7 @@ class Reader:
     matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     lends: str = ""
     borrower: str = ""
-    own_shared: int = 0
+    by_head: int = 0
     both: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
@@ -125,7 +127,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         """Refuse look-up tables without contents: ``fill`` would read address 0."""
-        if self.shared and self.tables is None and not self.computes:
+        if (self.shared or self.by_head) and self.tables is None and not self.computes:
             raise SpecError(
                 f"{self.type}: shared={self.shared} needs tables, a function that returns what fill reads; "
                 f"give tables=..., or computes=True where fill computes them."
@@ -502,7 +504,7 @@ def _decode_spec(
 
 def _borrowing(x: Reader) -> Reader:
     small = None if x.small is None else _borrowing(x.small)
-    return replace(x, type=x.borrower, shared=x.own_shared, tables=x.tables if x.own_shared else None, small=small)
+    return replace(x, type=x.borrower, shared=0, tables=x.tables if x.by_head else None, small=small)
 
 
 class EncodeSpec(NamedTuple):

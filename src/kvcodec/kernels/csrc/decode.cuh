@@ -120,7 +120,8 @@ struct Decoder {
   KV_CONST int STAGE = WARPS * TILE, ALL = STAGES * STAGE;
   KV_CONST int RING = !BRIEF ? QUERY + ALL : STAGE + QUERY > ALL ? STAGE + QUERY : ALL;
   KV_CONST int SOONER = BRIEF && RING - QUERY < ALL ? (RING - QUERY) / STAGE : STAGES;
-  KV_CONST int TEAM = RING + Mean::SHARED + WARPS * SCRATCH;
+  using Own = OwnTables<K, V>;
+  KV_CONST int TEAM = RING + Mean::SHARED + WARPS * SCRATCH + Own::BYTES;
   // the warps' results, which overwrite everything else; those of a team, in its own memory
   KV_CONST int MERGE = (WARPS * ROWS * (row_floats(D) + 2) * 4 + 127) / 128 * 128;
   KV_CONST int SHARE = TEAM > MERGE ? TEAM : MERGE;
@@ -277,9 +278,9 @@ struct Decoder {
         const int e = Sum::element(k, i), n = Sum::head(i), c = V::v_channel(g, e);
         if (c < 0 || !Sum::used(i)) continue;
         float x = st.out[k][i / 4][i % 4] * (V::v_weight(e) * reference) + bias[n];
-        if constexpr (is_centred<V>(0)) x += st.softmax.l[n] * V::source_centre(source, c);
+        if constexpr (is_centred<V>(0)) x += st.softmax.l[n] * V::centre(source, c);
         int to = c;
-        if constexpr (is_ordered<V>(0)) to = V::source_channel(source, c);
+        if constexpr (is_ordered<V>(0)) to = V::model_channel(source, c);
         merge[(warp * ROWS + N * j + n) * row_floats(D) + skew(to)] = x;
       }
     }
@@ -325,13 +326,11 @@ struct Decoder {
   // With cold caches a page id, the tables and dense rows would be fetched one after the other: prefetch all at once.
   KV_DEV static void ask_early(const DecodeArgs& a, bool filled, int h, int b, int warp, int lane) {
     if ((warp * 32 + lane) * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + (warp * 32 + lane) * 32);
-    if (!filled) {
-      const int at = opaque(thread());
-      if (K::TABLE && at * 128 < a.key.table_bytes)
-        prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + at * 128);
-      if (V::TABLE && at * 128 < a.value.table_bytes)
-        prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + at * 128);
-    }
+    const int at = opaque(thread()), mine = warp * 32 + lane;  // of the CTA, or of the team
+    if (own_bytes<K>(0) > 0 ? mine * 128 < own_bytes<K>(0) : !filled && K::TABLE && at * 128 < a.key.table_bytes)
+      prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + (own_bytes<K>(0) > 0 ? mine : at) * 128);
+    if (own_bytes<V>(0) > 0 ? mine * 128 < own_bytes<V>(0) : !filled && V::TABLE && at * 128 < a.value.table_bytes)
+      prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + (own_bytes<V>(0) > 0 ? mine : at) * 128);
   }
 
   // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
@@ -349,6 +348,7 @@ struct Decoder {
     uint8_t* ring = own + (BRIEF ? 0 : QUERY) + warp * TILE;
     uint8_t* means = own + RING;
     uint8_t* scratch = means + Mean::SHARED + warp * SCRATCH;
+    uint8_t* own_tables = means + Mean::SHARED + WARPS * SCRATCH;
     KV_UNROLL
     for (int i = lane * 16; i < SCRATCH; i += 512) *(Words4*)(scratch + i) = Words4{0u, 0u, 0u, 0u};
 
@@ -391,6 +391,11 @@ struct Decoder {
     }
 
     if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
+    if constexpr (Own::BYTES > 0) {
+      if (codes)
+        Own::fill(own_tables, source_of<K>(a.key.table, a.key.table_head, b, h),
+                  source_of<V>(a.value.table, a.value.table_head, b, h), warp * 32 + lane, WARPS * 32);
+    }
     if (TEAMS > 1 && !filled) sync_threads();
     Mean mean(means, warp);
     if constexpr (PAIRS > 0) {
@@ -402,7 +407,7 @@ struct Decoder {
     }
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
-    if (codes) take_query<K, D>(q, query, k_table, a);
+    if (codes) take_query<K, D>(q, query, own_tables, a);
     if constexpr (PAIRS > 0) mean.take(means);
 
     State st;
@@ -410,8 +415,8 @@ struct Decoder {
     if constexpr (DENSE >= 2) {
       Join::run(st, a, query, rows, dense, b, h, live_heads, split, warp);
     }
-    const auto k_held = held_of_keys<K>(k_table, lane % 4, lane);
-    const auto v_held = held_of_values<V>(v_table, lane / 4, lane);
+    const auto k_held = held_of_keys<K>(k_table, own_tables, lane % 4, lane);
+    const auto v_held = held_of_values<V>(v_table, own_tables + Own::VALUES, lane / 4, lane);
     int stage = 0;
     if constexpr (SOONER < STAGES) {
       sync();  // the query has been taken
@@ -465,7 +470,7 @@ struct Decoder {
                   i >= step);
         sync();  // the sums have been read
       }
-      if (first >= (uint32_t)a.pieces) {  // a team without a piece
+      if (first >= (uint32_t)a.pieces) {  // a team without a piece; barriers count warps, wherever they meet them
         fill_tables(a, shared, 0, block_y() * (int)a.alike);
         sync_threads();
       }

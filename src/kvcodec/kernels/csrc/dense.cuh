@@ -105,7 +105,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
     KV_DEV Channels(const uint8_t* source, int part) {
       if constexpr (ORDERED) {
         KV_UNROLL
-        for (int e = 0; e < 2 * V::V_REGS; ++e) of[e] = V::source_channel(source, V::v_channel(part, e));
+        for (int e = 0; e < 2 * V::V_REGS; ++e) of[e] = V::model_channel(source, V::v_channel(part, e));
       }
     }
     KV_DEV int channel(int part, int e) const {
@@ -274,7 +274,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
       if (c < 0) continue;
       const float size = rcp_fast(factor[channels.channel(part, e)]);
       float centre = 0.0f;
-      if constexpr (is_centred<V>(0)) centre = V::source_centre(source, c) * (1.0f / V::v_weight(e));
+      if constexpr (is_centred<V>(0)) centre = V::centre(source, c) * (1.0f / V::v_weight(e));
       KV_UNROLL
       for (int k = 0; k < V::V_REGS / 2; ++k) {
         KV_UNROLL

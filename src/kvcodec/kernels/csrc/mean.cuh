@@ -148,14 +148,14 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   // the lane's part of the table's rows
   KV_DEV void hold(const uint8_t* table) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    const Words2* words = (const Words2*)table + g * (PAIRS / 2) + j;
+    const uint32_t* words = (const uint32_t*)table + 2 * (g * (PAIRS / 2) + j);
     KV_UNROLL
     for (int k = 0; k < 2; ++k) {
       KV_UNROLL
       for (int m = 0; m < BLOCKS; ++m) {
         const int at = HEADS == 8 ? 8 * m + 4 * k : 4 * k * PAIRS + 8 * m;  // 4 PAIRS words: 8 tokens further
-        const Words2 x = words[at], y = words[at + (HEADS == 8 ? 4 * PAIRS : 4)];
-        rows[k][m][0] = x.a, rows[k][m][1] = y.a, rows[k][m][2] = x.b, rows[k][m][3] = y.b;
+        const uint32_t *x = words + 2 * at, *y = x + (HEADS == 8 ? 8 * PAIRS : 8);  // words: as operands, not pairs
+        rows[k][m][0] = x[0], rows[k][m][1] = y[0], rows[k][m][2] = x[1], rows[k][m][3] = y[1];
       }
     }
   }

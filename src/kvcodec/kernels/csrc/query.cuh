@@ -167,9 +167,9 @@ KV_DEV void mix_query(float* shared, const MixedBy<D>& by, int warp, Sync sync) 
   }
 }
 
-// from there, after a synchronisation, to the warp's operands; `table` is the reader's, in shared memory
+// from there, after a synchronisation, to the warp's operands; `own`: the reader's own tables, in shared memory
 template <class K, int D, int HEADS>
-KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t* table, const DecodeArgs& a) {
+KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t* own, const DecodeArgs& a) {
   constexpr int WIDTH = row_floats(query_channels<K, D>());
   const int lane = opaque(thread() % 32), g = lane / 4, j = lane % 4;
   const int head = g * HEADS / 8, odd = g % 2;
@@ -190,8 +190,8 @@ KV_DEV void take_query(Query<K, D, HEADS>& q, const float* shared, const uint8_t
       const int c0 = K::k_channel(j, e), c1 = K::k_channel(j, e + 1);
       const float w0 = K::k_weight(e), w1 = K::k_weight(e + 1);
       // padding reads another channel: choices, not branches, so that loads need not wait for one another
-      const float y0 = mine[skew(model_channel<K>(table, c0 < 0 ? 0 : c0))] * down * w0;
-      const float y1 = mine[skew(model_channel<K>(table, c1 < 0 ? 0 : c1))] * down * w1;
+      const float y0 = mine[skew(model_channel<K>(own, c0 < 0 ? 0 : c0))] * down * w0;
+      const float y1 = mine[skew(model_channel<K>(own, c1 < 0 ? 0 : c1))] * down * w1;
       const float x0 = c0 < 0 ? 0.0f : y0, x1 = c1 < 0 ? 0.0f : y1;
       q.r[r] = pack_half2(x0, x1);
       if constexpr (K::K_BLOCKED) q.plain[r] = pack_half2(x0 / w0, x1 / w1);

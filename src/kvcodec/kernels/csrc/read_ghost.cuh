@@ -76,7 +76,15 @@ template <int T, bool SMALL = false> struct GhostPairs {
     for (int line = thread; line < BLOCKS << T; line += threads) {
       const int bits = line & ((1 << T) - 1), own = line >> T;
       uint8_t* at = to + LINE * line;
-      if (SHARES && own == BLOCKS - 1) {
+      if (SHARES && BLOCKS > 1 && own == BLOCKS - 1) {  // 16 bytes a turn; as kind_at
+        const uint32_t x = entry(FULL - 1, bits), y = entry(FULL, bits);
+        KV_UNROLL
+        for (int i = 0; i < LINE / 16; ++i) {
+          const int to_word = 4 * ((i + thread) % (LINE / 16));
+          const uint32_t z = to_word < 28 ? x : y;
+          *(Words4*)(at + 4 * to_word) = Words4{z, z, z, y};
+        }
+      } else if (SHARES && own == BLOCKS - 1) {
         uint32_t x[KINDS];
         KV_UNROLL
         for (int kind = 0; kind < KINDS; ++kind) x[kind] = block(kind) == BLOCKS - 1 ? entry(kind, bits) : 0u;
@@ -152,23 +160,22 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false, bool SMALL = fals
   // float [D] means over sizes, by place
   KV_CONST int CENTRE = align16(D + D / 2);
   KV_CONST int SOURCE = CENTRE + (VALUES ? 4 * D : 0);  // bytes
-  // shared: levels, unless they are borrowed; and the same
-  KV_CONST int ORDER = BORROWS ? 0 : Pairs::BYTES;
-  KV_CONST int TABLE = ORDER + SOURCE;
-  KV_CONST int KEYS_TABLE = Pairs::BYTES + CENTRE;
+  // shared: levels, unless they are borrowed; and, of each head, the same
+  KV_CONST int TABLE = BORROWS ? 0 : Pairs::BYTES;
+  KV_CONST int OWN = SOURCE;
 
-  KV_DEV static void fill(uint8_t* to, const uint8_t* from, int thread, int threads) {
+  KV_DEV static void fill(uint8_t* to, const uint8_t*, int thread, int threads) {
     if (!BORROWS) Pairs::fill(to, thread, threads);
-    for (int i = thread; i < SOURCE / 16; i += threads) ((Words4*)(to + ORDER))[i] = ((const Words4*)from)[i];
   }
-  // channels have places: the model's channel of place c, by the table in shared memory; of the same table in global
-  // memory, and the mean that is added to a value
+  KV_DEV static void fill_own(uint8_t* to, const uint8_t* from, int thread, int threads) {
+    for (int i = thread; i < SOURCE / 16; i += threads) ((Words4*)to)[i] = ((const Words4*)from)[i];
+  }
+  // channels have places: the model's channel of place c, and the mean that is added to a value; in shared or in global
+  // memory
   KV_CONST bool ORDERED = true;
-  KV_DEV static int model_channel(const uint8_t* table, int c) { return table[ORDER + c]; }
-  KV_DEV static int source_channel(const uint8_t* source, int c) { return source[c]; }
+  KV_DEV static int model_channel(const uint8_t* own, int c) { return own[c]; }
   KV_CONST bool CENTRED = VALUES;
-  KV_DEV static float centre(const uint8_t* table, int c) { return ((const float*)(table + ORDER + CENTRE))[c]; }
-  KV_DEV static float source_centre(const uint8_t* source, int c) { return ((const float*)(source + CENTRE))[c]; }
+  KV_DEV static float centre(const uint8_t* own, int c) { return ((const float*)(own + CENTRE))[c]; }
 
   // -- codes ---------------------------------------------------------------------------------------------------------
   KV_CONST int GROUPS = 1;
@@ -187,18 +194,18 @@ template <int D, int TWICE, bool VALUES, bool BORROWS = false, bool SMALL = fals
     uint32_t origins[REGS];
     const uint8_t* levels;
   };
-  KV_DEV static Held<K_REGS> hold_keys(const uint8_t* table, int part, int lane) {
+  KV_DEV static Held<K_REGS> hold_keys(const uint8_t* table, const uint8_t* own, int part, int lane) {
     Held<K_REGS> held{{}, table};
     KV_UNROLL
     for (int i = 0; i < K_REGS; ++i)
-      held.origins[i] = Pairs::origin(table[ORDER + D + k_channel(part, 2 * i) / 2], lane);
+      held.origins[i] = Pairs::origin(own[D + k_channel(part, 2 * i) / 2], lane);
     return held;
   }
-  KV_DEV static Held<V_REGS> hold_values(const uint8_t* table, int part, int lane) {
-    Held<V_REGS> held{{}, BORROWS ? table - KEYS_TABLE : table};
+  KV_DEV static Held<V_REGS> hold_values(const uint8_t* table, const uint8_t* own, int part, int lane) {
+    Held<V_REGS> held{{}, BORROWS ? table - Pairs::BYTES : table};
     KV_UNROLL
     for (int i = 0; i < V_REGS; ++i)
-      held.origins[i] = Pairs::origin(table[ORDER + D + v_channel(part, 2 * i) / 2], lane);
+      held.origins[i] = Pairs::origin(own[D + v_channel(part, 2 * i) / 2], lane);
     return held;
   }
 

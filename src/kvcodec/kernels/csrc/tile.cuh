@@ -85,16 +85,29 @@ template <class K> KV_CONSTEXPR bool is_sketched(...) { return false; }
 template <class R> KV_CONSTEXPR auto is_crossed(int) -> decltype(R::CROSSED) { return R::CROSSED; }
 template <class R> KV_CONSTEXPR bool is_crossed(...) { return false; }
 
-// A reader may HOLD in registers what a lane needs of its tables: hold_keys(table, part, lane) or hold_values, which it
-// then gets in the place of the table.
+// A reader may have OWN bytes of shared memory for what of its tables belongs to a sequence and head, and differs from
+// piece to piece: fill_own(to, from, thread, threads). They lie apart from its other tables.
+template <class R> KV_CONSTEXPR auto own_bytes(int) -> decltype(R::OWN) { return R::OWN; }
+template <class R> KV_CONSTEXPR int own_bytes(long) { return 0; }
+template <class K, class V> struct OwnTables {
+  KV_CONST int VALUES = align16(own_bytes<K>(0));  // where those of values begin
+  KV_CONST int BYTES = VALUES + align16(own_bytes<V>(0));
+  KV_DEV static void fill(uint8_t* to, const uint8_t* keys, const uint8_t* values, int thread, int threads) {
+    if constexpr (own_bytes<K>(0) > 0) K::fill_own(to, keys, thread, threads);
+    if constexpr (own_bytes<V>(0) > 0) V::fill_own(to + VALUES, values, thread, threads);
+  }
+};
+
+// A reader may HOLD in registers what a lane needs of its tables: hold_keys(table, own, part, lane) or hold_values,
+// which it then gets in the place of the table.
 template <class R> KV_CONSTEXPR auto holds(int) -> decltype(R::HOLDS) { return R::HOLDS; }
 template <class R> KV_CONSTEXPR bool holds(...) { return false; }
-template <class K> KV_DEV auto held_of_keys(const uint8_t* table, int part, int lane) {
-  if constexpr (holds<K>(0)) return K::hold_keys(table, part, lane);
+template <class K> KV_DEV auto held_of_keys(const uint8_t* table, const uint8_t* own, int part, int lane) {
+  if constexpr (holds<K>(0)) return K::hold_keys(table, own, part, lane);
   else return table;
 }
-template <class V> KV_DEV auto held_of_values(const uint8_t* table, int part, int lane) {
-  if constexpr (holds<V>(0)) return V::hold_values(table, part, lane);
+template <class V> KV_DEV auto held_of_values(const uint8_t* table, const uint8_t* own, int part, int lane) {
+  if constexpr (holds<V>(0)) return V::hold_values(table, own, part, lane);
   else return table;
 }
 // A reader may be NUMBERED: a token's scale is scale_of(number), of a number(planes, token) below 16. Then the lanes of
@@ -123,10 +136,9 @@ template <class K, class V, int T> struct TileNumbers {
   KV_DEV float value_scale(int n) const { return V::scale_of(of[n % (LANES / 8)] >> (n / 4 * 8 + 4)); }
 };
 
-// A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its tables:
-// model_channel(table, c) and source_channel(source, c) give the model's channel of c, by the tables in shared and in
-// global memory. A reader of values may be CENTRED: to every value its channel's number is added, before the factor:
-// centre(table, c), source_centre(source, c).
+// A reader may be ORDERED: its channels are the model's in another order, which differs by head and lies in its own
+// tables: model_channel(own, c) gives the model's channel of c, by those in shared or in global memory. A reader of
+// values may be CENTRED: to every value its channel's number is added, before the factor: centre(own, c).
 template <class R> KV_CONSTEXPR auto is_ordered(int) -> decltype(R::ORDERED) { return R::ORDERED; }
 template <class R> KV_CONSTEXPR bool is_ordered(...) { return false; }
 template <class R> KV_CONSTEXPR auto is_centred(int) -> decltype(R::CENTRED) { return R::CENTRED; }
@@ -137,8 +149,8 @@ template <class R> KV_DEV const uint8_t* source_of(const uint8_t* tables, int64_
   if constexpr (is_ordered<R>(0)) return tables + b * stride + (int64_t)h * R::SOURCE;
   else return tables + h * stride;
 }
-template <class R> KV_DEV int model_channel(const uint8_t* table, int c) {
-  if constexpr (is_ordered<R>(0)) return R::model_channel(table, c);
+template <class R> KV_DEV int model_channel(const uint8_t* own, int c) {
+  if constexpr (is_ordered<R>(0)) return R::model_channel(own, c);
   else return c;
 }
 

@@ -100,7 +100,8 @@ KV_DEV void unpack_values(float (&x)[2 * R::V_REGS], const Planes<R, T>& planes,
 // P tokens to a page, fetched T at a time (T = 16, or 32 where a codec has blocks of tokens);
 // grid (ceil(count / (T WARPS)), H, B)
 template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struct Unpacker {
-  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
+  using Own = OwnTables<K, V>;
+  KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + Own::BYTES + 127) / 128 * 128;
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
   KV_CONST int ROW = D + 8;  // halves; the odd 16 bytes keep rows out of each other's banks
   KV_CONST bool NEAR = K::K_BLOCKED || V::V_BLOCKED;  // there are groups of tokens
@@ -229,6 +230,8 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
     const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, j = lane % 4, h = block_y(), b = block_z();
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
+    uint8_t* k_own = v_table + align16(V::TABLE);
+    uint8_t* v_own = k_own + Own::VALUES;
     uint8_t* tile = shared + TABLES + warp * (TILE + 16 * ROW * 2);
     uint16_t* rows = (uint16_t*)(tile + TILE);
     const int first = a.first + (block_x() * WARPS + warp) * T;
@@ -252,15 +255,18 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       fetch_tile<K, V, P, T>(tile, a.pages + (page * a.heads + h) * a.page_bytes, first % P, lane);
     }
     copy_commit();
-    if (K::TABLE) K::fill(k_table, source_of<K>(a.k_table, a.k_table_head, b, h), thread(), WARPS * 32);
-    if (V::TABLE) V::fill(v_table, source_of<V>(a.v_table, a.v_table_head, b, h), thread(), WARPS * 32);
+    const uint8_t* keys = source_of<K>(a.k_table, a.k_table_head, b, h);
+    const uint8_t* values = source_of<V>(a.v_table, a.v_table_head, b, h);
+    if (K::TABLE) K::fill(k_table, keys, thread(), WARPS * 32);
+    if (V::TABLE) V::fill(v_table, values, thread(), WARPS * 32);
+    Own::fill(k_own, keys, values, thread(), WARPS * 32);
     copy_wait<0>();
     sync_threads();
     if (!mine) return;
     const Planes<K, T> key_planes{tile};
     const Planes<V, T> value_planes{tile + planes_bytes<K>(T)};
-    const auto k_held = held_of_keys<K>(k_table, j, lane);
-    const auto v_held = held_of_values<V>(v_table, g, lane);
+    const auto k_held = held_of_keys<K>(k_table, k_own, j, lane);
+    const auto v_held = held_of_values<V>(v_table, v_own, g, lane);
     const int k_kind = a.k_order ? 0 : a.kind, v_kind = a.v_order ? 0 : a.kind;  // until they are turned
     KV_NO_UNROLL
     for (int sub = 0; sub < T; sub += 16) {
@@ -272,7 +278,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         for (int e = 0; e < 2 * K::K_REGS; ++e) {
           const int c = K::k_channel(j, e);
           const int kind = is_mixed<K>(0) ? 0 : k_kind;
-          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_table, c)] = round16(x[e], kind);
+          if (c >= 0 && c < D) rows[(8 * half + g) * ROW + model_channel<K>(k_own, c)] = round16(x[e], kind);
         }
         if constexpr (is_sketched<K>(0)) {
           sync_warp();
@@ -295,9 +301,9 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
         KV_UNROLL
         for (int e = 0; e < 2 * V::V_REGS; ++e) {
           const int c = V::v_channel(g, e);
-          if constexpr (is_centred<V>(0)) x[e] += V::centre(v_table, c);
+          if constexpr (is_centred<V>(0)) x[e] += V::centre(v_own, c);
           const int kind = is_mixed<V>(0) ? 0 : v_kind;
-          if (c >= 0) rows[token * ROW + model_channel<V>(v_table, c)] = round16(x[e], kind);
+          if (c >= 0) rows[token * ROW + model_channel<V>(v_own, c)] = round16(x[e], kind);
         }
       }
       sync_warp();
