@@ -25,6 +25,10 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     ghost-rate  its error at its bits beside Shannon's bound and other methods, from REPRODUCED
     ghost-speed its decode attention beside that of saw-int4, with and without the ghost term, from DECODE
     med3        perplexity by slots of outliers, from MED3
+    speech, speech-summary
+                Whisper with packed caches, from SPEECH
+    video       rollouts of the video model trained here, from VIDEO
+    frames      attention of a frame and of an audio step on a GPU, from FRAMES
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
     laboratory  the same of src/kvcodec_lab
@@ -75,6 +79,9 @@ FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.jso
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 OWN, MORE_BITS = "ghost", 0.5
 REPRODUCED = Path("docs/reproduce/reproduce.json")
+SPEECH = Path("benchmarks/results/cpu/speech_whisper-base.json")
+SPEECH_BITS, SPEECH_POINTS = 4.5, 0.5
+VIDEO, FRAMES = (Path(f"benchmarks/results/nvidia-h100/{name}.json") for name in ("video_digits", "frames"))
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
 STEPS_FIGURE = Path("docs/img/ghost-steps.png")
 """Of `benchmarks/ghost_steps.py`, a file for each model."""
@@ -674,6 +681,104 @@ def med3_block(root: Path) -> str:
     return markdown(heads, lines)
 
 
+def speech_rows(root: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of SPEECH, the smallest cache last; and the 16-bit one."""
+    rows = sorted(media_rows(root, SPEECH), key=lambda row: -row["effective_bits"])
+    return rows, _one(rows, "dense")
+
+
+def speech_block(root: Path) -> str:
+    """Bits, word errors, KL and bytes of each preset."""
+    rows, _ = speech_rows(root)
+    heads = [
+        "preset",
+        "bits held",
+        "word errors %",
+        "beside 16 bit %",
+        "KL a token",
+        "largest",
+        "MB a stream",
+        "GB of 64",
+    ]
+    lines = []
+    for row in rows:
+        size = sum(row["bytes"].values())
+        errors = [f"{100 * row[key]:.2f}" for key in ("wer_reference", "wer_16bit")]
+        moved = [f"{row['kl']:.4f}", f"{row['kl_largest']:.2f}"]
+        held = [f"{size / 1e6:.2f}", f"{64 * size / 1e9:.2f}"]
+        lines.append([f"`{row['spec']}`", f"{row['effective_bits']:.2f}", *errors, *moved, *held])
+    return markdown(heads, lines)
+
+
+def speech_summary_block(root: Path) -> str:
+    """Which presets are within half a point of 16 bit at up to 4.5 bits, and what a stream holds."""
+    rows, plain = speech_rows(root)
+    small = [row for row in rows if row["effective_bits"] <= SPEECH_BITS]
+    near = [row for row in small if row["wer_reference"] - plain["wer_reference"] <= SPEECH_POINTS / 100]
+    cross, whole = plain["bytes"]["cross"], sum(plain["bytes"].values())
+    names = listed([f"`{row['spec']}`" for row in near])
+    return (
+        f"{plain['streams']} clips, {plain['words']['reference']} words of reference text, {plain['tokens']:,} tokens. "
+        f"Of the presets at up to {SPEECH_BITS} bits held, {len(near)} of {len(small)} make at most {SPEECH_POINTS} "
+        f"points more word errors than 16 bit ({100 * plain['wer_reference']:.2f} %): {names}. The cross-attention "
+        f"holds {100 * cross / whole:.0f} % of a stream's {whole / 1e6:.1f} MB."
+    )
+
+
+def media_rows(root: Path, file: Path) -> list[dict[str, Any]]:
+    """Rows of a file that docs/video-audio.md shows."""
+    path = root / file
+    rows = rows_of(path) if path.is_file() else []
+    if not rows:
+        raise MissingResultError(f"{file} does not exist; docs/video-audio.md says what makes it.")
+    return rows
+
+
+def video_block(root: Path) -> str:
+    """Bits and the least, mean and largest over the prompts of each metric."""
+    rows = media_rows(root, VIDEO)
+    heads = [
+        "preset",
+        "bits of codes",
+        "bits held",
+        "PSNR dB",
+        "SSIM",
+        "feature distance",
+        "frames alike",
+        "as the world %",
+    ]
+    lines = []
+    for row in rows:
+        bits = [f"{(row['key_bits'] + row['value_bits']) / 2:.2f}", f"{row['effective_bits']:.2f}"]
+        forms = (("psnr", "{:.1f}", 1), ("ssim", "{:.2f}", 1), ("feature", "{:.3f}", 1), ("alike", "{:.0f}", 1))
+        cells = [
+            " / ".join(form.format(unit * x) for x in row[name])
+            for name, form, unit in (*forms, ("truth", "{:.1f}", 100))
+        ]
+        lines.append([f"`{row['spec']}`", *bits, *cells])
+    return markdown(heads, lines)
+
+
+def frames_block(root: Path) -> str:
+    """Microseconds, and times as fast as bf16, of a frame's attention and of an audio step."""
+    rows = media_rows(root, FRAMES)
+    parts = {
+        "frame": [row for row in rows if row["part"] == "frame"],
+        "64 streams": [row for row in rows if row["part"] == "step" and row["batch"] == 64],
+        "1 stream": [row for row in rows if row["part"] == "step" and row["batch"] == 1],
+    }
+    heads = ["", *(f"{name} {what}" for name in parts for what in ("us", "x flash", "x cuDNN"))]
+    lines = []
+    for first in parts["frame"]:
+        cells = []
+        for part in parts.values():
+            row = _one(part, first["spec"])
+            cudnn = _one(part, "bf16 cudnn")["us"] / row["us"]
+            cells += [f"{row['us']:,.0f}", f"{row['vs_flash']:.2f}", f"{cudnn:.2f}"]
+        lines.append([f"`{first['spec']}`", *cells])
+    return markdown(heads, lines)
+
+
 def vllm_block(root: Path) -> str:
     """Table: microseconds of vLLM's own decode attention, beside the preset of the sentence."""
     if not (root / VLLM_ATTENTION).is_file():
@@ -995,6 +1100,10 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "ghost-rate": (Path("docs/ghost.md"), ghost_rate_block),
     "ghost-speed": (Path("docs/ghost.md"), ghost_speed_block),
     "med3": (Path("docs/key-biases.md"), med3_block),
+    "speech": (Path("docs/video-audio.md"), speech_block),
+    "speech-summary": (Path("docs/video-audio.md"), speech_summary_block),
+    "video": (Path("docs/video-audio.md"), video_block),
+    "frames": (Path("docs/video-audio.md"), frames_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),
     "laboratory": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec_lab")),

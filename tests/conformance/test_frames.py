@@ -91,6 +91,19 @@ def test_a_fused_cache_rolls_as_the_reference_does(spec: str) -> None:
         torch.testing.assert_close(fused.attend(queries), plain.attend(queries), atol=5e-3, rtol=5e-3)
 
 
+def test_sink_frames_may_be_packed_too() -> None:
+    scheme = replace(scheme_of("saw-int4"), sink=0)
+    video, oracle = rolled(LayerCache, scheme, 20), never_rolled(LayerCache, scheme, 20)
+    assert video.held == [0, 16, 17, 18, 19]
+    assert len(video.cache.roles["key"].runs) == 2
+    kept = live(video)
+    for mine, theirs in zip(video.cache.decode(), oracle.decode(), strict=True):
+        assert torch.equal(mine, theirs[:, :, kept])
+    q, mask = torch.randn(1, HEADS, TOKENS, DIM), torch.zeros(1, 1, 1, len(oracle), dtype=torch.bool)
+    mask[..., kept] = True
+    torch.testing.assert_close(video.attend(q), attend(q, oracle, mask=mask), atol=5e-3, rtol=5e-3)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("spec", kvcodec.presets())
 def test_every_preset_rolls(spec: str) -> None:
