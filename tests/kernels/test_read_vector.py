@@ -1,6 +1,8 @@
 """Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
 
+import collections
 import ctypes
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.kernels import build
 from kvcodec.kernels import hqmq as hqmq_kernels
 from kvcodec.kernels import octopus as octopus_kernels
 from kvcodec.kernels.spec import definitions
@@ -240,6 +243,23 @@ def test_hqmq_codes(codec: Hqmq, dim: int) -> None:
         payload, tokens = hqmq_payload(codec, dim)
         assert_decoded(codec, payload, params, unpacked(codec, dim, payload, params, tokens, role))
         unpacked(codec, dim, None, params, tokens, role)  # any bits
+
+
+@pytest.mark.parametrize(("parts", "most"), [(4, [1, 2, 1]), (8, [1, 1])])
+def test_words_of_rows_of_11_lie_in_banks_of_their_own(parts: int, most: list[int]) -> None:
+    """``Stream::TURNED``: so many words in one bank of each load but the last; in their own order two of each."""
+    found = re.search(r"PARTS == 4 \? (0x\w+)u : (0x\w+)u", (build.CSRC / "bits.cuh").read_text())
+    assert found is not None
+    turned, end = int(found[1 + (parts == 8)], 16), len(most) - 1
+    for order, want in ((turned, most), (0, [2] * len(most))):
+        for load, conflicts in enumerate(want):
+            words = collections.defaultdict[int, set[int]](set)
+            for lane in range(32):  # keys: token g, part j; values: token 2 j, part g
+                token, part = (lane // 4, lane % 4) if parts == 4 else (2 * (lane % 4), lane // 4)
+                place = end - load if order >> lane & 1 and load in (0, end) else load
+                word = 11 * token + 352 // parts * part // 32 + place
+                words[word % 32].add(word)
+            assert max(map(len, words.values())) == conflicts
 
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(HQMQ, DIMS[::-1]), ids=str)
