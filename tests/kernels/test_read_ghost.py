@@ -14,6 +14,7 @@ from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels.constants import Constants, joined
 from kvcodec.kernels.ghost import FEWER, key_lines, read_tables, sizes, value_lines
+from kvcodec.kernels.spec import definitions
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, Means, Side, check_all
@@ -101,7 +102,7 @@ def test_every_kind_of_pair(bits: float, dim: int) -> None:
     tables = read_tables({**params, "centre": 0 * ones}, codec.total)[0]
     for halvings in (0, 1, 2) if codec.total in FEWER else (0,):
         source = UNPACK.format(dim=dim, total=codec.total, tokens=TOKENS)
-        lib = harness.build("\n".join([*specs.definitions(halvings), source]))
+        lib = harness.build("\n".join([*definitions(halvings), source]))
         found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
         lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads)
         for x in found:

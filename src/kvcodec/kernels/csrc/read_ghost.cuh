@@ -78,7 +78,7 @@ template <int T> struct GhostPairs {
     for (int line = thread; line < BLOCKS << T; line += threads) {
       const int bits = line & ((1 << T) - 1), own = line >> T;
       uint8_t* at = to + LINE * line;
-      if (SHARES && BLOCKS > 1 && own == BLOCKS - 1) {  // 16 bytes a turn; as kind_at
+      if (SHARES && BLOCKS > 2 && own == BLOCKS - 1) {  // 16 bytes a turn; as kind_at
         const uint32_t x = entry(FULL - 1, bits), y = entry(FULL, bits);
         KV_UNROLL
         for (int i = 0; i < LINE / 16; ++i) {
