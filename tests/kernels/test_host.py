@@ -407,7 +407,7 @@ def test_ghost_fits_small_machines(spec: str, dim: int) -> None:
         config = launch.config_for(pair, units, capacity, ada)
         assert config.resident_warps >= 8
         assert launch.shared_bytes(pair, config) <= ada.shared_block
-        assert not launch.config_for(pair, units, capacity, launch.H200).small
+        assert not launch.config_for(pair, units, capacity, launch.H200).halvings
 
 
 @pytest.mark.parametrize(("batch", "tokens", "splits"), [(1, 65536, (16, 15)), (2, 8192, (8, 7)), (8, 8192, (2, 2))])

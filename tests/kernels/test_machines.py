@@ -65,8 +65,8 @@ def test_no_preset_is_refused(name: str, preset: str, dim: int) -> None:
             assert name == "99 KB"
             assert (preset, dim) in WIDE_ROWS or (dense and not pair.joins and dim >= 192)
             assert config.resident_warps >= 4
-    warps, halvings = history.config_for(pair.small, there)
-    assert history.shared_bytes(pair.small, warps, halvings) <= there.shared_block
+    warps, halvings = history.config_for(pair, there)
+    assert history.shared_bytes(pair, warps, halvings) <= there.shared_block
     assert warps == 4 or dim > 256 or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
 
 
@@ -77,7 +77,7 @@ def test_where_all_copies_fit_there_are_all(preset: str) -> None:
         pair = pair_of(preset, dim)
         for config, *_ in choices(pair, launch.H200):
             assert (config.stages, config.halvings) == (2, 0)
-        assert history.config_for(pair.small, launch.H200) == (4, 0)
+        assert history.config_for(pair, launch.H200) == (4, pair.halvings)
 
 
 def test_what_fits_nowhere_is_refused() -> None:
@@ -168,7 +168,7 @@ def test_programs_of_every_architecture_keep_to_their_registers(preset: str, arc
     pair, there = pair_of(preset, 128), machine_of(f"sm_{arch}")
     config = launch.config_for(pair, 256, 32768, there, heads=4)
     found = compile_kernels(attention.program(pair, config, heads=pair.heads(4)).source, arch)
-    found |= compile_kernels(history.program(pair.small, *history.config_for(pair.small, there)).source, arch)
+    found |= compile_kernels(history.program(pair, *history.config_for(pair, there)).source, arch)
     assert set(found) == {"kv_decode", "kv_combine", "kv_unpack"}
     for kernel in found.values():
         assert kernel.stack == 0, kernel.name

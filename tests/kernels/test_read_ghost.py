@@ -13,7 +13,8 @@ from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels.constants import Constants, joined
-from kvcodec.kernels.ghost import SMALL, key_lines, read_tables, sizes, value_lines
+from kvcodec.kernels.ghost import FEWER, key_lines, read_tables, sizes, value_lines
+from kvcodec.kernels.spec import definitions
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, Means, Side, check_all
@@ -52,8 +53,8 @@ KV_DEV void unpacked(const uint8_t* tile, const uint8_t* table, const uint8_t* o
     }}
   }}
 }}
-using K = kv::ReadGhost<{dim}, {total}, false, false, {small}>;
-using V = kv::ReadGhost<{dim}, {total}, true, true, {small}>;
+using K = kv::ReadGhost<{dim}, {total}, false>;
+using V = kv::ReadGhost<{dim}, {total}, true, true>;
 KV_KERNEL void unpack(const uint8_t* tiles, const uint8_t* tables, float* keys, float* values) {{
   KV_DYNAMIC_SHARED(shared);
   const int h = kv::block_x();
@@ -99,8 +100,9 @@ def test_every_kind_of_pair(bits: float, dim: int) -> None:
     codes = torch.randint(0, 256, (1, heads, TOKENS, int(dim * bits) // 8), generator=rng, dtype=torch.uint8)
     want = codec.from_code(codec.decode({"codes": codes}, params), params)[0]
     tables = read_tables({**params, "centre": 0 * ones}, codec.total)[0]
-    for small in ("false", "true")[: 1 + (codec.total in SMALL)]:
-        lib = harness.build(UNPACK.format(dim=dim, total=codec.total, tokens=TOKENS, small=small))
+    for halvings in (0, 1, 2) if codec.total in FEWER else (0,):
+        source = UNPACK.format(dim=dim, total=codec.total, tokens=TOKENS)
+        lib = harness.build("\n".join([*definitions(halvings), source]))
         found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
         lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads)
         for x in found:
@@ -172,8 +174,9 @@ def test_dense_tokens_join(group: int) -> None:
     check_all(side(Ghost(4), False), side(Ghost(4), True, True), 64, cases)
 
 
-def test_small_tables() -> None:
-    check_all(side(Ghost(4), False, False, True), side(Ghost(4), True, True, True), 64, CASES[:2])
+@pytest.mark.parametrize("halvings", [1, 2])
+def test_small_tables(halvings: int) -> None:
+    check_all(side(Ghost(4), False), side(Ghost(4), True, True), 64, CASES[:2], Geometry(halvings=halvings))
 
 
 def test_beside_another_codec() -> None:

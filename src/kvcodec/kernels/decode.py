@@ -53,7 +53,6 @@ def program(
     several : bool
         Whether sequences have several query tokens.
     """
-    spec = spec.small if config.small else spec
     pairs = f", {spec.pairs}" if spec.pairs else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
     combine = f"kv::combine<{spec.head_dim}, {COMBINE_WARPS}{', true' if spec.value.matrix else ''}>"

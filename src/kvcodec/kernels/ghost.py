@@ -51,18 +51,18 @@ CPU_LEAST = 32
 """Channels of a head of which even and odd places each fill the widest vector."""
 
 
-def level_bytes(total: int, small: bool = False) -> int:
+def level_bytes(total: int, halvings: int = 0) -> int:
     """Bytes of shared memory of ``kv::GhostPairs``: of the levels of all kinds of pairs of ``total`` bits.
 
-    >>> [level_bytes(t) // 1024 for t in range(4, 11)], level_bytes(8, small=True) // 1024
-    ([8, 16, 40, 80, 128, 64, 64], 32)
+    >>> [level_bytes(t) // 1024 for t in range(4, 11)], [level_bytes(8, n) // 1024 for n in (1, 2)]
+    ([8, 16, 40, 80, 128, 64, 64], [64, 32])
     """
-    blocks = len(kinds(total)) + 1 if total < 8 and not small else 4 if total == 8 and not small else 1
+    blocks = {1: 2, 2: 1}[halvings] if halvings else len(kinds(total)) + 1 if total < 8 else 4 if total == 8 else 1
     return blocks * (128 if total < 10 else 64) * 2**total
 
 
-SMALL = (7, 8)
-"""Bits of pairs whose tables have a small form."""
+FEWER = (7, 8)
+"""Bits of pairs whose tables can be smaller."""
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
@@ -70,30 +70,26 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     assert isinstance(codec, Ghost)
     codec.layout(head_dim)  # refuses what does not fill quarters
     _check(head_dim)
-    small = _reader(codec, head_dim, role == "value", small=True) if codec.total in SMALL else None
-    return replace(_reader(codec, head_dim, role == "value"), small=small)
-
-
-def _check(head_dim: int) -> None:
-    if head_dim > 256:
-        raise UnsupportedError(f"the kernels number a channel of ghost in a byte: head_dim up to 256, not {head_dim}")
-
-
-def _reader(codec: Ghost, head_dim: int, values: bool, small: bool = False) -> Reader:
-    total, mixed = codec.total, codec.transform == "klt"
+    total, mixed, values = codec.total, codec.transform == "klt", role == "value"
     own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
-    name, last = f"kv::ReadGhost<{head_dim}, {total}, {flag(values)}", ", true" if small else ""
+    name = f"kv::ReadGhost<{head_dim}, {total}, {flag(values)}"
     return Reader(
-        _struct(f"{name}, false{last}>" if small else f"{name}>", codec),
+        _struct(f"{name}>", codec),
         "read_ghost.cuh",
-        shared=level_bytes(total, small),
+        shared=level_bytes(total),
+        fewer=tuple(level_bytes(total, n) for n in (1, 2) if total in FEWER),
         lends=f"levels of pairs of {total} bits",
-        borrower=_struct(f"{name}, true{last}>", codec),
+        borrower=_struct(f"{name}, true>", codec),
         by_head=own,
         tables=lambda params: read_tables(params, total),
         factor="" if mixed else sizes,
         matrix=(value_lines if values else key_lines) if mixed else None,
     )
+
+
+def _check(head_dim: int) -> None:
+    if head_dim > 256:
+        raise UnsupportedError(f"the kernels number a channel of ghost in a byte: head_dim up to 256, not {head_dim}")
 
 
 def _struct(name: str, codec: Ghost) -> str:

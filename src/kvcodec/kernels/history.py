@@ -58,14 +58,15 @@ def _round(n: int) -> int:
 
 
 def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
-    """Warps of a CTA, and how often the room of its look-up tables is halved: the first that fits the machine.
+    """Warps of a CTA, and how often the room of its look-up tables is halved.
+
+    Always as often as can be: a block fills its tables for a few tokens, and blocks share a multiprocessor.
 
     Raises
     ------
     UnsupportedError
     """
-    halvings = range(spec.halvings + 1)
-    tries = [*((WARPS, n) for n in halvings), (2, spec.halvings), (1, spec.halvings)]
+    tries = [(warps, spec.halvings) for warps in (WARPS, 2, 1)]
     for which in tries:
         if shared_bytes(spec, *which) <= machine.shared_block:
             return which
@@ -113,7 +114,7 @@ def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
 @lru_cache(maxsize=256)
 def plan_of(text: str, device: torch.device) -> Plan:
     """Return the plan of a spec, ``decode.text_of``."""
-    spec = decode_spec_of(text).small  # a block fills its tables for a few tokens
+    spec = decode_spec_of(text)
     warps, halvings = config_for(spec, machine(device))
     return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, halvings))
 

@@ -32,8 +32,6 @@ class Config(NamedTuple):
         CTAs, or teams, that share the tokens of a sequence.
     teams : int
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
-    small : bool
-        Whether look-up tables are ``DecodeSpec.small``.
     halvings : int
         How often the room of look-up tables is halved, on GPUs with less shared memory: they have fewer copies.
     """
@@ -44,7 +42,6 @@ class Config(NamedTuple):
     resident: int
     splits: int
     teams: int = 1
-    small: bool = False
     halvings: int = 0
 
     @property
@@ -88,7 +85,7 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
 
     ``heads`` of a CTA count where there are teams.
     """
-    spec = (spec.small if config.small else spec).halved(config.halvings)
+    spec = spec.halved(config.halvings)
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
     rows = 4 * (4 if spec.head_dim > 256 else heads if config.teams > 1 else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
@@ -161,7 +158,7 @@ def config_for(
         fitting.append(config)
     if fitting:
         return max(fitting, key=lambda config: config.resident_warps)
-    least = min(shared_bytes(spec.small, c) for which in tries for c in candidates(spec, *which))
+    least = min(shared_bytes(spec, c) for which in tries for c in candidates(spec, *which))
     raise UnsupportedError(
         f"{spec.name}: needs {least} bytes of shared memory in a block; this GPU has {machine.shared_block}."
     )
@@ -184,9 +181,6 @@ def _config(
     if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, halvings):
         return shared_out
     fitting = [c for c in candidates(spec, stages, halvings) if _fits(spec, c, machine, dense)]
-    if spec.small != spec and all(c.resident_warps < WARPS for c in fitting):
-        smaller = [c._replace(small=True) for c in candidates(spec, stages, halvings)]
-        fitting = [c for c in smaller if _fits(spec, c, machine, dense)] or fitting
     if 10 * units <= machine.sms:
         short = 16 * spec.tile_bytes(32) < FEW_BYTES
         least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)

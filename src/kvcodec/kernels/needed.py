@@ -135,7 +135,7 @@ def of_codecs(
             yield Needed(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
         yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
-    yield Needed(history.program(spec.small, *history.config_for(spec.small, machine)), f"unpacking {spec.name}")
+    yield Needed(history.program(spec, *history.config_for(spec, machine)), f"unpacking {spec.name}")
     yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
 
 

@@ -88,8 +88,6 @@ class Reader:
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional
         Whose constants the tables follow from, if not the codec's itself.
-    small : Reader, optional
-        The same with fewer copies of its look-up tables: for GPUs with less shared memory, and for unpacking.
 
     Raises
     ------
@@ -121,7 +119,6 @@ class Reader:
     team_warps: int = 8
     alike: bool = False
     tables_of: Codec | None = None
-    small: "Reader | None" = None
     own: ClassVar[str] = ""
     divide: ClassVar[bool] = False
 
@@ -425,11 +422,6 @@ class DecodeSpec(NamedTuple):
         """Whether a role has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
 
-    @property
-    def small(self) -> "DecodeSpec":
-        """The same with small look-up tables, where there are any."""
-        return self._replace(key=self.key.small or self.key, value=self.value.small or self.value)
-
     def heads(self, group: int) -> int:
         """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.
 
@@ -503,8 +495,7 @@ def _decode_spec(
 
 
 def _borrowing(x: Reader) -> Reader:
-    small = None if x.small is None else _borrowing(x.small)
-    return replace(x, type=x.borrower, shared=0, tables=x.tables if x.by_head else None, small=small)
+    return replace(x, type=x.borrower, shared=0, fewer=(), tables=x.tables if x.by_head else None)
 
 
 class EncodeSpec(NamedTuple):

@@ -13,9 +13,9 @@ namespace kv {
 // Kinds of pairs of T bits, the last one being that of a pair that gives one to the scale, and their tables of levels.
 // A line of 32 words, as many as there are banks, holds the entry of the same bits of one kind in 32 copies: a lane
 // reads its own bank. Where that takes too much room, rare kinds share lines. Short pairs keep own banks there, as few
-// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). SMALL: all kinds share lines, for GPUs
-// with less shared memory; a look-up then takes two or three turns.
-template <int T, bool SMALL = false> struct GhostPairs {
+// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). With half of the room (KV_HALVINGS) all but
+// the most even kind share lines, with a quarter all do; a look-up in them takes two or three turns.
+template <int T> struct GhostPairs {
   KV_CONST int WIDEST = 7;
   KV_CONST int EVEN = (T + 1) / 2;  // the wider one's bits of the most even kind
   KV_CONST int FULL = (WIDEST < T ? WIDEST : T) - EVEN + 1;
@@ -26,16 +26,18 @@ template <int T, bool SMALL = false> struct GhostPairs {
   KV_CONST int LINE_SHIFT = T < 10 ? 7 : 6;
   KV_CONST int LINE = 1 << LINE_SHIFT;  // bytes
   KV_CONST int BLOCK = LINE << T;
-  KV_CONST bool SHARES = T >= 8 || SMALL;
-  KV_CONST int BLOCKS = !SHARES ? KINDS : T == 8 && !SMALL ? 4 : 1;
+  KV_CONST int HALVED = T == 7 || T == 8 ? KV_HALVINGS : 0;
+  KV_CONST bool SHARES = T >= 8 || HALVED;
+  KV_CONST int BLOCKS = !SHARES ? KINDS : HALVED == 1 ? 2 : T == 8 && !HALVED ? 4 : 1;
   KV_CONST int BYTES = BLOCKS * BLOCK;
   KV_FUNCTION int block(int kind) { return kind < BLOCKS ? kind : BLOCKS - 1; }
   // the 21 words of such a line that are not the short pairs': 0, 1, 2, 4, 5, 6, 8, ... 26, by their number; how many a
   // kind has, and which is its first
-  KV_CONST int MOST = T == 10 ? 4 : BLOCKS > 1 ? 16 : FULL == 4 ? 9 : 12;
-  KV_FUNCTION int copies(int kind) { return T == 10 || BLOCKS > 1 || kind == 0 ? MOST : kind == 1 ? 6 : 3; }
+  KV_CONST int MOST = T == 10 ? 4 : BLOCKS > 2 ? 16 : BLOCKS == 1 && FULL == 4 ? 9 : 12;
+  KV_CONST int SECOND = BLOCKS == 2 ? 2 : 1;  // the kind that has half as many copies as the first one of its lines
+  KV_FUNCTION int copies(int kind) { return T == 10 || BLOCKS > 2 || kind < SECOND ? MOST : kind == SECOND ? 6 : 3; }
   KV_FUNCTION int first(int kind) {
-    return T == 10 ? 4 * kind : BLOCKS > 1 || kind == 0 ? 0 : kind == 1 ? MOST : MOST + 3 * kind;
+    return T == 10 ? 4 * kind : BLOCKS > 2 || kind < SECOND ? 0 : MOST + (kind == SECOND ? 0 : 3 * (kind - SECOND + 1));
   }
   // the kind whose entry is in a word of a line of the last block
   KV_FUNCTION int kind_at(int word) {
@@ -76,7 +78,7 @@ template <int T, bool SMALL = false> struct GhostPairs {
     for (int line = thread; line < BLOCKS << T; line += threads) {
       const int bits = line & ((1 << T) - 1), own = line >> T;
       uint8_t* at = to + LINE * line;
-      if (SHARES && BLOCKS > 1 && own == BLOCKS - 1) {  // 16 bytes a turn; as kind_at
+      if (SHARES && BLOCKS > 2 && own == BLOCKS - 1) {  // 16 bytes a turn; as kind_at
         const uint32_t x = entry(FULL - 1, bits), y = entry(FULL, bits);
         KV_UNROLL
         for (int i = 0; i < LINE / 16; ++i) {
@@ -147,8 +149,8 @@ template <int T, bool SMALL = false> struct GhostPairs {
 
 // TWICE: T = 2 b, of b bits for each channel on average; VALUES: of values, which have a mean. BORROWS: values look up
 // the keys' levels, which lie before
-template <int D, int TWICE, bool VALUES, bool BORROWS = false, bool SMALL = false> struct ReadGhost {
-  using Pairs = GhostPairs<TWICE, SMALL>;
+template <int D, int TWICE, bool VALUES, bool BORROWS = false> struct ReadGhost {
+  using Pairs = GhostPairs<TWICE>;
   KV_CONST int ROW = D * TWICE / 16;  // bytes
 
   KV_CONST int BLOCK = 1;
