@@ -334,9 +334,10 @@ struct Decoder {
   }
 
   // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
-  // tables; `filled`: an earlier piece of the team has filled the tables.
+  // tables; `filled`: an earlier piece of the team has filled the tables; `idle`: there is no piece for it, but all teams
+  // fill tables and meet at one barrier.
   KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp,
-                               bool filled = false) {
+                               bool filled = false, bool idle = false) {
     const int lane = opaque(thread() % 32);
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + heads_of(a, b) - first_head, live_heads = rest < HEADS ? rest : HEADS;
@@ -363,7 +364,7 @@ struct Decoder {
     const int sooner = known ? row[warp * T / P] : 0;
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from;
-    const int to = HAS_QUERIES && live_heads <= 0 ? from : own_run.to;
+    const int to = idle || (HAS_QUERIES && live_heads <= 0) ? from : own_run.to;
     // that all heads see
     const int sure = HAS_QUERIES ? end - Behind<1>(a, b, 0, end).of(0) : end;
     const int64_t stride = a.page_bytes;
@@ -440,7 +441,7 @@ struct Decoder {
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    finish(st, a, TEAMS == 1 ? shared : own, b, h, first_head, live_heads, split, warp);
+    if (!idle) finish(st, a, TEAMS == 1 ? shared : own, b, h, first_head, live_heads, split, warp);
   }
 
   KV_DEV static void run(const DecodeArgs& a) {
@@ -464,15 +465,12 @@ struct Decoder {
       const uint32_t first = team * grid_x() + block_x(), step = TEAMS * grid_x();
       // neighbouring pieces go to different multiprocessors, so that their counts differ by at most one
       KV_NO_UNROLL
-      for (uint32_t i = first; i < (uint32_t)a.pieces; i += step) {
-        const uint32_t rest = i / splits, b = rest / ys;
+      for (uint32_t next = first; next < step || next < (uint32_t)a.pieces; next += step) {
+        const bool idle = opaque(next >= (uint32_t)a.pieces);
+        const uint32_t i = idle ? 0 : next, rest = i / splits, b = rest / ys;
         run_piece(a, shared, shared + TABLES + team * SHARE, i - rest * splits, block_y() * ys + rest - b * ys, b, warp,
-                  i >= step);
+                  next >= step, idle);
         sync();  // the sums have been read
-      }
-      if (first >= (uint32_t)a.pieces) {  // a team without a piece; barriers count warps, wherever they meet them
-        fill_tables(a, shared, 0, block_y() * (int)a.alike);
-        sync_threads();
       }
     }
   }
