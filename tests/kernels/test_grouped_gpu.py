@@ -140,7 +140,8 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype) -> None:
         own_rules = rules if rules.sinks is None else rules._replace(sinks=rules.sinks.to(device))
         layer.pool(cache)  # compiles
         chunks = GroupChunks.of(requests, there, pending.slot, layer.unit, block_of(layer), Room())
-        layer.forward_chunks(*given, cache, chunks, own_rules, found)
+        taken = layer.store_chunks(*given[1:], cache, chunks)
+        layer.attend_chunk_groups(given[0], taken, cache, chunks, own_rules, found)
         for r, first, last, length in requests:
             part = slice(first, last)
             own = alone.take_chunk(k[part], v[part], wanted, table[r], length, torch.tensor([r]))

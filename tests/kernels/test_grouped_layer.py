@@ -151,7 +151,7 @@ def test_chunks_of_many_requests_at_once(spec: str, steps: str, dtype: torch.dty
         chunks = GroupChunks.of(requests, table[rows], pending.slot, layer.unit, block_of(layer), Room(), halves)
         found = torch.full((len(q), 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
         launched, calls = {name: len(kernel.launches) for name, kernel in machine.items()}, len(flash.calls)
-        layer.forward_chunks(q, k, v, cache, chunks, rules, found)
+        layer.attend_chunk_groups(q, layer.store_chunks(k, v, cache, chunks), cache, chunks, rules, found)
         launched = {name: len(kernel.launches) - launched.get(name, 0) for name, kernel in machine.items()}
         assert launched["kv_basis"] <= 3
         assert launched.get("kv_unpack", 0) <= 1

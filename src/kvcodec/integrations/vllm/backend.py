@@ -416,10 +416,10 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         if not chunks or not self.first.batched:
             return [], []
         found, alone = gathered(chunks, self.first.most_tokens(_longest(self.vllm_config)))
+        if (pending := self.pending) is not None:  # which hold all own tokens of a step at once
+            given = pending.slot, pending.unit, pending.page_tokens
+            return [GroupChunks.of(own, table, *given, Room(), pending.halves) for own in found], alone
         room = Room()
-        if (pending := self.pending) is not None:
-            given = pending.slot, pending.unit, pending.page_tokens, room, pending.halves
-            return [GroupChunks.of(own, table, *given) for own in found], alone
         return [Chunks.of(own, table, room) for own in found], alone
 
 
@@ -694,20 +694,27 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         pending, n = self.pending, m.decodes
         assert pending is not None
         assert pending.page_tokens == cache.shape[2]
+        # all are stored before any attends: a prompt may find blocks that another one fills in the same step
+        kernels = not packed.unserved
+        joined = m.together if packed.batched and self.rules.plain else []
+        chunks = m.alone if packed.batched and self.rules.plain else m.chunks
+        dense = packed.store_steps(k[:n], v[:n], cache, pending) if n else {}
+        parts = [slice(one.first, one.last) for one in joined]
+        taken = [packed.store_chunks(k[x], v[x], cache, one) for one, x in zip(joined, parts, strict=True)]
+        owns = [
+            packed.take_chunk(
+                k[first:last], v[first:last], cache, m.table[row], length, pending.slot[row : row + 1], kernels=kernels
+            )
+            for row, first, last, length in chunks
+        ]
         if n:
             space = self._workspace(packed, q, cache, m)
             given = (cache, m.tables[:n], m.seq_lens[:n], pending, self.rules, space)
-            out[:n] = packed.step_groups(q[:n], k[:n], v[:n], *given)
-        kernels, chunks = not packed.unserved, m.chunks
-        if packed.batched and self.rules.plain:
-            for one in m.together:
-                part = slice(one.first, one.last)
-                packed.forward_chunks(q[part], k[part], v[part], cache, one, self.rules, out[part])
-            chunks = m.alone
+            out[:n] = packed.attend_steps(q[:n], dense, *given)
+        for one, x, mine in zip(joined, parts, taken, strict=True):
+            packed.attend_chunk_groups(q[x], mine, cache, one, self.rules, out[x])
         attend = packed.prefill_own if kernels else packed.attend_own
-        for row, first, last, length in chunks:
-            slot = pending.slot[row : row + 1]
-            own = packed.take_chunk(k[first:last], v[first:last], cache, m.table[row], length, slot, kernels=kernels)
+        for (row, first, last, length), own in zip(chunks, owns, strict=True):
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
 
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:

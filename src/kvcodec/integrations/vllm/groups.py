@@ -174,24 +174,41 @@ class GroupedLayer(EngineLayer):
         beside = row * (3 * tokens + self.unit) * torch.float32.itemsize
         return super().prefill_bytes(tokens, length, query_heads, rules) + beside
 
-    def forward_chunks(
-        self, q: Tensor, keys: Tensor, values: Tensor, cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
+    def store_chunks(self, keys: Tensor, values: Tensor, cache: Tensor, chunks: GroupChunks) -> tuple[Tensor, Tensor]:
+        """Store prompt chunks of several requests by a GPU's kernels, one launch per stage.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[n, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        chunks : GroupChunks
+
+        Returns
+        -------
+        (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
+            For ``attend_chunk_groups``.
+        """
+        pool = self.pool(cache)
+        assert isinstance(pool.reader, GroupChunkReader)
+        return pool.reader.take(keys, values, chunks, self.flat_rows, pool.writer)
+
+    def attend_chunk_groups(
+        self, q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
     ) -> None:
-        """Store prompt chunks of several requests and attend with them by a GPU's kernels, one launch per stage.
+        """Attention of prompt chunks of several requests by a GPU's kernels; tokens of unfinished groups go to slots.
 
         Parameters
         ----------
         q, out : Tensor ``[n, HQ, D]``
-        keys, values : Tensor ``[n, H, D]``
+        own : (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
+            As ``store_chunks`` returned them.
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         chunks : GroupChunks
         rules : Rules
             Without window and soft cap: ``plain``.
         """
-        pool = self.pool(cache)
-        reader = pool.reader
+        reader = self.pool(cache).reader
         assert isinstance(reader, GroupChunkReader)
-        own = reader.take(keys, values, chunks, self.flat_rows, pool.writer)
         reader.attend_groups(q, own, chunks, self.flat_rows, rules.scale, out, rules.sinks)
 
     # -- decode steps --------------------------------------------------------------------------------------------------
@@ -208,14 +225,56 @@ class GroupedLayer(EngineLayer):
         rules: Rules,
         workspace: Tensor | None = None,
     ) -> Tensor:
-        """Store new tokens and attend with each as a sequence of its own, by kernels.
+        """``store_steps`` and ``attend_steps``, where no other request's tokens come in the same step."""
+        dense = self.store_steps(keys, values, cache, pending)
+        return self.attend_steps(q, dense, cache, table, seq_lens, pending, rules, workspace)
 
-        One of each request, or a request's newest and its drafts. Shapes are fixed, nothing synchronises.
+    def store_steps(self, keys: Tensor, values: Tensor, cache: Tensor, pending: PendingGroups) -> dict[Role, Tensor]:
+        """Store new tokens by kernels: one of each request, or a request's newest and its drafts.
+
+        Shapes are fixed, nothing synchronises.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[B, H, D]``
+        cache : Tensor uint8 ``[num_blocks, H, N, C]``
+        pending : PendingGroups
+            Updated for this step; its first B numbers are those of these tokens.
+
+        Returns
+        -------
+        dict of role to Tensor ``[B, H, G, D]``
+            16 bit: the group of each.
+        """
+        n = keys.shape[0]
+        at, place = pending.at[:n], pending.place[:n]
+        dense: dict[Role, Tensor] = {}
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            self.slot_rows[role][at, :, place] = x.to(self.slot_rows[role].dtype)
+        for role in ROLES:
+            dense[role] = self.slot_rows[role].index_select(0, at)
+        # an incomplete group is sent behind its page, where nothing is stored
+        self._encode(dense, cache, pending.page[:n, None], pending.first[:n])
+        return dense
+
+    def attend_steps(
+        self,
+        q: Tensor,
+        dense: dict[Role, Tensor],
+        cache: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        pending: PendingGroups,
+        rules: Rules,
+        workspace: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with each of these tokens as a sequence of its own, by kernels; nothing synchronises.
 
         Parameters
         ----------
         q : Tensor ``[B, HQ, D]``
-        keys, values : Tensor ``[B, H, D]``
+        dense : dict of role to Tensor ``[B, H, G, D]``
+            As ``store_steps`` returned it.
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         table : Tensor int32 ``[B, M]``
         seq_lens : Tensor int32 ``[B]``
@@ -231,14 +290,7 @@ class GroupedLayer(EngineLayer):
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
         n = q.shape[0]
-        at, place, packed = pending.at[:n], pending.place[:n], pending.packed[:n]
-        dense: dict[Role, Tensor] = {}
-        for role, x in zip(ROLES, (keys, values), strict=True):
-            self.slot_rows[role][at, :, place] = x.to(self.slot_rows[role].dtype)
-        for role in ROLES:
-            dense[role] = self.slot_rows[role].index_select(0, at)
-        # an incomplete group is sent behind its page, where nothing is stored
-        self._encode(dense, cache, pending.page[:n, None], pending.first[:n])
+        packed = pending.packed[:n]
         start = dense_start = None
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)

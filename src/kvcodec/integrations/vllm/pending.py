@@ -149,7 +149,7 @@ class PendingGroups:
             left |= real & (new > 1)  # which of them are accepted is not known yet
         half, block = before // unit % self.halves, self._block(table, before)
         if requests is None:
-            slot = self._find(half, block, before, real, begun, left)
+            slot = self._find(half, block, before, real, begun, left, table)
         else:
             slot = self._rows(requests, rows, begun | left)
         end = self.end[slot]
@@ -194,12 +194,19 @@ class PendingGroups:
         found[: len(requests)] = torch.as_tensor(requests, dtype=torch.int64)
         return torch.where(wanted, found.to(self.device, non_blocking=True), self.slots)
 
-    def _find(self, half: Tensor, block: Tensor, before: Tensor, real: Tensor, begun: Tensor, left: Tensor) -> Tensor:
+    def _find(
+        self, half: Tensor, block: Tensor, before: Tensor, real: Tensor, begun: Tensor, left: Tensor, table: Tensor
+    ) -> Tensor:
         """Slot of each row: the one with the block of its group, or else the least recently used."""
         own = begun[:, None] & (self.block[half, : self.slots] == block[:, None])
         if self.halves > 1:  # or the one that has rejected drafts there
             rejected = (real & ~begun)[:, None] & (self.end[None, : self.slots] > before[:, None])
             own |= rejected & (self.block[half, : self.slots] == block[:, None])
+            # one whose tokens are all accepted, and in pages, is free: its request may take another one
+            whole = (real & ~begun)[:, None] & (self.end[None, : self.slots] == before[:, None])
+            last = self._block(table, before - 1)
+            held = self.block[(before - 1).clamp(min=0) // self.unit % self.halves, : self.slots] == last[:, None]
+            self.seen[: self.slots].masked_fill_((whole & held).any(0), FREE)
         known, used = own.any(1), own.any(0)
         oldest = torch.where(used, self.step, self.seen[: self.slots]).argsort(stable=True)
         fresh = left & ~known
