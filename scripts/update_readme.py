@@ -27,7 +27,8 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     med3        perplexity by slots of outliers, from MED3
     speech, speech-summary
                 Whisper with packed caches, from SPEECH
-    video       rollouts of the video model trained here, from VIDEO
+    video, video-summary
+                rollouts of the video model trained here, from VIDEO
     frames      attention of a frame and of an audio step on a GPU, from FRAMES
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
@@ -759,6 +760,24 @@ def video_block(root: Path) -> str:
     return markdown(heads, lines)
 
 
+def video_summary_block(root: Path) -> str:
+    """OCTOPUS's findings on video, on this model: 4 bits, 2 bits, the sketch."""
+    rows = media_rows(root, VIDEO)
+
+    def psnr(spec: str) -> float:
+        return float(_one(rows, spec)["psnr"][1])
+
+    four = ("saw-int4", "kivi-4:group=32", "octopus-4", "turboquant-4", "hqmq-s96_r4", "int-4")
+    of_four = [psnr(spec) for spec in four]
+    return (
+        f"Mean PSNR beside the 16-bit rollout: the presets of 4 bits lie between {min(of_four):.1f} and "
+        f"{max(of_four):.1f} dB, `int-8` at {psnr('int-8'):.1f}; at 3 bits `octopus-3` {psnr('octopus-3'):.1f}, "
+        f"`turboquant-3` {psnr('turboquant-3'):.1f}; at 2 bits `octopus-2` {psnr('octopus-2'):.1f}, `turboquant-2` "
+        f"{psnr('turboquant-2'):.1f}. TurboQuant's sketch at the same bits: `turboquant-qjl-3` "
+        f"{psnr('turboquant-qjl-3'):.1f}."
+    )
+
+
 def frames_block(root: Path) -> str:
     """Microseconds, and times as fast as bf16, of a frame's attention and of an audio step."""
     rows = media_rows(root, FRAMES)
@@ -1103,6 +1122,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "speech": (Path("docs/video-audio.md"), speech_block),
     "speech-summary": (Path("docs/video-audio.md"), speech_summary_block),
     "video": (Path("docs/video-audio.md"), video_block),
+    "video-summary": (Path("docs/video-audio.md"), video_summary_block),
     "frames": (Path("docs/video-audio.md"), frames_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),
