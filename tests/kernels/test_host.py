@@ -400,12 +400,12 @@ def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
 @pytest.mark.parametrize("spec", ["ghost-2", "ghost-3", "ghost:bits=3.5", "ghost-4"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_ghost_fits_small_machines(spec: str, dim: int) -> None:
-    """Eight warps or more on GPUs of 99 KB; where there is room for it, each lane has a copy of the tables."""
+    """Eight warps, or four with more copies, on GPUs of 99 KB; where there is room, each lane has a copy."""
     scheme, ada = kvcodec.get(spec), launch.Machine(128, 101376, 102400)
     pair = specs.decode_spec(scheme.key, scheme.value, dim, 64)
     for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
         config = launch.config_for(pair, units, capacity, ada)
-        assert config.resident_warps >= 8
+        assert config.resident_warps >= (4 if config.halvings < pair.halvings else 8)
         assert launch.shared_bytes(pair, config) <= ada.shared_block
         assert not launch.config_for(pair, units, capacity, launch.H200).halvings
 
