@@ -122,7 +122,7 @@ def _table(
         names[place] = a | b << 16
         inverse[a], inverse[b] = b | place << 16, a | place << 16 | 1 << 30
     parts = (
-        torch.stack([tile.cos(), tile.sin()], 2).half(),
+        torch.stack([tile.cos() - 1, tile.sin()], 2).half(),
         torch.stack([digits.cos(), digits.sin()], -1).float(),
         names,
         inverse,
@@ -134,8 +134,8 @@ def team_bytes(pairs: int, tile: int, heads: int, warps: int) -> int:
     """Bytes of shared memory of a team of warps for the term, in tiles of ``tile``: ``kv::MeanTerm::SHARED``."""
     if not pairs:
         return 0
-    row, further = 4 * pairs if 4 * pairs % 128 == 64 else 4 * pairs + 64, 4 * pairs * (tile // ROWS - 1)
-    return -(-(heads * row + 4 * heads + further + 8 * pairs + 12 * warps * pairs) // 128) * 128
+    angle, runs = 8 * pairs, tile // ROWS
+    return -(-(heads * (angle + 16) + 4 * heads + (1 + warps) * runs * angle) // 128) * 128
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:

@@ -4,19 +4,20 @@
 // For a pair of channels with the query (u, v) and the mean (m, n),
 //   q . R_t mu = sum over pairs of A cos(t theta) + B sin(t theta),  A = u m + v n,  B = v m - u n.
 // From token s on, for token s + i,
-//   A' cos(i theta) + B' sin(i theta),  A' = A cos(s theta) + B sin(s theta),  B' = B cos(s theta) - A sin(s theta).
-// So a tile of tokens turns 2 PAIRS numbers per head once, in fp16, and takes one more product of the size of its
-// scores, with rows of cos(i theta), sin(i theta) that are the same for all layers, heads and sequences. A lane holds
-// its part of 16 such rows in registers; for the tokens from 16 on the tile's numbers are turned further. Each of these
-// is rounded to 11 bits; keys in bf16 have 8. Where means are 350 and scores 1000, scores are off by 0.15 in the root
-// mean square, and with keys in bf16 by 0.57.
+//   A' cos(i theta) + B' sin(i theta),  A' = A cos(s theta) + B sin(s theta),  B' = B cos(s theta) - A sin(s theta),
+// and with C = cos(i theta) - 1 the term of token s + i is the sum of A', the same for 16 tokens, and of
+//   A' C + B' sin(i theta).
+// So each run of 16 tokens turns 2 PAIRS numbers per head once, in fp32, sums A', and takes one more product of the
+// size of its scores, with 16 rows of C, sin(i theta) that are the same for all layers, heads and sequences, of which a
+// lane holds its part in registers. There A' and B' are rounded to 11 bits; but large means are of pairs that turn
+// slowly, whose C and sine are small: what differs from token to token is nearly exact.
 //
 // Angles. cos and sin of a position are products of those of its digits to base 128, exact to fp32 whatever the
 // position: no argument of sine or cosine is ever large. From tile to tile they are turned on in fp32, which adds 2^-24
 // a tile.
 //
 // table of a KV head (kvcodec/kernels/mean.py):
-//   fp16 [16][PAIRS / 2][4]  of token i: cos of two pairs, and sin of both
+//   fp16 [16][PAIRS / 2][4]  of token i: cos less 1 of two pairs, and sin of both
 //   float2 [3][128][PAIRS]   cos and sin of digit d at place p, (d << 7 p) theta
 //   uint32 [PAIRS]           the pair's channels, the first in the low half
 //   uint32 [D]               of a channel: the other one of its pair, the pair from bit 16 on, and in bit 30 whether it
@@ -66,22 +67,19 @@ struct MeanTable {
 template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
   KV_CONST int UNITS = (PAIRS + 63) / 64;  // couples of pairs whose angles a lane turns on
-  KV_CONST int TURN = 4 * PAIRS;           // bytes of a warp's cos and sin, and of a head's A and B
-  KV_CONST int ROW = TURN % 128 == 64 ? TURN : TURN + 64;  // heads g and g + 1 in different banks
-  KV_CONST int ANGLE = 8 * PAIRS;          // of a warp's cos and sin in fp32, and of those that turn them on
-  KV_CONST int FURTHER = (SUBS - 1) * TURN;  // bytes of what turns a tile's numbers on to its later rows
+  KV_CONST int ANGLE = 8 * PAIRS;          // bytes of a run's cos and sin, and of those that turn them on
+  KV_CONST int ROW = ANGLE + 16;           // of a head's A and B; heads g and g + 1 in different banks
   // of a team
-  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + FURTHER + ANGLE + WARPS * (TURN + ANGLE) + 127) / 128 * 128;
+  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + (1 + WARPS) * SUBS * ANGLE + 127) / 128 * 128;
   KV_CONST int COLUMNS = HEADS / 4;        // products of a block of pairs: two of four heads have a column each
   static_assert(PAIRS % 16 == 0, "whole products");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
   // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
-  uint32_t rows[2][BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos, then sin
-  // where a lane finds its operands: of a head, of the tile's start, of its later rows
-  const uint8_t *query, *start, *further;
-  uint8_t *turned, *step;                  // the warp's cos and sin; those of its steps
-  float scale[N];                          // of the lane's heads
+  uint32_t rows[2][BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos less 1, then sin
+  const uint8_t *query, *start;  // where a lane finds its numbers: of a head, of the starts of a tile's runs of 16
+  uint8_t *turned, *step;        // the warp's cos and sin; those of a step to the next tile, and to each run of a tile
+  float scale[N];                // of the lane's heads
 
   // A and B of the team's heads, scaled by a power of two
   KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
@@ -127,22 +125,22 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       KV_UNROLL
       for (int i = 0; i < UNITS; ++i) {
         const int couple = lane + 32 * i;
-        if (2 * couple < PAIRS)
-          *(Words2*)(shared + n * ROW + place(couple)) =
-              Words2{pack_half2(x[i][0] * down, x[i][1] * down), pack_half2(y[i][0] * down, y[i][1] * down)};
+        if (2 * couple < PAIRS) {
+          const float u[2] = {x[i][0] * down, x[i][1] * down}, v[2] = {y[i][0] * down, y[i][1] * down};
+          *(Words4*)(shared + n * ROW + place(couple)) = words(u, v);
+        }
       }
       if (lane == 0) ((float*)(shared + HEADS * ROW))[n] = up * a.scale2;
     }
   }
   // byte of a couple: A and B of a head, or cos and sin of a tile's start, 16 bytes for each block and part
-  KV_DEV static int place(int couple) { return (couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4) * 8; }
+  KV_DEV static int place(int couple) { return (couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4) * 16; }
 
   MeanTerm() = default;
   KV_DEV MeanTerm(uint8_t* shared, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    const int own = j * 16 + (HEADS == 4 ? g % 2 * 8 : 0);
-    further = shared + HEADS * ROW + 4 * HEADS + own, step = shared + HEADS * ROW + 4 * HEADS + FURTHER;
-    turned = step + ANGLE + warp * (TURN + ANGLE);
+    const int own = j * 32 + (HEADS == 4 ? g % 2 * 16 : 0);
+    step = shared + HEADS * ROW + 4 * HEADS, turned = step + (1 + warp) * SUBS * ANGLE;
     query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
   }
   // the lane's part of the table's rows
@@ -173,24 +171,17 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     for (int i = 0; i < UNITS; ++i) {
       const int couple = lane + 32 * i;
       if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
-      float c[2], s[2], by_c[2], by_s[2];
+      float c[2], s[2];
       KV_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        table.turn(first, 2 * couple + k, c[k], s[k]);
-        table.turn(T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
-      }
-      put(couple, c, s);
-      if (warp == 0) *(Words4*)(step + 16 * couple) = words(by_c, by_s);
-    }
-    KV_NO_UNROLL
-    for (int sub = 1 + warp; sub < SUBS; sub += WARPS) {
+      for (int k = 0; k < 2; ++k) table.turn(first, 2 * couple + k, c[k], s[k]);
+      hold(couple, c, s);
       KV_NO_UNROLL
-      for (int couple = lane; 2 * couple < PAIRS; couple += 32) {
-        float c[2], s[2];
+      for (int sub = 0; sub < SUBS; ++sub) {
+        float by_c[2], by_s[2];
         KV_UNROLL
-        for (int k = 0; k < 2; ++k) table.turn(16 * sub, 2 * couple + k, c[k], s[k]);
-        *(Words2*)(step - FURTHER + (sub - 1) * TURN + place(couple)) =
-            Words2{pack_half2(c[0], c[1]), pack_half2(s[0], s[1])};
+        for (int k = 0; k < 2; ++k) table.turn(sub ? 16 * sub : T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
+        if (sub > 0) put(couple, sub, c, s, words(by_c, by_s));
+        if (warp == 0) *(Words4*)(step + sub * ANGLE + 16 * couple) = words(by_c, by_s);
       }
     }
   }
@@ -200,17 +191,27 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     for (int i = 0; i < UNITS; ++i) {
       const int couple = thread() % 32 + 32 * i;
       if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
-      const Words4 x = *(const Words4*)(turned + TURN + 16 * couple);
-      const Words4 y = *(const Words4*)(step + 16 * couple);
+      const Words4 x = *(const Words4*)(turned + place(couple));
       float c[2] = {bits_float(x.a), bits_float(x.b)}, s[2] = {bits_float(x.c), bits_float(x.d)};
-      MeanTable::turn_by(c[0], s[0], bits_float(y.a), bits_float(y.c));
-      MeanTable::turn_by(c[1], s[1], bits_float(y.b), bits_float(y.d));
-      put(couple, c, s);
+      turn_both(c, s, *(const Words4*)(step + 16 * couple));
+      hold(couple, c, s);
+      KV_UNROLL
+      for (int sub = 1; sub < SUBS; ++sub) put(couple, sub, c, s, *(const Words4*)(step + sub * ANGLE + 16 * couple));
     }
   }
-  KV_DEV void put(int couple, const float (&c)[2], const float (&s)[2]) const {
-    *(Words2*)(turned + place(couple)) = Words2{pack_half2(c[0], c[1]), pack_half2(s[0], s[1])};
-    *(Words4*)(turned + TURN + 16 * couple) = words(c, s);
+  // of the tile's start, which is that of its first run
+  KV_DEV void hold(int couple, const float (&c)[2], const float (&s)[2]) const {
+    *(Words4*)(turned + place(couple)) = words(c, s);
+  }
+  // of a later run
+  KV_DEV void put(int couple, int sub, const float (&start_c)[2], const float (&start_s)[2], const Words4& by) const {
+    float c[2] = {start_c[0], start_c[1]}, s[2] = {start_s[0], start_s[1]};
+    turn_both(c, s, by);
+    *(Words4*)(turned + sub * ANGLE + place(couple)) = words(c, s);
+  }
+  KV_DEV static void turn_both(float (&c)[2], float (&s)[2], const Words4& by) {
+    MeanTable::turn_by(c[0], s[0], bits_float(by.a), bits_float(by.c));
+    MeanTable::turn_by(c[1], s[1], bits_float(by.b), bits_float(by.d));
   }
   KV_DEV static Words4 words(const float (&c)[2], const float (&s)[2]) {
     return Words4{float_bits(c[0]), float_bits(c[1]), float_bits(s[0]), float_bits(s[1])};
@@ -218,27 +219,24 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
 
   // the terms of a tile, as `scores` orders them, times `scale`
   KV_DEV void terms(float (&term)[SUBS][2 * N]) const {
-    float d[SUBS][2][4];
+    float d[SUBS][2][4], sum[SUBS];
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
+      sum[sub] = 0.0f;
       KV_UNROLL
       for (int i = 0; i < 8; ++i) d[sub][i / 4][i % 4] = 0.0f;
     }
     KV_UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
-      uint32_t x[COLUMNS][2], t[COLUMNS][2], first[COLUMNS][2];
-      load(x, query + 64 * m), load(t, start + 64 * m);
+      Words4 x[COLUMNS];
       KV_UNROLL
-      for (int i = 0; i < COLUMNS; ++i) turn_pair(first[i], x[i][0], x[i][1], t[i][0], t[i][1]);
+      for (int i = 0; i < COLUMNS; ++i) x[i] = *(const Words4*)(query + 128 * m + 16 * i);
       KV_UNROLL
       for (int sub = 0; sub < SUBS; ++sub) {
         uint32_t b[COLUMNS][2];
-        if (sub > 0) load(t, further + (sub - 1) * TURN + 64 * m);
         KV_UNROLL
-        for (int i = 0; i < COLUMNS; ++i) {
-          if (sub > 0) turn_pair(b[i], first[i][0], first[i][1], t[i][0], t[i][1]);
-          else b[i][0] = first[i][0], b[i][1] = first[i][1];
-        }
+        for (int i = 0; i < COLUMNS; ++i)
+          sum[sub] += turn_pair(b[i], x[i], *(const Words4*)(start + sub * ANGLE + 128 * m + 16 * i));
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
           const uint32_t(&a)[4] = rows[k][m];
@@ -249,24 +247,23 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     KV_UNROLL
     for (int sub = 0; sub < SUBS; ++sub) {
       KV_UNROLL
+      for (int bit = 1; bit < (HEADS == 8 ? 4 : 8); bit *= 2) sum[sub] += shfl_xor(sum[sub], bit);
+      float same[N];
+      KV_UNROLL
+      for (int n = 0; n < N; ++n) same[n] = shfl(sum[sub], 8 * (thread() % 4) + 4 * n);
+      KV_UNROLL
       for (int i = 0; i < 2 * N; ++i)
-        term[sub][i] = (HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) * scale[i % N];
+        term[sub][i] = ((HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) + same[i % N]) * scale[i % N];
     }
   }
-  // of each column two pairs' numbers in two words
-  KV_DEV static void load(uint32_t (&x)[COLUMNS][2], const uint8_t* from) {
-    if constexpr (COLUMNS == 2) {
-      const Words4 w = *(const Words4*)from;
-      x[0][0] = w.a, x[0][1] = w.b, x[1][0] = w.c, x[1][1] = w.d;
-    } else {
-      const Words2 w = *(const Words2*)from;
-      x[0][0] = w.a, x[0][1] = w.b;
-    }
-  }
-  // A' and B' of two pairs
-  KV_DEV static void turn_pair(uint32_t (&b)[2], uint32_t x, uint32_t y, uint32_t c, uint32_t s) {
-    b[0] = hfma2(x, c, hmul2(y, s));
-    b[1] = hfms2(y, c, hmul2(x, s));
+  // A' and B' of two pairs; the sum of A'
+  KV_DEV static float turn_pair(uint32_t (&b)[2], const Words4& both, const Words4& turn) {
+    const float u[2] = {bits_float(both.a), bits_float(both.b)}, v[2] = {bits_float(both.c), bits_float(both.d)};
+    const float c[2] = {bits_float(turn.a), bits_float(turn.b)}, s[2] = {bits_float(turn.c), bits_float(turn.d)};
+    const float x[2] = {u[0] * c[0] + v[0] * s[0], u[1] * c[1] + v[1] * s[1]};
+    b[0] = pack_half2(x[0], x[1]);
+    b[1] = pack_half2(v[0] * c[0] - u[0] * s[0], v[1] * c[1] - u[1] * s[1]);
+    return x[0] + x[1];
   }
 };
 
