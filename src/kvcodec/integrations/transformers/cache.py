@@ -328,7 +328,7 @@ attention='decoded')
     _check_rounding(scheme, attention)
     plan = plan_for(model_or_config, attention, encoder_decoder=True)
     kv_layers = plan.kv_layers
-    schemes = plan.schemes(scheme)
+    schemes = _by_layer(plan, scheme)
     check_layouts(plan, schemes, page_tokens)
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
@@ -394,6 +394,11 @@ attention='decoded')
     if watch is not None:
         watch.undo = made.reset
     return made
+
+
+def _by_layer(plan: ModelPlan, scheme: KVScheme) -> list[KVScheme]:
+    """Scheme of each of ``kv_layers``; outer layers are those of a stack."""
+    return [scheme.for_layer(i, len(stack)) for stack in plan.stacks for i in range(len(stack))]
 
 
 def _of_kind(scheme: KVScheme, layer: LayerPlan) -> KVScheme:
@@ -520,7 +525,7 @@ def decided(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
 ) -> list[KVScheme]:
     """Schemes of the model's KV layers; constants given, the codec or the key biases decide ``mean=auto``."""
-    schemes = plan.schemes(scheme)
+    schemes = _by_layer(plan, scheme)
     if all(own.mean != "auto" for own in schemes):
         return schemes
     biases = biases_of(model_or_config, plan)

@@ -18,7 +18,6 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import cache_argument
-from kvcodec.scheme import KVScheme
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -106,10 +105,6 @@ class ModelPlan:
         """The layers that hold K and V: the decoder's own, and its cross-attention's, if it has any."""
         both = (tuple(layer for layer in self.kv_layers if layer.is_cross is cross) for cross in (False, True))
         return tuple(stack for stack in both if stack)
-
-    def schemes(self, scheme: KVScheme) -> list[KVScheme]:
-        """Scheme of each of ``kv_layers``; outer layers are those of a stack."""
-        return [scheme.for_layer(i, len(stack)) for stack in self.stacks for i in range(len(stack))]
 
     @property
     def heads(self) -> int | None:

@@ -26,8 +26,9 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
     return needs_all(part) ? part * PART_BITS / 32 + LOADS - 1 : last_word(part + 1);
   }
   KV_CONST bool ONE_LAST = WHOLE && GRAIN < 32 && needing(0, PARTS / 2) == 1 && needing(PARTS / 2, PARTS) == 1;
-  // Of the other loads, some lanes (a bit each) have the first and the last one in reverse order and exchange them: words
-  // of rows of 11 words, of which a warp reads eight or four at once, then lie in banks of their own (a test counts).
+  // Of the other loads, some lanes (a bit each) have the first and the last one in reverse order and exchange them:
+  // words of rows of 11 words, of which a warp reads eight or four at once, then lie in banks of their own (a test
+  // counts).
   KV_CONST uint32_t TURNED = ROW_BYTES != 44 || !ONE_LAST ? 0u : PARTS == 4 ? 0x1540a815u : 0x01181180u;
   uint32_t w[WORDS];
 

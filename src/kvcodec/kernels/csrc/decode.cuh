@@ -334,8 +334,8 @@ struct Decoder {
   }
 
   // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
-  // tables; `filled`: an earlier piece of the team has filled the tables; `idle`: there is no piece for it, but all teams
-  // fill tables and meet at one barrier.
+  // tables; `filled`: an earlier piece of the team has filled the tables; `idle`: there is no piece for it, but all
+  // teams fill tables and meet at one barrier.
   KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp,
                                bool filled = false, bool idle = false) {
     const int lane = opaque(thread() % 32);

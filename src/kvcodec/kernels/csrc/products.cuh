@@ -114,7 +114,8 @@ KV_DEV void enter_block(uint32_t (&block_q)[Query<K, D, HEADS>::REGS], float (&z
   uint32_t s[K::K_REGS], z[K::K_REGS];
   K::k_block(planes, block, lane % 4, s, z);
   float exact[4] = {0.0f, 0.0f, 0.0f, 0.0f}, rounded[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if constexpr (Query<K, D, HEADS>::HALVED) {  // rows: one register's, and the other's; a column's product with the other's is not used
+  // rows: one register's, and the other's; a column's product with the other's is not used
+  if constexpr (Query<K, D, HEADS>::HALVED) {
     float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     KV_UNROLL
     for (int k = 0; k < K::K_REGS; k += 4) {
@@ -198,9 +199,9 @@ KV_DEV void add_values(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], c
   }
 }
 
-// The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES, and row g + 8 where
-// there are more than eight. Dead tokens have P = 0 and finite codes; their scales and zeros may be anything and are
-// dropped.
+// The same of paired values: scales join P, and the zeros' sum is row g of `zero`, group g % SCALES, and row g + 8
+// where there are more than eight. Dead tokens have P = 0 and finite codes; their scales and zeros may be anything
+// and are dropped.
 template <class V, int HEADS, bool MASKED, class P>
 KV_DEV void add_pairs(float (&out)[V::V_REGS / 2][Sums<V, HEADS>::HALVES][4], float (&zero)[4],
                       const uint32_t (&b)[2], const P& planes, int token, int lane, int live_from, int live_to) {

@@ -10,11 +10,12 @@
 
 namespace kv {
 
-// Kinds of pairs of T bits, the last one being that of a pair that gives one to the scale, and their tables of levels.
-// A line of 32 words, as many as there are banks, holds the entry of the same bits of one kind in 32 copies: a lane
-// reads its own bank. Where that takes too much room, rare kinds share lines. Short pairs keep own banks there, as few
-// lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). With half of the room (KV_HALVINGS) all but
-// the most even kind share lines, with a quarter all do; a look-up in them takes two or three turns.
+// Kinds of pairs of T bits, the last one being that of a pair that gives one to the scale, and their tables of
+// levels. A line of 32 words, as many as there are banks, holds the entry of the same bits of one kind in 32 copies:
+// a lane reads its own bank. Where that takes too much room, rare kinds share lines. Short pairs keep own banks
+// there, as few lanes read them, by token (lanes 3 of 4) or by part (the last four lanes). With half of the room
+// (KV_HALVINGS) all but the most even kind share lines, with a quarter all do; a look-up in them takes two or three
+// turns.
 template <int T> struct GhostPairs {
   KV_CONST int WIDEST = 7;
   KV_CONST int EVEN = (T + 1) / 2;  // the wider one's bits of the most even kind

@@ -96,7 +96,10 @@ template <int D, int BITS, int GROUP> struct ReadPlainInt : GroupKeys<D, BITS> {
     const int live = live_part<D, V>(part), at = token * SCALES + live * V::REGS * 2 / GROUP;
     uint32_t s[EACH], z[EACH];
     KV_UNROLL
-    for (int i = 0; i < EACH; ++i) s[i] = ((const uint16_t*)planes[1])[at + i], z[i] = ((const uint16_t*)planes[2])[at + i];
+    for (int i = 0; i < EACH; ++i) {
+      s[i] = ((const uint16_t*)planes[1])[at + i];
+      z[i] = ((const uint16_t*)planes[2])[at + i];
+    }
     if constexpr (BITS == 2) {
       const uint8_t* run = planes[0] + token * ROW + live * V::BYTES;
       uint32_t w[(V::BYTES + 3) / 4];
