@@ -1053,12 +1053,14 @@ def choose_block(root: Path) -> str:
         cells += [f"{own['kl']:.4f}", f"{own['perplexity']:.2f}"] if own else ["–", "–"]
         lines.append(f"| {' | '.join([*cells, '–' if gain is None else f'{gain:.1f}x'])} |")
     items = next(r["items"] for r in judge_of(root, TODAY).rows if (r.task, r.group) == ("kl", None))
+    timed = [r for r in decode_rows(root) if r["spec"].startswith(OWN) and r["shape"] == "b32_32k"]
+    without = "" if any("mean" in r for r in timed) else ", those of ghost without its term of the keys' mean"
     return "\n".join(lines) + (
         f"\n\nBits of every byte held, KL and perplexity on Qwen2.5-Coder-1.5B-Instruct (head_dim 128, key biases; "
         f"{items:g} windows of 2,048 tokens of WikiText-2, bfloat16; the last two rows, of keys as they are "
         f"(mean=none), and those of ghost are of other runs and another processor) and on "
         f"{next(iter(small.values()))['model']} (head_dim 64); decode attention of {SPEED_TITLES['b32_32k']} beside 16 "
-        f"bit, a dash where it is not measured."
+        f"bit, a dash where it is not measured{without}."
     )
 
 
