@@ -158,9 +158,10 @@ def test_shapes_of_the_corners():
     names = [s.name for s in GROUPS["corners"]]
     assert names == [
         "b128_1k", "b64_2k", "llama8b_b1_4096", "one_kv_head_b2_8k", "d64_b4_32k", "d96_b4_8k", "d256_b16_16k",
+        "d512_b8_32k",
     ]  # fmt: skip
     assert [Shape(*sizes) for sizes in json.loads(beside.described(GROUPS["corners"]))] == list(GROUPS["corners"])
-    assert len(shapes_named("spine,corners")) == 11
+    assert len(shapes_named("spine,corners")) == 12
 
 
 def test_a_worker_times_every_spec_beside_bf16(monkeypatch):
