@@ -12,8 +12,10 @@ from kvcodec import FrameCache
 from kvcodec.attention import attend
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import KVError, ShapeError, UnsupportedError
+from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
 
 HEADS, DIM, TOKENS, FRAMES, SINKS = 2, 64, 12, 5, 1
@@ -184,3 +186,23 @@ def test_a_cache_that_cannot_roll_is_refused() -> None:
     plain.append(*torch.zeros(2, 1, 1, 4, 64))
     with pytest.raises(ShapeError, match="holds 4 tokens already"):
         FrameCache(plain, tokens=4, frames=2)
+
+
+def test_a_frame_that_cannot_replace_another_leaves_it() -> None:
+    video = rolled(LayerCache, scheme_of("saw-int4"), 8)
+    before, kept, x = video.held, video.cache.decode(), torch.zeros(1, HEADS, TOKENS, DIM)
+    x[:, :, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="nan is not finite"):
+        video.replace(x, x)
+    with pytest.raises(ShapeError, match="do not fit the cache"):
+        video.replace(*torch.zeros(2, 1, HEADS + 1, TOKENS, DIM))
+    assert video.held == before
+    for mine, theirs in zip(video.cache.decode(), kept, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_mean_before_rope_is_refused() -> None:
+    rotary = Rotary(torch.ones(DIM // 2))
+    site = LayerSite(kvcodec.get("saw-int4:mean=pre"), mean=MeanRemoval("pre", rotary, torch.ones(1, HEADS, DIM)))
+    with pytest.raises(UnsupportedError, match="mean before RoPE"):
+        FrameCache(LayerCache(site), tokens=TOKENS, frames=FRAMES)

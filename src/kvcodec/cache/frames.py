@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.static import StaticCache
+from kvcodec.codec import check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
 
 
@@ -36,7 +37,8 @@ class FrameCache:
     ShapeError
         Numbers that do not fit each other, or a cache that holds tokens.
     UnsupportedError
-        A static cache, which does not use evicted slots again; or sinks that the fused kernels cannot keep.
+        A static cache, which does not use evicted slots again; keys without their mean before RoPE; or sinks that the
+        fused kernels cannot keep.
 
     Examples
     --------
@@ -60,6 +62,11 @@ class FrameCache:
         if isinstance(cache, StaticCache):
             raise UnsupportedError(
                 "a static cache (capacity) does not use evicted slots again; a rolling one grows and frees pages."
+            )
+        if cache.site.mean is not None and cache.site.mean.kind == "pre":
+            raise UnsupportedError(
+                "the cache holds keys without their mean before RoPE, which is put back by positions in one dimension; "
+                "frames have positions of their own. Use mean=post or mean=none."
             )
         if isinstance(cache, DeviceCache) and cache.scheme.sink != sinks * tokens:
             raise UnsupportedError(
@@ -117,10 +124,14 @@ class FrameCache:
         ------
         ShapeError
             A frame of another size, or more frames than are held beside the sinks.
+        ValueError
+            As ``LayerCache.append``; nothing has changed then.
         """
         n = self._frames_of(keys)
         if n > len(self) or (self.seen > len(self) and n > len(self) - self.sinks):
             raise ShapeError(f"replace: {n} frames, and {len(self)} are held, {self.sinks} of them sinks; pass fewer.")
+        check_tensors(keys, values)  # before the older ones are gone
+        self.cache.check_shapes(keys, values)
         self.cache.crop(len(self.cache) - n * self.tokens)
         self.cache.append(keys, values)
 

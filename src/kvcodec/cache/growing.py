@@ -106,7 +106,7 @@ class GrowingCache(DeviceCache):
         if n != 1 and flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
             self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
-        self._check_shapes(keys, values)
+        self.check_shapes(keys, values)
         if self.store is None:
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
             leaving = leaving if n >= self.site.fit_tokens else 0

@@ -216,7 +216,7 @@ class LayerCache:
             Shapes that do not fit each other or the tokens already held.
         """
         check_tensors(keys, values)
-        self._check_shapes(keys, values)
+        self.check_shapes(keys, values)
         if self.store is None:
             self._allocate(keys, values)
         n = keys.shape[2]
@@ -374,7 +374,8 @@ class LayerCache:
         """Tokens that leave the window together."""
         return state.codec.block_tokens
 
-    def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
+    def check_shapes(self, keys: Tensor, values: Tensor) -> None:
+        """Raise ShapeError unless new tokens fit each other and those held."""
         if keys.shape[:3] != values.shape[:3]:
             raise ShapeError(
                 f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "

@@ -165,7 +165,7 @@ class StaticCache(DeviceCache):
             if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
                 self._forget_all()
             self.fresh = n > 1 and self.store is not None
-        self._check_shapes(keys, values)
+        self.check_shapes(keys, values)
         if self.store is None:
             self._allocate(keys, values)
         assert self.seq_lens is not None
