@@ -67,7 +67,8 @@ class Served:
 
     def step(self, space: torch.Tensor) -> torch.Tensor:
         given = (self.cache, self.table, self.lengths, self.pending, self.rules, space)
-        return self.layer.step_groups(self.q, self.k, self.v, *given)
+        dense = self.layer.store_steps(self.k, self.v, self.cache, self.pending)
+        return self.layer.attend_steps(self.q, dense, *given)
 
 
 def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:

@@ -106,7 +106,8 @@ class Batch:
         newest = [torch.stack([self.data[r][part][t] for r, t in last]) for part in range(3)]
         q, k, v = (torch.cat([x, x[:1].expand(padding, -1, -1)]) for x in newest)
         given = (self.caches[0], table, lengths, self.pending, self.rules, self.space)
-        found = self.layer.step_groups(q, k, v, *given)
+        dense = self.layer.store_steps(k, v, self.caches[0], self.pending)
+        found = self.layer.attend_steps(q, dense, *given)
         for i, (r, t) in enumerate(last):
             row, slot = torch.tensor(self.rows[r], dtype=torch.int32), torch.tensor([r])
             own = self.own.take_chunk(k[i : i + 1], v[i : i + 1], self.caches[1], row, t + 1, slot)
@@ -188,6 +189,7 @@ def test_a_captured_batch_without_requests_writes_nothing() -> None:
     batch.pending.blank(3)
     q, k, v = (x[:3] for x in batch.data[0])
     table, lengths = torch.zeros(3, 5, dtype=torch.int32), torch.full((3,), 320, dtype=torch.int32)
-    layer.step_groups(q, k, v, cache, table, lengths, batch.pending, batch.rules, batch.space)
+    dense = layer.store_steps(k, v, cache, batch.pending)
+    layer.attend_steps(q, dense, cache, table, lengths, batch.pending, batch.rules, batch.space)
     after = [cache, *(layer.slot_rows[r][: layer.slots] for r in ("key", "value"))]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -213,22 +213,6 @@ class GroupedLayer(EngineLayer):
 
     # -- decode steps --------------------------------------------------------------------------------------------------
 
-    def step_groups(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        cache: Tensor,
-        table: Tensor,
-        seq_lens: Tensor,
-        pending: PendingGroups,
-        rules: Rules,
-        workspace: Tensor | None = None,
-    ) -> Tensor:
-        """``store_steps`` and ``attend_steps``, where no other request's tokens come in the same step."""
-        dense = self.store_steps(keys, values, cache, pending)
-        return self.attend_steps(q, dense, cache, table, seq_lens, pending, rules, workspace)
-
     def store_steps(self, keys: Tensor, values: Tensor, cache: Tensor, pending: PendingGroups) -> dict[Role, Tensor]:
         """Store new tokens by kernels: one of each request, or a request's newest and its drafts.
 
