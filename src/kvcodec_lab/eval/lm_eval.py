@@ -144,7 +144,7 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
     ModelError
         A named model or GGUF that cannot be loaded.
     UnsupportedError
-        A model or layer that no packed cache serves, or ``batch_size=auto``.
+        A model or layer that no packed cache serves, an encoder-decoder model, or ``batch_size=auto``.
     FitError, FormatError
         As ``cache_for``.
     """
@@ -183,6 +183,11 @@ class KVCodecLM(HFLM):  # type: ignore[misc]
             self.origin = {"model": pretrained if isinstance(pretrained, str) else pretrained.name_or_path}
         chosen = {"device": device, "dtype": dtype} if isinstance(pretrained, str) else {}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **chosen, **options)
+        if self.backend != "causal":
+            raise UnsupportedError(
+                f"model kvcodec: {self.config.model_type} is an encoder-decoder model; tasks score the tokens of one "
+                "sequence, so use a decoder-only model. `cache_for` takes encoder-decoder models in `generate`."
+            )
         if isinstance(params, str | Path):
             params = load_params(params, self.model, self.scheme, seed=seed)
         # a plain mapping: FittedParams would be compared with the model's weights again for every cache
