@@ -66,8 +66,9 @@ def of_scheme(
     dtype: torch.dtype = torch.bfloat16,
     page_tokens: int | None = None,
     means: bool = False,
+    served: int = 0,
 ) -> list[Needed]:
-    """Return every program that caches of a scheme ask for, each once.
+    """Return every program that caches of a scheme ask for, or an engine that serves it, each once.
 
     Parameters
     ----------
@@ -83,6 +84,8 @@ def of_scheme(
     means : bool
         Also those for keys that are held without any mean, as a model with key biases needs them. Codecs
         that always hold keys so need some of them anyway.
+    served : int
+        Most query tokens of a request in an engine's decode step, 1 and its drafts; 0: caches.
 
     Raises
     ------
@@ -94,9 +97,37 @@ def of_scheme(
         key, value = (layer.codec(role).for_dtype(dtype) for role in ROLES)
         tokens = layer.page_layout(head_dim, page_tokens).page_tokens
         for pairs in _pairs(layer, head_dim, means):
-            for one in of_codecs(key, value, head_dim, tokens, machine, steps, pairs=pairs):
+            given = key, value, head_dim, tokens, machine, steps or Steps()
+            if served:
+                programs = of_served(*given, pairs=pairs, kept=layer.sink > 0, queries=served)
+            else:
+                programs = of_codecs(*given, pairs=pairs)
+            for one in programs:
                 found.setdefault(one.program, one)
     return list(found.values())
+
+
+def of_served(
+    key: Codec,
+    value: Codec,
+    head_dim: int,
+    page_tokens: int,
+    machine: Machine,
+    steps: Steps,
+    *,
+    pairs: int = 0,
+    kept: bool = False,
+    queries: int = 1,
+) -> Iterator[Needed]:
+    """As ``of_codecs``, of a layer of an engine that owns the blocks: prompts, and steps of up to ``queries`` tokens.
+
+    Decode steps of several tokens meet no tokens held dense, which ``kept`` ones and unfinished groups are.
+    """
+    grouped = max(key.block_tokens, value.block_tokens) > 1
+    for slots in (True, False) if grouped else (True,):  # of prompts, and of steps
+        for each in (1, queries) if queries > 1 and not (kept or grouped) else (1,):
+            own = steps._replace(queries=each)
+            yield from of_codecs(key, value, head_dim, page_tokens, machine, own, pairs=pairs, kept=kept, slots=slots)
 
 
 def of_codecs(

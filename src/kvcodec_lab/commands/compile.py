@@ -1,4 +1,4 @@
-"""``kvcodec compile``: fill the cache folder with the CUDA programs that caches of these presets will ask for."""
+"""``kvcodec compile``: fill the cache folder with the CUDA programs that caches or servers will ask for."""
 
 import argparse
 import os
@@ -20,6 +20,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--page-tokens", type=positive, metavar="N", help="tokens of a page (the caches' default)")
     p.add_argument("--softcap", action="store_true", help="scores have a soft cap")
     p.add_argument("--means", action="store_true", help="also for keys without their mean: models with key biases")
+    p.add_argument(
+        "--served", type=positive, default=0, metavar="N",
+        help="for vLLM in place of caches: most tokens of a request in a decode step, 1 and its drafts",
+    )  # fmt: skip
     p.add_argument("--workers", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes (%(default)s)")
     p.add_argument("--list", action="store_true", help="say what would be compiled, and compile nothing")
 
@@ -35,8 +39,11 @@ def run(args: argparse.Namespace) -> Result:
     from kvcodec.registry import get
 
     progress, rows, dtype = Progress(), [], getattr(torch, args.dtype)
-    steps = Steps((args.group,) if args.group else (4, 8), (None, dtype), args.softcap)
-    options: dict[str, Any] = {"dtype": dtype, "page_tokens": args.page_tokens, "means": args.means}
+    # one head and eight: both numbers of heads of a program, however many query tokens a request has
+    steps = Steps((args.group,) if args.group else (1, 8), (None, dtype), args.softcap)
+    options: dict[str, Any] = {
+        "dtype": dtype, "page_tokens": args.page_tokens, "means": args.means, "served": args.served,
+    }  # fmt: skip
     todo = []
     for arch in dict.fromkeys(name.strip() for name in args.arch.split(",") if name.strip()):
         machine = machine_of(arch)  # all presets, before the first is compiled

@@ -8,11 +8,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.kernels.build import architecture, compiled
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.launch import machine
-from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_codecs
+from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_served
 
 logger = init_logger("vllm.kvcodec")
 
@@ -38,12 +37,9 @@ def compile_ahead(
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
-        kept = layer.sink > 0
-        for slots in (True, False) if isinstance(layer, GroupedLayer) else (True,):  # of prompts, and of steps
-            more = {"pairs": pairs, "kept": kept, "slots": slots}
-            needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, **more))
-            if queries > 1 and layer.takes_several(impl.rules):
-                needed |= dict.fromkeys(of_codecs(*given, machine(device), steps._replace(queries=queries), **more))
+        several = queries if layer.takes_several(impl.rules) else 1
+        more = {"pairs": pairs, "kept": layer.sink > 0, "queries": several}
+        needed |= dict.fromkeys(of_served(*given, machine(device), steps, **more))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("kvcodec: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()
