@@ -13,6 +13,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Site
+from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import decode as attention
 from kvcodec.kernels import encode, launch
 from kvcodec.kernels import spec as specs
@@ -134,6 +135,25 @@ def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
     ((_, threads, shared, early),) = machine["kv_decode"].launches
     assert (threads, early) == (4 * 32, True)
     assert shared == max(launch.shared_bytes(pair, config, heads=4), launch.H200.shared_sm // 2)
+
+
+@pytest.mark.parametrize(("spec", "teams"), [("hqmq-s48_r4", 2), ("int-4", 1)])
+def test_launch_constants_without_room_are_refused(spec: str, teams: int, machine: dict[str, Any]) -> None:
+    """Before anything is compiled: what is launched with less writes over its neighbours, or faults."""
+    made, dim, heads = kvcodec.get(spec), 64, 2
+    store, params, _ = fill(made.key, made.value, dim, heads, [64], 64)
+    pair = specs.decode_spec(made.key, made.value, dim, 64)
+    config = launch.Config(64, 8, 16, 1, 1, teams)
+    need = launch.shared_bytes(pair, config, heads=4)
+    assert need > launch.H200.shared_block
+    key, value = (constants_for(s, params[r], heads, dim) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
+    text = rf"Config\(tile=64, .* needs {need} bytes of shared memory in a block; this GPU has 232448\. Give fewer"
+    with pytest.raises(UnsupportedError, match=text):
+        attention.decode_attention(
+            torch.zeros(1, heads, 1, dim), store.pages, store.table, torch.tensor([64], dtype=torch.int32),
+            spec=attention.text_of(pair), key=key, value=value, scale=1.0, num_kv_heads=heads, config=config,
+        )  # fmt: skip
+    assert "kv_decode" not in machine
 
 
 def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> None:

@@ -138,12 +138,17 @@ def _plan(
     spec = decode_spec_of(text)
     apart = dense >= 0 and _apart(spec, units, device)
     config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
+    shared, early, there = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config), machine(device)
+    if shared > there.shared_block:
+        raise UnsupportedError(
+            f"{spec.name}: config={config} needs {shared} bytes of shared memory in a block; this GPU has "
+            f"{there.shared_block}. Give fewer teams, warps or stages, or shorter tiles, or leave config out."
+        )
     # the program does not depend on the number of splits
     source = program(spec, config, cap, dense, heads, several)
     decode, combine = load(source, ("kv_decode", "kv_combine"), device, spec.name)
-    shared, early = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config)
     if early:  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
-        shared = min(max(shared, machine(device).shared_sm // 2), machine(device).shared_block)
+        shared = min(max(shared, there.shared_sm // 2), there.shared_block)
     return Plan(config, decode, combine, shared, early)
 
 
