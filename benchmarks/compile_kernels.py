@@ -1,6 +1,7 @@
 """Compile the CUDA kernels that the benches launch, several at a time, into the cache folder.
 
     PYTHONPATH=src python benchmarks/compile_kernels.py [--specs A,B] [--shapes spine,sweep8] [--arch sm_90] [--rivals]
+                                                        [--shared-memory 100]
 
 Without this a bench compiles a program when it first needs it, one after the other: about two seconds each, two to five
 for a preset; `kvcodec compile` takes all that any cache may need. It needs NVRTC and no GPU: with ``--arch`` it can run
@@ -10,6 +11,7 @@ compile theirs at the same time, which needs the GPU.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -95,6 +97,7 @@ def main() -> int:
     parser.add_argument("--specs", default=",".join(PRESETS), help="default: what the benches time")
     parser.add_argument("--shapes", default="spine,corners,octopus,saw,per-head,sweep", help="(%(default)s)")
     parser.add_argument("--arch", help="e.g. sm_90, which is then taken for an H200; default: the GPU here")
+    parser.add_argument("--shared-memory", type=int, metavar="KB", help="as of the benches: a GPU with so much of it")
     parser.add_argument("--rivals", action="store_true", help="those of other libraries as well")
     parser.add_argument("--rival", help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
@@ -105,7 +108,9 @@ def main() -> int:
     begun = time.monotonic()
     others = start_rivals() if args.rivals else []
     gpu = None if args.arch else torch.device("cuda", 0)
-    arch, machine = (args.arch, launch.H200) if gpu is None else (architecture(gpu), launch.machine(gpu))
+    arch = args.arch if gpu is None else architecture(gpu)
+    with launch.limited(args.shared_memory) if args.shared_memory else contextlib.nullcontext():
+        machine = launch.machine(gpu or torch.device("cpu"))
     todo = wanted(split_specs(args.specs), shapes_named(args.shapes), machine)
     made = compile_needed([Needed(program, "") for program in todo], arch, args.workers)
     seconds = [one.seconds for one in made]

@@ -80,8 +80,16 @@ def test_programs_reach_the_cache(ahead, monkeypatch, tmp_path, capsys):
         pytest.skip(str(error))
     programs = list(ahead.programs_of(scheme_of("int-8"), Shape("x", 1, 1, 1, 64, 64), launch.H200))[-1:]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(ahead, "wanted", lambda specs, shapes, machine: programs)
-    monkeypatch.setattr(sys, "argv", ["compile_kernels", "--arch", "sm_90", "--workers", "1"])
-    assert ahead.main() == 0
+    machines = []
+
+    def wanted(specs, shapes, machine):
+        machines.append(machine)
+        return programs
+
+    monkeypatch.setattr(ahead, "wanted", wanted)
+    for more in ([], ["--shared-memory", "100"]):
+        monkeypatch.setattr(sys, "argv", ["compile_kernels", "--arch", "sm_90", "--workers", "1", *more])
+        assert ahead.main() == 0
+    assert machines == [launch.H200, launch.machine_of("sm_89")]
     assert "1 programs for sm_90" in capsys.readouterr().out
     assert len(list(cache_folder().glob("*.cubin"))) == 1
