@@ -37,15 +37,15 @@ def aligned(lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,), rul
     return ["  ".join(put(x, w) for put, x, w in zip(placed, line, widths, strict=True)).rstrip() for line in lines]
 
 
-def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, numbers to the right; a first cell is text.
+def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,)) -> str:
+    """A table in Markdown, numbers to the right; ``text`` as in ``aligned``.
 
     >>> print(markdown(["preset", "bits"], [["`int-4`", "4.50"]]))
     | preset | bits |
     | --- | ---: |
     | `int-4` | 4.50 |
     """
-    rule = ["---", *["---:"] * (len(headings) - 1)]
+    rule = ["---" if i in text else "---:" for i in range(len(headings))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
 
 

@@ -13,6 +13,7 @@ from kvcodec_lab.eval.rows import Row, check_writable, plain, write_json
 from kvcodec_lab.report import pictures
 from kvcodec_lab.report.figures import rate_distortion, recomputed
 from kvcodec_lab.report.tables import aligned
+from kvcodec_lab.report.tables import markdown as markdown_table
 from kvcodec_lab.reproduce.claims import NOT_PRINTED, PAPERS, axes_of
 from kvcodec_lab.reproduce.rate_distortion import STUDY
 from kvcodec_lab.stamp import versions
@@ -157,13 +158,12 @@ def _markdown_table(table: str, block: Sequence[Row], figure: str | None) -> lis
     lines = [f"### {table}", ""]
     if figure:
         lines += [f"![{table}]({figure})", ""]
-    lines += [f"| what | {source_of(block[0])} | corrected | ours | difference | | note |"]
-    lines += ["|---|---:|---:|---:|---:|---|---|"]
+    heads, found = ["what", source_of(block[0]), "corrected", "ours", "difference", "", "note"], []
     for r in block:
         cells = [f"{r['item']}, {r['metric']}", number(r["printed"]), number(r.get("spec")), number(r["ours"])]
         cells += [percent(r["relative_error"]), verdict(r), r["note"]]
-        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-    return [*lines, ""]
+        found.append([c.replace("|", "\\|") for c in cells])
+    return [*lines, markdown_table(heads, found, text=(0, 5, 6)), ""]
 
 
 def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any]) -> list[Path]:
