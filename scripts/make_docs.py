@@ -21,7 +21,7 @@ from layout_drawing import drawing
 import kvcodec
 from kvcodec.registry import method_of
 from kvcodec_lab.report.rows import read_rows
-from kvcodec_lab.report.tables import cell, columns_of
+from kvcodec_lab.report.tables import cell, columns_of, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIMS = (64, 128, 256)
@@ -241,8 +241,8 @@ def api_page() -> str:
 
 
 def _table(head: Sequence[str], rows: Any) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(c).replace('|', chr(92) + '|') for c in line)} |" for line in lines)
+    lines = [[str(c).replace("|", "\\|") for c in row] for row in rows]
+    return markdown(head, lines, text=range(len(head)))
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ from kvcodec_lab.report.pages.leaderboard import found_values, read_runs, retrie
 from kvcodec_lab.report.ranks import EXACT
 from kvcodec_lab.report.rows import UNCOMPRESSED, Results, mapping, read_rows
 from kvcodec_lab.report.tables import cell, columns_of, markdown, with_reference
-from kvcodec_lab.report.words import listed
+from kvcodec_lab.report.words import DASH, listed
 from kvcodec_lab.serve.tables import Found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -238,14 +238,13 @@ def kernels_block(root: Path) -> str:
     out = [f"![Speed-up over 16-bit attention over effective bits](img/{SPEED_FIGURE.name})", ""]
     heads = ["preset", "bits", *(SPEED_TITLES[shape] for shape in SHAPES)]
     heads += [f"break-even, {b} sequence{'s' * (b > 1)}" for b in SWEEP_BATCHES]
-    out += [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
+    found = []
     for line in sorted(measured, key=lambda x: -(x.speedups["b32_32k"] or 0)):
         gains = (line.speedups[shape] for shape in SHAPES)
-        cells = [f"`{line.spec}`", number(line.bits, ".2f"), *("–" if x is None else f"{x:.2f}x" for x in gains)]
-        cells += [str(break_even(table, line.spec, batch) or "–") for batch in SWEEP_BATCHES]
-        out.append(f"| {' | '.join(cells)} |")
+        cells = [f"`{line.spec}`", number(line.bits, ".2f"), *(DASH if x is None else f"{x:.2f}x" for x in gains)]
+        found.append([*cells, *(str(break_even(table, line.spec, batch) or DASH) for batch in SWEEP_BATCHES)])
     gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
-    return "\n".join(out) + (
+    return "\n".join([*out, markdown(heads, found)]) + (
         f"\n\nTimes as fast as the fastest 16-bit attention of the same run ({gpus}; cold L2, CUDA graph, medians, "
         f"pages in random order). Break-even: tokens per sequence from which a preset is the faster one at every "
         f"longer measured length."
@@ -297,12 +296,10 @@ def generate_block(root: Path) -> str:
             f"own speed."
         )
     lines = steps_of_a_model(read_rows([path]))
-    table = [lines.headings, ["---"] + ["---:"] * (len(lines.headings) - 1)]
-    table += [[f"`{line[0]}`" if "," not in line[0] else line[0], *line[1:]] for line in lines.lines]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in table)
+    named = [[f"`{line[0]}`" if "," not in line[0] else line[0], *line[1:]] for line in lines.lines]
     return (
         f"{text}\n\nMilliseconds per token there, caches filled with 32k tokens before (so the peak memory, without "
-        f"the weights, is that of a decode step):\n\n{body}"
+        f"the weights, is that of a decode step):\n\n{markdown(lines.headings, named)}"
     )
 
 
@@ -368,18 +365,18 @@ def ghost_block(root: Path) -> str:
         ("Qwen2.5-Coder-1.5B-Instruct", large, uncompressed),
         (small[0]["model"], told, small[0]["uncompressed"]["perplexity"]),
     ):
-        out += [f"| {title}, perplexity {base:.2f} | bits | KL | perplexity | of the others | bits | KL | perplexity |"]
-        out += [f"|---{'|---:' * 3}|---{'|---:' * 3}|"]
+        numbers, lines = ["bits", "KL", "perplexity"], []
         own = sorted((r for r in rows if r[0].startswith(OWN)), key=lambda r: (r[1], -r[2]))
         for spec, held, kl, perplexity, note in own:
             near = [r for r in rows if not r[0].startswith(OWN) and r[0] in presets() and r[1] <= held + MORE_BITS]
             best = min(near, key=lambda r: r[2], default=None)
             cells = [f"`{spec}`{note}", f"{held:.2f}", f"{kl:.4f}", f"{perplexity:.2f}"]
             cells += (
-                ["–"] * 4 if best is None else [f"`{best[0]}`", f"{best[1]:.2f}", f"{best[2]:.4f}", f"{best[3]:.2f}"]
+                [DASH] * 4 if best is None else [f"`{best[0]}`", f"{best[1]:.2f}", f"{best[2]:.4f}", f"{best[3]:.2f}"]
             )
-            out.append(f"| {' | '.join(cells)} |")
-        out.append("")
+            lines.append(cells)
+        heads = [f"{title}, perplexity {base:.2f}", *numbers, "of the others", *numbers]
+        out += [markdown(heads, lines, text=(0, 4)), ""]
     return "\n".join(out) + (
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
@@ -428,7 +425,7 @@ def ghost_steps_block(root: Path) -> str:
         cells = [step]
         for rows in models.values():
             row = rows.get(step)
-            cells += ["–"] * 2 if row is None else [f"{row['effective_bits']:.2f}", f"{row['kl']:.4f}"]
+            cells += [DASH] * 2 if row is None else [f"{row['effective_bits']:.2f}", f"{row['kl']:.4f}"]
         lines.append(cells)
     some = next(iter(next(iter(models.values())).values()))
     heads = ["step", *(head for model in models for head in (f"{model}: bits", "KL"))]
@@ -458,7 +455,7 @@ def ghost_rate_block(root: Path) -> str:
             near = [r for r in here if r["method"] != OWN and r["bits"] <= own["bits"] + MORE_BITS]
             best = min(near, key=lambda r: r["relative_mse"], default=None)
             cells += [f"{own['relative_mse']:.4f}"]
-            cells += ["–" if best is None else f"{best['relative_mse']:.4f} (`{best['spec']}`, {best['bits']:.2f})"]
+            cells += [DASH if best is None else f"{best['relative_mse']:.4f} (`{best['spec']}`, {best['bits']:.2f})"]
         lines.append(cells)
     return (
         f"{markdown(heads, lines)}\n\nMean square of the error over that of the vectors, first tokens encoded as "
@@ -479,8 +476,8 @@ def ghost_speed_block(root: Path) -> str:
             time, gain = (table.median(spec, f"{what}_cold", shape) for what in ("decode_us", "speedup_vs_bf16"))
             here = [r for r in rows if (r["spec"], r["shape"]) == (spec, shape)]
             without = " without the term" if spec.startswith(OWN) and not any("mean" in r for r in here) else ""
-            cells.append("–" if time is None or gain is None else f"{time:.0f} µs, {gain:.2f}x{without}")
-        if set(cells[1:]) != {"–"}:
+            cells.append(DASH if time is None or gain is None else f"{time:.0f} µs, {gain:.2f}x{without}")
+        if set(cells[1:]) != {DASH}:
             lines.append(cells)
     if not lines:
         return "Not measured yet: `kvcodec bench decode --device cuda` makes the rows."
@@ -544,7 +541,7 @@ def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
         cells.append(f"{row['other_value']:.4f}")
         for own in BESIDE:
             of = beside[own].get(spec)
-            cells.append("–" if of is None else f"{-of['difference']:+.4f} [{-of['high']:+.4f}, {-of['low']:+.4f}]")
+            cells.append(DASH if of is None else f"{-of['difference']:+.4f} [{-of['high']:+.4f}, {-of['low']:+.4f}]")
         lines.append(cells)
     heads = [about["model"]["name"], "bits", *(f"KL, {text}" for text in texts), "KL, all"]
     windows, size = next(iter(whole.values()))["items"], about["tasks"]["kl"]["window_tokens"]
@@ -613,16 +610,16 @@ def judged(root: Path, run: str) -> tuple[dict[str, Judged], float]:
 
 def _best(rows: Sequence[tuple[str, float, float, float]]) -> str:
     """A table of what has the least KL at each of BUDGETS; rows are specs with bits, KL and perplexity."""
-    lines = ["| at most | best | bits in all | KL | perplexity | next best |", "|---:|---|---:|---:|---:|---|"]
+    lines = []
     for budget in BUDGETS:
         fitting = sorted((row for row in rows if row[1] <= budget), key=lambda row: row[2])
         if not fitting:
-            lines.append(f"| {budget:g} bits | none works | – | – | – | – |")
+            lines.append([f"{budget:g} bits", "none works", *[DASH] * 4])
             continue
         (spec, bits, kl, perplexity), *others = fitting
-        after = f"`{others[0][0]}` ({others[0][2]:.4f})" if others else "–"
-        lines.append(f"| {budget:g} bits | `{spec}` | {bits:.2f} | {kl:.4f} | {perplexity:,.2f} | {after} |")
-    return "\n".join(lines)
+        after = f"`{others[0][0]}` ({others[0][2]:.4f})" if others else DASH
+        lines.append([f"{budget:g} bits", f"`{spec}`", f"{bits:.2f}", f"{kl:.4f}", f"{perplexity:,.2f}", after])
+    return markdown(["at most", "best", "bits in all", "KL", "perplexity", "next best"], lines, text=(1, 5))
 
 
 def board_block(root: Path) -> str:
@@ -808,9 +805,8 @@ def vllm_block(root: Path) -> str:
     times = {f"`{SPEED_SPEC}`, this library": ours}
     for row in rows:
         times.setdefault(str(row["form"]), []).append(row["values"]["p50"])
-    out = [f"| microseconds, cold | {' | '.join(SPEED_TITLES[s] for s in shapes)} |", f"|---{'|---:' * len(shapes)}|"]
-    out += [f"| {name} | {' | '.join(f'{x:,.0f}' for x in values)} |" for name, values in times.items()]
-    return "\n".join(out)
+    lines = [[name, *(f"{x:,.0f}" for x in values)] for name, values in times.items()]
+    return markdown(["microseconds, cold", *(SPEED_TITLES[s] for s in shapes)], lines)
 
 
 def cpu_curves(root: Path) -> dict[str, dict[int, dict[str, float]]]:
@@ -839,13 +835,13 @@ def cpu_block(root: Path) -> str:
     heads += [f"over SDPA, {n // 1024}k" for n in lengths[1:]] + [
         f"over two products, {n // 1024}k" for n in lengths[1:]
     ]
-    out += [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
+    lines = []
     rivals = set(CPU_RIVALS.values())
     for name, of in sorted(curves.items(), key=lambda x: (x[0] not in rivals, x[1][longest]["us"])):
         cells = [name if name in rivals else f"`{name}`", number(of[longest]["bits"], ".2f")]
         cells += [f"{of[n]['us'] / 1e3:.1f}" for n in lengths]
-        cells += [f"{of[n][key]:.1f}x" for key in ("sdpa", "products") for n in lengths[1:]]
-        out.append(f"| {' | '.join(cells)} |")
+        lines.append([*cells, *(f"{of[n][key]:.1f}x" for key in ("sdpa", "products") for n in lengths[1:])])
+    out.append(markdown(heads, lines))
     ours = [r for r in rows if (r["spec"], r["dtype"]) not in CPU_RIVALS]
     machines = " and ".join(sorted({f"{r['device']}, {r['path']}" for r in ours}))
     more = ""
@@ -882,18 +878,16 @@ def cpu_generate_block(root: Path) -> str:
     if not runs:
         raise MissingResultError(f"{CPU_GENERATED} holds no generate-*.json; benchmarks/generate_cpu.py makes them.")
     runs.sort(key=lambda run: (run["options"]["shape"], run["options"]["dtype"], run["options"]["tokens"]))
-    out = ["| model, its type | tokens held | cache | tokens/s | times as fast | a prompt of 4k takes |"]
-    out += ["|---|---:|---|---:|---:|---:|"]
+    lines = []
     for run in runs:
         options = run["options"]
         for row in run["rows"]:
             name = "DynamicCache" if row["spec"] == "dense" else f"`{row['spec']}`"
-            prompt = f"{row['prompt_to_dense']:.2f}x" if row["prompt_seconds"] else "–"
-            out.append(
-                f"| {CPU_MODELS[options['shape']]}, {options['dtype']} | {options['tokens']:,} | {name} "
-                f"| {row['tokens_per_s']:.1f} | {row['speed_to_dense']:.2f}x | {prompt} |"
-            )
-    return "\n".join(out) + (
+            prompt = f"{row['prompt_to_dense']:.2f}x" if row["prompt_seconds"] else DASH
+            cells = [f"{CPU_MODELS[options['shape']]}, {options['dtype']}", f"{options['tokens']:,}", name]
+            lines.append([*cells, f"{row['tokens_per_s']:.1f}", f"{row['speed_to_dense']:.2f}x", prompt])
+    heads = ["model, its type", "tokens held", "cache", "tokens/s", "times as fast", "a prompt of 4k takes"]
+    return markdown(heads, lines, text=(0, 2)) + (
         f"\n\nRandom weights, {runs[0]['gpu']}, PyTorch {runs[0]['versions']['torch']}; medians of turns in which all "
         f"caches take part."
     )
@@ -1033,11 +1027,7 @@ def choose_block(root: Path) -> str:
     small, table = {row["spec"]: row for row in quality_rows(root)}, Table(decode_rows(root))
     base = runs[TODAY][1]
     small_base = next(iter(small.values()))["uncompressed"]["perplexity"]
-    lines = [
-        f"| you want | preset | bits | KL | perplexity ({base:.2f}) | small model: KL | perplexity "
-        f"({small_base:.2f}) | decode attention |",
-        f"|---|---{'|---:' * 6}|",
-    ]
+    lines = []
     for wish in WISHES:
         fitting = {spec: of for spec, of in runs[wish.run][0].items() if of.bits <= wish.bits}
         if wish.spec is None:  # presets alone, by kernels: an option is a choice of its own
@@ -1050,12 +1040,14 @@ def choose_block(root: Path) -> str:
         spec, best = min(fitting.items(), key=lambda item: item[1].kl)
         own, gain = small.get(spec), table.median(spec, "speedup_vs_bf16_cold", "b32_32k")
         cells = [wish.text, f"`{spec}`", f"{best.bits:.2f}", f"{best.kl:.4f}", f"{best.perplexity:.2f}"]
-        cells += [f"{own['kl']:.4f}", f"{own['perplexity']:.2f}"] if own else ["–", "–"]
-        lines.append(f"| {' | '.join([*cells, '–' if gain is None else f'{gain:.1f}x'])} |")
+        cells += [f"{own['kl']:.4f}", f"{own['perplexity']:.2f}"] if own else [DASH, DASH]
+        lines.append([*cells, DASH if gain is None else f"{gain:.1f}x"])
+    heads = ["you want", "preset", "bits", "KL", f"perplexity ({base:.2f})", "small model: KL"]
+    heads += [f"perplexity ({small_base:.2f})", "decode attention"]
     items = next(r["items"] for r in judge_of(root, TODAY).rows if (r.task, r.group) == ("kl", None))
     timed = [r for r in decode_rows(root) if r["spec"].startswith(OWN) and r["shape"] == "b32_32k"]
     without = "" if any("mean" in r for r in timed) else ", those of ghost without its term of the keys' mean"
-    return "\n".join(lines) + (
+    return markdown(heads, lines, text=(0, 1)) + (
         f"\n\nBits of every byte held, KL and perplexity on Qwen2.5-Coder-1.5B-Instruct (head_dim 128, key biases; "
         f"{items:g} windows of 2,048 tokens of WikiText-2, bfloat16; the last two rows, of keys as they are "
         f"(mean=none), and those of ghost are of other runs and another processor) and on "
@@ -1073,9 +1065,8 @@ def quality_block(root: Path) -> str:
 
 
 def _table(columns: Sequence[Any], rows: Sequence[Any]) -> str:
-    lines = [[c.heading for c in columns], ["---"] + ["---:"] * (len(columns) - 1)]
-    lines += [[f"`{cell(r, c)}`" if c.key == "spec" else cell(r, c) for c in columns] for r in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [[f"`{cell(r, c)}`" if c.key == "spec" else cell(r, c) for c in columns] for r in rows]
+    return markdown([c.heading for c in columns], lines)
 
 
 def rooms_block(root: Path, package: str) -> str:
@@ -1083,15 +1074,15 @@ def rooms_block(root: Path, package: str) -> str:
     folder = root / "src" / package
     if not folder.is_dir():
         raise MissingResultError(f"{folder.relative_to(root)} does not exist.")
-    lines = ["| module | holds |", "|---|---|"]
+    lines = []
     for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
         source = path / "__init__.py" if path.is_dir() else path
         if source.suffix != ".py" or not source.is_file() or path.name in ("__init__.py", "__pycache__"):
             continue
         doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
         text = " ".join(doc.split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|").rstrip(".")
-        lines.append(f"| `{path.name}{'/' * path.is_dir()}` | {text} |")
-    return "\n".join(lines)
+        lines.append([f"`{path.name}{'/' * path.is_dir()}`", text])
+    return markdown(["module", "holds"], lines, text=(0, 1))
 
 
 BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {

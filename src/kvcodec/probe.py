@@ -34,7 +34,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import Removed
 from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.engine import Engine
 from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
@@ -176,8 +176,8 @@ class OutlierProbe:
         fresh = [one for one in self.noted.values() if one.layer not in self.measured]
         groups: dict[Any, list[_Noted]] = {}
         for one in fresh:
-            engine = _cuda_engine(one.cache)
-            kernels = None if engine is None else (engine.encode_spec, engine.decode_spec)
+            engine = _engine(one.cache)
+            kernels = None if engine is None else engine.alike
             turned = one.removed and (one.removed.turning, *map(id, one.removed.angles))
             alike = one.cache.roles["key"].codec, kernels, one.sample.shape, one.sample.device, turned
             groups.setdefault(alike, []).append(one)
@@ -245,7 +245,7 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
         means = torch.cat([one.removed.mean for one in layers if one.removed is not None], 1)
         keys = removed._replace(mean=means).from_keys(keys)
     states = [cache.roles["key"] for cache in caches]
-    engines = [engine for c in caches if (engine := _cuda_engine(c)) is not None]
+    engines = [engine for c in caches if (engine := _engine(c)) is not None]
     decoded, store = None, caches[0].store
     if len(engines) == len(caches) and store is not None:
         decoded = engines[0].roundtrip(keys, engines, store)
@@ -257,10 +257,9 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
     return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
 
 
-def _cuda_engine(cache: LayerCache) -> CudaEngine | None:
-    """The engine that may encode keys of several layers at once."""
-    engine = cache.engine if isinstance(cache, DeviceCache) else None
-    return engine if isinstance(engine, CudaEngine) else None
+def _engine(cache: LayerCache) -> Engine | None:
+    """The kernels that serve a cache, if any do."""
+    return cache.engine if isinstance(cache, DeviceCache) else None
 
 
 def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:

@@ -251,13 +251,6 @@ class StaticCache(DeviceCache):
     def _placed(self) -> dict[str, Any]:
         return {} if self.turning is None else {"placed": self.placed}
 
-    def mean_of_newest(self, n: int) -> Tensor | None:
-        """As ``LayerCache.mean_of_newest``; does not synchronise."""
-        if self.site.mean is None or self.mean is None or self.placed is None:
-            return None
-        ahead = torch.arange(-n, 0, device=self.placed.device)
-        return self.site.mean.at(self.mean, (self.placed - self.scheme.sink + self.device_length())[:, None] + ahead)
-
     def _check_room(self, n: int) -> None:
         """Raise if there are no slots for n tokens (evicted slots stay used)."""
         assert self.store is not None

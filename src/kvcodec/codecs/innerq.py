@@ -36,7 +36,8 @@ Deviations from the paper
 1. Eq. 13 needs one bit more than the paper counts; it is counted here.
 2. The paper folds norm_k into W_Q and W_K, per channel. Before RoPE that changes the logits unless a pair shares its
    norm; here it is shared and applied to cached keys and queries, so batched prompts each have their own.
-   ``integrations.fold.fold_key_norms`` folds the norms of one prompt into a model's weights; use ``norm=false`` there.
+   ``integrations.transformers.fold.fold_key_norms`` folds the norms of one prompt into a model's weights; use
+   ``norm=false`` there.
 3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the held S.
 4. "The last 96 tokens" could also be read as at most 96 (values 65 to 96); only the other reading is offered.
 

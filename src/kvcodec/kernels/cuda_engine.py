@@ -1,6 +1,6 @@
 """The engine of NVIDIA GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -74,6 +74,8 @@ class CudaEngine(Engine):
     name = "cuda"
     refuses_at_once = False
     adds_mean = ("pre", "post")
+    by_slot = True
+    caps_groups = False
     mean: KeyMean | None = None
     """The mean that keys are held without; see ``hold_without``."""
 
@@ -96,6 +98,10 @@ class CudaEngine(Engine):
         other = super().fresh()
         other.own = {}
         return other
+
+    def expect_layer(self) -> None:
+        """As ``Engine.expect_layer``."""
+        self.rooms.layers += 1
 
     def fits(self, role: Role) -> bool:
         """As ``Engine.fits``."""
@@ -169,20 +175,21 @@ class CudaEngine(Engine):
         )
 
     def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
-        """Return what encodes tokens into slots of these pages; ``bad`` and ``kept`` as in ``encode``."""
+        """As ``Engine.writer``."""
         return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, kept)
 
     def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
-        """Return what attends with prompt chunks to these pages; arguments as ``ChunkReader``."""
+        """As ``Engine.chunk_reader``."""
         kind = GroupChunkReader if any(codec.block_tokens > 1 for codec in self.codecs.values()) else ChunkReader
         return kind(self.packed(pages, torch.empty(0)), kept, flash)
 
-    def roundtrip(self, keys: Tensor, engines: "Sequence[CudaEngine]", store: PageStore) -> Tensor | None:
-        """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
+    @property
+    def alike(self) -> Hashable:
+        """As ``Engine.alike``: of the same programs."""
+        return self.encode_spec, self.decode_spec
 
-        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
-        Keys are without their mean already, if they have one.
-        """
+    def roundtrip(self, keys: Tensor, engines: Sequence[Engine], store: PageStore) -> Tensor | None:
+        """As ``Engine.roundtrip``, in one launch each way."""
         if self.encoders["key"] is None or not all(engine.ready for engine in engines):
             return None
         heads, count = store.heads, keys.shape[2]

@@ -4,7 +4,7 @@ An engine holds only names and tensors, no module or compiled kernel, so that ca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -14,9 +14,11 @@ from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Params, Role
+from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.encode import SlotWriter, Turned
 from kvcodec.kernels.flash import Flash
+from kvcodec.kernels.prompts import ChunkReader
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import Mean
 
@@ -40,6 +42,10 @@ class Engine(ABC):
     """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
     adds_mean: tuple[Mean, ...]
     """Means without which kernels read keys, and encode them so."""
+    by_slot = False
+    """Whether ``writer`` and ``chunk_reader`` serve the tokens of several requests in one launch."""
+    caps_groups = True
+    """Whether ``attend_groups`` takes soft caps and windows."""
     ready = False
     """Whether the constants of both roles are on the device."""
     readers: "Mapping[Role, Reader | CpuReader]"
@@ -71,6 +77,10 @@ class Engine(ABC):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, reading={}, writing={}, ready=False)
         return other
+
+    def expect_layer(self) -> None:
+        """Note that one more layer will come that has these kernels; memory for all of them is allocated at once."""
+        return  # nothing is shared
 
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
@@ -147,6 +157,27 @@ class Engine(ABC):
         cannot hold, and to 2 by tokens behind the pages. ``less``: what is subtracted from the keys, if they are held
         without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``cache.kept_rows``.
         """
+
+    def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
+        """Return what encodes tokens into slots of these pages; ``bad`` and ``kept`` as in ``encode``."""
+        raise UnsupportedError(f"{self.name} kernels encode sequence by sequence, not by slots")
+
+    def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
+        """Return what attends with prompt chunks to these pages; arguments as ``ChunkReader``."""
+        raise UnsupportedError(f"{self.name} kernels attend with one prompt chunk at a time")
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal for engines of layers whose keys ``roundtrip`` takes together."""
+        return None
+
+    def roundtrip(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Tensor | None:
+        """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
+
+        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
+        Keys are without their mean already, if they have one.
+        """
+        return None
 
     @abstractmethod
     def attend(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvcodec_lab.bench.shapes import HQMQ_TOKENS, INNERQ_TOKENS, KMEANS, SAW
 from kvcodec_lab.bench.summary import SPEEDUP, Row, Table
+from kvcodec_lab.report.words import DASH
 
 
 class Study(NamedTuple):
@@ -36,7 +37,7 @@ def number(x: float | None, form: str = ".1f") -> str:
     >>> number(2.345), number(None)
     ('2.3', '–')
     """
-    return "–" if x is None else format(x, form)
+    return DASH if x is None else format(x, form)
 
 
 def over(a: float | None, b: float | None) -> float | None:
@@ -75,12 +76,12 @@ def _sequences(batch: int) -> str:
 
 
 def _why(table: Table, spec: str, shape: str) -> str:
-    return "no kernel" if table.status(spec, shape).startswith("no kernel") else "–"
+    return "no kernel" if table.status(spec, shape).startswith("no kernel") else DASH
 
 
 def _any(lines: list[list[str]]) -> bool:
     """Whether something was measured."""
-    return any(cell not in ("–", "no kernel", "") for line in lines for cell in line[1:])
+    return any(cell not in (DASH, "no kernel", "") for line in lines for cell in line[1:])
 
 
 SAW_PREFILL = (212.32, 154.94 + 2126.10)

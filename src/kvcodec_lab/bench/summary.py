@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.shapes import SPINE, SWEEP_BATCHES
+from kvcodec_lab.report.words import DASH
 
 Row = Mapping[str, Any]
 SPEEDUP = "speedup_vs_bf16_cold"
@@ -192,7 +193,7 @@ def steps_of_a_model(rows: Sequence[Row]) -> Steps:
     for (spec, cache, form), found in sorted(times.items(), key=order):
         name = spec if cache == "kvcodec fused" else f"{'16 bit' if spec == 'dense' else spec}, {cache}"
         name += f", {form}" if form else ""
-        cells = [f"{found[key]['values']['p50']:.1f}" if key in found else "–" for key in columns]
+        cells = [f"{found[key]['values']['p50']:.1f}" if key in found else DASH for key in columns]
         peaks = [row["peak_bytes"] for (batch, _), row in found.items() if batch == most and row.get("peak_bytes")]
-        lines.append([name, *cells, f"{min(peaks) / 1e9:.1f}" if peaks else "–"])
+        lines.append([name, *cells, f"{min(peaks) / 1e9:.1f}" if peaks else DASH])
     return Steps([*headings, f"GB, {most} sequence{'s' * (most > 1)}"], lines)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcodec.errors import UnsupportedError
 from kvcodec_lab.arguments import add_device, add_model, add_probe, positive, specs
+from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
 
 OUTPUT = "kvcodec-advice"
@@ -159,11 +160,7 @@ def _table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any], size: Any
         measured = (f"{row['kl']:.5f}", f"{row['kl_se']:.5f}", perplexity) if row["kl"] is not None else ("-",) * 3
         numbers = f"{row['bits']:.2f}", *measured
         cells.append((name, size(row["bytes"]), *numbers, f"{row['top1_agreement']:.1%}"))
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in cells
-    ]
+    return aligned(cells)
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> list[str]:

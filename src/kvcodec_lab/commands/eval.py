@@ -11,6 +11,7 @@ from typing import Any
 from kvcodec.errors import SpecError
 from kvcodec_lab.arguments import add_model, add_probe, add_reading, add_text, depths, lengths, positive, specs
 from kvcodec_lab.commands.compare import NEW_TOKENS, measure, read_constants
+from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
 
 WINDOWS = 3
@@ -220,7 +221,7 @@ def differences(rows: Sequence[Mapping[str, Any]]) -> str:
             cells = [f"{row['value']:.4g}", f"{row['other_value']:.4g}"]
             cells += [_interval(row, "difference", "low", "high", sign="+"), str(row["items"])]
             lines.append([row["other"], *cells])
-        parts.append("\n".join([f"{task}: {metric} of {spec}", *_aligned(lines)]))
+        parts.append("\n".join([f"{task}: {metric} of {spec}", *aligned(lines, ruled=True)]))
     return "\n\n".join(parts)
 
 
@@ -241,7 +242,7 @@ def _table(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
     head = f"{task}: {counted} of {rows[0]['planned']} items, prefill={rows[0]['prefill']}"
     if failed:
         head += f", {failed} without a result (run.json says why)"
-    return "\n".join([head, *_aligned(lines)])
+    return "\n".join([head, *aligned(lines, ruled=True)])
 
 
 def _interval(row: Mapping[str, Any], value: str, low: str, high: str, sign: str = "") -> str:
@@ -251,15 +252,6 @@ def _interval(row: Mapping[str, Any], value: str, low: str, high: str, sign: str
     if row.get(low) is None or row.get(high) is None:
         return text
     return f"{text} [{row[low]:{sign}.3g}, {row[high]:{sign}.3g}]"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    out = []
-    for first, *others in lines:
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        out.append("  ".join(cells).rstrip())
-    return [out[0], "  ".join("-" * w for w in widths), *out[1:]]
 
 
 def _scalar(value: Any) -> str:

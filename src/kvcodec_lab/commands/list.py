@@ -5,6 +5,7 @@ from typing import Any
 
 from kvcodec.errors import ShapeError
 from kvcodec_lab.arguments import add_head_dim
+from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
 
 KEYS = ("spec", "method", "source", "key_bits", "value_bits", "effective_bits", "nominal_bits", "block_tokens", "sink",
@@ -22,10 +23,7 @@ def run(args: argparse.Namespace) -> Result:
     import kvcodec
 
     rows = [_row(preset, args.head_dim) for preset in kvcodec.presets()]
-    lines = [HEADS, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS) - 1)]
-    out = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
-    out.insert(1, "  ".join("-" * w for w in [*widths, len(HEADS[-1])]))
+    out = aligned([HEADS, *map(_cells, rows)], text=range(len(HEADS)), ruled=True)
     bits = f"bits: all bytes of an encoded block x 8 / elements, at head_dim {args.head_dim}; windows not counted"
     return Result(rows, "\n".join([*out, "", bits, "Options of one of them: kvcodec describe PRESET"]))
 

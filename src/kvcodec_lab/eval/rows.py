@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import KVError
-from kvcodec_lab.report.tables import cell, columns_of, with_reference
+from kvcodec_lab.report.tables import aligned, cell, columns_of, with_reference
 
 Row = dict[str, Any]
 
@@ -20,13 +20,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = with_reference(rows)
     columns = columns_of(shown)
     lines = [[c.heading for c in columns]] + [[cell(row, c) for c in columns] for row in shown]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for first, *others in lines:
-        cells = [first.ljust(widths[0])] + [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
-        text.append("  ".join(cells).rstrip())
-    text.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(text)
+    return "\n".join(aligned(lines, ruled=True))
 
 
 def plain(value: Any) -> Any:

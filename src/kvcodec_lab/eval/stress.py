@@ -20,7 +20,7 @@ Sec. 3.4 and 4.3). The defaults give SmolLM2-135M about the same figures.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -379,13 +379,3 @@ def _difference(done: Stressed, before: Seen, after: Seen) -> str:
                 return f"the {name} of layer {layer} do not reach attention as they were scaled"
     gap, size = (after[1] - before[1]).abs().amax(), before[1].abs().amax()
     return "" if bool(gap <= allowed * size) else f"the logits change by {float(gap):.2g} of {float(size):.2g}"
-
-
-def outlier_channels(done: Stressed, layers: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """Plain rows ``layer, kv_head, channels`` of the outlier channels."""
-    chosen = done.channels if layers is None else {layer: done.channels[layer] for layer in layers}
-    return [
-        {"layer": layer, "kv_head": head, "channels": channels}
-        for layer, heads in chosen.items()
-        for head, channels in enumerate(heads)
-    ]

@@ -1,6 +1,6 @@
-"""Columns of the rows of ``kvcodec compare``, and tables as Markdown."""
+"""Tables as plain text and as Markdown, and the columns of the rows of ``kvcodec compare``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcodec_lab.report.rows import UNCOMPRESSED
@@ -9,15 +9,43 @@ from kvcodec_lab.report.words import DASH, bytes_text, small_text
 Row = Mapping[str, Any]
 
 
-def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, numbers to the right; a first cell is text.
+def aligned(lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,), ruled: bool = False) -> list[str]:
+    """Lines of a table as plain text: two spaces between columns, numbers to the right.
+
+    Parameters
+    ----------
+    lines : sequence of sequence of str
+        Headings first, all of one length.
+    text : collection of int
+        Columns that are text, to the left.
+    ruled : bool
+        Whether a line of dashes follows the headings; under a last column of text as long as its heading.
+
+    >>> print(*aligned([["preset", "bits"], ["int-4", "4.50"], ["octopus-3", "3.19"]], ruled=True), sep="\\n")
+    preset     bits
+    ---------  ----
+    int-4      4.50
+    octopus-3  3.19
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if ruled:
+        rule = ["-" * width for width in widths]
+        if len(rule) - 1 in text:
+            rule[-1] = "-" * len(lines[0][-1])
+        lines = [lines[0], rule, *lines[1:]]
+    placed = [str.ljust if i in text else str.rjust for i in range(len(widths))]
+    return ["  ".join(put(x, w) for put, x, w in zip(placed, line, widths, strict=True)).rstrip() for line in lines]
+
+
+def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,)) -> str:
+    """A table in Markdown, numbers to the right; ``text`` as in ``aligned``.
 
     >>> print(markdown(["preset", "bits"], [["`int-4`", "4.50"]]))
     | preset | bits |
     | --- | ---: |
     | `int-4` | 4.50 |
     """
-    rule = ["---", *["---:"] * (len(headings) - 1)]
+    rule = ["---" if i in text else "---:" for i in range(len(headings))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
 
 

@@ -12,6 +12,8 @@ from kvcodec.errors import KVError
 from kvcodec_lab.eval.rows import Row, check_writable, plain, write_json
 from kvcodec_lab.report import pictures
 from kvcodec_lab.report.figures import rate_distortion, recomputed
+from kvcodec_lab.report.tables import aligned
+from kvcodec_lab.report.tables import markdown as markdown_table
 from kvcodec_lab.reproduce.claims import NOT_PRINTED, PAPERS, axes_of
 from kvcodec_lab.reproduce.rate_distortion import STUDY
 from kvcodec_lab.stamp import versions
@@ -80,7 +82,7 @@ def terminal(rows: Sequence[Row]) -> str:
             cells.append(
                 (verdict(r) + mark, name, number(r["printed"]), spec, number(r["ours"]), difference, r["note"])
             )
-        lines += _aligned(cells)
+        lines += [f"  {line}".rstrip() for line in aligned(cells, text=(0, 1, 6))]
     if missing:
         lines += ["", "Not recomputed"]
         lines += [f"  {r['paper']}, {r['table']}: {r['note']}" for r in missing]
@@ -99,16 +101,6 @@ def _by_table(claims: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return tables
 
 
-def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in cells) for i in range(6)]
-    lines = []
-    for row in cells:
-        left = [row[i].ljust(widths[i]) for i in (0, 1)]
-        right = [row[i].rjust(widths[i]) for i in range(2, 6)]
-        lines.append(("  " + "  ".join([*left, *right, row[6]])).rstrip())
-    return lines
-
-
 def study_lines(study: Sequence[Row]) -> list[str]:
     """A line per spec, a column per source; bits are those of the first source, each row has its own."""
     sources = list(dict.fromkeys(r["source"] for r in study))
@@ -119,11 +111,7 @@ def study_lines(study: Sequence[Row]) -> list[str]:
     for spec, found in table.items():
         bits = next((r["bits"] for r in found.values() if r["bits"] is not None), None)
         cells.append([spec, "-" if bits is None else f"{bits:.3f}", *(_error_text(found.get(s)) for s in sources)])
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
+    return aligned(cells)
 
 
 def _error_text(row: Row | None) -> str:
@@ -170,13 +158,12 @@ def _markdown_table(table: str, block: Sequence[Row], figure: str | None) -> lis
     lines = [f"### {table}", ""]
     if figure:
         lines += [f"![{table}]({figure})", ""]
-    lines += [f"| what | {source_of(block[0])} | corrected | ours | difference | | note |"]
-    lines += ["|---|---:|---:|---:|---:|---|---|"]
+    heads, found = ["what", source_of(block[0]), "corrected", "ours", "difference", "", "note"], []
     for r in block:
         cells = [f"{r['item']}, {r['metric']}", number(r["printed"]), number(r.get("spec")), number(r["ours"])]
         cells += [percent(r["relative_error"]), verdict(r), r["note"]]
-        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-    return [*lines, ""]
+        found.append([c.replace("|", "\\|") for c in cells])
+    return [*lines, markdown_table(heads, found, text=(0, 5, 6)), ""]
 
 
 def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any]) -> list[Path]:

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcodec_lab.bench.record import newest
+from kvcodec_lab.report.tables import aligned
+from kvcodec_lab.report.words import DASH
 
 Row = Mapping[str, Any]
 BASELINES = ("bf16", "auto", "dense", "fp16")
 """Labels that ratios are taken to, if there is one; else the first label."""
 _ROUND = re.compile(r"_r(\d+)(?:-(\d+))?$")
-NONE = "–"
 
 
 class Grid(NamedTuple):
@@ -24,12 +25,7 @@ class Grid(NamedTuple):
 
     def __str__(self) -> str:
         """Return it in columns, reasons below."""
-        cells = [self.headings, *self.lines]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(self.headings))]
-        text = []
-        for first, *others in cells:
-            aligned = [x.rjust(width) for x, width in zip(others, widths[1:], strict=True)]
-            text.append("  ".join([first.ljust(widths[0]), *aligned]).rstrip())
+        text = aligned([self.headings, *self.lines])
         missing = [f"! {line[0]}: {why}" for line, why in zip(self.lines, self.whys, strict=True) if why]
         return "\n".join([self.title, *text, *missing])
 
@@ -78,12 +74,12 @@ class Found:
     def cell(self, label: str, metric: str, shape: str, of: str = "p50", form: str = "") -> str:
         """Return the number as text for a table."""
         value = self.value(label, metric, shape, of)
-        return NONE if value is None else number(value) if not form else format(value, form)
+        return DASH if value is None else number(value) if not form else format(value, form)
 
     def ratio(self, label: str, metric: str, shape: str) -> str:
         """Return the ratio to the baseline's number of the same load."""
         mine, base = self.value(label, metric, shape), self.value(self.baseline, metric, shape)
-        return NONE if mine is None or not base else f"{mine / base:.2f}x"
+        return DASH if mine is None or not base else f"{mine / base:.2f}x"
 
     def loads(self, kind: str) -> dict[str, Row]:
         """Shapes of a kind of load that some label has a last row of, measured or not, with their sizes."""
@@ -118,7 +114,7 @@ def _servers(found: Found) -> Grid:
         failed = found.row(label, "requests_done", "start")
         whys = [str(r["status"]) for r in (tokens, start, failed) if r is not None and r.get("values") is None]
         about = (tokens or {}).get("server") or {}
-        lines.append([label, str(about.get("model") or NONE), str(about.get("version") or NONE),
+        lines.append([label, str(about.get("model") or DASH), str(about.get("version") or DASH),
                       found.cell(label, "kv_cache_tokens", "start", form=",.0f"),
                       found.ratio(label, "kv_cache_tokens", "start"),
                       found.cell(label, "start_s", "start", form=".0f")])  # fmt: skip
@@ -149,8 +145,8 @@ def _steps(found: Found, tokens: int) -> Grid:
         lines.append([label, found.cell(label, "kv_cache_tokens", "start", form=",.0f"),
                       found.ratio(label, "kv_cache_tokens", "start"),
                       *(found.cell(label, "step_ms", shape, form=".2f") for shape in shapes.values()),
-                      NONE if step is None else f"{low} to {high}", found.ratio(label, "step_ms", last),
-                      NONE if step is None else f"{1e3 * most / step:,.0f}",
+                      DASH if step is None else f"{low} to {high}", found.ratio(label, "step_ms", last),
+                      DASH if step is None else f"{1e3 * most / step:,.0f}",
                       found.cell(label, "prefill_s", last, form=".1f")])  # fmt: skip
         whys.append("; ".join(str(row["status"]) for row in rows if row.get("values") is None))
     headings = ["label", "KV tokens", "ratio", *(f"{n} seq. ms" for n in shapes), "p20 to p80",

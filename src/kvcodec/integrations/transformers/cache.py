@@ -49,7 +49,6 @@ from kvcodec.integrations.transformers.queries import query_energies
 from kvcodec.integrations.transformers.rope import Rope, rope_of
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
-from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of, probe_option
 from kvcodec.ops.rope import Rotary
 from kvcodec.probe import OutlierProbe
@@ -690,8 +689,7 @@ def _kernels(
             raise UnsupportedError(
                 f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
             ) from error
-        if isinstance(engine, CudaEngine):
-            engine.rooms.layers += 1
+        engine.expect_layer()
         if why := mean_refusal(site, engine):
             raise UnsupportedError(f"{plan.name}, layer {layer.index}: {site.scheme} {why}")
     if max_len is not None and len(plan.stacks) > 1:

@@ -31,7 +31,6 @@ from kvcodec.codec import ROLES, Role, storage_dtype
 from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import group_tokens
-from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.prompts_groups import GroupChunkReader, GroupChunks
 from kvcodec.scheme import KVScheme
 
@@ -150,7 +149,7 @@ class GroupedLayer(EngineLayer):
     ) -> Tensor:
         """As ``attend_own``, by kernels; on a GPU soft caps and sliding windows use the reference."""
         engine, seen = self.engine(cache.shape[2]), Seen(window=rules.window, softcap=rules.softcap)
-        if isinstance(engine, CudaEngine) and not seen.plain:
+        if not (seen.plain or engine.caps_groups):
             return self.attend_own(q, cache, row, length, rules, own)
         out = engine.attend_groups(
             q.transpose(0, 1)[None],

@@ -44,7 +44,6 @@ from kvcodec.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.kernels.choose import choose
-from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.decode import MOST_SEQUENCES
 from kvcodec.kernels.encode import SlotWriter, Turned
 from kvcodec.kernels.engine import Engine
@@ -413,7 +412,7 @@ class EngineLayer:
                 found.hold_without(self.mean, self.turning)
             found.prepare(self.roles)
             self.engines[page_tokens] = found
-            self.batched = isinstance(found, CudaEngine)
+            self.batched = found.by_slot
         return self.engines[page_tokens]
 
     def _store(self, cache: Tensor, table: Tensor) -> PageStore:
@@ -424,7 +423,6 @@ class EngineLayer:
         """What writes and reads these blocks on a GPU; cached, as are the addresses in it."""
         if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
-            assert isinstance(engine, CudaEngine)
             kept = self._rows(cache) if self.sink else None
             found = Pool(engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, kept, self.flash))
             self.pools[cache.data_ptr(), cache.shape] = found
@@ -445,7 +443,7 @@ class EngineLayer:
             In their requests, for keys that are held without their mean.
         """
         less = None if self.mean is None else self._turned(self._needed(positions))
-        if isinstance(self.engine(cache.shape[2]), CudaEngine):
+        if self.engine(cache.shape[2]).by_slot:
             self.pool(cache).writer.write(keys, values, slots, less)
             return
         # each token is passed as a sequence of one page, because an engine gives slots, not sequences
