@@ -118,9 +118,14 @@ def test_captured_steps_are_the_references(spec: str, rules: str) -> None:
     run(spec, RULES[rules], torch.device("cuda"), graph=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("spec", SPECS)
-def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("spec", "dtype", "window"),
+    [
+        *((spec, dtype, 0) for spec in SPECS for dtype in (torch.float16, torch.bfloat16)),
+        *((spec, torch.float16, window) for spec in SPECS for window in (9, 32, 50, 140)),
+    ],
+)
+def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype, window: int) -> None:
     """Two steps of three requests; the second one goes on in the middle of groups."""
     device, lengths = torch.device("cuda"), [0, 0, 0]
     params = made(spec).site.fitted
@@ -136,11 +141,11 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype) -> None:
         where = torch.zeros(sum(new), dtype=torch.int64, device=device)
         pending.put(there, torch.tensor(lengths, dtype=torch.int32, device=device), starts.to(device), where)
         q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in range(3)]) for i in range(3))
-        rules = Rules(0.125, sinks=(None, SINKS)[number])
+        rules = Rules(0.125, window, sinks=(None, SINKS)[number])
         found, given = torch.full_like(q, torch.nan, device=device), [x.to(device) for x in (q, k, v)]
         own_rules = rules if rules.sinks is None else rules._replace(sinks=rules.sinks.to(device))
         layer.pool(cache)  # compiles
-        chunks = GroupChunks.of(requests, there, pending.slot, layer.unit, block_of(layer), Room())
+        chunks = GroupChunks.of(requests, there, pending.slot, layer.unit, block_of(layer), Room(), window=window)
         taken = layer.store_chunks(*given[1:], cache, chunks)
         layer.attend_chunk_groups(given[0], taken, cache, chunks, own_rules, found)
         for r, first, last, length in requests:

@@ -166,6 +166,55 @@ def test_chunks_of_many_requests_at_once(spec: str, steps: str, dtype: torch.dty
         assert torch.equal(cache, wanted)
 
 
+WINDOWS = {
+    "narrow": Rules(0.125, window=9),
+    "a group": Rules(0.125, window=32, sinks=SINKS),
+    "some": Rules(0.3, window=50, softcap=3.0, sinks=SINKS),
+    "long": Rules(0.125, window=140),
+    "soft cap": Rules(0.125, softcap=3.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules"), [*((SPECS[0], rules) for rules in WINDOWS), (SPECS[4], "a group"), (SPECS[4], "some")]
+)
+def test_windows_and_soft_caps_of_many_requests_at_once(spec: str, rules: str, machine: dict[str, Any]) -> None:
+    """Blocks before a window belong to nobody, or to others: they are not read."""
+    rule, flash = WINDOWS[rules], EngineFlash()
+    layer, alone = made(spec, halves=2), made(spec)
+    layer.flash = flash
+    cache, wanted, pending, block = pool(layer), pool(layer), pending_of(layer), block_of(layer)
+    layer.engine(block)
+    assert layer.takes_chunks(rule)
+    table = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+    data, lengths, gone = [tokens(seed=i) for i in range(3)], [0, 0, 0], 0
+    for new in ([70, 5, 129], [1, 90, 3], [79, 30, 18]):  # one goes on where its window begins with a block
+        before, lengths = lengths, [n + more for n, more in zip(lengths, new, strict=True)]
+        freed, starts = table.clone(), torch.tensor([0, *new]).cumsum(0).int()
+        requests = [(r, int(starts[r]), int(starts[r + 1]), lengths[r]) for r in range(3)]
+        for r in range(3):
+            skipped = max(0, before[r] - rule.window + 1) // block if rule.window else 0
+            freed[r, :skipped] = 0
+            gone += skipped
+        pending.put(freed, torch.tensor(lengths, dtype=torch.int32), starts, torch.zeros(sum(new), dtype=torch.int64))
+        q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in range(3)]) for i in range(3))
+        chunks = GroupChunks.of(requests, freed, pending.slot, layer.unit, block, Room(), 2, rule.window)
+        found = torch.full_like(q, torch.nan)
+        launched, calls = {name: len(kernel.launches) for name, kernel in machine.items()}, len(flash.calls)
+        layer.attend_chunk_groups(q, layer.store_chunks(k, v, cache, chunks), cache, chunks, rule, found)
+        launched = {name: len(kernel.launches) - launched.get(name, 0) for name, kernel in machine.items()}
+        assert launched["kv_basis"] <= 3
+        assert launched.get("kv_unpack", 0) <= 1
+        assert len(flash.calls) <= calls + 2
+        for r, first, last, length in requests:
+            part = slice(first, last)
+            own = alone.take_chunk(k[part], v[part], wanted, table[r], length, torch.tensor([r]))
+            want = alone.attend_own(q[part], wanted, table[r], length, rule, own)
+            torch.testing.assert_close(found[part], want, rtol=0, atol=4e-3)
+        assert torch.equal(cache, wanted)
+    assert gone or rules in ("long", "soft cap")
+
+
 CASES = [
     *((spec, "plain") for spec in SPECS),
     *((SPECS[0], "all"), (SPECS[0], "narrow"), (SPECS[3], "all"), (SPECS[5], "all")),

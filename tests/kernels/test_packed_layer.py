@@ -16,9 +16,9 @@ from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.flash import Ragged, ragged_attention
-from kvcodec.kernels.prompts import Chunks, Room, gathered
+from kvcodec.kernels.prompts import Chunks, Room, Sight, gathered
 from kvcodec.ops.rope import Rotary
-from tests.integrations.test_serving import CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
+from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
 SUNK = ("int-8:sink=3", "turboquant-4:sink=3")
@@ -187,11 +187,13 @@ class EngineFlash:
     def __init__(self) -> None:
         self.calls: list[Ragged] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, softcap: float, out: Tensor
+    ) -> Tensor:
         assert int(ragged.queries[-1]) == len(q)
         assert int(ragged.keys[-1]) == len(k) == len(v)
         self.calls.append(ragged)
-        return ragged_attention(q, k, v, ragged, scale, out)
+        return ragged_attention(q, k, v, ragged, scale, softcap, out)
 
 
 REQUESTS = {"lone": [(TOKENS, TOKENS)], "last token": [(1, TOKENS)], "many": [(7, 41), (16, 16), (1, TOKENS), (3, 3)]}
@@ -226,6 +228,65 @@ def test_chunks_of_many_requests_at_once(spec: str, case: str, dtype: torch.dtyp
             want = layer.attend(q[part], cache, table[row], length, rules)
             torch.testing.assert_close(found[part], want, rtol=0, atol=4e-3 if dtype == torch.float16 else 2e-2)
     assert len(flash.calls) == 2
+
+
+WINDOWS = {
+    "one": Rules(0.125, window=1),
+    "short": Rules(0.125, window=9, softcap=2.0),
+    "pages": Rules(0.125, window=32),
+    "long": Rules(0.125, window=45, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "soft cap": Rules(0.125, softcap=2.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules"),
+    [
+        *(("saw-int4", rules) for rules in WINDOWS),
+        *((spec, rules) for spec in ("turboquant-4:sink=3", "saw-int4:mean=pre") for rules in ("one", "pages")),
+    ],
+)
+def test_windows_and_soft_caps_of_many_requests_at_once(spec: str, rules: str, emulated: dict[str, Any]) -> None:
+    """One launch for each stage. Blocks before a window belong to nobody, or to others: they are not read."""
+    rule, mean = WINDOWS[rules], None
+    if "mean" in spec:
+        rotary = Rotary(1e4 ** -(torch.arange(DIM // 2) / (DIM // 2)))
+        mean = MeanRemoval("pre", rotary, 4 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(1)))
+    layer, flash = made(spec, mean=mean), EngineFlash()
+    layer.flash = flash
+    cache, (k, v) = pool(layer), rows()
+    layer.write(k, v, cache, slots(0, TOKENS), torch.arange(TOKENS))
+    layer.engine(cache.shape[2])
+    assert layer.takes_chunks(rule)
+    requests, begin, gone = [(0, 5, 12, 41), (1, 12, 28, 16), (2, 28, 29, TOKENS), (3, 29, 32, 3)], 5, 0
+    table = torch.zeros(4, 6, dtype=torch.int32)
+    table[:, :5] = ROW
+    freed = table.clone()  # what the engine has given to others: block 0 is not written
+    for row, first, last, length in requests:
+        if rule.window:
+            skipped = max(0, length - (last - first) - rule.window + 1) // cache.shape[2]
+            freed[row, :skipped] = 0
+            gone += skipped
+    assert gone or not rule.window or rules == "long"
+    q = torch.randn(27, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+    found = torch.full_like(q, torch.nan)
+    before = {name: len(kernel.launches) for name, kernel in emulated.items()}
+    chunks = Chunks.of(requests, freed, Room(), Sight(rule.window, cache.shape[2]))
+    layer.attend_chunks(q, cache, chunks, rule, found)
+    launched = {name: len(kernel.launches) - before.get(name, 0) for name, kernel in emulated.items()}
+    assert (launched["kv_unpack"], len(flash.calls)) == (1, 1)
+    assert launched.get("kv_basis", 0) <= 2 + (layer.sink > 0)
+    for row, first, last, length in requests:
+        part = slice(first - begin, last - begin)
+        want = layer.attend(q[part], cache, table[row], length, rule)
+        torch.testing.assert_close(found[part], want, rtol=0, atol=4e-3 if mean is None else 6e-3)
+
+
+def test_a_soft_cap_needs_the_engines_flash_attention(emulated: dict[str, Any]) -> None:
+    layer = made("int-8")
+    layer.engine(BLOCK)
+    assert layer.takes_chunks(Rules(0.125, window=9))
+    assert not layer.takes_chunks(Rules(0.125, softcap=2.0))
 
 
 GHOSTS = ("ghost-3:transform=channels", "ghost-3:transform=klt", "ghost-2:transform=klt,sink=0,bits=2.5")
@@ -331,6 +392,12 @@ def test_requests_are_gathered_without_gaps() -> None:
     assert together == [requests[:2], requests[2:3], requests[3:4], requests[4:5]]
     assert alone == requests[5:]
     assert gathered([], 100) == ([], [])
+    # the first page that is read begins at 16, 48, 0, 0, 0 and 176
+    together, alone = gathered(requests, 20, Sight(10, 16))
+    assert (together, alone) == (
+        [requests[:1], requests[1:2], requests[2:3], requests[3:4], requests[4:5]],
+        requests[5:],
+    )
 
 
 def test_memory_is_shared_and_grows() -> None:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.layer import Live, Rules, Several
-from kvcodec.kernels.prompts import Chunks, Room
+from kvcodec.kernels.prompts import Chunks, Room, Sight
 from tests.integrations.test_serving import DIM, HEADS, ROW, TOKENS, made, pool, rows, slots
 from tests.kernels.conftest import unsynchronised
+from tests.kernels.test_packed_layer import WINDOWS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,6 +51,39 @@ def test_a_step_is_the_references(spec: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             found[first:last].cpu(), right, rtol=0, atol=4e-3 if dtype == torch.float16 else 2e-2
         )
+
+
+@pytest.mark.parametrize("rules", WINDOWS)
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-4:sink=3", "hqmq-s24_r3"])
+def test_windows_and_soft_caps(spec: str, rules: str) -> None:
+    """Blocks before a window belong to nobody, or to others: they are not read. Soft caps by vLLM's flash attention."""
+    device, rule = torch.device("cuda"), WINDOWS[rules]
+    layer, plain = made(spec, device=device), made(spec)
+    if rule.softcap:
+        layer.flash = flash_for(DIM, True)
+        if layer.flash is None:
+            pytest.skip("vLLM, whose flash attention has a soft cap, is not installed")
+    want, (k, v) = pool(plain), rows()
+    plain.write(k, v, want, slots(0, TOKENS))
+    cache, requests, begin = want.to(device), [], 0
+    freed = ROW.repeat(len(REQUESTS), 1)
+    for row, (new, length) in enumerate(REQUESTS):
+        requests.append((row, begin, begin + new, length))
+        begin += new
+        if rule.window:
+            freed[row, : max(0, length - new - rule.window + 1) // cache.shape[2]] = 0
+    layer.engine(cache.shape[2])
+    assert layer.takes_chunks(rule)
+    q = torch.randn(begin, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
+    given, table, sight = q.to(device), freed.to(device), Sight(rule.window, cache.shape[2])
+    on_device = rule if rule.sinks is None else rule._replace(sinks=rule.sinks.to(device))
+    found = torch.full_like(given, torch.nan)
+    layer.attend_chunks(given, cache, Chunks.of(requests, table, Room(), sight), on_device, found)  # compiles
+    with unsynchronised():
+        layer.attend_chunks(given, cache, Chunks.of(requests, table, Room(), sight), on_device, found)
+    for _, first, last, length in requests:
+        right = plain.attend(q[first:last], want, ROW, length, rule)
+        torch.testing.assert_close(found[first:last].cpu(), right, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

@@ -12,6 +12,9 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, roundtrip
 from kvcodec.errors import KVError
+from kvcodec.integrations.vllm.groups import GroupedLayer
+from kvcodec.integrations.vllm.layer import Rules
+from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import write_recipe
 from tests.serve.engines import engine, generate, layers, metric, prompts
@@ -204,6 +207,39 @@ def test_cancelled_requests_leave_their_slots(alone: Any, llama: Any) -> None:
                     break
             (kept,) = [out for out in ended if out.request_id.startswith("kept")]
             assert list(kept.outputs[0].token_ids) == want[(turn + 1) % 4]
+
+
+@pytest.mark.parametrize(("new", "kernels"), [(1, True), (6, True), (6, False)], ids=["step", "prompt", "reference"])
+def test_a_request_reads_a_block_that_another_one_fills_in_the_same_step(new: int, kernels: bool) -> None:
+    """The engine finds a block in its prefix cache once the step that fills it is planned, and orders the batch."""
+    from kvcodec.integrations.vllm.backend import PackedImpl, PackedMetadata
+
+    given = {"layer": 0, "heads": 2, "head_dim": 64, "dtype": torch.float32, "device": torch.device("cpu")}
+    layer = GroupedLayer(kvcodec.get("kivi-2:window=0"), slots=3, **given)
+    layer.unserved = "" if kernels else "a test"
+    impl = PackedImpl.__new__(PackedImpl)  # without an engine
+    impl.rules = Rules(0.125)
+    generator, length = torch.Generator().manual_seed(0), UNIT + new
+    q, k, v = (torch.randn(length, heads, 64, generator=generator) for heads in (4, 2, 2))
+    table = torch.tensor([[1, 2], [1, 0]], dtype=torch.int32)
+    reads, fills = (0, UNIT, length), (1, 0, UNIT)  # row, first and last token
+
+    def outputs(*steps: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Of the request that reads."""
+        impl.pending = PendingGroups(layer.slots, UNIT, UNIT, 4, table.device)
+        cache = torch.zeros(3, 2, UNIT, layer.token_bytes(UNIT), dtype=torch.uint8)
+        for step in steps:
+            rows, lengths = table[[row for row, *_ in step]], torch.tensor([last for *_, last in step]).int()
+            at = torch.tensor([0, *(last - first for _, first, last in step)]).cumsum(0).int()
+            own = [torch.cat([x[first:last] for _, first, last in step]) for x in (q, k, v)]
+            impl.pending.put(rows, lengths, at, torch.zeros(len(own[0]), dtype=torch.int64))
+            decodes = int(at[1] == 1)
+            chunks = [(i, int(at[i]), int(at[i + 1]), int(lengths[i])) for i in range(decodes, len(step))]
+            found = torch.full_like(own[0], torch.nan)
+            impl._forward_groups(layer, *own, cache, PackedMetadata(decodes, chunks, rows, lengths, rows), found)
+        return found[:new]
+
+    torch.testing.assert_close(outputs([reads, fills]), outputs([fills], [reads]))
 
 
 REFUSED = {

@@ -51,7 +51,7 @@ class Part(NamedTuple):
     By default all of ``x``; otherwise ``tokens`` of them from ``first`` on. They go to ``out`` from ``to`` on.
 
     With ``at [B, ...]`` and ``ends [B + 1]``, both int32, those of sequence b are ``x[at[b, 0]]``, and go to the rows
-    of ``out [1, H, T, D]`` from ``ends[b]`` on, as many as lie below ``ends[b + 1]``.
+    of ``out [1, H, T, D]`` from ``ends[b]`` on, as many as lie below ``ends[b + 1]``; none where ``at`` is negative.
 
     With ``source`` or ``target``, int32 ``[tokens]``, row t is row ``source[t]`` of ``x``, and goes to row
     ``target[t]`` of ``out``, or nowhere where that is negative.

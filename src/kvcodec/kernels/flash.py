@@ -56,15 +56,17 @@ def lone(queries: int, keys: int, device: torch.device) -> Ragged:
         return Ragged(rows, tokens, queries, keys)
 
 
-Flash = Callable[[Tensor, Tensor, Tensor, Ragged, float, Tensor], Tensor]
-"""(q ``[n, HQ, D]``, k, v ``[t, H, D]``, ragged, scale, out ``[n, HQ, D]``): causal attention, into ``out``, of each
-sequence's newest queries over its keys; returns its log-sum-exps ``[HQ, n]``. A query before the first key has the
-output 0 and the log-sum-exp of either infinity."""
+Flash = Callable[[Tensor, Tensor, Tensor, Ragged, float, float, Tensor], Tensor]
+"""(q ``[n, HQ, D]``, k, v ``[t, H, D]``, ragged, scale, softcap, out ``[n, HQ, D]``): causal attention, into ``out``,
+of each sequence's newest queries over its keys; returns its log-sum-exps ``[HQ, n]``. A query without a key has the
+output 0 and the log-sum-exp of either infinity. ``softcap``: as ``attention.Seen``; 0: none."""
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
-    """PyTorch's ``Flash``; of wider heads, and on a CPU, where tests run it, sequence by sequence, by scores."""
-    if q.is_cuda and q.shape[2] <= WIDEST:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, softcap: float, out: Tensor
+) -> Tensor:
+    """PyTorch's ``Flash``; of wider heads, with a soft cap and on a CPU sequence by sequence, by scores."""
+    if q.is_cuda and q.shape[2] <= WIDEST and not softcap:
         found, lse, *_ = _forward(
             q, k, v, ragged.queries, ragged.keys, ragged.most_queries, ragged.most_keys, 0.0, not ragged.window, False,
             scale=scale, **_window(Seen(window=ragged.window)),
@@ -77,7 +79,8 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: flo
         out[a:b], sums[:, a:b] = 0.0, -torch.inf
         seeing = max(a, b - (d - c))
         if seeing < b:
-            part = _by_rows(one[:, :, seeing - a :], own_k, own_v, scale, Seen(window=ragged.window))
+            seen = Seen(window=ragged.window, softcap=softcap)
+            part = _by_rows(one[:, :, seeing - a :], own_k, own_v, scale, seen)
             out[seeing:b], sums[:, seeing:b] = part.out[0].transpose(0, 1).to(out.dtype), part.lse[0]
     return sums
 

@@ -74,7 +74,7 @@ def _distant(q: Tensor, packed: Packed, at: int, unit: int, scale: float, flash:
         return attend_pages(q, packed, 0, count, scale, causal=True)
     rows, k, v = (x[0].transpose(0, 1) for x in (into_codes(q, packed.key), *unpack(packed, 0, count)))
     out = torch.empty_like(rows)
-    lse = flash(rows, k, v, lone(len(rows), count, q.device), scale, out)
+    lse = flash(rows, k, v, lone(len(rows), count, q.device), scale, 0.0, out)
     return Partial(out_of_codes(out.transpose(0, 1)[None], packed.value), lse[None])
 
 

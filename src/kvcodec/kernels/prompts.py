@@ -10,10 +10,14 @@ queries and outputs stay as they are (``history``, for few queries over many key
     attention                                  flash
     sinks                                      kv_basis    where there are any; and float32 from and to 16 bit
 
+With a sliding window a request is read from the page of the first token that its first query sees: pages before it may
+hold other requests' tokens. Its slots are counted from there.
+
 Memory is that of the step, shared by its layers, and what launches pass is filled in once for every layer.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -26,20 +30,46 @@ from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.flash import Flash, Ragged, ragged_attention
 from kvcodec.kernels.history import Packed, filled_args, plan_of
 
+Chunk = tuple[int, int, int, int]
+"""Newest tokens of a request: row of a block table, first query, last query (exclusive), tokens of the request."""
+
+
+class Sight(NamedTuple):
+    """Which tokens of its request a chunk reads.
+
+    Parameters
+    ----------
+    window : int
+        Tokens that a query sees, itself included; 0: all before it.
+    page_tokens : int
+    """
+
+    window: int = 0
+    page_tokens: int = 1
+
+    def origin(self, chunk: Chunk) -> int:
+        """First of these tokens: that of the page of the first token that its first query sees."""
+        if not self.window:
+            return 0
+        _, first, last, length = chunk
+        return max(0, length - (last - first) - self.window + 1) // self.page_tokens * self.page_tokens
+
 
 class Chunks(NamedTuple):
-    """Newest tokens of several requests, and all tokens of each.
+    """Newest tokens of several requests, and what each reads of its request's tokens.
 
     Parameters
     ----------
     first, last : int
         Queries of the step.
     table : Tensor int32 ``[B, M]``
-        Block ids.
+        Block ids of the tokens that are read.
+    kept_at : Tensor int32 ``[B, ...]``
+        First of them the block with the request's first tokens; below 0: they are not read.
     placed : Tensor int32 ``[B]``
-        Zeros: the position of slot 0 of each.
+        The position of slot 0 of each.
     ragged : Ragged
-        Queries counted from ``first``; keys are all tokens of a request.
+        Queries counted from ``first``; keys are the tokens that are read.
     tokens : int
         Of all requests.
     room : Room
@@ -48,52 +78,68 @@ class Chunks(NamedTuple):
     first: int
     last: int
     table: Tensor
+    kept_at: Tensor
     placed: Tensor
     ragged: Ragged
     tokens: int
     room: "Room"
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[int, int, int, int]], table: Tensor, room: "Room") -> Self:
+    def of(cls, requests: Sequence[Chunk], table: Tensor, room: "Room", sight: Sight | None = None) -> Self:
         """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
 
         Parameters
         ----------
-        requests : list of (int, int, int, int)
-            Row of ``table``, first query, last query (exclusive), tokens; rows and queries without gaps.
+        requests : list of Chunk
+            Rows and queries without gaps.
         table : Tensor int32 ``[R, M]``
         room : Room
             Of the step.
+        sight : Sight, optional
+            By default all tokens are read.
         """
         row, first, *_ = requests[0]
+        sight = sight or Sight()
+        origins = [sight.origin(request) for request in requests]
         last, queries, keys = requests[-1][2], [0], [0]
-        for _, _, end, length in requests:
+        for (_, _, end, length), origin in zip(requests, origins, strict=True):
             queries.append(end - first)
-            keys.append(keys[-1] + length)
+            keys.append(keys[-1] + length - origin)
         device, count = table.device, len(requests)
-        numbers = torch.tensor([*queries, *keys, *[0] * count], dtype=torch.int32, pin_memory=device.type == "cuda")
+        numbers = torch.tensor([*queries, *keys, *origins], dtype=torch.int32, pin_memory=device.type == "cuda")
         numbers = numbers.to(device, non_blocking=True)
         ragged = Ragged(
             numbers[: count + 1],
             numbers[count + 1 : 2 * count + 2],
             max(end - begin for _, begin, end, _ in requests),
-            max(length for *_, length in requests),
+            max(b - a for a, b in pairwise(keys)),
+            sight.window,
         )
-        placed = numbers[2 * count + 2 :]
-        return cls(first, last, table[row : row + count], placed, ragged, keys[-1], room)
+        placed, own = numbers[2 * count + 2 :], table[row : row + count]
+        kept_at = own
+        if any(origins):
+            kept_at = torch.where(placed == 0, own[:, 0], -1)[:, None]
+            own = shifted(own, placed // sight.page_tokens, -(-ragged.most_keys // sight.page_tokens))
+        return cls(first, last, own, kept_at, placed, ragged, keys[-1], room)
 
 
-def gathered(
-    requests: Sequence[tuple[int, int, int, int]], most: int
-) -> tuple[list[list[tuple[int, int, int, int]]], list[tuple[int, int, int, int]]]:
-    """Return lists of neighbouring requests of at most so many tokens together, and those that have more alone.
+def shifted(table: Tensor, first: Tensor, columns: int) -> Tensor:
+    """So many columns of ``table [B, M]`` from ``first [B]`` on; those behind its last one mean nothing."""
+    at = first.long()[:, None] + torch.arange(columns, device=table.device)
+    return table.gather(1, at.clamp_(max=table.shape[1] - 1))
 
-    ``requests`` as those of ``Chunks.of``, with gaps.
+
+def gathered(requests: Sequence[Chunk], most: int, sight: Sight | None = None) -> tuple[list[list[Chunk]], list[Chunk]]:
+    """Return lists of neighbouring requests that read at most so many tokens together, and those that read more alone.
+
+    ``requests`` and ``sight`` as those of ``Chunks.of``, with gaps.
     """
-    together: list[list[tuple[int, int, int, int]]] = []
+    together: list[list[Chunk]] = []
+    sight = sight or Sight()
     alone, held = [], 0
     for request in requests:
         row, begin, _, length = request
+        length -= sight.origin(request)
         if length > most:
             alone.append(request)
             continue
@@ -150,7 +196,9 @@ class ChunkReader:
         if self.packed.value.order != 1 or self.packed.value.factor is not None:
             self.args.v_order, self.args.v_factor = packed.value.order, _of_all(packed.value.factor)
 
-    def attend(self, q: Tensor, chunks: Chunks, scale: float, out: Tensor, sinks: Tensor | None = None) -> None:
+    def attend(
+        self, q: Tensor, chunks: Chunks, scale: float, out: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
+    ) -> None:
         """Causal attention of the chunks' queries over their requests' tokens.
 
         Parameters
@@ -163,6 +211,8 @@ class ChunkReader:
             Of q's dtype; written.
         sinks : Tensor ``[HQ]``, optional
             One learned logit per query head that only joins the softmax's denominator.
+        softcap : float
+            As ``flash.Flash``.
         """
         room, device, dtype = chunks.room, q.device, dtype_of(q)
         shape = torch.Size((chunks.tokens, self.packed.pages.shape[1], q.shape[2]))
@@ -176,7 +226,7 @@ class ChunkReader:
             self._put_kept(chunks, k, v)
         direct = out.dtype == dtype and sinks is None
         found = out if direct else room.get("output", q.shape, device, dtype)
-        lse = self.flash(given, k, v, chunks.ragged, scale, found)
+        lse = self.flash(given, k, v, chunks.ragged, scale, softcap, found)
         if not direct:
             joined = None if sinks is None else Joined(lse, sinks=sinks.float())
             change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
@@ -201,7 +251,7 @@ class ChunkReader:
         assert self.kept is not None
         parts = []
         for place, out in enumerate((k, v)):
-            held, at, ends = self.kept[:, :, place], chunks.table, chunks.ragged.keys
+            held, at, ends = self.kept[:, :, place], chunks.kept_at, chunks.ragged.keys
             parts.append(Part(held, out.transpose(0, 1)[None], NO_CONSTANTS, COPY, at=at, ends=ends))
         change_basis(parts)
 

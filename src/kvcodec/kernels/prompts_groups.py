@@ -17,6 +17,8 @@ In the second part every group is a sequence of its own. The stages::
     tokens as well
     attention                                            flash       twice
     both parts joined                                    kv_basis
+
+A sliding window of W tokens is one of W - G in the first part and of at most W in the second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +33,7 @@ from kvcodec.kernels.basis import COPY, MULTIPLY, Joined, Part, change_basis
 from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.encode import SlotWriter
 from kvcodec.kernels.flash import Ragged
-from kvcodec.kernels.prompts import ChunkReader, Room, dtype_of
+from kvcodec.kernels.prompts import Chunk, ChunkReader, Room, Sight, dtype_of, shifted
 
 
 class GroupChunks(NamedTuple):
@@ -58,7 +60,7 @@ class GroupChunks(NamedTuple):
     kept, kept_to : Tensor int32
         Own tokens of unfinished groups, and their rows of the slots.
     distant : Ragged
-        Queries, and their requests' tokens that are at least a group before the newest one.
+        Queries, and their requests' tokens that are at least a group before the newest one, as far as they are read.
     local : Ragged
         Queries, and the tokens of their group and the one before.
     near : Tensor int32 ``[B, 3]``
@@ -94,13 +96,14 @@ class GroupChunks(NamedTuple):
     @classmethod
     def of(
         cls,
-        requests: Sequence[tuple[int, int, int, int]],
+        requests: Sequence[Chunk],
         table: Tensor,
         slot: Tensor,
         unit: int,
         page_tokens: int,
         room: Room,
         halves: int = 1,
+        window: int = 0,
     ) -> Self:
         """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
 
@@ -115,15 +118,19 @@ class GroupChunks(NamedTuple):
         page_tokens : int
         halves : int
             Of a slot, of which groups take one after the other.
+        window : int
+            As ``Sight``.
         """
         row, first, *_ = requests[0]
-        numbers = _numbers(requests, unit, page_tokens, halves)
+        numbers = _numbers(requests, unit, Sight(window, page_tokens), halves)
         parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
         flat = torch.from_numpy(np.concatenate(parts))
         if table.is_cuda:
             flat = flat.pin_memory().to(table.device, non_blocking=True)
         held = dict(zip(numbers.arrays, flat.split([len(x) for x in parts]), strict=True))
         table = table[row : row + len(requests)]
+        if numbers.columns:
+            table = shifted(table, held["skipped"], numbers.columns)
         pages = table[held["row"], held["column"]].long()
         slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
         rows = slot[row : row + len(requests)].int() * (halves * unit)
@@ -141,8 +148,8 @@ class GroupChunks(NamedTuple):
             held["old_to"],
             held["kept"],
             kept_to,
-            Ragged(held["queries"], held["keys"], numbers.most_queries, numbers.most_keys),
-            Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, unit),
+            Ragged(held["queries"], held["keys"], numbers.most_queries, numbers.most_keys, max(0, window - unit)),
+            Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, min(unit, window or unit)),
             held["near"],
             numbers.most,
             int(numbers.arrays["keys"][-1]),
@@ -158,19 +165,29 @@ class _Numbers(NamedTuple):
     most: int
     most_queries: int
     most_keys: int
+    columns: int
 
 
 def _starts(counts: Any) -> Any:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_tokens: int, halves: int) -> _Numbers:
-    """Numbers of ``GroupChunks`` that are known on the host."""
+def _numbers(requests: Sequence[Chunk], unit: int, sight: Sight, halves: int) -> _Numbers:
+    """Numbers of ``GroupChunks`` that are known on the host; ``columns`` of the tables that are read, 0: all.
+
+    Slots are counted from the first page that is read. It holds the group before the first own one unless the first
+    query does not see it; then none is read.
+    """
+    page_tokens, window = sight.page_tokens, sight.window
     _, first, last, length = np.array(requests, dtype=np.int64).T
     new = last - first
+    origin = np.array([sight.origin(request) for request in requests], dtype=np.int64)
+    origin = np.minimum(origin, (length - new) // unit * unit // page_tokens * page_tokens)
+    length = length - origin
     before = length - new
     begin, packed = before // unit * unit, (length - 1) // unit * unit
     groups = -(-(length - begin) // unit)
+    distant = np.maximum(length - unit, 0) * (not 0 < window <= unit)
     begun = before - begin  # tokens that are pending
     straight = not begun.any() and not ((length - begin)[:-1] % unit).any()
 
@@ -201,7 +218,7 @@ def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_toke
         unfinished = np.flatnonzero(there & ~complete)
     old = np.flatnonzero(at < before[of])
     lost = np.flatnonzero(there & ~complete)
-    in_slot = at % (halves * unit)
+    in_slot = (at + origin[of]) % (halves * unit)
     numbers |= {
         "placed": np.flatnonzero(there & (at >= before[of])),
         "old_row": of[old],
@@ -211,7 +228,8 @@ def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_toke
         "kept_row": of[lost],
         "kept_place": in_slot[lost],
         "queries": _starts(new),
-        "keys": _starts(np.maximum(length - unit, 0)),
+        "keys": _starts(distant),
+        "skipped": origin // page_tokens,
         "group_queries": _starts(queries),
         "group_keys": _starts(keys),
     }
@@ -219,7 +237,8 @@ def _numbers(requests: Sequence[tuple[int, int, int, int]], unit: int, page_toke
     first_group = _starts(groups)[:-1]
     offset = key_starts[first_group] - unit * (begin == 0) - 2 * (begin - unit)
     numbers["near"] = np.stack([np.maximum(begin - unit, 0), packed, offset], 1)
-    return _Numbers(numbers, bool(straight), int(packed.max()), int(new.max()), int(max(0, length.max() - unit)))
+    columns = -(-int(length.max()) // page_tokens) if origin.any() else 0
+    return _Numbers(numbers, bool(straight), int(packed.max()), int(new.max()), int(distant.max()), columns)
 
 
 class GroupChunkReader(ChunkReader):
@@ -263,12 +282,13 @@ class GroupChunkReader(ChunkReader):
         scale: float,
         out: Tensor,
         sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> None:
         """Attention of the chunks' queries, and own tokens of unfinished groups into their slots.
 
         Parameters
         ----------
-        q, out, scale, sinks
+        q, out, scale, sinks, softcap
             As ``ChunkReader.attend``.
         own : (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
             As ``take`` returned them.
@@ -298,13 +318,13 @@ class GroupChunkReader(ChunkReader):
             self.unpack(chunks.table, chunks.distant.keys, chunks.most, k, v, None)
         direct = not chunks.keys and out.dtype == dtype and sinks is None
         found = out if direct else room.get("output", q.shape, device, dtype)
-        lse = self.flash(given, beside_k, beside_v, chunks.local, scale, found)
+        lse = self.flash(given, beside_k, beside_v, chunks.local, scale, softcap, found)
         if direct:
             return
         other = distant = None
         if chunks.keys:
             other = room.get("distant output", q.shape, device, dtype)
-            distant = self.flash(given, k, v, chunks.distant, scale, other)
+            distant = self.flash(given, k, v, chunks.distant, scale, softcap, other)
         joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
         change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
 

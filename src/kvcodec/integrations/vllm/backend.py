@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ from kvcodec.integrations.vllm.servable import (
     refusal,
 )
 from kvcodec.kernels.build import LEAST
-from kvcodec.kernels.prompts import Chunks, Room, gathered
+from kvcodec.kernels.prompts import Chunk, Chunks, Room, Sight, gathered
 from kvcodec.kernels.prompts_groups import GroupChunks
 from kvcodec.scheme import Mean
 
@@ -190,6 +190,21 @@ def backend_for(name: str, token_bytes: int, room: int, unit: int) -> type[Packe
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
 
+class Prompts(NamedTuple):
+    """Chunks of a step's prompts on a GPU.
+
+    Parameters
+    ----------
+    together : list of Chunks or of GroupChunks
+        Those of many requests in one.
+    alone : list of Chunk
+        Those that are too long for it.
+    """
+
+    together: list[Any]
+    alone: list[Chunk]
+
+
 @dataclass
 class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     """One step's batch.
@@ -199,8 +214,8 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     decodes : int
         Queries at the front for the kernels, each a sequence of its own: one of each request, or with speculative
         decoding a request's newest token and its drafts.
-    chunks : list of (int, int, int, int)
-        The others: row, first query, last query (exclusive), tokens.
+    chunks : list of Chunk
+        The others.
     table : Tensor int32 ``[B, M]``
         Of the requests.
     seq_lens : Tensor int32 ``[decodes]`` or longer
@@ -211,19 +226,16 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
         The same queries by request, where kernels read the pages of a request once for all of its queries.
     totals : Tensor int32 ``[B]``, optional
         With ``several``: tokens of each request.
-    together : list of Chunks or of GroupChunks
-        On a GPU: the chunks, those of many requests in one.
-    alone : list of (int, int, int, int)
-        Those of ``chunks`` that are too long for it.
+    prompts : dict of int to Prompts
+        On a GPU: the chunks as layers with each sliding window read them.
     """
 
     decodes: int
-    chunks: list[tuple[int, int, int, int]]
+    chunks: list[Chunk]
     table: Tensor
     seq_lens: Tensor
     tables: Tensor
-    together: list[Any] = field(default_factory=list)
-    alone: list[tuple[int, int, int, int]] = field(default_factory=list)
+    prompts: dict[int, "Prompts"] = field(default_factory=dict)
     several: Several | None = None
     totals: Tensor | None = None
 
@@ -315,6 +327,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
         self.expanded: Expanded | None = None
         self.joint = all(impl.packed.takes_several(impl.rules) for impl in impls)
+        self.windows = {impl.rules.window for impl in impls}
         _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
             compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
@@ -390,11 +403,9 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
                 over = max(0, lengths[i] - most)  # a draft behind the longest request
                 if at[i + 1] - over > at[i]:
                     chunks.append((i, at[i], at[i + 1] - over, lengths[i] - over))
-        together, alone = self._together(chunks, c.block_table_tensor)
+        prompts = self._prompts(chunks, c.block_table_tensor)
         if self.vllm_config.speculative_config is None:
-            return PackedMetadata(
-                rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor, together, alone
-            )  # fmt: skip
+            return PackedMetadata(rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor, prompts)
         if self.expanded is None:
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
             wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
@@ -405,22 +416,30 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         if self.joint and rows < decodes:
             several = Several(c.query_start_loc[: rows + 1], self.most_queries, longest)
         return PackedMetadata(
-            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, together, alone,
-            several, c.seq_lens[:rows],
+            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, prompts, several,
+            c.seq_lens[:rows],
         )  # fmt: skip
 
-    def _together(
-        self, chunks: list[tuple[int, int, int, int]], table: Tensor
-    ) -> tuple[list[Any], list[tuple[int, int, int, int]]]:
-        """Return the chunks that a GPU's kernels attend together, and those that are too long for it."""
+    def _prompts(self, chunks: list[Chunk], table: Tensor) -> dict[int, Prompts]:
+        """Return how a GPU's kernels attend the chunks, for each sliding window."""
         if not chunks or not self.first.batched:
-            return [], []
-        found, alone = gathered(chunks, self.first.most_tokens(_longest(self.vllm_config)))
-        if (pending := self.pending) is not None:  # which hold all own tokens of a step at once
-            given = pending.slot, pending.unit, pending.page_tokens
-            return [GroupChunks.of(own, table, *given, Room(), pending.halves) for own in found], alone
-        room = Room()
-        return [Chunks.of(own, table, room) for own in found], alone
+            return {}
+        most, pending, rooms = self.first.most_tokens(_longest(self.vllm_config)), self.pending, [Room()]
+        prompts = {}
+        for window in self.windows:
+            sight = Sight(window, self.kv_cache_spec.block_size)
+            found, alone = gathered(chunks, most, sight)
+            if pending is None:
+                together: list[Any] = [Chunks.of(own, table, rooms[0], sight) for own in found]
+            else:  # which hold all own tokens of a step at once
+                rooms += [Room() for _ in found[len(rooms) :]]
+                given = pending.slot, pending.unit, pending.page_tokens
+                together = [
+                    GroupChunks.of(own, table, *given, room, pending.halves, window)
+                    for own, room in zip(found, rooms, strict=False)
+                ]
+            prompts[window] = Prompts(together, alone)
+        return prompts
 
 
 class Expanded:
@@ -573,7 +592,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         ):
             raise UnsupportedError(f"kvcodec: {why}")
         if self.packed.device.type != "cpu":
-            self.packed.flash = flash_for(self.head_size)
+            self.packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
             self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
         unit = group_tokens(self.packed.scheme)
         named = f"{layers[name].attn_backend.get_name()}-{self._identity(act_dtype)}"
@@ -676,16 +695,20 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return output
         if m.decodes:
             out[: m.decodes] = self._decode(packed, query[: m.decodes], kv_cache, m)
-        chunks = m.chunks
-        if packed.batched and self.rules.plain:
-            for one in m.together:
-                part = slice(one.first, one.last)
-                packed.attend_chunks(query[part], kv_cache, one, self.rules, out[part])
-            chunks = m.alone
+        joined, chunks = self._chunks(packed, m)
+        for one in joined:
+            part = slice(one.first, one.last)
+            packed.attend_chunks(query[part], kv_cache, one, self.rules, out[part])
         attend = packed.attend if packed.unserved else packed.prefill
         for row, first, last, length in chunks:
             out[first:last] = attend(query[first:last], kv_cache, m.table[row], length, self.rules)
         return output
+
+    def _chunks(self, packed: EngineLayer, m: PackedMetadata) -> tuple[list[Any], list[Chunk]]:
+        """Return the prompt chunks that are attended together, and those that are request by request."""
+        if m.chunks and packed.takes_chunks(self.rules):
+            return m.prompts[self.rules.window]
+        return [], m.chunks
 
     def _forward_groups(
         self, packed: GroupedLayer, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: PackedMetadata, out: Tensor
@@ -696,8 +719,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         assert pending.page_tokens == cache.shape[2]
         # all are stored before any attends: a prompt may find blocks that another one fills in the same step
         kernels = not packed.unserved
-        joined = m.together if packed.batched and self.rules.plain else []
-        chunks = m.alone if packed.batched and self.rules.plain else m.chunks
+        joined, chunks = self._chunks(packed, m)
         dense = packed.store_steps(k[:n], v[:n], cache, pending) if n else {}
         parts = [slice(one.first, one.last) for one in joined]
         taken = [packed.store_chunks(k[x], v[x], cache, one) for one, x in zip(joined, parts, strict=True)]

@@ -1,6 +1,6 @@
 """Attention of prompt chunks over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
 
-PyTorch's operator, which serves other GPUs, is version 2.
+PyTorch's operator, which serves other GPUs, is version 2 and has no soft cap; vLLM's version 2 has one.
 """
 
 from functools import lru_cache
@@ -11,8 +11,11 @@ from kvcodec.kernels.flash import WIDEST, Flash, Ragged
 
 
 @lru_cache
-def flash_for(head_dim: int) -> Flash | None:
-    """Return the function for ``ChunkReader(flash=...)``; None where vLLM has no version 3 for this GPU or head_dim."""
+def flash_for(head_dim: int, softcap: bool = False) -> Flash | None:
+    """Return the function for ``ChunkReader(flash=...)``; None where PyTorch's is as good, or vLLM has none.
+
+    ``softcap``: whether the layer has one.
+    """
     if head_dim > WIDEST:
         return None
     try:
@@ -22,9 +25,11 @@ def flash_for(head_dim: int) -> Flash | None:
     except (ImportError, AssertionError):
         return None
     if version != 3:
-        return None
+        if version is None or not softcap:
+            return None
+        version = 2
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, out: Tensor) -> Tensor:
+    def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, softcap: float, out: Tensor) -> Tensor:
         lse: Tensor
         _, lse = flash_attn_varlen_func(
             q=q,
@@ -37,6 +42,7 @@ def flash_for(head_dim: int) -> Flash | None:
             softmax_scale=scale,
             causal=True,
             window_size=[ragged.window - 1, 0] if ragged.window else None,
+            softcap=softcap,
             return_softmax_lse=True,
             fa_version=version,
             out=out,

@@ -12,9 +12,10 @@ is always dense, also for the token that completes it.
 by         a group in                            attention
 =========  ====================================  ====================================================================
 kernels    ``Engine.encode``: for decode steps   decode steps: ``Engine.attend``, the slot's tokens as dense ones;
-           of all slots, those that are not      chunks: ``Engine.attend_groups``, on a GPU with a sliding window or a
-           complete to nowhere; a GPU's chunks   soft cap the reference; a GPU's chunks without either
-           ``GroupChunkReader.take``             ``GroupChunkReader``, for all requests at once
+           of all slots, those that are not      a GPU's chunks: ``GroupChunkReader``, for all requests at once; too
+           complete to nowhere; a GPU's chunks   long ones, those that flash attention does not take and a CPU's
+           ``GroupChunkReader.take``             ``Engine.attend_groups``, on a GPU with a sliding window or a soft cap
+                                                 the reference
 reference  the codec itself                      ``attention.attend_parts``, over decoded groups and the chunk's tokens
                                                  beside each other, with a mask
 =========  ====================================  ====================================================================
@@ -203,12 +204,13 @@ class GroupedLayer(EngineLayer):
             As ``store_chunks`` returned them.
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         chunks : GroupChunks
+            Of this layer's window.
         rules : Rules
-            Without window and soft cap: ``plain``.
+            Where ``takes_chunks``.
         """
         reader = self.pool(cache).reader
         assert isinstance(reader, GroupChunkReader)
-        reader.attend_groups(q, own, chunks, self.flat_rows, rules.scale, out, rules.sinks)
+        reader.attend_groups(q, own, chunks, self.flat_rows, rules.scale, out, rules.sinks, rules.softcap)
 
     # -- decode steps --------------------------------------------------------------------------------------------------
 

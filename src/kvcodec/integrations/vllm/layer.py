@@ -7,8 +7,9 @@ of the keys, then of the values. Nothing is converted: the engine holds the byte
 by         tokens in                                 attention
 =========  ========================================  ================================================================
 GPU        ``SlotWriter``: all tokens of a step      one token per request: ``Engine.attend`` for all requests at once;
-                                                     chunks of prompts: ``ChunkReader``, for all requests at once; with
-                                                     windows and soft caps ``Engine.attend_pages``, request by request
+                                                     chunks of prompts: ``ChunkReader``, for all requests at once; too
+                                                     long ones, and those that flash attention does not take,
+                                                     ``Engine.attend_pages``, request by request
 CPU        ``Engine.encode``: decode steps, a        the same, chunks of prompts always ``Engine.attend_pages``
            sequence per token; a chunk of a prompt,
            one sequence
@@ -100,11 +101,6 @@ class Rules(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether flash attention computes it: a query sees all tokens up to its own, and scores stay."""
-        return not (self.window or self.softcap)
 
 
 class Several(NamedTuple):
@@ -563,6 +559,10 @@ class EngineLayer:
         """Whether ``decode`` takes several query tokens of a request."""
         return self.batched and not (self.holds_dense or rules.window)
 
+    def takes_chunks(self, rules: Rules) -> bool:
+        """Whether ``attend_chunks`` attends prompts; PyTorch's flash attention has no soft cap."""
+        return self.batched and not (rules.softcap and self.flash is None)
+
     def most_tokens(self, longest: int) -> int:
         """Tokens of requests whose chunks are attended together, where at least one of ``longest`` tokens should be."""
         return min(longest, STAGING_BYTES // (2 * 2 * self.heads * self.head_dim))
@@ -570,8 +570,8 @@ class EngineLayer:
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Upper bound of the bytes that prompts need: ``tokens`` new ones, of requests of ``length`` together."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        flash = not rules.softcap and self.head_dim <= WIDEST
-        return workspace_bytes(q, self.heads, length, self.sink, flash)
+        ways = {self.takes_chunks(rules) or not rules.softcap, not rules.softcap}  # too long ones are attended alone
+        return max(workspace_bytes(q, self.heads, length, self.sink, way and self.head_dim <= WIDEST) for way in ways)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
         """Upper bound of the bytes that ``decode`` needs for up to ``requests`` requests."""
@@ -610,7 +610,8 @@ class EngineLayer:
             The chunks' queries, whose keys and values are in the pages already; the result is written to ``out``.
         cache : Tensor uint8 ``[num_blocks, H, N, C]``
         chunks : Chunks
+            Of this layer's window.
         rules : Rules
-            Without window and soft cap: ``plain``.
+            Where ``takes_chunks``.
         """
-        self.pool(cache).reader.attend(q, chunks, rules.scale, out, rules.sinks)
+        self.pool(cache).reader.attend(q, chunks, rules.scale, out, rules.sinks, rules.softcap)

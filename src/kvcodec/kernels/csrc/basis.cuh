@@ -19,7 +19,7 @@ struct Rows {
   int32_t heads, tokens, group;
   int32_t way;              // of the factor: multiplies (0), divides (1) before the rotation, multiplies after it (2);
                             // 3: rows are copied as they are, there is neither
-  const int32_t* at;        // null, or [B]: the rows of sequence b lie in batch at[b * at_step] of x
+  const int32_t* at;        // null, or [B]: the rows of sequence b lie in batch at[b * at_step] of x; below 0: none do
   const int32_t* ends;      // null, or [B + 1]: they go to the rows from ends[b] on of batch 0, as many as lie below
   int64_t at_step;          // ends[b + 1]
   const int32_t* source;    // null, or [tokens]: row t is token source[t] of x
@@ -63,7 +63,9 @@ template <int D, int WARPS> KV_DEV void change_basis(const BasisArgs& a) {
   const Rows& p = a.parts[block_z()];
   const int lane = thread() % 32, b = block_y(), c = lane % Held::LANES * E;
   const bool wide = p.wide;
-  const int64_t batch = (p.at ? p.at[b * p.at_step] : b) * p.batch;
+  const int from_batch = p.at ? p.at[b * p.at_step] : b;
+  if (from_batch < 0) return;
+  const int64_t batch = from_batch * p.batch;
   const int64_t out_batch = p.ends ? p.ends[b] * p.out_token : b * p.out_batch;
   const int tokens = p.ends && p.ends[b + 1] - p.ends[b] < p.tokens ? p.ends[b + 1] - p.ends[b] : p.tokens;
   KV_NO_UNROLL
