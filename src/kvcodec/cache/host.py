@@ -22,6 +22,7 @@ from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
 from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
+from kvcodec.ops.precision import without_autocast
 from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
 
@@ -197,6 +198,7 @@ class LayerCache:
             empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
             self.roles[role] = RoleState(of, empty, empty)
 
+    @without_autocast
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> None:
         """Add tokens; whole blocks that leave the window are encoded, once.
 
@@ -396,6 +398,7 @@ class LayerCache:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    @without_autocast
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Decoded keys and values of the live tokens ``[first, last)``.
 
@@ -406,6 +409,7 @@ class LayerCache:
         first, last = self._range(first, last)
         return self._decode_role("key", first, last), self._decode_role("value", first, last)
 
+    @without_autocast
     def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
         """As ``decode``, of the keys or the values alone."""
         return self._decode_role(role, *self._range(first, last))
@@ -456,6 +460,7 @@ class LayerCache:
         mean = self._mean(state.role, first + ahead, last + ahead)
         return state.read(self.store, first, last, self._dtype, mean)
 
+    @without_autocast
     def attend(
         self,
         q: Tensor,
