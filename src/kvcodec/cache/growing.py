@@ -112,7 +112,7 @@ class GrowingCache(DeviceCache):
         if self.store is None:
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
             leaving = leaving if n >= self.site.fit_tokens else 0
-            self._start(keys, values, leaving)
+            self._start(keys, values, max(leaving, self.reserve))
         assert self.store is not None
         assert self.engine is not None
         refused = n == 1 and self.engine.refuses_at_once
