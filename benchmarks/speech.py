@@ -13,6 +13,9 @@ cross-attention are packed, and every call attends what is stored, the first too
 - ``kl``: of the next token's distribution, 16 bit to packed, in nats: mean over the tokens of the 16-bit text, which
   both are given, and its largest.
 - ``bytes``: of one stream at its end, of the decoder's cache and of the cross-attention's.
+
+``--specs paper`` are the names of ``parts.py``, at OCTOPUS's protocol: values in groups of 16 channels, and the newest
+token in 16 bit, as a token is what this model makes at a time.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import whisper
+from parts import PAPER, paper_scheme, part_of
 from speech_clips import DIGITS
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -43,6 +47,8 @@ SPECS = (
     "int-8,fp8,int-4,saw-int4,kivi-4,kivi-2,octopus-4,octopus-3,octopus-2,turboquant-4,turboquant-3,turboquant-2,"
     "turboquant-qjl-3,hqmq-s96_r4,ghost-4,ghost-3,ghost-2"
 )
+UNIT, GROUP = 1, 16
+"""Newest tokens in 16 bit and channels of a value that share a scale in names of ``parts.py``."""
 SPELLED = dict(zip("0123456789", DIGITS, strict=True))
 
 
@@ -166,14 +172,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clips", type=Path)
     parser.add_argument("--model", choices=whisper.MODELS, default="base")
-    parser.add_argument("--specs", default=SPECS, help="comma-separated")
+    parser.add_argument("--specs", default=SPECS, help="comma-separated; paper: those of parts.py")
     parser.add_argument("--tokens", type=int, default=80, help="of a clip, at most")
     parser.add_argument("--batch", type=int, default=27)
     parser.add_argument("--first", type=int, help="only so many clips")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     clips = json.loads((given.clips / "clips.json").read_text())[: given.first]
-    speaker, found = Speaker(given.model, given.tokens), {spec: Counts() for spec in [DENSE, *given.specs.split(",")]}
+    specs = PAPER if given.specs == "paper" else given.specs
+    speaker, found = Speaker(given.model, given.tokens), {spec: Counts() for spec in [DENSE, *specs.split(",")]}
     for at in range(0, len(clips), given.batch):
         part = clips[at : at + given.batch]
         frames = speaker.frames([read(given.clips / clip["file"]) for clip in part])
@@ -182,7 +189,8 @@ def main() -> None:
         behind = (text == speaker.end).cumsum(1) - (text == speaker.end).int() > 0  # what follows a clip's end
         for spec, counts in found.items():
             begun = time.process_time()
-            cache = kvcodec.cache_for(speaker.model, spec, prefill="decoded", probe="off")
+            scheme = paper_scheme(spec, UNIT, GROUP) if part_of(spec)[1] else spec
+            cache = kvcodec.cache_for(speaker.model, scheme, prefill="decoded", probe="off")
             said = speaker.texts(speaker.listen(frames, cache))
             own = len(cache.layers) // 2
             sizes = [layer["total_bytes"] for layer in cache.report()["layers"]]
@@ -195,7 +203,7 @@ def main() -> None:
                 counts.compare("16bit", mine, theirs, clip["set"])
                 if clip["text"]:
                     counts.compare("reference", mine, clip["text"], clip["set"])
-            told = speaker.told(frames, text, kvcodec.cache_for(speaker.model, spec, prefill="decoded", probe="off"))
+            told = speaker.told(frames, text, kvcodec.cache_for(speaker.model, scheme, prefill="decoded", probe="off"))
             base = told if base is None else base
             kl = (base.exp() * (base - told)).sum(-1).masked_fill(behind, 0).double()
             counts.kl += float(kl.sum())

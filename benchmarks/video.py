@@ -2,18 +2,20 @@
 
     python benchmarks/video.py --out FOLDER [--seconds 150] [--frames 300] [--prompts 32] [--specs ...]
 
-Trains the model of ``video_model.py`` for so many seconds (fixed seeds; as many steps as the machine makes), then rolls
-it on: 12 true frames, then ``--frames`` of its own, each a threshold at 1/2 and the next one's input. The cache of each
-layer is a ``FrameCache`` of 12 frames; the newest frame is in 16 bit (a residual window of one frame, as OCTOPUS has
-it), every other one is packed, in all layers. Per preset, against the 16-bit rollout of the same prompt, the mean over
-the frames, and of it the least, mean and largest over the prompts:
+Trains the model of ``video_model.py`` for so many seconds (fixed seeds; as many steps as the machine makes) and leaves
+it in ``FOLDER/model.pt``; a second call goes on with what lies there. Then rolls it on: 12 true frames, then as many of
+its own as ``--frames`` says, each a threshold at 1/2 and the next one's input. The cache of each layer is a
+``FrameCache`` of 12 frames; the newest frame is in 16 bit (a residual window of one frame, as OCTOPUS has it), every
+other one is packed, in all layers. Per preset, against the 16-bit rollout of the same prompt, the mean over the frames,
+and of it the least, mean and largest over the prompts:
 
 - ``psnr`` (dB, at most 60) and ``ssim`` (7 x 7 windows);
 - ``feature``: 1 - cosine of the model's own states of a frame alone, averaged over its tokens;
 - ``alike``: frames until more than 1 % of the pixels differ;
 - ``truth``: share of pixels that are those of the true world, which goes on as it begun.
 
-``:keys`` and ``:values`` pack one of the two; ``:bare`` has no window. Frames of 8 prompts go to ``frames.npz``.
+``--specs paper`` are the names of ``parts.py``, at OCTOPUS's protocol. Rows go to ``FOLDER/NAME.json``, frames of 8
+prompts to ``FOLDER/NAME.npz``.
 """
 
 import argparse
@@ -21,42 +23,45 @@ import json
 import math
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from parts import PAPER, paper_scheme, part_of, whole_scheme
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, binary_cross_entropy_with_logits
-from video_model import TOKENS, WINDOW, VideoModel, frame_mask, videos
+from video_model import WINDOW, VideoModel, frame_mask, videos
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.codec import Dense
+from kvcodec.scheme import KVScheme
 from kvcodec_lab.stamp import stamp
 
 DENSE = "dense"
 SPECS = (
     "int-8,saw-int4,kivi-4:group=32,octopus-4,octopus-3,octopus-2,turboquant-4,turboquant-3,turboquant-2,"
-    "turboquant-qjl-4,turboquant-qjl-3,turboquant-qjl-2,octopus-qjl-2,hqmq-s96_r4,int-4,int-2,"
-    "octopus-2:keys,octopus-2:values,turboquant-2:keys,turboquant-2:values,octopus-2:bare,octopus-3:bare,int-3"
+    "turboquant-qjl-4,turboquant-qjl-3,turboquant-qjl-2,octopus-qjl-2,hqmq-s96_r4,int-4,int-3,int-2"
 )
+GROUP = 32
+"""Channels of a value that share a scale in the paper's video rows."""
 FRAMES = 24
 """Frames of a video that is learned from."""
 NOISE = 0.02
 """Largest share of a training video's pixels that are wrong in what the model sees: it is to mend its mistakes."""
 
 
-def train(model: VideoModel, seconds: float, batch: int, device: torch.device, rate: float = 6e-4) -> dict[str, Any]:
+def train(
+    model: VideoModel, digits: int, seconds: float, batch: int, device: torch.device, rate: float = 6e-4
+) -> dict[str, Any]:
     """Learn for so many seconds; the rate rises over 3 % of them and falls as a cosine."""
     generator = torch.Generator(device).manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.05)
-    mask, begun, steps, lost = frame_mask(FRAMES, TOKENS, WINDOW, device), time.monotonic(), 0, math.nan
+    mask, begun, steps, lost = frame_mask(FRAMES, model.tokens, WINDOW, device), time.monotonic(), 0, math.nan
     while (share := (time.monotonic() - begun) / seconds) < 1:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(share / 0.03 + 1e-3, 1.0) * (0.02 + 0.98 * math.cos(share * math.pi / 2) ** 2)
-        clean = videos(batch, FRAMES + 1, generator)
+        clean = videos(batch, FRAMES + 1, generator, digits)
         wrong = torch.rand(batch, 1, 1, 1, generator=generator, device=device) * NOISE
         flipped = torch.rand(clean.shape, generator=generator, device=device) < wrong
         with torch.autocast(device.type, torch.bfloat16):
@@ -74,24 +79,18 @@ def train(model: VideoModel, seconds: float, batch: int, device: torch.device, r
     return {"steps": steps, "loss": lost, "seconds": seconds, "batch": batch}
 
 
-def scheme_of(name: str) -> Any:
-    """A preset with a window of one frame and no layer left out; ``:keys``, ``:values``, ``:bare`` as the text says."""
-    spec, _, part = name.partition(":")
-    if "=" in part:
-        spec, part = name, ""
-    scheme = replace(kvcodec.get(spec), dense_key_layers=0, dense_value_layers=0, sink=0, window=TOKENS)
-    if part == "bare":
-        return replace(scheme, window=0)
-    return replace(scheme, **{"keys": {"value": Dense()}, "values": {"key": Dense()}}.get(part, {}))
+def scheme_of(name: str, frame: int) -> KVScheme:
+    """A preset, or a name of ``parts.py``, with the newest frame of so many tokens in 16 bit."""
+    return paper_scheme(name, frame, GROUP) if part_of(name)[1] else whole_scheme(name, frame)
 
 
 @torch.inference_mode()
-def rollout(model: VideoModel, prompts: Tensor, frames: int, scheme: Any) -> tuple[Tensor, dict[str, Any]]:
+def rollout(model: VideoModel, prompts: Tensor, frames: int, scheme: KVScheme) -> tuple[Tensor, dict[str, Any]]:
     """Frames behind the prompts ``[B, 12, 32, 32]``, 0 and 1: ``[B, frames, 32, 32]``; and what the caches hold."""
     why = fused_refusal(scheme, 64, prompts.device)
     caches = [
         kvcodec.FrameCache(
-            (kvcodec.LayerCache if why else FusedLayerCache)(scheme, layer=i), tokens=TOKENS, frames=WINDOW
+            (kvcodec.LayerCache if why else FusedLayerCache)(scheme, layer=i), tokens=model.tokens, frames=WINDOW
         )
         for i in range(len(model.blocks))
     ]
@@ -151,29 +150,41 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--frames", type=int, default=300)
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--specs", default=SPECS, help="comma-separated")
+    parser.add_argument("--specs", default=SPECS, help="comma-separated; paper: those of parts.py")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--patch", type=int, choices=(4, 8), default=4, help="pixels of a token's side")
+    parser.add_argument("--digits", type=int, choices=(1, 2), default=2, help="that move in a video")
+    parser.add_argument("--name", default="video", help="of the files that are written")
     given = parser.parse_args()
     begun = time.monotonic()
     given.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = VideoModel(given.layers, given.heads).to(device)
-    about = {"parameters": sum(p.numel() for p in model.parameters())}
-    about |= train(model, given.seconds, given.batch, device)
+    model = VideoModel(given.layers, given.heads, patch=given.patch).to(device)
+    shape = {"layers": given.layers, "heads": given.heads, "patch": given.patch, "digits": given.digits}
+    if (weights := given.out / "model.pt").exists():
+        kept_model = torch.load(weights, device)
+        about = kept_model["about"]
+        if (found_shape := {name: about[name] for name in shape}) != shape:
+            sys.exit(f"{weights} holds a model of {found_shape}, not of {shape}; choose another folder.")
+        model.load_state_dict(kept_model["weights"])
+    else:
+        about = {"parameters": sum(p.numel() for p in model.parameters()), **shape}
+        about |= train(model, given.digits, given.seconds, given.batch, device)
+        torch.save({"about": about, "weights": model.state_dict()}, weights)
     model.eval()
-    world = videos(given.prompts, WINDOW + given.frames, torch.Generator(device).manual_seed(1))
+    world = videos(given.prompts, WINDOW + given.frames, torch.Generator(device).manual_seed(1), given.digits)
     prompts, truth = world[:, :WINDOW], world[:, WINDOW:]
-    wanted, _ = rollout(model, prompts, given.frames, scheme_of(DENSE))
+    wanted, _ = rollout(model, prompts, given.frames, scheme_of(DENSE, model.tokens))
     rows, kept = [], {"truth": _bits(truth)}
-    for spec in (DENSE, *given.specs.split(",")):
+    for spec in (DENSE, *(PAPER if given.specs == "paper" else given.specs).split(",")):
         if time.monotonic() - begun > given.deadline:
             print(f"no time for {spec}", flush=True)
             continue
         started = time.monotonic()
         try:
-            found, sizes = rollout(model, prompts, given.frames, scheme_of(spec))
+            found, sizes = rollout(model, prompts, given.frames, scheme_of(spec, model.tokens))
         except kvcodec.KVError as error:
             print(f"{spec}: {error}", flush=True)
             continue
@@ -185,8 +196,8 @@ def main() -> None:
         print(f"{spec:20} {rows[-1]['effective_bits']:5.2f} bits {took:5.1f} s  {numbers}", flush=True)
         options = {"frames": given.frames, "prompts": given.prompts, "model": about}
         whole = {**stamp(device, 0), "options": options, "rows": rows}
-        (given.out / "video.json").write_text(json.dumps(whole, indent=1) + "\n")
-        np.savez_compressed(given.out / "frames.npz", **kept)
+        (given.out / f"{given.name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+        np.savez_compressed(given.out / f"{given.name}.npz", **kept)
 
 
 def _bits(frames: Tensor) -> np.ndarray[Any, Any]:

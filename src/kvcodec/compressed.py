@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor
 from kvcodec.errors import FitError, ShapeError
+from kvcodec.ops.precision import without_autocast
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
@@ -22,6 +23,7 @@ class CompressedRole:
     sink: Tensor
     window: Tensor
 
+    @without_autocast
     def decode(self) -> Tensor:
         """Decode to float32 ``[B, H, N, D]`` in the model basis."""
         x = self.codec.from_code(self.codec.decode(self.payload, self.params), self.params)
@@ -65,11 +67,13 @@ class Compressed:
         for role in (self.key, self.value):
             yield from (*role.payload.values(), role.sink, role.window)
 
+    @without_autocast
     def decode(self) -> tuple[Tensor, Tensor]:
         """Return ``(keys_hat, values_hat)``, float32 ``[B, H, N, D]``, model basis."""
         return self.key.decode(), self.value.decode()
 
 
+@without_autocast
 def compress(
     spec: str | KVScheme,
     keys: Tensor,

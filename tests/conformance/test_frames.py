@@ -26,9 +26,9 @@ def scheme_of(spec: str, tokens: int = TOKENS) -> KVScheme:
     return replace(kvcodec.get(spec).for_layer(1, 3), window=tokens, sink=SINKS * tokens)
 
 
-def frames(n: int, seed: int = 0, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+def frames(n: int, seed: int = 0, tokens: int = TOKENS, batch: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(n, 2, 1, HEADS, tokens, DIM, generator=generator).unbind(1)
+    k, v = torch.randn(n, 2, batch, HEADS, tokens, DIM, generator=generator).unbind(1)
     return k, v
 
 
@@ -123,6 +123,147 @@ def test_every_preset_rolls(spec: str) -> None:
         torch.testing.assert_close(mine, theirs[:, :, live(video)])
 
 
+def host_state(video: FrameCache) -> list[tuple[Any, str, Any]]:
+    """What Python knows of a rolling cache, as ``restored`` takes it: what the replay of a CUDA graph leaves alone."""
+    cache = video.cache
+    found: list[tuple[Any, str, Any]] = [(video, "seen", video.seen), (cache, "start", cache.start)]
+    found.append((cache, "length", cache.length))
+    assert cache.store is not None
+    found += [(cache.store, name, getattr(cache.store, name)) for name in ("pages", "table")]
+    for state in cache.roles.values():
+        found += [(state, name, getattr(state, name)) for name in ("sink", "window")]
+        found.append((state, "runs", list(state.runs)))
+    return found
+
+
+def restored(state: list[tuple[Any, str, Any]]) -> None:
+    for of, name, x in state:
+        setattr(of, name, list(x) if isinstance(x, list) else x)
+
+
+def replayed(scheme: KVScheme, tokens: int, page_tokens: int | None, batch: int) -> tuple[FrameCache, Any]:
+    """A cache of which most frames were appended as the replay of CUDA graphs would, and one that never rolled."""
+    video = FrameCache(GrowingCache(scheme, page_tokens=page_tokens), tokens=tokens, frames=FRAMES, sinks=SINKS)
+    before, flag = 2 * FRAMES, torch.zeros(1, dtype=torch.int32)
+    for k, v in zip(*frames(before, 0, tokens, batch), strict=True):
+        video.append(k, v)
+    n = before + 5 * (phases := video.phases)
+    given, captured = list(zip(*frames(n, 0, tokens, batch), strict=True)), []
+    for k, v in given[before : before + phases]:
+        captured.append(host_state(video))
+        video.append(k, v, flag=flag)
+    captured.append(host_state(video))
+    for at in range(before + phases, n):
+        restored(captured[(at - before) % phases])
+        video.append(*given[at], flag=flag)
+    restored(captured[-1])
+    video.replayed(n - before - phases)
+    oracle = GrowingCache(scheme)
+    oracle.append(*given[0])
+    oracle.append(*(torch.cat(list(x), 2) for x in zip(*given[1:], strict=True)))
+    assert not flag.item()
+    return video, oracle
+
+
+def check_replayed(video: FrameCache, oracle: Any) -> None:
+    assert video.held == [0, *range(video.seen - FRAMES + SINKS, video.seen)]
+    assert len(oracle) == video.seen * video.tokens
+    kept, batch = live(video), oracle.batch
+    for mine, theirs in zip(video.cache.decode(), oracle.decode(), strict=True):
+        assert torch.equal(mine, theirs[:, :, kept])
+    q = torch.randn(batch, HEADS, video.tokens, DIM, generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(1, 1, 1, len(oracle), dtype=torch.bool)
+    mask[..., kept] = True
+    torch.testing.assert_close(video.attend(q), attend(q, oracle, mask=mask), atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens", "page_tokens", "window"),
+    [
+        ("saw-int4", 16, 16, 16),  # a frame fills a page
+        ("octopus-3", 24, 64, 24),  # 8 frames fill 3
+        ("saw-int4", 12, 16, 0),
+        ("kivi-2", 24, 64, 8),  # groups of 32: the window's length changes from frame to frame
+    ],
+)
+def test_frames_of_a_full_cache_may_be_replayed(spec: str, tokens: int, page_tokens: int, window: int) -> None:
+    scheme = replace(scheme_of(spec, tokens), window=window)
+    check_replayed(*replayed(scheme, tokens, page_tokens, batch=2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_frames_of_every_preset_may_be_replayed(spec: str) -> None:
+    try:
+        video, oracle = replayed(scheme_of(spec, 64), 64, None, batch=1)
+    except UnsupportedError as error:  # no kernels, or a mean
+        pytest.skip(str(error))
+    check_replayed(video, oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3", "turboquant-2"])
+def test_captured_frames_roll_as_eager_ones(spec: str) -> None:
+    tokens, heads = 64, 4
+    scheme, n = scheme_of(spec, tokens), 40
+    generator = torch.Generator("cuda").manual_seed(0)
+    k, v, q = torch.randn(3, n, 2, heads, tokens, DIM, generator=generator, device="cuda").half()
+    captured, eager = (FrameCache(GrowingCache(scheme), tokens=tokens, frames=FRAMES, sinks=SINKS) for _ in range(2))
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    with torch.inference_mode():
+        for i in range(2 * FRAMES):
+            for video in (captured, eager):
+                video.append(k[i], v[i])
+                video.attend(q[i])
+        assert captured.phases == 1
+        new_k, new_v, new_q = k[0].clone(), v[0].clone(), q[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):  # records, stores nothing
+            captured.append(new_k, new_v, flag=flag)
+            out = captured.attend(new_q)
+        for i in range(2 * FRAMES, n):
+            for to, x in ((new_k, k), (new_v, v), (new_q, q)):
+                to.copy_(x[i])
+            graph.replay()
+            eager.append(k[i], v[i])
+            torch.testing.assert_close(out, eager.attend(q[i]), atol=2e-3, rtol=0)
+        captured.replayed(n - 2 * FRAMES - 1)  # the one that was recorded is counted
+    assert (captured.seen, captured.held) == (eager.seen, eager.held)
+    for mine, theirs in zip(captured.cache.decode(), eager.cache.decode(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not flag.item()
+
+
+def test_with_a_flag_kernels_tell_what_codecs_cannot_hold() -> None:
+    scheme, flag = replace(scheme_of("saw-int4"), window=0, sink=0), torch.zeros(1, dtype=torch.int32)
+    video, x = FrameCache(GrowingCache(scheme), tokens=TOKENS, frames=FRAMES), torch.zeros(1, HEADS, TOKENS, DIM)
+    x[:, :, 3, 0] = torch.nan
+    with pytest.raises(ValueError, match="nan is not finite"):
+        video.append(x, x)
+    video.append(x, x, flag=flag)
+    assert (flag.item(), video.held) == (1, [0])
+    assert not video.cache.decode()[0].isnan().any()
+    with pytest.raises(UnsupportedError, match="the cache is not fused"):
+        rolled(LayerCache, scheme_of("saw-int4"), 2).append(x, x, flag=flag)
+
+
+def test_only_whole_turns_of_a_full_cache_count_as_replayed() -> None:
+    video = FrameCache(GrowingCache(scheme_of("saw-int4"), page_tokens=16), tokens=TOKENS, frames=FRAMES, sinks=SINKS)
+    with pytest.raises(ShapeError, match="append a frame first"):
+        _ = video.phases
+    for k, v in zip(*frames(3), strict=True):
+        video.append(k, v)
+    with pytest.raises(ShapeError, match=r"replayed\(4\): 3 of 5 frames are held"):
+        video.replayed(4)
+    for k, v in zip(*frames(3), strict=True):
+        video.append(k, v)
+    assert video.phases == 4
+    with pytest.raises(ShapeError, match=r"replayed\(3\): 5 of 5 frames are held, and graphs of 4 phases"):
+        video.replayed(3)
+
+
 def test_the_newest_frame_is_put_anew_while_it_is_denoised() -> None:
     scheme = scheme_of("saw-int4")
     once, often = rolled(LayerCache, scheme, 8), rolled(LayerCache, scheme, 7)
@@ -179,7 +320,7 @@ def test_a_cache_that_cannot_roll_is_refused() -> None:
     ):
         with pytest.raises(ShapeError, match=text):
             FrameCache(plain, **options)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="does not use evicted slots again"):
+    with pytest.raises(UnsupportedError, match="does not use evicted slots again; leave the capacity out"):
         FrameCache(StaticCache(kvcodec.get("saw-int4"), capacity=64), tokens=4, frames=2)
     with pytest.raises(UnsupportedError, match="sink is 0 tokens, and 1 frames of 4 are 4"):
         FrameCache(GrowingCache(kvcodec.get("saw-int4")), tokens=4, frames=2, sinks=1)

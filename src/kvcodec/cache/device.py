@@ -24,6 +24,7 @@ from kvcodec.codec import ROLES, SHARED, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
 from kvcodec.kernels.engine import Engine
+from kvcodec.ops.precision import without_autocast
 from kvcodec.scheme import KVScheme
 
 ONE_RUN = (
@@ -260,6 +261,7 @@ class DeviceCache(LayerCache):
         seen = Seen(causal, start=() if start is None else tuple(start.tolist()), softcap=softcap, mask=mask)
         return self.attend_chunk(q, scale=scale, sinks=sinks, seen=seen)
 
+    @without_autocast
     def attend_token(
         self,
         q: Tensor,
@@ -285,6 +287,7 @@ class DeviceCache(LayerCache):
         return engine.attend(q, store, seq_lens, scale=scale, sinks=sinks, start=first, softcap=softcap, **more)
 
     @torch.no_grad()
+    @without_autocast
     def attend_chunk(
         self, q: Tensor, *, scale: float | None = None, sinks: Tensor | None = None, seen: Seen = BEFORE_IT
     ) -> Tensor:

@@ -5,9 +5,16 @@ are evicted, but for the first ones (sinks). Video diffusion passes a frame seve
 ``replace`` puts the newest frame anew.
 
 Keys keep the positions by which the model turned them, whatever is evicted: ``seen`` counts frames from the beginning.
-Nothing is held here but numbers: tokens go through ``append``, ``crop`` and ``evict`` of the layer's cache.
+Tokens go through ``append``, ``crop`` and ``evict`` of the layer's cache.
+
+Memory is allocated once: pages of evicted frames are written anew, for which the block table turns, and sink and window
+keep their addresses. When the cache is full a frame does what the frame ``phases`` before it did, on the same memory.
+So frames can be captured in CUDA graphs: one for each phase, replayed in turn.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
@@ -15,6 +22,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.layout import PAGE_TOKENS
 
 
 class FrameCache:
@@ -37,8 +45,8 @@ class FrameCache:
     ShapeError
         Numbers that do not fit each other, or a cache that holds tokens.
     UnsupportedError
-        A static cache, which does not use evicted slots again; keys without their mean before RoPE; or sinks that the
-        fused kernels cannot keep.
+        A static cache, whose lengths lie on the device; keys without their mean before RoPE; or sinks that the fused
+        kernels cannot keep.
 
     Examples
     --------
@@ -61,7 +69,8 @@ class FrameCache:
             raise ShapeError(f"the cache holds {len(cache)} tokens already; begin with an empty one.")
         if isinstance(cache, StaticCache):
             raise UnsupportedError(
-                "a static cache (capacity) does not use evicted slots again; a rolling one grows and frees pages."
+                "a static cache (capacity) does not use evicted slots again; leave the capacity out: frames roll in "
+                "memory that is allocated once."
             )
         if cache.site.mean is not None and cache.site.mean.kind == "pre":
             raise UnsupportedError(
@@ -75,6 +84,12 @@ class FrameCache:
                 f"Set sink={sinks * tokens} in the spec, or use LayerCache."
             )
         self.cache, self.tokens, self.frames, self.sinks, self.seen = cache, tokens, frames, sinks, 0
+        # a frame is stored before the oldest one goes, which may leave a page that is live in part; so may the sinks
+        scheme, unit = cache.scheme, math.lcm(cache.scheme.key.block_tokens, cache.scheme.value.block_tokens)
+        page = cache.page_tokens or -(-PAGE_TOKENS // unit) * unit
+        packed = max((frames + 1) * tokens - scheme.sink - scheme.window, 0)
+        cache.reserve, cache.rolls = max(cache.reserve, packed + 2 * page), True
+        self.places: dict[tuple[str, str, torch.Size], Tensor] = {}
 
     def __len__(self) -> int:
         """Frames held."""
@@ -86,13 +101,32 @@ class FrameCache:
         first = min(self.sinks, self.seen, len(self))
         return [*range(first), *range(self.seen - len(self) + first, self.seen)]
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
+    @property
+    def phases(self) -> int:
+        """After how many frames, once the cache is full, the same memory is written and read again.
+
+        1 where a frame fills whole pages.
+
+        Raises
+        ------
+        ShapeError
+            No frame was appended yet, so there are no pages.
+        """
+        if self.cache.store is None:
+            raise ShapeError("phases: the cache is empty; append a frame first, which makes its pages.")
+        page = self.cache.store.layout.page_tokens
+        return page // math.gcd(page, self.tokens)
+
+    def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
         """Add frames, and evict the oldest of those that no longer fit.
 
         Parameters
         ----------
         keys, values : Tensor ``[B, H, F * n, D]``
             n whole frames; keys after the model's RoPE, at positions of its own.
+        flag : Tensor int32 ``[1]``, optional
+            Of fused caches: do not look at the numbers, which synchronises, and a CUDA graph cannot; kernels raise the
+            flag where they encode what codecs cannot hold.
 
         Raises
         ------
@@ -100,6 +134,8 @@ class FrameCache:
             A frame of another size, or more new frames than are held beside the sinks.
         ValueError
             As ``LayerCache.append``; nothing has changed then.
+        UnsupportedError
+            A flag for a cache that is not fused, or of keys that are held without a mean.
         """
         n = self._frames_of(keys)
         if n > self.frames - min(self.sinks, self.seen):
@@ -107,33 +143,39 @@ class FrameCache:
                 f"{n} new frames at once, and {self.frames} are held, {self.sinks} of them sinks: the new ones would "
                 f"be evicted before they are seen. Append fewer at a time."
             )
-        self.cache.append(keys, values)
+        self._add(keys, values, flag)
         self.seen += n
         if (over := len(self) - self.frames) > 0:
             self.evict(over)
+        self._stay()
 
-    def replace(self, keys: Tensor, values: Tensor) -> None:
+    def replace(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
         """Put the newest frames anew: those of the last denoising pass, in place of noisier ones.
 
         Parameters
         ----------
         keys, values : Tensor ``[B, H, F * n, D]``
             Of the newest n frames.
+        flag : Tensor int32 ``[1]``, optional
+            As of ``append``.
 
         Raises
         ------
         ShapeError
             A frame of another size, or more frames than are held beside the sinks.
-        ValueError
-            As ``LayerCache.append``; nothing has changed then.
+        ValueError, UnsupportedError
+            As ``append``; nothing has changed then.
         """
         n = self._frames_of(keys)
         if n > len(self) or (self.seen > len(self) and n > len(self) - self.sinks):
             raise ShapeError(f"replace: {n} frames, and {len(self)} are held, {self.sinks} of them sinks; pass fewer.")
-        check_tensors(keys, values)  # before the older ones are gone
+        if flag is None:
+            check_tensors(keys, values)  # before the older ones are gone
         self.cache.check_shapes(keys, values)
+        self._check_flag(flag)
         self.cache.crop(len(self.cache) - n * self.tokens)
-        self.cache.append(keys, values)
+        self._add(keys, values, flag)
+        self._stay()
 
     def evict(self, n: int) -> None:
         """Drop the oldest ``n`` frames behind the sinks.
@@ -164,10 +206,53 @@ class FrameCache:
         """
         return self.cache.attend(q, scale=scale, causal=False)
 
+    def replayed(self, n: int) -> None:
+        """Count ``n`` frames that CUDA graphs appended to a full cache, of which this object has not seen anything.
+
+        Raises
+        ------
+        ShapeError
+            The cache is not full, or n is no multiple of ``phases``: one graph of each is replayed in turn.
+        """
+        if len(self) < self.frames or n < 0 or n % self.phases:
+            raise ShapeError(
+                f"replayed({n}): {len(self)} of {self.frames} frames are held, and graphs of {self.phases} phases are "
+                f"replayed in turn; append eagerly until the cache is full, then replay whole turns."
+            )
+        self.seen += n
+        self.cache.start += n * self.tokens
+
     def reset(self) -> None:
-        """Forget every frame."""
+        """Forget every frame, and the memory."""
         self.cache.reset()
+        self.places.clear()
         self.seen = 0
+
+    def _check_flag(self, flag: Tensor | None) -> None:
+        if flag is None or (isinstance(self.cache, DeviceCache) and self.cache.site.mean is None):
+            return
+        why = "keys are held without their mean" if isinstance(self.cache, DeviceCache) else "the cache is not fused"
+        raise UnsupportedError(f"a flag is raised by fused kernels, of keys as they are, and {why}; leave it out.")
+
+    def _add(self, keys: Tensor, values: Tensor, flag: Tensor | None) -> None:
+        self._check_flag(flag)
+        if flag is None or not isinstance(self.cache, DeviceCache):
+            self.cache.append(keys, values)
+        else:
+            self.cache.append(keys, values, flag=flag)
+
+    @torch.no_grad()
+    def _stay(self) -> None:
+        """Put sink and window where they lay when they were as long as now."""
+        for role, state in self.cache.roles.items():
+            for name in ("sink", "window"):
+                new = getattr(state, name)
+                if (old := self.places.get((role, name, new.shape))) is None:
+                    with torch.inference_mode(mode=False):
+                        old = self.places[role, name, new.shape] = new.detach().clone()
+                elif old is not new:
+                    old.copy_(new)
+                setattr(state, name, old)
 
     def _frames_of(self, keys: Tensor) -> int:
         n, rest = divmod(keys.shape[2], self.tokens)

@@ -21,6 +21,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.spec import Sample
+from kvcodec.ops.precision import without_autocast
 
 
 class State(NamedTuple):
@@ -84,6 +85,7 @@ class GrowingCache(DeviceCache):
         """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
         return None if self.store is None else self._device_lengths()[0]
 
+    @without_autocast
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> None:
@@ -110,7 +112,7 @@ class GrowingCache(DeviceCache):
         if self.store is None:
             leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
             leaving = leaving if n >= self.site.fit_tokens else 0
-            self._start(keys, values, leaving)
+            self._start(keys, values, max(leaving, self.reserve))
         assert self.store is not None
         assert self.engine is not None
         refused = n == 1 and self.engine.refuses_at_once

@@ -22,6 +22,7 @@ from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
 from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
+from kvcodec.ops.precision import without_autocast
 from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
 
@@ -133,6 +134,8 @@ class LayerCache:
             raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
         self.site = LayerSite(scheme, layer, seed, params, first_head) if isinstance(scheme, KVScheme) else scheme
         self.page_tokens, self.reserve, self.remember = page_tokens, capacity, remember
+        self.rolls = False
+        """Whether pages without a live token are written anew instead of freed."""
         self.reset()
 
     def reset(self) -> None:
@@ -197,6 +200,7 @@ class LayerCache:
             empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
             self.roles[role] = RoleState(of, empty, empty)
 
+    @without_autocast
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> None:
         """Add tokens; whole blocks that leave the window are encoded, once.
 
@@ -396,6 +400,7 @@ class LayerCache:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    @without_autocast
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Decoded keys and values of the live tokens ``[first, last)``.
 
@@ -406,6 +411,7 @@ class LayerCache:
         first, last = self._range(first, last)
         return self._decode_role("key", first, last), self._decode_role("value", first, last)
 
+    @without_autocast
     def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
         """As ``decode``, of the keys or the values alone."""
         return self._decode_role(role, *self._range(first, last))
@@ -456,6 +462,7 @@ class LayerCache:
         mean = self._mean(state.role, first + ahead, last + ahead)
         return state.read(self.store, first, last, self._dtype, mean)
 
+    @without_autocast
     def attend(
         self,
         q: Tensor,
@@ -533,17 +540,22 @@ class LayerCache:
         self._free_dead_pages()
 
     def _free_dead_pages(self) -> None:
-        """Free the pages that hold no live token and into which no role will write."""
+        """Free the pages that hold no live token and into which no role will write; or put them behind the others."""
         assert self.store is not None
         tokens = self.store.layout.page_tokens
         states = self.roles.values()
-        self.store.trim(max(self.reserve, *(s.next_slot for s in states)))
+        if not self.rolls:
+            self.store.trim(max(self.reserve, *(s.next_slot for s in states)))
         written = min(s.next_slot for s in states) // tokens  # the role behind still writes later pages
         live = {page for s in states for a, b in s.runs for page in range(a // tokens, -(-b // tokens))}
         dead = sorted(set(range(written)) - live)
         if not dead:
             return
-        self.store.keep(sorted(set(range(self.store.table.shape[1])).difference(dead)))
+        if self.rolls:
+            for first, last in reversed(_stretches(dead)):
+                self.store.put_last(first, last)
+        else:
+            self.store.keep(sorted(set(range(self.store.table.shape[1])).difference(dead)))
         for state in states:
             shifts = [tokens * bisect.bisect_left(dead, a // tokens) for a, _ in state.runs]
             state.runs = [(a - shift, b - shift) for (a, b), shift in zip(state.runs, shifts, strict=True)]
@@ -621,6 +633,19 @@ class LayerCache:
         """Elements of K and V of the live tokens."""
         dims = sum(s.site.head_dim for s in self.roles.values())
         return self.batch * (self.store.heads if self.store else 0) * self.length * dims
+
+
+def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
+    """Ranges of consecutive numbers, in order.
+
+    >>> _stretches([2, 3, 7])
+    [(2, 4), (7, 8)]
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        joins = found and found[-1][1] == number
+        found[-1:] = [(found[-1][0], number + 1)] if joins else [*found[-1:], (number, number + 1)]
+    return found
 
 
 @lru_cache(maxsize=64)

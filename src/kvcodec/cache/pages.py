@@ -28,7 +28,7 @@ class PageStore:
     """
 
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
-        self.layout, self.heads = layout, heads
+        self.layout, self.heads, self.in_order = layout, heads, True
         self.growth_bytes = 0  # largest pool that was copied to grow: both copies existed for a moment
         columns = -(-capacity // layout.page_tokens)
         # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
@@ -39,13 +39,8 @@ class PageStore:
     def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
         """Return a store over pages that the caller owns."""
         store = cls.__new__(cls)
-        store.layout, store.heads, store.pages, store.table, store.growth_bytes = (
-            layout,
-            pages.shape[1],
-            pages,
-            table,
-            0,
-        )
+        store.layout, store.heads, store.pages, store.table = layout, pages.shape[1], pages, table
+        store.growth_bytes, store.in_order = 0, False
         return store
 
     @property
@@ -66,7 +61,7 @@ class PageStore:
             self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
             grown[:first] = self.pages
         self.pages = grown
-        if batch == 1:  # pages of one sequence lie in order
+        if batch == 1 and self.in_order:
             first, columns = 0, self.pages.shape[0]
         ids = _ids(first, batch, columns, self.table.device, stream_of(self.table.device))
         self.table = torch.cat([self.table, ids], 1) if first else ids
@@ -94,12 +89,20 @@ class PageStore:
         ids = self.table[indices.to(self.table.device)].long()
         self.pages = self.pages[ids.flatten()]
         fresh = torch.arange(batch * columns, device=self.table.device, dtype=torch.int32)
-        self.table = fresh.view(batch, columns)
+        self.table, self.in_order = fresh.view(batch, columns), True
 
     def keep(self, columns: list[int]) -> None:
         """Keep these columns of pages of every sequence, in this order; free the others."""
         self.table = self.table[:, columns]
         self.select(torch.arange(self.table.shape[0]))
+
+    def put_last(self, first: int, last: int) -> None:
+        """Put the columns ``[first, last)`` behind all others, which move up; pages and table keep their addresses."""
+        if self.in_order:  # until now caches may share it
+            with torch.inference_mode(mode=False):
+                self.table, self.in_order = self.table.clone(), False
+        behind = self.table[:, first:]
+        behind.copy_(behind.roll(first - last, 1))
 
     def trim(self, slots: int) -> None:
         """Free the pages behind the first ``slots`` slots."""

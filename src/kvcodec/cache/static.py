@@ -21,6 +21,7 @@ from kvcodec.cache.positions import NOT_CONSECUTIVE, angles_near, first_of, in_o
 from kvcodec.codec import Role, check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.encode import Turned
+from kvcodec.ops.precision import without_autocast
 from kvcodec.ops.rope import Rotary
 
 BROKEN_ORDER = 3
@@ -145,6 +146,7 @@ class StaticCache(DeviceCache):
         assert self.engine is not None
         _stay(*self.engine.tensors())
 
+    @without_autocast
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> None:
