@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor
-from kvcodec.errors import FitError, ShapeError
+from kvcodec.errors import FitError, ShapeError, UnsupportedError
 from kvcodec.ops.precision import without_autocast
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -103,6 +103,8 @@ def compress(
     ------
     SpecError, ShapeError, ValueError
         Unknown spec; shapes or head_dim that do not fit; NaN, Inf or out-of-range values, with the position.
+    UnsupportedError
+        A scheme with age tiers.
 
     Examples
     --------
@@ -112,6 +114,12 @@ def compress(
     (4.25, 17408)
     """
     scheme = _bare(get(spec))
+    for own in scheme.layer_schemes:
+        if own.recent is not None:
+            raise UnsupportedError(
+                f"{own}: age tiers are of a cache, from which tokens leave the newest tier as others come; use "
+                f"LayerCache or cache_for, or recent=none."
+            )
     if num_layers > 1:
         scheme = scheme.for_layer(layer, num_layers)
     check_tensor("keys", keys)

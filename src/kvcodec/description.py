@@ -22,7 +22,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
     -------
     dict
         ``spec, method, source, summary, key_bits, value_bits, effective_bits, nominal_bits, block_tokens, sink, window,
-        dense_key_layers, dense_value_layers, page_tokens, page_bytes, options, layout, kernels``.
+        recent, dense_key_layers, dense_value_layers, page_tokens, page_bytes, options, layout, kernels``.
     """
     scheme = get(spec)
     if isinstance(scheme, Mix):
@@ -43,6 +43,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         "block_tokens": max(scheme.key.block_tokens, scheme.value.block_tokens),
         "sink": scheme.sink,
         "window": scheme.window,
+        "recent": None if scheme.recent is None else str(scheme.recent),
         "dense_key_layers": scheme.dense_key_layers,
         "dense_value_layers": scheme.dense_value_layers,
         "page_tokens": page.page_tokens,
@@ -94,6 +95,7 @@ def _describe_mix(mix: Mix, head_dim: int) -> dict[str, Any]:
         "block_tokens": max(s.codec(role).block_tokens for s in mix.layers for role in ROLES),
         "sink": max(layer.sink for layer in mix.layers),
         "window": max(layer.window for layer in mix.layers),
+        "recent": "+".join(dict.fromkeys(str(s.recent) for s in mix.layers if s.recent is not None)) or None,
         "dense_key_layers": 0,
         "dense_value_layers": 0,
         "page_tokens": max(page.page_tokens for page in pages),

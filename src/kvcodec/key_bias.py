@@ -268,21 +268,22 @@ class KeyBiases:
         before RoPE if the model's frequencies are fixed. Everywhere else keys keep it.
         """
         own = [scheme.for_layer(place, len(self.order)) for place in range(len(self.order))]
-        decided = {
-            index: self._decided(codec, mean, members, params)
-            for (codec, mean), members in self._groups(scheme).items()
-            for index in members
-        }
+        decided: dict[int, Mean] = {}
+        for (codec, mean), members in self._groups(scheme).items():
+            found = self._decided(codec, mean, members, params)
+            for index in members:  # with age tiers a layer has two codecs: one that breaks decides
+                decided[index] = decided.get(index, found) if found == "none" else found
         kept: list[Mean] = ["none" if of.mean == "auto" else of.mean for of in own]
         return [decided.get(index, mean) for index, mean in zip(self.order, kept, strict=True)]
 
     def _groups(self, scheme: KVScheme) -> dict[tuple[Codec, Mean], list[int]]:
-        """Layers with large biases whose keys are encoded alike."""
+        """Layers with large biases whose keys are encoded alike; with age tiers by each of two codecs."""
         groups: dict[tuple[Codec, Mean], list[int]] = {}
         for place, index in enumerate(self.order):
             own = scheme.for_layer(place, len(self.order))
-            if index in self.layers and not isinstance(own.key, Dense):
-                groups.setdefault((own.key, own.mean), []).append(index)
+            for codec in (own.key,) if own.recent is None else (own.key, own.recent.key):
+                if index in self.layers and not isinstance(codec, Dense):
+                    groups.setdefault((codec, own.mean), []).append(index)
         return groups
 
     def _decided(
@@ -299,7 +300,8 @@ class KeyBiases:
     ) -> list[BiasError]:
         """Errors of those of the layers where bias times query is largest."""
         measured = sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]
-        given = [((params or {}).get(index) or {}).get("key") for index in measured]
+        fitted = params if params and (codec.needs_sample or codec.needs_queries) else {}
+        given = [(fitted.get(index) or {}).get("key") for index in measured]
         found = [self.at(index, codec, own, mean=mean) for index, own in zip(measured, given, strict=True)]
         return [error for error in found if error is not None]
 

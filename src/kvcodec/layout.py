@@ -86,6 +86,11 @@ class Layout:
         return sum(f.nbytes for f in self.fields)
 
     @property
+    def token_bytes(self) -> float:
+        """Bytes of a token of one head, all fields."""
+        return self.block_bytes / self.block_tokens
+
+    @property
     def effective_bits(self) -> float:
         """Bytes x 8 / elements of a block."""
         return self.block_bytes * 8 / (self.block_tokens * self.head_dim)

@@ -8,8 +8,9 @@
 
 One entry per layer that caches K and V, in the model's order. ``key`` takes the key codec of a spec, ``value`` the
 value codec of another; their rules for outer layers are ignored, because the recipe names every layer.
-A layer has one sink and one window: by default the larger of the two presets', ``dense`` not counted. ``about`` may
-hold anything; ``kvcodec advise`` writes its measurements there.
+A layer has one sink and one window: by default the larger of the two presets', ``dense`` not counted. Keys and values
+are held in the window as their own spec holds them: in 16 bit, or by its ``recent``. ``about`` may hold anything;
+``kvcodec advise`` writes its measurements there.
 
 The path of such a file is a spec: ``cache_for(model, "recipe.json")``, ``--specs recipe.json,saw-int4``. This module
 reads and writes the file; ``registry.read_recipe`` turns its lines into schemes.

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from kvcodec.codec import Codec, Dense
 from kvcodec.errors import FormatError, SpecError, nearest
 from kvcodec.recipe import LayerChoice, read_choices, write_choices
-from kvcodec.scheme import KVScheme, Mean, Mix, mix_of
+from kvcodec.scheme import KVScheme, Mean, Mix, mix_of, recent_of
 
 Recipe = Callable[..., KVScheme]
 
@@ -76,6 +76,14 @@ class Option:
 
 COMMON = {
     "sink": Option("sink", int, 0, "First tokens that stay in 16 bit for ever."),
+    "window": Option("window", int, 0, "Newest tokens that stay in 16 bit, or in the codecs of recent."),
+    "recent": Option(
+        "recent",
+        str | None,
+        None,
+        "Age tiers: preset whose codecs hold the newest window tokens, e.g. int-8; older ones are decoded from it "
+        "and encoded anew.",
+    ),
     "mean": Option(
         "mean",
         Mean,
@@ -112,7 +120,10 @@ class Method:
     def scheme(self, options: Mapping[str, Any]) -> KVScheme:
         """Return the recipe's scheme with a value for each of ``options``."""
         scheme = self.recipe(**{name: value for name, value in options.items() if name in self.parameters})
-        return replace(scheme, **{name: options[name] for name in COMMON if name not in self.parameters})
+        common = {name: options[name] for name in COMMON if name not in self.parameters}
+        if common.get("recent") is not None:
+            common["recent"] = _recent(common["recent"])
+        return replace(scheme, **common)
 
 
 _METHODS: dict[str, Method] = {}
@@ -200,12 +211,14 @@ def scheme_of(choice: LayerChoice) -> KVScheme:
     key, value = get(choice.key), get(choice.value)
     held = [s for s, c in ((key, key.key), (value, value.value)) if not isinstance(c, Dense)]
     sink, window = (max((getattr(s, name) for s in held), default=0) for name in ("sink", "window"))
+    window = window if choice.window is None else choice.window
     return KVScheme(
         key.key,
         value.value,
         sink if choice.sink is None else choice.sink,
-        window if choice.window is None else choice.window,
+        window,
         mean="none" if isinstance(key.key, Dense) else key.mean,
+        recent=recent_of(key.key, value.value, key.recent, value.recent) if window else None,
         spec=f"{key}/{value}",
     )
 
@@ -311,8 +324,8 @@ def from_json(text: str) -> KVScheme:
         if "layers" in data:
             kinds = [from_json(json.dumps(kind)) for kind in data["schemes"]]
             return mix_of([kinds[i] for i in data["layers"]], data["spec"])
-        key, value = _codec(data.pop("key")), _codec(data.pop("value"))
-        return KVScheme(key=key, value=value, **data)
+        key, value, recent = _codec(data.pop("key")), _codec(data.pop("value")), data.pop("recent", None)
+        return KVScheme(key=key, value=value, recent=recent and from_json(json.dumps(recent)), **data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, (FormatError, SpecError)):
             raise
@@ -439,6 +452,18 @@ def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
             raise SpecError(f"{spec!r}: option {key!r} is given twice; give it once.")
         given[key] = method.options[key].parse(text.strip(), spec)
     return method, base, given
+
+
+def _recent(text: str) -> KVScheme | None:
+    """Return the scheme of ``recent=text``, without its own sink, window and dense layers."""
+    wanted = f"recent={text!r} is not allowed; expected none or a preset, e.g. int-8 or fp8"
+    try:
+        held = get(text)
+    except SpecError as error:
+        raise SpecError(f"{wanted}: {error}") from error
+    if isinstance(held, Mix):
+        raise SpecError(f"{wanted}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
+    return recent_of(held.key, held.value, held, held)
 
 
 def _suffix(name: str, base: str) -> dict[str, Any]:

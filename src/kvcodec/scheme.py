@@ -5,11 +5,14 @@ tokens between are encoded, oldest first, in units of the codec's ``block_tokens
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
 
-so encoded data never changes, whatever the split into prefill and decode. A ``KVScheme`` applies to every layer of a
+so encoded data never changes, whatever the split into prefill and decode. With ``recent`` the newest tokens are packed
+as well, by other codecs, and encoded from what those decode to when they age: by tokens' age, 16 bit for ever, few
+bits, 8 bits. A ``KVScheme`` applies to every layer of a
 model, a ``Mix`` has one scheme per layer; ``for_layer`` returns the scheme of one layer.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -34,7 +37,7 @@ class KVScheme:
     sink : int
         First tokens, which always stay dense.
     window : int
-        Newest tokens that stay dense; the unfinished block stays dense as well.
+        Newest tokens that stay dense, or are held by ``recent``; so does the unfinished block.
     dense_key_layers, dense_value_layers : int
         How many of the first AND of the last layers hold keys (values) dense.
     mean : {"none", "pre", "post", "auto"}
@@ -43,6 +46,9 @@ class KVScheme:
         RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: where a model's key biases
         would break the codec, or the codec asks for it (``Codec.without_mean``), ``pre``, elsewhere ``none``; decided
         when a cache is made for a model, ``none`` without one. Keys held dense keep their mean.
+    recent : KVScheme or None
+        Age tiers: its codecs hold the newest ``window`` tokens, which are decoded and encoded by ``key`` and ``value``
+        when they age, in blocks of both. Codecs that encode each token alone, with constants that need no data.
     spec : str
         The canonical spec this scheme came from; empty for one built by hand. Not part of equality.
     """
@@ -54,16 +60,19 @@ class KVScheme:
     dense_key_layers: int = 0
     dense_value_layers: int = 0
     mean: Mean = "none"
+    recent: "KVScheme | None" = None
     spec: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Validate the counts."""
+        """Validate the counts and the age tiers."""
         for name in ("sink", "window", "dense_key_layers", "dense_value_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise SpecError(f"{name}={value!r}: expected an integer >= 0.")
         if self.mean not in MEANS:
             raise SpecError(f"mean={self.mean!r}: expected one of {', '.join(MEANS)}.")
+        if self.recent is not None:
+            _check_recent(self, self.recent)
 
     def __str__(self) -> str:
         """Return the spec, or the repr of a scheme built by hand."""
@@ -102,9 +111,12 @@ class KVScheme:
         if (found := self._of_layers.get(dense)) is None:
             key, value = (Dense() if of else codec for of, codec in zip(dense, (self.key, self.value), strict=True))
             mean: Mean = "none" if isinstance(key, Dense) else self.mean
+            recent = recent_of(key, value, self.recent, self.recent)
             found = self
             if self.dense_key_layers or self.dense_value_layers or mean != self.mean:
-                found = replace(self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean)
+                found = replace(
+                    self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean, recent=recent
+                )
             self._of_layers[dense] = found
         return found
 
@@ -132,7 +144,7 @@ class KVScheme:
 
     def without_windows(self) -> "KVScheme":
         """Return the same codecs with sink = window = 0, as ``fake_quant`` uses them."""
-        return replace(self, sink=0, window=0)
+        return replace(self, sink=0, window=0, recent=None)
 
     def key_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded key element, from the layout; windows and dense layers not counted."""
@@ -153,8 +165,18 @@ class KVScheme:
 
     def encoded_tokens(self, role: Role, tokens: int) -> int:
         """How many of ``tokens`` are encoded (the closed form in the module's text)."""
-        unit = self.codec(role).block_tokens
+        unit = self.unit(role)
         return unit * max(0, (tokens - self.sink - self.window) // unit)
+
+    def unit(self, role: Role) -> int:
+        """Tokens of a role that leave the window together; with age tiers those of both roles do."""
+        if self.recent is None:
+            return self.codec(role).block_tokens
+        return math.lcm(self.key.block_tokens, self.value.block_tokens)
+
+    def recent_tokens(self, role: Role, tokens: int) -> int:
+        """How many of ``tokens`` the codecs of ``recent`` hold."""
+        return 0 if self.recent is None else max(0, tokens - self.sink - self.encoded_tokens(role, tokens))
 
     def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
         """Byte map of a page; ``page_tokens`` defaults to 64 rounded up to whole blocks."""
@@ -162,10 +184,43 @@ class KVScheme:
 
     def to_json(self) -> str:
         """Return JSON from which ``registry.from_json`` rebuilds an equal scheme."""
-        data: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("key", "value")}
+        data: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("key", "value", "recent")}
         if self.mean == "none":  # as before there was a choice: older versions read it
             del data["mean"]
+        if self.recent is not None:
+            data["recent"] = json.loads(self.recent.to_json())
         return json.dumps({**data, "key": self.key.config(), "value": self.value.config()})
+
+
+def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVScheme | None) -> KVScheme | None:
+    """Return ``recent`` of a layer's two codecs, each role's from another scheme; what is dense stays dense.
+
+    None: no role has one.
+    """
+    own_key = Dense() if of_key is None or isinstance(key, Dense) else of_key.key
+    own_value = Dense() if of_value is None or isinstance(value, Dense) else of_value.value
+    if isinstance(own_key, Dense) and isinstance(own_value, Dense):
+        return None
+    given = dict.fromkeys(str(scheme) for scheme in (of_key, of_value) if scheme is not None)
+    return KVScheme(own_key, own_value, spec="/".join(given))
+
+
+def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
+    """Raise SpecError if ``recent`` cannot hold the newest tokens of a scheme."""
+    if scheme.window == 0:
+        raise SpecError(
+            f"recent={recent}: it holds the newest tokens, as many as window says, which is 0; give both, e.g. "
+            f"recent={recent},window=1024, or recent=none."
+        )
+    if isinstance(scheme.key, Dense) and isinstance(scheme.value, Dense):
+        raise SpecError(f"recent={recent}: older tokens are dense, more than the newest ones; use recent=none.")
+    for role in ROLES:
+        codec = recent.codec(role)
+        if codec.block_tokens > 1 or codec.needs_sample or codec.needs_queries or codec.query_error:
+            raise SpecError(
+                f"recent={recent}: {type(codec).__name__} encodes tokens in groups, is fitted on data or rounds "
+                f"queries; tokens stay recent one by one, so give a preset that does none of it, e.g. int-8 or fp8."
+            )
 
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
@@ -322,4 +377,4 @@ def mix_of(layers: Sequence[KVScheme], spec: str = "") -> Mix:
         raise SpecError("a mixture takes at least one scheme, each of one layer.")
     first = layers[0]
     own = tuple(replace(layer, dense_key_layers=0, dense_value_layers=0) for layer in layers)
-    return Mix(first.key, first.value, first.sink, first.window, spec=spec, layers=own)
+    return Mix(first.key, first.value, first.sink, first.window, recent=first.recent, spec=spec, layers=own)

@@ -1,5 +1,9 @@
 """LayerCache: the packed cache of one attention layer: sink | encoded pages | window; every token is encoded once.
 
+With age tiers (``KVScheme.recent``) the window is a ``LayerCache`` of its own, whose codecs hold the newest tokens.
+What leaves it is decoded and encoded into the pages: a token is encoded once by each, and how calls were split does not
+show in the bytes. Aged tokens stay aged: a crop drops tokens and moves none back, as with a dense window.
+
 Takes bare tensors, returns decoded tensors or attention; needs no model library. Both roles share the page pool, but
 each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one.
 
@@ -15,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcodec.attention import Seen, attend, checked_mask
+from kvcodec.attention import Partial, Seen, attend, checked_mask, merge, rounded_queries, with_sinks
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
 from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
@@ -115,6 +119,8 @@ class LayerCache:
 
     store: PageStore | None = None
     """The pages; None until the first append."""
+    recent: "LayerCache | None" = None
+    """With age tiers, the newest tokens, behind the pages."""
 
     def __init__(
         self,
@@ -142,6 +148,8 @@ class LayerCache:
         """Forget everything, the allocation included."""
         self.roles: dict[Role, RoleState] = {}
         self.store = None
+        if self.site.recent is not None:
+            self.recent = LayerCache(self.site.recent, page_tokens=self.page_tokens)
         self._held_attention: HeldAttention | str | None = None  # or why there is none
         self.start = 0  # absolute position of the oldest live token
         self.length = 0  # live tokens
@@ -225,7 +233,7 @@ class LayerCache:
             self._allocate(keys, values)
         n = keys.shape[2]
         before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
-        placed, mean = list(self.positions.runs), self.mean
+        placed, mean, newest = list(self.positions.runs), self.mean, self._recent_tokens
         try:
             if self.places_tokens:
                 if positions is None:
@@ -233,12 +241,17 @@ class LayerCache:
                 self.positions.append(positions)
             both = zip(ROLES, (keys, values), strict=True)
             new = {role: x.to(self.roles[role].sink.dtype) for role, x in both}
-            for role, x in self._pass_dense(new, self._waits()).items():
+            leaving = self._pass_dense(new, self._waits())
+            for role, x in leaving.items():
                 self._write_role(self.roles[role], x)
+            if self.recent is not None and leaving:
+                self.recent._remove(0, leaving["key"].shape[2])
         except BaseException:  # out of memory, an interrupt: keep keys and values consistent
             for state, sink, window, runs, params in before:
                 state.sink, state.window, state.runs, state.params = sink, window, runs, params
             self.positions.runs, self.mean = placed, mean
+            if self.recent is not None:
+                self.recent.crop(newest)
             raise
         self.length += n
 
@@ -328,7 +341,29 @@ class LayerCache:
         behind = {role: self._pass_sink(self.roles[role], x) for role, x in new.items()}
         if not waits and not self.is_fitted and held + new["key"].shape[2]:
             self._fit(behind, None if held else new)
+        if self.recent is not None and not waits:
+            return self._pass_recent(self.recent, behind)
         return {role: self._pass_window(self.roles[role], x, waits) for role, x in behind.items()}
+
+    def _pass_recent(self, recent: "LayerCache", behind: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
+        """Hold new tokens as the newest ones; return those that age, decoded, in whole blocks of both roles."""
+        new = {role: self._pending(self.roles[role], x) for role, x in behind.items()}  # those that waited for a fit
+        n = new["key"].shape[2]
+        for role, x in new.items():
+            self.roles[role].window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+        recent.mean = None if recent.site.mean is None else self.mean
+        placed = self.positions.of(len(self.positions) - n, len(self.positions)) if recent.places_tokens else None
+        recent.append(new["key"].to(self._dtype), new["value"].to(self._dtype), placed)
+        unit = self.scheme.unit("key")
+        if not (count := max(0, len(recent) - self.scheme.window) // unit * unit):
+            return {}
+        aged = zip(ROLES, recent.decode(0, count), strict=True)
+        return {role: x.to(self.roles[role].sink.dtype) for role, x in aged}
+
+    @property
+    def _recent_tokens(self) -> int:
+        """Tokens held as the newest ones, with age tiers."""
+        return 0 if self.recent is None else len(self.recent)
 
     def _pass_sink(self, state: RoleState, x: Tensor) -> Tensor:
         """Put new tokens into the sink while there is room; return the others."""
@@ -376,7 +411,7 @@ class LayerCache:
 
     def _unit(self, state: RoleState) -> int:
         """Tokens that leave the window together."""
-        return state.codec.block_tokens
+        return self.scheme.unit(state.role)
 
     def check_shapes(self, keys: Tensor, values: Tensor) -> None:
         """Raise ShapeError unless new tokens fit each other and those held."""
@@ -435,6 +470,11 @@ class LayerCache:
                 decode = self._recall if self.remember else self._decode_slots
                 parts.append(decode(state, a + lo, a + hi, at - a))
             at += b - a
+        if self.recent is not None:
+            lo, hi = max(first - at, 0), min(last - at, len(self.recent))
+            if lo < hi:
+                parts.append(self.recent.decode_role(role, lo, hi))
+            at += len(self.recent)
         if last > at:
             parts.append(window[:, :, max(first - at, 0) : last - at].to(self._dtype))
         if not parts:
@@ -477,13 +517,31 @@ class LayerCache:
         mask = checked_mask(q, self, mask, causal, chunk)
         if self.unfused():
             return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
+        scale, seen = q.shape[-1] ** -0.5 if scale is None else scale, Seen(causal=causal, mask=mask)
+        if self.recent is None or not len(self.recent):
+            return self._by_kernels(q, scale, seen, sinks).out
+        key, aged, total = self.roles["key"], self.length - len(self.recent), self.length
+        newest = self.recent._by_kernels(
+            rounded_queries(q, key.codec, key.params or {}, key.site.num_heads), scale, seen, part=(aged, total)
+        )
+        both = merge(self._by_kernels(q, scale, seen, part=(0, total)), newest) if aged else newest
+        return with_sinks(both, sinks).to(q.dtype)
+
+    def _by_kernels(
+        self,
+        q: Tensor,
+        scale: float,
+        seen: Seen,
+        sinks: Tensor | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> Partial:
+        """Attention over sink, pages and window; ``part``: as ``attend_held``."""
         assert self.store is not None
         assert isinstance(self._held_attention, HeldAttention)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         mean = self.site.mean
         return self._held_attention.attend(
-            q, self.roles, self.store, scale=scale, seen=Seen(causal=causal, mask=mask), sinks=sinks,
-            mean=self.mean, rotary=NOT_TURNED if mean is None else mean.turning, runs=self.positions.runs,
+            q, self.roles, self.store, scale=scale, seen=seen, sinks=sinks, mean=self.mean,
+            rotary=NOT_TURNED if mean is None else mean.turning, runs=self.positions.runs, part=part,
         )  # fmt: skip
 
     def unfused(self) -> str:
@@ -497,7 +555,9 @@ class LayerCache:
                 self._held_attention = HeldAttention(self.roles, self.store)
             except UnsupportedError as error:
                 self._held_attention = str(error)
-        return "" if isinstance(self._held_attention, HeldAttention) else self._held_attention
+        if not isinstance(self._held_attention, HeldAttention):
+            return self._held_attention
+        return self.recent.unfused() if self.recent is not None and len(self.recent) else ""
 
     # -- removing and rearranging ----------------------------------------------------------------------------------
 
@@ -526,16 +586,21 @@ class LayerCache:
         self._forget_decoded()
         if self.places_tokens:
             self.positions.remove(first, last)
+        newest, key = self._recent_tokens, self.roles["key"]
+        aged = key.sink.shape[2] + key.encoded
         for state in self.roles.values():
             sink, window = state.sink, state.window
             s, e = sink.shape[2], state.encoded
+            r = s + e + newest  # before the window
             if first < s:
                 state.sink = torch.cat([sink[:, :, :first], sink[:, :, min(last, s) :]], 2)
             if first < s + e and last > s:
                 state.remove(max(first - s, 0), min(last - s, e))
-            if last > s + e:
-                a, b = max(first - s - e, 0), last - s - e
+            if last > r:
+                a, b = max(first - r, 0), last - r
                 state.window = torch.cat([window[:, :, :a], window[:, :, b:]], 2)
+        if self.recent is not None and first < aged + newest and last > aged:
+            self.recent._remove(max(first - aged, 0), min(last - aged, newest))
         self.length -= last - first
         self._free_dead_pages()
 
@@ -583,6 +648,8 @@ class LayerCache:
             self.mean = self.mean.index_select(0, index)
         self.positions.select(index)
         self.store.select(index)
+        if self.recent is not None:
+            self.recent.select(index)
 
     def repeat(self, times: int) -> None:
         """Repeat every sequence ``times`` times, as ``repeat_interleave`` does."""
@@ -598,12 +665,15 @@ class LayerCache:
             for state in self.roles.values():
                 yield state.sink
                 yield state.window
+        if self.recent is not None:
+            yield from self.recent.tensors()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes really held, by part; the sum is the bytes of ``tensors()``.
 
         Keys: ``key.codes``, ``value.scales``, ... (planes of live slots), ``key.sink``, ``key.window``, ...,
-        ``reserve`` (free slots, dead slots and plane padding) and ``table``.
+        ``reserve`` (free slots, dead slots and plane padding) and ``table``. With age tiers ``key.recent`` and
+        ``value.recent``, whose own reserve and table count with the others.
         """
         if self.store is None:
             return {}
@@ -623,11 +693,16 @@ class LayerCache:
                     parts[f"{role}.{name}"] = bytes_
         parts["reserve"] = _storage_bytes(self.store.pages) - used
         parts["table"] = _storage_bytes(self.store.table)
+        for name, size in ({} if self.recent is None else self.recent.nbytes()).items():
+            of, dot, _ = name.partition(".")
+            kind = f"{of}.recent" if dot else name
+            parts[kind] = parts.get(kind, 0) + size
         return parts
 
     def constant_bytes(self) -> int:
         """Bytes of the sites' constants (signs, codebooks): fixed per layer, whatever the length."""
-        return sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
+        own = sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
+        return own if self.recent is None else own + self.recent.constant_bytes()
 
     def elements(self) -> int:
         """Elements of K and V of the live tokens."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Params, Payload, Role, Site, drawn
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, Params, Payload, Role, Site, drawn
 from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.ops.sums import sum_by_halves
@@ -249,6 +249,15 @@ class LayerSite:
             if (codec := self.scheme.codec(role)).needs_sample and codec_params(self.fitted, role) is None
         ]
         return max(missing, default=0)
+
+    @cached_property
+    def recent(self) -> "LayerSite | None":
+        """Site of the newest tokens, with age tiers: other codecs, the same place and mean."""
+        if (of := self.scheme.recent) is None:
+            return None
+        mean = None if isinstance(of.key, Dense) else self.mean
+        scheme = replace(of, mean="none" if mean is None else mean.kind)
+        return LayerSite(scheme, self.layer, self.seed, first_head=self.first_head, mean=mean)
 
     @property
     def is_drawn(self) -> bool:

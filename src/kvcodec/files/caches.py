@@ -114,6 +114,8 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
     page = layer.store.layout
     slots = max(role.next_slot for role in layer.roles.values())
     tensors[f"{name}.pages"] = _live_pages(layer, -(-slots // page.page_tokens))
+    if layer.recent is not None:
+        state["recent"] = _layer_state(f"{name}.recent", layer.recent, tensors, schemes)
     state["held"] = {
         "dtype": str(layer.dtype).removeprefix("torch."),
         "batch": layer.batch,
@@ -211,12 +213,14 @@ def _rebuild(
     store.ensure(columns * page.page_tokens, exact=True)
     store.pages[store.table[:, :columns].flatten().long()] = pages
     layer.store, layer.start, layer.length = store, held["start"], held["length"]
+    if layer.recent is not None:
+        layer.recent = _rebuild(f"{name}.recent", state["recent"], schemes, tensors, device)
     layer._dtype = getattr(torch, held["dtype"])
     layer.positions.runs = [(int(n), torch.tensor(at, device=device)) for n, at in held.get("positions", [])]
     if "mean" in held:
         layer.mean = load_params(held["mean"], tensors, device)[MEAN]
     for held_role in layer.roles.values():
-        live = held_role.encoded + held_role.dense_tokens
+        live = held_role.encoded + held_role.dense_tokens + (0 if layer.recent is None else len(layer.recent))
         if live != layer.length or held_role.next_slot > store.capacity:
             raise FormatError(f"layer {name} holds {live} {held_role.role} tokens, not {layer.length}; save it again.")
     return layer

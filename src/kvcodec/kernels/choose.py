@@ -43,6 +43,11 @@ def choose(
     UnsupportedError
         No engine supports the scheme; the text says why.
     """
+    if scheme.recent is not None:
+        raise UnsupportedError(
+            f"{scheme} holds its newest {scheme.window} tokens in {scheme.recent} (age tiers), and the kernels' caches "
+            f"have one codec for each role; or give recent=none"
+        )
     if device.type == "cpu" and build.refusal(device):
         if reason := library.refusal(device):
             raise UnsupportedError(reason)
@@ -131,6 +136,8 @@ class Kernels:
         same = id(scheme), head_dim, dtype, device  # codecs are slower to hash
         if (served := self._served.get(same)) is not None and served[0] is scheme:
             return served[1]
+        if scheme.recent is not None:
+            choose(scheme, head_dim, device)  # says why not
         chosen = self._choose(scheme, head_dim, dtype, device)
         self._served[same] = scheme, chosen
         return chosen

@@ -41,8 +41,8 @@ def layer_bytes(
     page = PageLayout(layouts["key"], layouts["value"], page_tokens)
     dense = slots = 0
     for role, codec in codecs.items():
-        encoded = scheme.encoded_tokens(role, tokens)
-        dense += (tokens - encoded) * head_dim * codec.held_dtype(dtype).itemsize
+        encoded, recent = scheme.encoded_tokens(role, tokens), scheme.recent_tokens(role, tokens)
+        dense += (tokens - encoded - recent) * head_dim * codec.held_dtype(dtype).itemsize
         slots = max(slots, encoded)
     sampled = any(codec.needs_sample for codec in codecs.values())
     if tokens > APPEND_TOKENS and not sampled:
@@ -50,7 +50,11 @@ def layer_bytes(
     columns = -(-slots // page_tokens)
     if grown and columns:
         columns += max(1, columns // 32)
-    return batch * (heads * dense + columns * (heads * page.page_bytes + TABLE_ENTRY_BYTES))
+    own = batch * (heads * dense + columns * (heads * page.page_bytes + TABLE_ENTRY_BYTES))
+    if scheme.recent is None:
+        return own
+    newest = max(scheme.recent_tokens(role, tokens) for role in ROLES)
+    return own + layer_bytes(scheme.recent, newest, heads, head_dim, dtype, batch=batch, grown=grown)
 
 
 def cache_bytes(

@@ -61,9 +61,12 @@ def bytes_at(scheme: "KVScheme | None", tokens: int, shape: Shape, bits: float |
         own = scheme.for_layer(i, shape.layers)
         for role in ROLES:
             encoded = own.encoded_tokens(role, tokens)
-            layout = own.codec(role).layout(shape.head_dim)
-            per_token = shape.head_dim * layout.effective_bits / 8
-            total += shape.heads * (encoded * per_token + (tokens - encoded) * shape.head_dim * DENSE_BYTES)
+            recent = own.recent_tokens(role, tokens)
+            held = float(shape.head_dim * DENSE_BYTES * (tokens - encoded - recent))
+            held += encoded * own.codec(role).layout(shape.head_dim).token_bytes
+            if own.recent is not None:
+                held += recent * own.recent.codec(role).layout(shape.head_dim).token_bytes
+            total += shape.heads * held
     return total
 
 

@@ -514,6 +514,8 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
             f"does not give; load it with the model it was saved from."
         )
     loaded.site.mean = fresh.site.mean
+    if loaded.recent is not None and loaded.recent.site.mean is not None:
+        loaded.recent.site.mean = fresh.site.mean
     if loaded.mean is None and loaded.site.mean is not None:  # also a file that older versions wrote
         loaded.mean = loaded.site.mean.given
     if loaded.mean is not None and loaded.store is not None:
@@ -718,6 +720,8 @@ def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
             note += f", keys without their mean {'before' if mean.kind == 'pre' else 'after'} RoPE ({mean.source})"
         if not layer.cache.is_fitted:
             note += f", dense until {layer.cache.site.fit_tokens} tokens have come"
+        if layer.cache.recent is not None:
+            note += f", the newest {len(layer.cache.recent)} tokens in {layer.cache.scheme.recent}"
         note += "".join(f", {role} dense" for role, s in layer.cache.roles.items() if type(s.codec).__name__ == "Dense")
     return {
         "layer": layer.index,

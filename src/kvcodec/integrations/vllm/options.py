@@ -110,7 +110,7 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
 
     def bare(own: KVScheme) -> KVScheme:
         window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))
-        return replace(own, window=window, sink=sink)
+        return replace(own, window=window, sink=sink, recent=own.recent if window else None)
 
     if isinstance(scheme, Mix):
         scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))

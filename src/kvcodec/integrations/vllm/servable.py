@@ -88,6 +88,12 @@ RULES = (
         "use mean=none",
     ),
     Rule(
+        "age tiers",
+        lambda s, fitted: s.recent is not None,
+        "it encodes tokens anew when they age (recent), and pages that requests share must not change",
+        'give "window": 0 to serve it without',
+    ),
+    Rule(
         "dense tokens",
         lambda s, fitted: bool(s.window or (s.sink and group_tokens(s) > 1)),
         "it keeps {dense} dense, which is not in the pages that requests share",

@@ -192,7 +192,7 @@ class CpuEngine(Engine):
         return attend_held(
             q, roles, store, spec=self.spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks,
             mean=self.mean, runs=runs,
-        )  # fmt: skip
+        ).out  # fmt: skip
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
         """As ``Engine.workspace_bytes``."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcodec.attention import Seen
+from kvcodec.attention import Partial, Seen
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
@@ -64,7 +64,8 @@ class HeldAttention:
         mean: Tensor | None = None,
         rotary: Rotary = NOT_TURNED,
         runs: Runs | None = None,
-    ) -> Tensor:
+        part: tuple[int, int] | None = None,
+    ) -> Partial:
         """Attention of the newest ``q [B, HQ, n, D]``; as ``attend_held``, with a mean that ``rotary`` turns."""
         if mean is not None and (self.mean is None or self.mean[0] is not mean):
             self.mean = mean, cpu_mean(mean, rotary)
@@ -81,7 +82,7 @@ class HeldAttention:
         key, value = (self.made[role][1] for role in ROLES)
         return attend_held(
             q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks,
-            mean=None if mean is None or self.mean is None else self.mean[1], runs=runs,
+            mean=None if mean is None or self.mean is None else self.mean[1], runs=runs, part=part,
         )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def attend_held(
     sinks: Tensor | None = None,
     mean: CpuMean | None = None,
     runs: Runs | None = None,
-) -> Tensor:
+    part: tuple[int, int] | None = None,
+) -> Partial:
     """Attention of the newest ``q [B, HQ, n, D]`` over what a cache holds.
 
     Parameters
@@ -119,20 +121,25 @@ def attend_held(
         Of the keys, which packed ones are held without.
     runs : Runs, optional
         The positions of all tokens, with a mean.
+    part : (int, int), optional
+        What is held are the tokens from this one on, of so many in all, which ``seen`` counts; default: all of them.
 
     Returns
     -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    Partial
+        ``out [B, HQ, n, D]`` of q's dtype.
     """
     pieces = _pieces(roles["key"], roles["value"])
-    batch, total = q.shape[0], sum(piece.tokens for piece in pieces)
+    batch, held = q.shape[0], sum(piece.tokens for piece in pieces)
+    first, total = part or (0, held)
     placed = [pieces] * batch if mean is None or runs is None else _placed(pieces, runs, batch)
-    out, _ = attend(
+    found = attend(
         q, store.pages, store.table, placed, spec=spec, key=key, value=value, scale=scale,
         dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
-        seen=ranges(seen, batch, q.shape[2], total), mask=_additive(seen.mask), mean=mean,
+        seen=_of_part(ranges(seen, batch, q.shape[2], total), first, held),
+        mask=None if seen.mask is None else _additive(seen.mask[..., first : first + held]), mean=mean,
     )  # fmt: skip
-    return out
+    return Partial(*found)
 
 
 def _pieces(key: "RoleState", value: "RoleState") -> list[Piece]:
@@ -159,7 +166,8 @@ def _pieces(key: "RoleState", value: "RoleState") -> list[Piece]:
 
 def _placed(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]]:
     """The pieces of each sequence with their positions; they are cut where these are not consecutive."""
-    edges = {0, *accumulate(piece.tokens for piece in pieces), *accumulate(count for count, _ in runs)}
+    ends = list(accumulate(piece.tokens for piece in pieces))
+    edges = {0, *ends, *(end for end in accumulate(count for count, _ in runs) if end < ends[-1])}
     starts = [first.expand(batch).tolist() for _, first in runs]
     found: list[list[Piece]] = [[] for _ in range(batch)]
     i, j, before, placed = 0, 0, 0, 0  # the piece and the run, and how many tokens precede them
@@ -209,6 +217,14 @@ def ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] 
     if seen.causal:
         high = torch.arange(total - n + 1, total + 1, dtype=torch.int32)
     return low, high.expand(batch, n)
+
+
+def _of_part(seen: tuple[Tensor, Tensor] | None, first: int, held: int) -> tuple[Tensor, Tensor] | None:
+    """``ranges`` of the tokens ``[first, first + held)`` alone, counted from the first of them."""
+    if seen is None or not first:
+        return seen if seen is None else (seen[0].clamp(max=held), seen[1].clamp(max=held))
+    low, high = ((x - first).clamp(0, held) for x in seen)
+    return low, high
 
 
 def _additive(mask: Tensor | None) -> Tensor | None:

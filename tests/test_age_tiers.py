@@ -1,0 +1,284 @@
+"""Age tiers (``recent=``): the newest tokens in one codec, decoded and encoded by another when they age."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcodec
+from kvcodec import LayerCache, SpecError, UnsupportedError
+from kvcodec.attention import attend
+from kvcodec.cache.fused import FusedLayerCache, fused_refusal
+from kvcodec.codec import ROLES, roundtrip
+from kvcodec.files.caches import load_layers, save_layers
+from kvcodec.integrations.transformers import cache_for, load_cache
+from kvcodec.integrations.vllm.servable import refusal
+from kvcodec.recipe import LayerChoice
+from kvcodec.registry import from_json, write_recipe
+
+SPECS = (
+    "saw-int4:window=24,recent=int-8",
+    "kivi-2:window=24,sink=3,recent=int-8",
+    "octopus-3:window=24,recent=fp8",
+    "hqmq-s24_r4:window=17,recent=fp8",
+    "turboquant-3:window=24,recent=int-8,mean=post",
+    "innerq-hybrid:sink=4,window=24,recent=int-8",
+    "kvarn-k4v2:group=64,sink=8,window=24,recent=saw-int4",
+)
+LENGTH = 200
+
+
+def scheme(spec: str) -> kvcodec.KVScheme:
+    return kvcodec.get(spec).for_layer(3, 8)
+
+
+def tokens(n: int = LENGTH, batch: int = 2) -> tuple[Tensor, Tensor]:
+    k, v = torch.randn(2, batch, 2, n, 64, generator=torch.Generator().manual_seed(7))
+    return k + 2 * torch.linspace(-1, 1, 64), v
+
+
+def filled(spec: str, n: int = LENGTH, first: int = 140) -> LayerCache:
+    """A cache of ``n`` tokens, of which ``first`` fill it."""
+    cache, (k, v) = LayerCache(scheme(spec)), tokens()
+    cache.append(k[:, :, :first], v[:, :, :first])
+    if n > first:
+        cache.append(k[:, :, first:n], v[:, :, first:n])
+    return cache
+
+
+def equal(a: LayerCache, b: LayerCache) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.decode(), b.decode(), strict=True))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_split_of_calls_does_not_show(spec: str) -> None:
+    a, b, (k, v) = filled(spec), filled(spec, 140), tokens()
+    for t in range(140, LENGTH):
+        b.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+    assert equal(a, b)
+    assert a.recent is not None
+    assert b.recent is not None
+    aged = {role: scheme(spec).encoded_tokens(role, LENGTH) for role in ROLES}
+    assert {role: state.encoded for role, state in b.roles.items()} == aged
+    assert len(b.recent) == len(a.recent) == scheme(spec).recent_tokens("key", LENGTH) >= 17
+    assert sum(aged.values()) > 0
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "mean" not in spec])
+def test_aged_tokens_are_encoded_from_what_the_newer_tier_decodes_to(spec: str) -> None:
+    own, cache = scheme(spec), filled(spec)
+    assert own.recent is not None
+    assert cache.recent is not None
+    for role, x, decoded in zip(ROLES, tokens(), cache.decode(), strict=True):
+        state, newest = cache.roles[role], cache.recent.roles[role]
+        assert state.params is not None
+        assert newest.params is not None
+        end = own.sink + own.encoded_tokens(role, LENGTH)
+        held = roundtrip(newest.codec, x.half(), newest.params).half()
+        twice = roundtrip(state.codec, held[:, :, own.sink : end], state.params)
+        once = roundtrip(state.codec, x[:, :, own.sink : end].half(), state.params)
+        assert torch.equal(decoded[:, :, : own.sink], x[:, :, : own.sink].half().float())
+        assert torch.equal(decoded[:, :, own.sink : end], twice)
+        assert torch.equal(decoded[:, :, end:].half(), held[:, :, end:])
+        if newest.codec.layout(64).nominal_bits == 8:  # encoding twice costs little beside encoding once
+            error, single = ((y - x[:, :, own.sink : end]).square().mean() for y in (twice, once))
+            assert error < 1.05 * single
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bytes_are_counted(spec: str) -> None:
+    cache = filled(spec)
+    parts = cache.nbytes()
+    assert sum(parts.values()) == sum(x.untyped_storage().nbytes() for x in cache.tensors())
+    assert not {"key.window", "value.window"} & parts.keys()  # an unfinished block is held by the newer tier as well
+    own = scheme(spec)
+    assert own.recent is not None
+    for role in ROLES:
+        per_token = own.recent.codec(role).layout(64).token_bytes
+        assert parts[f"{role}.recent"] == 2 * 2 * own.recent_tokens(role, LENGTH) * per_token
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_crop_drops_and_moves_nothing_back(spec: str) -> None:
+    cache, (k, v) = filled(spec), tokens()
+    before = cache.decode()
+    for keep in (190, 165, 100):  # within the newest tokens, at their end, within the aged ones
+        cache.crop(keep)
+        assert len(cache) == keep
+        assert all(torch.equal(x[:, :, :keep], y) for x, y in zip(before, cache.decode(), strict=True))
+    assert cache.recent is not None
+    assert len(cache.recent) == 0
+    cache.append(k[:, :, 100:], v[:, :, 100:])
+    assert len(cache) == LENGTH
+    unit = scheme(spec).unit("key")
+    assert scheme(spec).window <= len(cache.recent) < scheme(spec).window + unit
+    if unit == 1:  # no block was cut
+        assert all(torch.equal(x, y) for x, y in zip(before, cache.decode(), strict=True))
+    cache.crop(0)
+    assert cache.nbytes()["key.recent"] == 0
+
+
+def test_rejected_tokens_leave_what_a_run_without_them_holds() -> None:
+    """Speculation: four drafts come, three are rejected; at most so many tokens have aged early."""
+    spec, (k, v) = SPECS[0], tokens()
+    plain, drafted = filled(spec, 150), filled(spec, 150)
+    for t in range(150, 190):
+        plain.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        drafted.append(k[:, :, t : t + 4], v[:, :, t : t + 4])
+        drafted.crop(t + 1)
+    assert len(plain) == len(drafted) == 190
+    early = drafted.roles["key"].encoded - plain.roles["key"].encoded
+    assert early == 3
+    for x, y in zip(plain.decode(), drafted.decode(), strict=True):
+        same = (x == y).all(-1).all(0).all(0)
+        assert same[: plain.roles["key"].encoded].all()
+        assert same[drafted.roles["key"].encoded :].all()
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], SPECS[5]])
+def test_eviction_selection_and_reset(spec: str) -> None:
+    cache = filled(spec)
+    k, v = cache.decode()
+    cache.evict(90, keep=scheme(spec).sink)
+    cache.select(torch.tensor([1, 1, 0]))
+    at = [*range(scheme(spec).sink), *range(scheme(spec).sink + 90, LENGTH)]
+    for x, y in zip((k, v), cache.decode(), strict=True):
+        assert torch.equal(x[[1, 1, 0]][:, :, at], y)
+    cache.evict(len(cache) - 10)  # all aged tokens, and some of the newest
+    assert torch.equal(cache.decode()[0], k[[1, 1, 0]][:, :, -10:])
+    cache.reset()
+    assert len(cache) == 0
+    assert not cache.nbytes()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("n", [1, 50])
+def test_attention_joins_both_tiers(spec: str, n: int) -> None:
+    cache = filled(spec)
+    q, sinks = torch.randn(2, 4, n, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([0.0, 1, 2, -1])
+    for options in ({}, {"sinks": sinks}, {"causal": False}, {"mask": torch.arange(LENGTH)[None, None, None] % 3 > 0}):
+        close = attend(q, cache, chunk=64, **options)
+        torch.testing.assert_close(cache.attend(q, **options), close, rtol=2e-2, atol=2e-3)
+    cache.crop(100)  # none is left in the newer tier
+    torch.testing.assert_close(cache.attend(q), attend(q, cache), rtol=2e-2, atol=2e-3)
+
+
+def test_kernels_read_both_tiers() -> None:
+    cache = filled(SPECS[1])
+    assert cache.recent is not None
+    plain = LayerCache(scheme("kivi-2"))
+    plain.append(*tokens())
+    assert cache.unfused() == plain.unfused()  # empty where the kernels are compiled
+
+
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[4], SPECS[5]])
+def test_saved_caches_go_on(spec: str, tmp_path: Path) -> None:
+    cache, (k, v) = filled(spec, 170), tokens()
+    save_layers(tmp_path / "cache.safetensors", [cache], {})
+    (loaded,), _ = load_layers(tmp_path / "cache.safetensors")
+    assert equal(cache, loaded)
+    assert loaded.nbytes()["key.recent"] == cache.nbytes()["key.recent"] > 0
+    for one in (cache, loaded):
+        one.append(k[:, :, 170:], v[:, :, 170:])
+    assert equal(cache, loaded)
+
+
+def test_refused_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, (k, v) = filled(SPECS[0], 140), tokens()
+    before = cache.decode()
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_write_role", full)  # the newer tier has the tokens by then
+        with pytest.raises(MemoryError):
+            cache.append(k[:, :, 140:], v[:, :, 140:])
+    with pytest.raises(ValueError, match="keys"):
+        cache.append(torch.full_like(k, torch.nan), v)
+    assert all(torch.equal(x, y) for x, y in zip(before, cache.decode(), strict=True))
+    cache.append(k[:, :, 140:], v[:, :, 140:])
+    assert equal(cache, filled(SPECS[0]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("saw-int4:recent=int-8", "which is 0; give both, e.g. recent=int-8,window=1024"),
+        ("saw-int4:window=64,recent=kivi-4", "encodes tokens in groups.* give a preset that does none of it"),
+        ("saw-int4:window=64,recent=ghost-4", "is fitted on data"),
+        ("saw-int4:window=64,recent=int-9", "int-9"),
+        ("dense:window=64,recent=int-8", "use recent=none"),
+    ],
+)
+def test_what_cannot_be_is_refused(spec: str, text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        kvcodec.get(spec)
+
+
+def test_what_has_no_tiers_says_so() -> None:
+    own, (k, v) = scheme(SPECS[0]), tokens(8)
+    assert "age tiers" in fused_refusal(own, 64, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
+        FusedLayerCache(own).append(k, v)
+    with pytest.raises(UnsupportedError, match="use LayerCache or cache_for"):
+        kvcodec.compress(SPECS[0], k, v)
+    assert 'pages that requests share must not change; give "window": 0' in refusal(own, 64)
+
+
+def test_spec_scheme_and_description() -> None:
+    own = kvcodec.get("saw-int4:recent=int-8,sink=4,window=256")
+    assert str(own) == "saw-int4:sink=4,window=256,recent=int-8"
+    assert from_json(own.to_json()) == own
+    assert "recent" not in json.loads(kvcodec.get("saw-int4").to_json())
+    assert own != replace(own, recent=None)
+    assert own.without_windows() == kvcodec.get("saw-int4")
+    assert kvcodec.describe(str(own))["recent"] == "int-8"
+    assert kvcodec.describe("saw-int4")["recent"] is None
+    assert kvcodec.get("saw-int4:window=256,recent=none") == kvcodec.get("saw-int4:window=256")
+    outer = kvcodec.get("octopus-4:window=64,recent=int-8").for_layer(0, 8)  # keys of outer layers are dense
+    assert outer.recent is not None
+    assert type(outer.recent.key).__name__ == "Dense"
+
+
+def test_recipes_take_each_roles_own(tmp_path: Path) -> None:
+    choices = [
+        LayerChoice("saw-int4:window=64,recent=int-8", "octopus-3"),
+        LayerChoice("dense", "turboquant-3:window=32,recent=fp8"),
+        LayerChoice("saw-int4:window=64,recent=int-8", "int-4", window=0),
+    ]
+    mix = write_recipe(tmp_path / "r.json", choices)
+    first, second, third = mix.layers
+    assert first.window == 64
+    assert first.recent is not None
+    assert second.recent is not None
+    assert [type(first.recent.codec(role)).__name__ for role in ROLES] == ["GroupInt", "Dense"]
+    assert [type(second.recent.codec(role)).__name__ for role in ROLES] == ["Dense", "Fp8"]
+    assert third.recent is None
+    assert from_json(mix.to_json()) == mix
+    cache = LayerCache(first)
+    cache.append(*tokens())
+    assert cache.nbytes()["value.recent"] > cache.nbytes()["key.recent"] > 0
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral"])
+def test_model_generates_and_reports(family: str, tiny: object, tmp_path: Path) -> None:
+    model = tiny(family)  # type: ignore[operator]
+    ids = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(0))
+    caches = [cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded") for _ in range(2)]
+    with torch.no_grad():
+        for part in (ids[:, :30], ids[:, 30:]):
+            model(part, past_key_values=caches[0])
+        for part in (ids[:, :30], *ids[:, 30:].split(1, 1)):
+            model(part, past_key_values=caches[1])
+    for a, b in zip(*(cache.layer_caches for cache in caches), strict=True):
+        assert len(a) == len(b)
+    report = caches[0].report()
+    assert report["bytes"]["key.recent"] > 0
+    assert "tokens in int-8" in report["layers"][0]["note"]
+    caches[0].save(tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", model)
+    assert all(equal(a, b) for a, b in zip(caches[0].layer_caches, loaded.layer_caches, strict=True))
