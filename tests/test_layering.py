@@ -28,7 +28,7 @@ MAY_IMPORT = (
         "cache": {*CONTRACT, "ops", "attention", "cache", "kernels"},
         "attention": {*CONTRACT},
         "kernels": {*CONTRACT, "ops", "codecs", "attention", "cache", "files", "kernels", "progress"},
-        "compressed": {*CONTRACT},
+        "compressed": {*CONTRACT, "ops"},
         "description": {*CONTRACT, "kernels"},
         "files": {*CONTRACT, "cache", "files"},
     }
