@@ -43,7 +43,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +61,15 @@ from kvcodec_lab.eval.stats import against, summarize
 from kvcodec_lab.eval.store import Run
 from kvcodec_lab.report import figures, pictures
 from kvcodec_lab.report.figures import SPEED_TITLES
-from kvcodec_lab.report.pages import key_errors
-from kvcodec_lab.report.pages.leaderboard import found_values, read_runs, retrieval_sentences, sentences
+from kvcodec_lab.report.pages import key_errors, leaderboard
+from kvcodec_lab.report.pages.leaderboard import found_values, retrieval_sentences, sentences
 from kvcodec_lab.report.ranks import EXACT
 from kvcodec_lab.report.rows import UNCOMPRESSED, Results, mapping, read_rows
 from kvcodec_lab.report.tables import cell, columns_of, markdown, with_reference
 from kvcodec_lab.report.words import DASH, listed
 from kvcodec_lab.serve.tables import Found
+
+read_runs = cache(leaderboard.read_runs)  # many blocks tell of the published runs: they are read once
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path("README.md")

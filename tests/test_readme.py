@@ -1,6 +1,5 @@
 """README and docs say what the result files say: their blocks are derived again, and the README's program runs."""
 
-import functools
 import gzip
 import importlib.util
 import json
@@ -32,7 +31,6 @@ def load_script() -> ModuleType:
 
 
 script = load_script()
-script.read_runs = functools.cache(script.read_runs)  # the published runs are read once for all blocks
 
 
 @pytest.mark.parametrize("name", list(script.BLOCKS))
