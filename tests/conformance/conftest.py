@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, settings
 
 import kvcodec
 
-# deterministic and short: the same examples on every machine; a preset is one of many
+# deterministic and short: the same examples on every machine; most methods have several presets
 settings.register_profile(
     "conformance",
     derandomize=True,
-    max_examples=8,
+    max_examples=4,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

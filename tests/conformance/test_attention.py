@@ -5,6 +5,7 @@ import torch
 
 import kvcodec
 
+from .conftest import in_turn
 from .support import block_of, cache_of, dim_of, gaussian, kv
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -43,7 +44,7 @@ def filled(spec):
     return make
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@in_turn("tokens", [1, 63, 1000])
 def test_one_query_over_any_length(filled, tokens):
     cache = filled(tokens)
     k, v = cache.decode()

@@ -91,7 +91,7 @@ def test_decoded_tokens_have_the_dtype_that_came(scheme, total, dtype):
     assert {x.dtype for x in cache.decode()} == {dtype}
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@in_turn("dim", HEAD_DIMS)
 def test_every_head_dim_equals_the_oracle(scheme, total, dim):
     if dim not in supported_dims(scheme.key) or dim not in supported_dims(scheme.value):
         pytest.skip(f"{scheme} refuses head_dim {dim}; its message is tested in test_layout")

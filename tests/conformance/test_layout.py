@@ -10,6 +10,7 @@ from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Site
 from kvcodec.layout import PLANE_ALIGN
 
+from .conftest import in_turn
 from .support import (
     HEAD_DIMS,
     block_of,
@@ -26,7 +27,7 @@ from .support import (
 )
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@in_turn("dim", HEAD_DIMS)
 def test_payload_is_exactly_the_layout(spec, dim):
     for role, codec in sides(kvcodec.get(spec)):
         if text := refusal(codec, dim):
@@ -57,7 +58,7 @@ def test_head_dims_of_real_models_are_taken_or_refused_with_the_way_out(spec):
                 assert any(word in text for word in ("use", "multiple", "allowed", "expected")), text
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@in_turn("dim", HEAD_DIMS)
 def test_listed_bits_are_measured_bytes(spec, dim):
     scheme = kvcodec.get(spec)
     if any(dim not in supported_dims(codec) for _, codec in sides(scheme)):
