@@ -14,7 +14,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     assert isinstance(codec, Dense)
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels read 16-bit numbers, not {codec}")
-    return Reader(f"kv::ReadDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "read_dense.cuh")
+    return Reader(f"kv::ReadDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "read_dense.cuh", uneven=True)
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
@@ -28,7 +28,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     assert isinstance(codec, Dense)
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels write 16-bit numbers, not {codec}")
-    return Encoder(f"kv::EncodeDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "encode_dense.cuh")
+    return Encoder(f"kv::EncodeDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "encode_dense.cuh", uneven=True)
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:

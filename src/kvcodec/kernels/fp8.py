@@ -9,7 +9,7 @@ from kvcodec.kernels.spec import Encoder, Reader, flag
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     assert isinstance(codec, Fp8)
-    return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh")
+    return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh", uneven=True)
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
@@ -21,7 +21,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     """As ``spec.encoder``."""
     assert isinstance(codec, Fp8)
-    return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh")
+    return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh", uneven=True)
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:

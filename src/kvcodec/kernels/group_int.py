@@ -18,7 +18,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     """As ``spec.reader``."""
     assert isinstance(codec, GroupInt)
     if codec.along == "channels" and codec.group == 0:
-        return Reader(f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>", "read_int.cuh")
+        name = f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>"
+        return Reader(name, "read_int.cuh", uneven=codec.bits != 3)  # rows of whole words
     if codec.symmetric or codec.group not in GROUPS:
         raise UnsupportedError(f"in groups the kernels read asymmetric integers, {SIZES} to a group, not {codec}")
     if codec.along == "channels":
@@ -53,7 +54,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         raise UnsupportedError(f"the kernels write groups of {SIZES} or of all channels, not {codec}")
     numbers = f"<{head_dim}, {codec.bits}, {codec.group}, {flag(codec.symmetric)}>"
     if codec.along == "channels":
-        return Encoder(f"kv::EncodeGroupInt{numbers}", "encode_int.cuh")
+        return Encoder(f"kv::EncodeGroupInt{numbers}", "encode_int.cuh", uneven=codec.group == 0 and codec.bits != 3)
     return Encoder(f"kv::EncodeTokensInt{numbers}", "encode_blocks.cuh", block=codec.group, form="blocks")
 
 

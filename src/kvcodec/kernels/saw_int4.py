@@ -12,7 +12,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     assert isinstance(codec, SawInt4)
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
-    return Reader(f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6)
+    return Reader(f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6, uneven=True)
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
@@ -29,7 +29,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
     name = f"kv::EncodeSaw<{head_dim}, {flag(codec.zero == 'float')}>"
-    return Encoder(name, "encode_saw.cuh", order=codec.block_for(head_dim))
+    return Encoder(name, "encode_saw.cuh", order=codec.block_for(head_dim), uneven=True)
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:

@@ -30,8 +30,8 @@ from kvcodec.scheme import KVScheme
 
 T = TypeVar("T")
 
-HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-"""Multiples of 32: a lane of a warp holds every 32nd channel of a row."""
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+"""A lane of a warp holds every 32nd channel of a row; 80, no multiple of 32, is only for what is ``uneven``."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class Reader:
         Whether the tables are the same in all layers, unless their constants come from a sample.
     tables_of : Codec, optional
         Whose constants the tables follow from, if not the codec's itself.
+    uneven : bool
+        Whether the struct takes a head_dim that is no multiple of 32: 80.
 
     Raises
     ------
@@ -119,6 +121,7 @@ class Reader:
     team_warps: int = 8
     alike: bool = False
     tables_of: Codec | None = None
+    uneven: bool = False
     own: ClassVar[str] = ""
     divide: ClassVar[bool] = False
 
@@ -145,7 +148,7 @@ class Encoder:
 
     Parameters
     ----------
-    type, header, folder, tables, order, block, alike, tables_of
+    type, header, folder, tables, order, block, alike, tables_of, uneven
         As ``Reader``; ``tables`` is what the struct gets.
     factor : str or callable
         Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by, or a function of the
@@ -181,6 +184,7 @@ class Encoder:
     resident: int = 0
     alike: bool = False
     tables_of: Codec | None = None
+    uneven: bool = False
     team: int = 8
     few: "Encoder | None" = None
 
@@ -374,7 +378,10 @@ def _asked(find: Callable[[Codec, int, Role], _Kind], codec: Codec, head_dim: in
     if head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedError(f"the CUDA kernels take head_dim {dims}, not {head_dim} ({codec})")
-    return find(codec, head_dim, role)
+    found = find(codec, head_dim, role)
+    if head_dim % 32 and not found.uneven:
+        raise UnsupportedError(f"the CUDA kernels take {codec} by 32 channels, and head_dim {head_dim} is no multiple of 32")
+    return found
 
 
 # -- keys and values together ------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         lends=f"levels of {codec.bits} bits, {head_dim} channels",
         borrower=name.format("true"),
         alike=True,
+        uneven=codec.bits != 3,  # rows of whole words
     )
 
 

@@ -4,6 +4,17 @@
 
 namespace kv {
 
+// COUNT parts of C neighbouring codes of a row of D, one for each lane that shares it. Where they are more than D codes,
+// the last live part may begin inside the one before, whose codes are padding there, and parts behind it are padding.
+template <int D, int C, int COUNT> struct Parts {
+  KV_CONST bool EXACT = C * COUNT == D;
+  KV_DEV static int first(int part) { return EXACT || (part + 1) * C <= D ? part * C : D - C; }
+  KV_FUNCTION int channel(int part, int place) {
+    if (EXACT || (part + 1) * C <= D) return part * C + place;
+    return D - C + place >= part * C ? D - C + place : -1;
+  }
+};
+
 KV_CONSTEXPR int low_bit(int n) { return n & -n; }
 
 // The bits of one part of a token's row: PART_BITS from bit part * PART_BITS on, of rows of ROW_BYTES bytes, eight of

@@ -83,7 +83,7 @@ template <class Loop, class V, int D, int WARPS, bool CAP, bool BF16, int HEADS,
   KV_DEV static void keys(const uint8_t* row, int part, uint32_t (&r)[R::K_REGS]) {
     KV_UNROLL
     for (int i = 0; i < R::K_REGS; i += 4) {
-      const Words4 w = *(const Words4*)(row + i * 16 + part * 16);
+      const Words4 w = *(const Words4*)(row + R::place(i / 4, part, 8));
       r[i] = w.a, r[i + 1] = w.b, r[i + 2] = w.c, r[i + 3] = w.d;
     }
   }

@@ -43,11 +43,13 @@
 //
 //   TEAM = 8
 //   PLANES, plane_bytes(p)
-//   quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES])
+//   quad(const float (&y)[numbers_of(D, 8)], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES])
 //                              y[4 i + e] is channel 32 i + 4 part + e of the row of lanes 8 r .. 8 r + 7 (part = lane
 //                              % 8). at[p] is where plane p of the row lies in global memory. Stores only if live;
 //                              every stored word is and-ed with keep (0 for a row that cannot be held). All lanes must
-//                              reach every exchange.
+//                              reach every exchange. Of 80 channels the last four parts of the third run of 32 have what
+//                              the first four have: place_of<D>(i, part) is the part of run i whose channels these are,
+//                              and both write the same bytes.
 #pragma once
 #include "encode_args.cuh"
 
@@ -95,10 +97,21 @@ template <int TEAM, bool FOURS = TEAM != 32> KV_DEV int channel_of(int part, int
   return FOURS ? 4 * TEAM * (k / 4) + 4 * part + k % 4 : part + TEAM * k;
 }
 
+// numbers of a row that a lane has
+KV_CONSTEXPR int numbers_of(int dim, int team) { return team == 8 ? (dim + 31) / 32 * 4 : dim / team; }
+template <int D> KV_DEV int place_of(int run, int part) { return D % 32 && 32 * run + 4 * part >= D ? part - 4 : part; }
+// by how many channels the lane's last four lie further ahead
+template <int D, int TEAM> KV_DEV int ahead_of(int part) {
+  return D % 32 && TEAM == 8 && D / 32 * 32 + 4 * part >= D ? 16 : 0;
+}
+template <int TEAM, int N, bool FOURS = TEAM != 32> KV_DEV int channel_at(int part, int k, int ahead) {
+  return channel_of<TEAM, FOURS>(part, k) - (k / 4 == N / 4 - 1 ? ahead : 0);
+}
+
 // A lane's part of a row, as loaded, w, and in fp32, y. Two steps, so that page addresses are computed while the row
 // is being loaded.
 template <int TEAM, bool FOURS = TEAM != 32, int N>
-KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind) {
+KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, int kind, int ahead = 0) {
   if (!FOURS) {
     if (kind == 2) {
       KV_UNROLL for (int k = 0; k < N; k++) w[k] = ((const uint32_t*)x)[at + part + 32 * k];
@@ -108,14 +121,14 @@ KV_DEV void load_words(uint32_t (&w)[N], const void* x, int64_t at, int part, in
   } else if (kind == 2) {
     const uint64_t* from = (const uint64_t*)((const float*)x + at + 4 * part);
     KV_UNROLL for (int k = 0; k < N; k += 2) {
-      uint64_t two = from[2 * TEAM * (k / 4) + k % 4 / 2];
+      uint64_t two = from[2 * TEAM * (k / 4) + k % 4 / 2 - (k / 4 == N / 4 - 1 ? ahead / 2 : 0)];
       w[k] = (uint32_t)two;
       w[k + 1] = (uint32_t)(two >> 32);
     }
   } else {
     const uint64_t* from = (const uint64_t*)((const uint16_t*)x + at + 4 * part);
     KV_UNROLL for (int i = 0; i < N / 4; i++) {
-      uint64_t four = from[TEAM * i];
+      uint64_t four = from[TEAM * i - (i == N / 4 - 1 ? ahead / 4 : 0)];
       w[2 * i] = (uint32_t)four;
       w[2 * i + 1] = (uint32_t)(four >> 32);
     }
@@ -158,13 +171,13 @@ KV_DEV void load_four(uint32_t* to, const float* from) {
 // The mean of a head, turned to token n's position. Where all channels turn, pairs D / 2 apart, lanes with four
 // neighbouring channels load those at a time: little code, because a step's few rows wait for that most of all.
 template <int TEAM, int D, bool FOURS = TEAM != 32, int N>
-KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uint32_t n, int part) {
+KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uint32_t n, int part, int ahead = 0) {
   const float* mean = m.mean + b * m.batch + (int64_t)head * D;
   const int64_t at = b * m.turn_batch + n * m.turn_token;
   const float *cosines = m.cosines + at, *sines = m.sines + at;
   if (FOURS && m.turning == D && !m.interleaved && ((uint64_t)cosines | (uint64_t)sines) % 16 == 0) {
     KV_UNROLL for (int k = 0; k < N; k += 4) {
-      const int channel = channel_of<TEAM, FOURS>(part, k), pair = channel < D / 2 ? channel : channel - D / 2;
+      const int channel = channel_at<TEAM, N, FOURS>(part, k, ahead), pair = channel < D / 2 ? channel : channel - D / 2;
       uint32_t own[4], other[4], c[4], s[4];
       load_four(own, mean + channel);
       load_four(other, mean + (channel < D / 2 ? channel + D / 2 : channel - D / 2));
@@ -178,7 +191,7 @@ KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uin
   } else {
     const int half = m.turning / 2;
     KV_UNROLL for (int k = 0; k < N; k++) {
-      const int c = channel_of<TEAM, FOURS>(part, k);
+      const int c = channel_at<TEAM, N, FOURS>(part, k, ahead);
       x[k] = mean[c];
       if (c < m.turning) {
         const bool second = m.interleaved ? c % 2 : c >= half;
@@ -300,7 +313,7 @@ KV_DEV void locate(uint8_t* (&at)[C::PLANES], const EncodeArgs& a, const EncodeS
 // its codes. Rows that cannot be held are zeros by now.
 template <int TEAM, int D, bool FOURS = TEAM != 32, int N>
 KV_DEV void keep_row(const float (&y)[N], const EncodeArgs& a, const EncodeSide& s, int b, int head, uint32_t slot,
-                     int part, bool live) {
+                     int part, bool live, int ahead = 0) {
 #ifdef KV_KEPT
   const uint32_t place = slot % (uint32_t)a.page_tokens;
   if (!live || place >= (uint32_t)a.kept) return;
@@ -310,15 +323,16 @@ KV_DEV void keep_row(const float (&y)[N], const EncodeArgs& a, const EncodeSide&
     KV_UNROLL for (int k = 0; k < N; k++) to[channel_of<TEAM, FOURS>(part, k)] = (uint16_t)bits(y[k]);
   } else {
     KV_UNROLL for (int k = 0; k < N; k += 2)
-      *(uint32_t*)(to + channel_of<TEAM, FOURS>(part, k)) = bits(y[k]) | bits(y[k + 1]) << 16;
+      *(uint32_t*)(to + channel_at<TEAM, N, FOURS>(part, k, ahead)) = bits(y[k]) | bits(y[k + 1]) << 16;
   }
 #endif
 }
 
 template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide& s, int kind) {
   using C = typename R::Codec;
-  constexpr int TEAM = C::TEAM, N = C::DIM / TEAM;
+  constexpr int TEAM = C::TEAM, N = numbers_of(C::DIM, TEAM);
   int lane = thread() % 32, warp = thread() / 32, part = lane % TEAM, b = block_y();
+  const int ahead = ahead_of<C::DIM, TEAM>(part);
   uint32_t tokens = (uint32_t)s.tokens, rows = a.heads * tokens, step = (uint32_t)(grid_x() * R::BLOCK_ROWS);
   uint32_t start = (uint32_t)(block_x() * ENCODE_WARPS + warp) * R::WARP_ROWS;
   if (start >= rows) return;
@@ -334,9 +348,9 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
 #ifdef KV_SLOTS
     const int64_t to = a.slots[n];
 #endif
-    load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind);
+    load_words<TEAM>(w, s.x, b * s.batch + head * s.head + n * s.token, part, kind, ahead);
     float less[N];
-    if constexpr (R::MEAN) turned_mean<TEAM, C::DIM>(less, a.mean, b, head, n, part);
+    if constexpr (R::MEAN) turned_mean<TEAM, C::DIM>(less, a.mean, b, head, n, part, ahead);
 #ifdef KV_SLOTS
     live = live && to >= 0;
     uint32_t slot = to < 0 ? 0 : (uint32_t)to;
@@ -361,13 +375,14 @@ template <class R> KV_DEV void encode_rows(const EncodeArgs& a, const EncodeSide
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
-    keep_row<TEAM, C::DIM>(y, a, s, b, head, slot, part, live);
+    keep_row<TEAM, C::DIM>(y, a, s, b, head, slot, part, live, ahead);
     if constexpr (R::MEAN) {
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = sub(y[k], less[k]);
     }
     if (R::FACTOR != FACTOR_NONE) {
       int64_t at = b * s.factor_batch + head * C::DIM;
-      KV_UNROLL for (int k = 0; k < N; k++) y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_of<TEAM>(part, k));
+      KV_UNROLL for (int k = 0; k < N; k++)
+        y[k] = factored<R::FACTOR>(y[k], s.factor, at + channel_at<TEAM, N>(part, k, ahead));
     }
     if constexpr (R::ORDER > 1) rotate_row<TEAM, R::ORDER>(y, part);
 

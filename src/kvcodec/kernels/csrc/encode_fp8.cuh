@@ -7,7 +7,7 @@
 namespace kv {
 
 template <int D, bool SCALED> struct EncodeFp8 {
-  KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = D / 8, PLANES = SCALED ? 2 : 1;
+  KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = numbers_of(D, 8), PLANES = SCALED ? 2 : 1;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D : 2; }
 
   KV_DEV static void quad(const float (&y)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES]) {
@@ -30,7 +30,7 @@ template <int D, bool SCALED> struct EncodeFp8 {
         }
       }
       uint32_t word = e4m3_pair(q[0], q[1]) | e4m3_pair(q[2], q[3]) << 16;
-      if (live) ((uint32_t*)at[0])[8 * i + part] = word & keep;
+      if (live) ((uint32_t*)at[0])[8 * i + place_of<D>(i, part)] = word & keep;
     }
   }
 };

@@ -123,7 +123,7 @@ template <int LANES> KV_DEV float team_min(float x) {
 
 // groups of channels of one token, any grid
 template <int D, int GROUP, class GRID, bool INTERLEAVED = false> struct EncodeGroups {
-  KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = D / 8;
+  KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = numbers_of(D, 8);
   KV_CONST int G = GROUP ? GROUP : D, GROUPS = (D + G - 1) / G;
   KV_CONST int PLANES = GRID::HAS_ZERO ? 3 : 2;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D * GRID::WIDTH / 8 : 2 * GROUPS; }
@@ -213,7 +213,7 @@ template <int D, int GROUP, class GRID, bool INTERLEAVED = false> struct EncodeG
       }
       uint8_t* to = at[0] + RUN * GRID::WIDTH * i;
       if constexpr (INTERLEAVED) store_interleaved<GRID::WIDTH>(to, part, code, keep, live);
-      else store_quad<GRID::WIDTH>(to, part, code[0], code[1], code[2], code[3], keep, live);
+      else store_quad<GRID::WIDTH>(to, place_of<D>(i, part), code[0], code[1], code[2], code[3], keep, live);
     }
   }
 };

@@ -8,7 +8,7 @@
 namespace kv {
 
 template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
-  KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = D / 8, PLANES = 2;
+  KV_CONST int DIM = D, TEAM = 8, SCRATCH = 0, N = numbers_of(D, 8), PLANES = 2;
   KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D / 2 : 4; }
 
   KV_DEV static void quad(const float (&y)[N], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES]) {
@@ -47,7 +47,7 @@ template <int D, bool FLOAT_ZERO = false> struct EncodeSaw {
         }
       }
       if (!FLOAT_ZERO) code[0] += shift;
-      store_quad<4>(at[0] + 16 * i, part, code[0], code[1], code[2], code[3], keep, live);
+      store_quad<4>(at[0] + 16 * i, place_of<D>(i, part), code[0], code[1], code[2], code[3], keep, live);
     }
   }
 };

@@ -9,18 +9,21 @@ namespace kv {
 // normalise one row in the codes' basis, rotate it back, add what is in the model's basis already, store; MIXED:
 // mixed.cuh
 template <int D, bool MIXED>
-KV_DEV void store_row(const DecodeArgs& a, float (&x)[D / 32], const float (&dense)[D / 32], float m, float l, int b,
-                      int h, int head, int lane) {
+KV_DEV void store_row(const DecodeArgs& a, float (&x)[RUNS_OF<D>], const float (&dense)[RUNS_OF<D>], float m, float l,
+                      int b, int h, int head, int lane) {
   const float total_inverse = l > 0.0f ? 1.0f / l : 0.0f;
   KV_UNROLL
-  for (int i = 0; i < D / 32; ++i) x[i] *= total_inverse;
+  for (int i = 0; i < RUNS_OF<D>; ++i) x[i] *= total_inverse;
   if constexpr (MIXED) mix_row<D>(x, MixedBy<D>(a.value.matrix, h), lane);
   hadamard_row<D>(x, (int)a.value.block, lane);
   multiply_row<D>(x, a.value, b, h, lane);
   const QueryHead of(a, b, head);
   const int64_t at = of.row * a.out_batch + of.head * a.out_head;
   KV_UNROLL
-  for (int i = 0; i < D / 32; ++i) store_real(a.out, at + lane + 32 * i, x[i] + dense[i] * total_inverse, a.out_kind);
+  for (int i = 0; i < RUNS_OF<D>; ++i) {
+    if (!is_channel<D>(lane + 32 * i)) continue;
+    store_real(a.out, at + lane + 32 * i, x[i] + dense[i] * total_inverse, a.out_kind);
+  }
   if (lane == 0) {
 #ifdef KV_QUERIES
     const int64_t heads = a.heads * a.each;
@@ -51,27 +54,29 @@ KV_DEV void merge_warps(const DecodeArgs& a, const float* o, const float* ms, co
   const int lane = opaque(thread() % 32);
   KV_NO_UNROLL
   for (int n = warp; n < live; n += WARPS) {
-    float m = minus_infinity(), l = 0.0f, x[D / 32];
+    float m = minus_infinity(), l = 0.0f, x[RUNS_OF<D>];
     for (int w = 0; w < WARPS; ++w) m = maximum(m, ms[w * ROWS + n]);
     KV_UNROLL
-    for (int i = 0; i < D / 32; ++i) x[i] = 0.0f;
+    for (int i = 0; i < RUNS_OF<D>; ++i) x[i] = 0.0f;
     for (int w = 0; w < WARPS; ++w) {
       const float of_warp = ms[w * ROWS + n], factor = of_warp == minus_infinity() ? 0.0f : exp2_fast(of_warp - m);
       l += ls[w * ROWS + n] * factor;
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) x[i] += o[(w * ROWS + n) * row_floats(D) + skew(lane + 32 * i)] * factor;
+      for (int i = 0; i < RUNS_OF<D>; ++i)
+        x[i] += o[(w * ROWS + n) * row_floats(D) + skew(channel_or_first<D>(lane, i))] * factor;
     }
     const int head = first_head + n;
     if (a.slots == 1) {
-      float factor, none[D / 32];
+      float factor, none[RUNS_OF<D>];
       add_sink(a, b, head, m, l, factor);
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) x[i] *= factor, none[i] = 0.0f;
+      for (int i = 0; i < RUNS_OF<D>; ++i) x[i] *= factor, none[i] = 0.0f;
       store_row<D, MIXED>(a, x, none, m, l, b, h, head, lane);
     } else {
       const int64_t at = (b * (int64_t)(a.heads * a.group) + head) * a.slots + slot;
       KV_UNROLL
-      for (int i = 0; i < D / 32; ++i) a.part_o[at * D + lane + 32 * i] = x[i];
+      for (int i = 0; i < RUNS_OF<D>; ++i)
+        if (is_channel<D>(lane + 32 * i)) a.part_o[at * D + lane + 32 * i] = x[i];
       if (lane == 0) a.part_m[at] = m, a.part_l[at] = l;
     }
   }
@@ -94,7 +99,7 @@ template <int N> KV_DEV void load_floats(float (&x)[N], const float* at) {
 // and run once; a warp loads its partials together, and the warps synchronise once. MIXED: every warp has some of the
 // head's matrix, which it loads before it waits.
 template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const DecodeArgs& a) {
-  constexpr int N = D / 32, CHUNK = 5, RUNS = MIXED ? (D / 8 + WARPS - 1) / WARPS : 1;
+  constexpr int N = RUNS_OF<D>, CHUNK = 5, RUNS = MIXED ? (D / 8 + WARPS - 1) / WARPS : 1;
   KV_DYNAMIC_SHARED(shared_bytes);  // floats: WARPS + 1 rows of sums, as many maxima, as many sums of l
   float* sums = (float*)shared_bytes;
   float* ms = sums + (WARPS + 1) * D;
@@ -116,8 +121,11 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
   }
   wait_for_previous();
   if (!QueryHead(a, b, head).live) return;
-  // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart
-  const float* part_o = a.part_o + row * a.slots * D + lane * N;
+  // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart.
+  // Of 80 channels lanes from 26 on sum the same last ones
+  int own = lane * N;
+  if constexpr (D % 32 != 0) own = own + N > D ? D - N : own;
+  const float* part_o = a.part_o + row * a.slots * D + own;
   const float* part_m = a.part_m + row * a.slots;
   const float* part_l = a.part_l + row * a.slots;
   float m = minus_infinity(), l = 0.0f, x[N];
@@ -149,13 +157,13 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
     }
   }
   KV_UNROLL
-  for (int i = 0; i < N; ++i) sums[warp * D + lane * N + i] = x[i];
+  for (int i = 0; i < N; ++i) sums[warp * D + own + i] = x[i];
   if (lane == 0) ms[warp] = m, ls[warp] = l;
   const bool has_dense = a.slots > a.splits;
   if (has_dense && warp == WARPS - 1) {
     load_floats<N>(x, part_o + (int64_t)a.splits * D);
     KV_UNROLL
-    for (int i = 0; i < N; ++i) sums[WARPS * D + lane * N + i] = x[i];
+    for (int i = 0; i < N; ++i) sums[WARPS * D + own + i] = x[i];
     if (lane == 0) ms[WARPS] = part_m[a.splits], ls[WARPS] = part_l[a.splits];
   }
   sync_threads();
@@ -176,28 +184,28 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
     return all;
   };
   KV_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = MIXED ? 0.0f : merged(lane + 32 * i), dense[i] = 0.0f;
+  for (int i = 0; i < N; ++i) x[i] = MIXED ? 0.0f : merged(channel_or_first<D>(lane, i)), dense[i] = 0.0f;
   if (has_dense && ms[WARPS] != minus_infinity()) {
     const float weight = exp2_fast(ms[WARPS] - m);
     l += weight * ls[WARPS];
     KV_UNROLL
-    for (int i = 0; i < N; ++i) dense[i] = weight * sums[WARPS * D + lane + 32 * i];
+    for (int i = 0; i < N; ++i) dense[i] = weight * sums[WARPS * D + channel_or_first<D>(lane, i)];
   }
   float factor;
   add_sink(a, b, head, m, l, factor);
   if constexpr (MIXED) {
-    float own[(RUNS + 3) / 4];  // the channels of the warp's lines
+    float lines_of[(RUNS + 3) / 4];  // the channels of the warp's lines
     KV_UNROLL
     for (int i = 0; i < (RUNS + 3) / 4; ++i) {
       const int c = 8 * (warp + (4 * i + lane / 8) * WARPS) + lane % 8;
-      own[i] = c < D ? merged(c) : 0.0f;
+      lines_of[i] = c < D ? merged(c) : 0.0f;
     }
     sync_threads();  // the sums have been read
     KV_UNROLL
     for (int t = 0; t < RUNS; ++t) {
       KV_UNROLL
       for (int e = 0; e < 8; ++e) {
-        const float of = shfl(own[t / 4], t % 4 * 8 + e);
+        const float of = shfl(lines_of[t / 4], t % 4 * 8 + e);
         KV_UNROLL
         for (int i = 0; i < N; ++i) x[i] += of * MixedBy<D>::number(lines[t][i], e);
       }

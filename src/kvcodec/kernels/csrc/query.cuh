@@ -44,10 +44,11 @@ template <class K, int D, int HEADS> struct Query {
 // A warp's part of the query: the rows of every WARPS-th head, and the factor of the codes' basis. Loads only, so that
 // a kernel can start them early without waiting.
 template <int D, int WARPS, int HEADS> struct QueryRows {
-  KV_CONST int N = D / 32, ROWS = (HEADS + WARPS - 1) / WARPS;
+  KV_CONST int N = RUNS_OF<D>, ROWS = (HEADS + WARPS - 1) / WARPS;
   uint32_t words[ROWS][N];  // that hold a number of 32 bits, or of 16 bits from bit `shift` on
   int shift[ROWS];
   float factor[N];
+  KV_DEV static int run(int i, int lane) { return is_channel<D>(lane + 32 * i) ? i : 0; }
   KV_DEV QueryRows(const DecodeArgs& a, const Side& side, int b, int h, int first, int live, int warp) {
     const int lane = thread() % 32, wide = a.q_kind == 2;
     KV_UNROLL
@@ -60,11 +61,11 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
       const uint32_t* from = (const uint32_t*)(at - odd);
       shift[row] = odd * 8;
       KV_UNROLL
-      for (int i = 0; i < N; ++i) words[row][i] = from[i * (16 << wide)];
+      for (int i = 0; i < N; ++i) words[row][i] = from[run(i, lane) * (16 << wide)];
     }
     const float* factors = side.factor + b * side.factor_batch + (int64_t)h * D + lane;
     KV_UNROLL
-    for (int i = 0; i < N; ++i) factor[i] = side.factor ? factors[32 * i] : 1.0f;
+    for (int i = 0; i < N; ++i) factor[i] = side.factor ? factors[32 * run(i, lane)] : 1.0f;
   }
   KV_DEV float number(int row, int i, int kind) const {
     const uint32_t x = words[row][i] >> shift[row];
@@ -77,7 +78,7 @@ template <int D, int WARPS, int HEADS> struct QueryRows {
 template <class K, int D, int WARPS, int HEADS>
 KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, const DecodeArgs& a, const Side& side,
                         int h, int live, int warp) {
-  constexpr int N = D / 32, ROWS = QueryRows<D, WARPS, HEADS>::ROWS, WIDTH = row_floats(query_channels<K, D>());
+  constexpr int N = RUNS_OF<D>, ROWS = QueryRows<D, WARPS, HEADS>::ROWS, WIDTH = row_floats(query_channels<K, D>());
   const int lane = opaque(thread() % 32), kind = a.q_kind;
   float x[ROWS][N], top[ROWS];
   KV_UNROLL
@@ -95,7 +96,8 @@ KV_DEV void stage_query(float* shared, const QueryRows<D, WARPS, HEADS>& rows, c
       const int n = warp + row * WARPS;
       KV_UNROLL
       for (int i = 0; i < N; ++i) {
-        if (HEADS % WARPS == 0 || n < HEADS) shared[n * WIDTH + skew(first + lane + 32 * i)] = x[row][i];
+        const int c = lane + 32 * i;
+        if ((HEADS % WARPS == 0 || n < HEADS) && is_channel<D>(c)) shared[n * WIDTH + skew(first + c)] = x[row][i];
         top[row] = maximum(top[row], magnitude(x[row][i]));
       }
     }

@@ -7,6 +7,12 @@
 namespace kv {
 
 template <int D, bool BF16> struct ReadDense {
+  KV_CONST int RUNS = (D + 31) / 32;  // of 32 channels; of 80 the last parts of the third are empty
+  // of a part in a run, so many 16-bit numbers each: an empty one reads the row's first run
+  KV_FUNCTION bool there(int run, int part, int each) { return D % 32 == 0 || 32 * run + part * each < D; }
+  KV_FUNCTION int place(int run, int part, int each) {
+    return there(run, part, each) ? 64 * run + 2 * each * part : 2 * each * part;
+  }
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = 1;
   KV_FUNCTION int plane_bytes(int) { return 2 * D; }
@@ -19,17 +25,19 @@ template <int D, bool BF16> struct ReadDense {
 
   // 16 bytes in turn: the parts of a token lie side by side
   KV_CONST int GROUPS = 1;
-  KV_CONST int K_REGS = D / 8;
+  KV_CONST int K_REGS = 4 * RUNS;
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = false;
-  KV_FUNCTION int k_channel(int part, int e) { return e / 8 * 32 + part * 8 + e % 8; }
+  KV_FUNCTION int k_channel(int part, int e) {
+    return there(e / 8, part, 8) ? e / 8 * 32 + part * 8 + e % 8 : -1;
+  }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
   template <class P>
   KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
     KV_UNROLL
-    for (int i = 0; i < D / 32; ++i) {
+    for (int i = 0; i < RUNS; ++i) {
       uint32_t w[4];
-      load_words<4>(w, planes[0] + token * (2 * D) + i * 64 + part * 16);
+      load_words<4>(w, planes[0] + token * (2 * D) + place(i, part, 8));
       KV_UNROLL
       for (int k = 0; k < 4; ++k) r[4 * i + k] = half2(w[k]);
     }
@@ -38,19 +46,21 @@ template <int D, bool BF16> struct ReadDense {
   template <class P> KV_DEV static float k_zero(const P&, int, int) { return 0.0f; }
 
   // 8 bytes in turn
-  KV_CONST int V_REGS = D / 16;
+  KV_CONST int V_REGS = 2 * RUNS;
   KV_CONST bool V_BLOCKED = false;
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = false;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_FUNCTION int v_channel(int part, int e) { return e / 4 * 32 + part * 4 + e % 4; }
+  KV_FUNCTION int v_channel(int part, int e) {
+    return there(e / 4, part, 4) ? e / 4 * 32 + part * 4 + e % 4 : -1;
+  }
   KV_FUNCTION float v_weight(int) { return 1.0f; }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
     KV_UNROLL
-    for (int i = 0; i < D / 32; ++i) {
+    for (int i = 0; i < RUNS; ++i) {
       uint32_t w[2];
-      load_words<2>(w, planes[0] + token * (2 * D) + i * 64 + part * 8);
+      load_words<2>(w, planes[0] + token * (2 * D) + place(i, part, 4));
       r[2 * i] = half2(w[0]);
       r[2 * i + 1] = half2(w[1]);
     }

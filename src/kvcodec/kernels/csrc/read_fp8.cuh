@@ -41,16 +41,17 @@ template <int D, bool SCALED> struct ReadFp8 {
   }
   template <class P> KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token); }
 
-  KV_CONST int V_REGS = D / 16;
+  KV_CONST int V_REGS = (D + 31) / 32 * 2;
+  using V = Parts<D, 2 * V_REGS, 8>;
   KV_CONST bool V_BLOCKED = false;
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = SCALED;
   KV_CONST bool HAS_V_ZERO = false;
-  KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + place(e); }
+  KV_FUNCTION int v_channel(int part, int e) { return V::channel(part, place(e)); }
   KV_FUNCTION float v_weight(int) { return SCALED ? 1.0f : UNIT; }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
-    read<V_REGS>(planes[0] + token * D + part * (D / 8), r);
+    read<V_REGS>(planes[0] + token * D + V::first(part), r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
 };

@@ -5,7 +5,7 @@
 // 2^-24, the factor a power of two by its place. So two codes cost one mask; 2^24 goes into the scale, 1 / factor into
 // q or the output.
 #pragma once
-#include "platform.cuh"
+#include "bits.cuh"
 
 namespace kv {
 
@@ -23,8 +23,9 @@ template <int N> KV_DEV void load_run(uint32_t (&w)[N], const void* at) {
 }
 
 // C neighbouring codes, part after part of a row, in registers of two codes each; for two and three bits C is 8 or a
-// multiple of 16. Element e (register e / 2, half e % 2) is code place(e) of the part: code * factor(e) * 2^-24.
-template <int BITS, int C> struct Codes {
+// multiple of 16. Element e (register e / 2, half e % 2) is code place(e) of the part: code * factor(e) * 2^-24. SINGLE: a
+// part begins with a word, but words are not loaded two at a time.
+template <int BITS, int C, bool SINGLE = false> struct Codes {
   KV_CONST int REGS = C / 2;
   KV_CONST int BYTES = C * BITS / 8;
 
@@ -73,7 +74,13 @@ template <int BITS, int C> struct Codes {
     } else {
       constexpr int WORDS = BYTES / 4;
       uint32_t w[WORDS];
-      load_run<WORDS>(w, row + part * BYTES);
+      const uint8_t* at = row + part * BYTES;
+      if constexpr (SINGLE) {
+        KV_UNROLL
+        for (int i = 0; i < WORDS; ++i) w[i] = ((const uint32_t*)at)[i];
+      } else {
+        load_run<WORDS>(w, at);
+      }
       if constexpr (BITS == 3) {
         KV_UNROLL
         for (int i = 0; i < WORDS; i += 3) {
@@ -103,11 +110,14 @@ template <int BITS, int C> struct Codes {
 };
 
 // Codes per part of a row of D. Where D / 4 or D / 8 codes would not end with a byte, a word or a group, a part is
-// longer, and the last ones are empty: those of D = 96 are as long as those of 128, those of D = 192 as those of 256.
+// longer, and the last ones are empty: those of D = 96 are as long as those of 128, those of D = 192 as those of 256,
+// those of D = 80 in between, with one that begins inside another (Parts).
 template <int D, int BITS> KV_CONSTEXPR int key_codes() {
+  if (D == 80) return BITS == 8 ? 20 : BITS == 4 ? 24 : 32;
   return D == 96 && BITS < 4 ? 32 : D == 192 && BITS == 3 ? 64 : D / 4;
 }
 template <int D, int BITS> KV_CONSTEXPR int value_codes() {
+  if (D == 80) return BITS == 8 ? 12 : 16;
   return D == 96 && BITS < 8 ? 16 : D == 192 && BITS < 4 ? 32 : D / 8;
 }
 
@@ -121,8 +131,17 @@ template <int D, class C> KV_DEV int live_part(int part) {
 }
 
 template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
-  using K = Codes<BITS, key_codes<D, BITS>()>;
-  using V = Codes<BITS, value_codes<D, BITS>()>;
+  KV_CONST bool OVERLAPS = D % 32 != 0;  // of parts
+  static_assert(!OVERLAPS || D * BITS % 32 == 0, "rows of whole words");
+  using K = Codes<BITS, key_codes<D, BITS>(), OVERLAPS>;
+  using V = Codes<BITS, value_codes<D, BITS>(), OVERLAPS>;
+  template <class C, int COUNT> KV_FUNCTION int channel(int part, int e) {
+    return OVERLAPS ? Parts<D, 2 * C::REGS, COUNT>::channel(part, C::place(e)) : part_channel<D, C>(part, e);
+  }
+  template <class C, int COUNT> KV_DEV static void read(const uint8_t* row, int part, uint32_t (&r)[C::REGS]) {
+    if constexpr (OVERLAPS) C::read(row + Parts<D, 2 * C::REGS, COUNT>::first(part) * BITS / 8, 0, r);
+    else C::read(row, live_part<D, C>(part), r);
+  }
   KV_CONST int ROW = D * BITS / 8;
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = SYMMETRIC ? 2 : 3;
@@ -141,11 +160,11 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST int K_REGS = K::REGS;
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = true;
-  KV_FUNCTION int k_channel(int part, int e) { return part_channel<D, K>(part, e); }
+  KV_FUNCTION int k_channel(int part, int e) { return channel<K, 4>(part, e); }
   KV_FUNCTION float k_weight(int e) { return 1.0f / K::factor(e); }
   template <class P>
   KV_DEV static void keys(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[K_REGS]) {
-    K::read(planes[0] + token * ROW, live_part<D, K>(part), r);
+    read<K, 4>(planes[0] + token * ROW, part, r);
   }
   template <class P>
   KV_DEV static float k_scale(const P& planes, int token, int) { return scale(planes, token) * 16777216.0f; }
@@ -156,11 +175,11 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
   KV_CONST bool V_BLOCK_ZERO = false;
   KV_CONST bool HAS_V_SCALE = true;
   KV_CONST bool HAS_V_ZERO = true;
-  KV_FUNCTION int v_channel(int part, int e) { return part_channel<D, V>(part, e); }
+  KV_FUNCTION int v_channel(int part, int e) { return channel<V, 8>(part, e); }
   KV_FUNCTION float v_weight(int e) { return 1.0f / V::factor(e); }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
-    V::read(planes[0] + token * ROW, live_part<D, V>(part), r);
+    read<V, 8>(planes[0] + token * ROW, part, r);
   }
   template <class P>
   KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token) * 16777216.0f; }

@@ -4,7 +4,7 @@
 // bits 4-7 code * 2^-20. So eight codes cost four masks and one shift. 2^24 goes into the scale, the factor 16 of odd
 // nibbles into q or the output.
 #pragma once
-#include "platform.cuh"
+#include "bits.cuh"
 
 namespace kv {
 
@@ -12,16 +12,20 @@ namespace kv {
 // values D / 8, in halves of words where D / 8 is no multiple of 8, so that the last word may be half empty.
 template <int D> struct Nibbles {
   KV_CONST float UNIT = 16777216.0f;
-  KV_CONST int K_WORDS = D / 32;
-  KV_CONST int V_HALVES = D / 32;
+  KV_CONST int K_WORDS = (D + 31) / 32;
+  KV_CONST int V_HALVES = (D + 31) / 32;
+  using K = Parts<D, 8 * K_WORDS, 4>;
+  using V = Parts<D, 4 * V_HALVES, 8>;
   KV_CONST int V_WORDS = (V_HALVES + 1) / 2;
   KV_CONST int K_REGS = 4 * K_WORDS;
   KV_CONST int V_REGS = 4 * V_WORDS;
 
   // element e: register e / 2, half e % 2; a word's register n has its nibbles n and n + 4
-  KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e / 8 * 8 + e % 2 * 4 + e / 2 % 4; }
+  KV_FUNCTION int k_channel(int part, int e) {
+    return K::channel(part, e / 8 * 8 + e % 2 * 4 + e / 2 % 4);
+  }
   KV_FUNCTION int v_channel(int part, int e) {
-    return e / 8 * 2 + e % 2 < V_HALVES ? part * (D / 8) + e / 8 * 8 + e % 2 * 4 + e / 2 % 4 : -1;
+    return e / 8 * 2 + e % 2 < V_HALVES ? V::channel(part, e / 8 * 8 + e % 2 * 4 + e / 2 % 4) : -1;
   }
   KV_FUNCTION float weight(int e) { return e / 2 % 2 ? 0.0625f : 1.0f; }
 
@@ -35,16 +39,16 @@ template <int D> struct Nibbles {
   // row: D / 2 bytes of one token
   KV_DEV static void keys(const uint8_t* row, int part, uint32_t (&r)[K_REGS]) {
     uint32_t w[K_WORDS];
-    load_words<K_WORDS>(w, row + part * (D / 8));
+    load_words<K_WORDS>(w, row + K::first(part) / 2);
     KV_UNROLL
     for (int i = 0; i < K_WORDS; ++i) split(w[i], r + 4 * i);
   }
   KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V_REGS]) {
     uint32_t w[V_WORDS];
     if (V_HALVES % 2 == 0) {
-      load_words<V_WORDS>(w, row + part * (D / 16));
+      load_words<V_WORDS>(w, row + V::first(part) / 2);
     } else {
-      const uint16_t* at = (const uint16_t*)(row + part * (D / 16));
+      const uint16_t* at = (const uint16_t*)(row + V::first(part) / 2);
       KV_UNROLL
       for (int i = 0; i < V_WORDS; ++i) w[i] = at[2 * i] | (2 * i + 1 < V_HALVES ? (uint32_t)at[2 * i + 1] << 16 : 0u);
     }

@@ -1,8 +1,17 @@
-// Between the model's basis and a codec's, for one row of D numbers: lane holds channels lane + 32 i.
+// Between the model's basis and a codec's, for one row of D numbers: lane holds channels lane + 32 i. Of 80 channels the
+// last run of 32 has 16: what the other lanes have there is a number, which nothing stores.
 #pragma once
 #include "args.cuh"
 
 namespace kv {
+
+template <int D> constexpr int RUNS_OF = (D + 31) / 32;
+template <int D> KV_DEV bool is_channel(int c) { return D % 32 == 0 || c < D; }
+// the lane's channel of run i, or its first one where there is none
+template <int D> KV_DEV int channel_or_first(int lane, int i) {
+  if constexpr (D % 32 == 0) return lane + 32 * i;
+  else return lane + 32 * i < D ? lane + 32 * i : lane;
+}
 
 // order ** -0.5 of a power of two, exact or rounded once
 KV_DEV float orthonormal(int order) {
@@ -13,25 +22,25 @@ KV_DEV float orthonormal(int order) {
 
 // x <- diag(H, ..., H) x for N rows at once, whose exchanges then wait for one another no longer than those of one row;
 // H the orthonormal Sylvester-Hadamard matrix of that order, its own inverse
-template <int D, int N> KV_DEV void hadamard_rows(float (&x)[N][D / 32], int order, int lane) {
+template <int D, int N> KV_DEV void hadamard_rows(float (&x)[N][RUNS_OF<D>], int order, int lane) {
   KV_UNROLL
   for (int bit = 1; bit < 32; bit *= 2) {
     if (bit < order) {
       KV_UNROLL
-      for (int i = 0; i < N * (D / 32); ++i) {
-        float& own = x[i / (D / 32)][i % (D / 32)];
+      for (int i = 0; i < N * RUNS_OF<D>; ++i) {
+        float& own = x[i / RUNS_OF<D>][i % RUNS_OF<D>];
         const float other = shfl_xor(own, bit);
         own = lane & bit ? other - own : own + other;
       }
     }
   }
   KV_UNROLL
-  for (int step = 1; step < D / 32; step *= 2) {
+  for (int step = 1; step < RUNS_OF<D>; step *= 2) {
     if (32 * step < order) {
       KV_UNROLL
-      for (int i = 0; i < N * (D / 32); ++i) {
-        const int row = i / (D / 32), at = i % (D / 32);
-        if (!(at & step) && at + step < D / 32) {
+      for (int i = 0; i < N * RUNS_OF<D>; ++i) {
+        const int row = i / RUNS_OF<D>, at = i % RUNS_OF<D>;
+        if (!(at & step) && at + step < RUNS_OF<D>) {
           const float a = x[row][at], b = x[row][at + step];
           x[row][at] = a + b;
           x[row][at + step] = a - b;
@@ -42,23 +51,24 @@ template <int D, int N> KV_DEV void hadamard_rows(float (&x)[N][D / 32], int ord
   if (order > 1) {
     const float unit = orthonormal(order);
     KV_UNROLL
-    for (int i = 0; i < N * (D / 32); ++i) x[i / (D / 32)][i % (D / 32)] *= unit;
+    for (int i = 0; i < N * RUNS_OF<D>; ++i) x[i / RUNS_OF<D>][i % RUNS_OF<D>] *= unit;
   }
 }
-template <int D> KV_DEV void hadamard_row(float (&x)[D / 32], int order, int lane) {
-  float rows[1][D / 32];
+template <int D> KV_DEV void hadamard_row(float (&x)[RUNS_OF<D>], int order, int lane) {
+  float rows[1][RUNS_OF<D>];
   KV_UNROLL
-  for (int i = 0; i < D / 32; ++i) rows[0][i] = x[i];
+  for (int i = 0; i < RUNS_OF<D>; ++i) rows[0][i] = x[i];
   hadamard_rows<D>(rows, order, lane);
   KV_UNROLL
-  for (int i = 0; i < D / 32; ++i) x[i] = rows[0][i];
+  for (int i = 0; i < RUNS_OF<D>; ++i) x[i] = rows[0][i];
 }
 
-template <int D> KV_DEV void multiply_row(float (&x)[D / 32], const Side& side, int batch, int head, int lane) {
+template <int D> KV_DEV void multiply_row(float (&x)[RUNS_OF<D>], const Side& side, int batch, int head, int lane) {
   if (!side.factor) return;
   const float* at = side.factor + batch * side.factor_batch + (int64_t)head * D;
   KV_UNROLL
-  for (int i = 0; i < D / 32; ++i) x[i] *= at[lane + 32 * i];
+  for (int i = 0; i < RUNS_OF<D>; ++i)
+    if (is_channel<D>(lane + 32 * i)) x[i] *= at[lane + 32 * i];
 }
 
 // Rows of D floats of 8 heads in shared memory, spread so that lanes 4 g + j, which read head g or 2j and distant

@@ -165,19 +165,20 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
   // adds the mean, turned to the positions of 16 tokens from `first` on, in the basis of the codes; a lane has channels
   // lane + 32 i
   KV_DEV static void add_mean(const UnpackArgs& a, uint16_t* rows, int b, int h, int first, int lane, int kind) {
-    constexpr int N = D / 32;
+    constexpr int N = RUNS_OF<D>;
     const MeanTable table(a.mean, h, PAIRS);
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
     float m[N], other[N], c[N], s[N], by_c[N], by_s[N], over[N];
     KV_UNROLL
     for (int i = 0; i < N; ++i) {
-      const uint32_t of = table.of_channel(lane + 32 * i);
+      const int channel = channel_or_first<D>(lane, i);
+      const uint32_t of = table.of_channel(channel);
       const int pair = (int)(of >> 16 & 0x3fff);
-      m[i] = mean[lane + 32 * i];
+      m[i] = mean[channel];
       other[i] = of >> 30 ? mean[of & 0xffff] : -mean[of & 0xffff];
       table.turn(a.mean.placed[b] + first, pair, c[i], s[i]);
       table.turn(1, pair, by_c[i], by_s[i]);
-      over[i] = a.factor ? 1.0f / a.factor[b * a.factor_batch + (int64_t)h * D + lane + 32 * i] : 1.0f;
+      over[i] = a.factor ? 1.0f / a.factor[b * a.factor_batch + (int64_t)h * D + channel] : 1.0f;
     }
     KV_NO_UNROLL
     for (int token = 0; token < 16; ++token) {
@@ -190,6 +191,7 @@ template <class K, class V, int D, int P, int T, int WARPS, int PAIRS = 0> struc
       hadamard_row<D>(x, (int)a.block, lane);
       KV_UNROLL
       for (int i = 0; i < N; ++i) {
+        if (!is_channel<D>(lane + 32 * i)) continue;
         uint16_t& to = rows[token * ROW + lane + 32 * i];
         to = round16((kind == 0 ? half_float(to) : bf16_float(to)) + x[i], kind);
       }
