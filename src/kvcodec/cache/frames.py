@@ -84,11 +84,12 @@ class FrameCache:
                 f"Set sink={sinks * tokens} in the spec, or use LayerCache."
             )
         self.cache, self.tokens, self.frames, self.sinks, self.seen = cache, tokens, frames, sinks, 0
-        # a frame is stored before the oldest one goes, which may leave a page that is live in part; so may the sinks
+        # a frame is stored before the oldest one goes, which may leave a page live in part; packed sinks may another
         scheme, unit = cache.scheme, math.lcm(cache.scheme.key.block_tokens, cache.scheme.value.block_tokens)
         page = cache.page_tokens or -(-PAGE_TOKENS // unit) * unit
-        packed = max((frames + 1) * tokens - scheme.sink - scheme.window, 0)
-        cache.reserve, cache.rolls = max(cache.reserve, packed + 2 * page), True
+        parts = (tokens % page > 0) + (sinks * tokens > scheme.sink)
+        packed = max((frames + 1) * tokens - scheme.sink - scheme.window, 0) + parts * page
+        cache.reserve, cache.rolls = max(cache.reserve, packed), True
         self.places: dict[tuple[str, str, torch.Size], Tensor] = {}
 
     def __len__(self) -> int:

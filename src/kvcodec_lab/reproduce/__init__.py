@@ -5,6 +5,7 @@ from kvcodec_lab.reproduce import (  # noqa: F401  # each registers its tables
     hqmq,
     innerq,
     octopus,
+    own_models,
     same_family,
     saw_int4,
     ultraquant,
