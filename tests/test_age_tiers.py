@@ -19,6 +19,7 @@ from kvcodec.integrations.transformers import cache_for, load_cache
 from kvcodec.integrations.vllm.servable import refusal
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import from_json, write_recipe
+from tests.conftest import tiny_model
 
 SPECS = (
     "saw-int4:window=24,recent=int-8",
@@ -284,6 +285,28 @@ def test_model_generates_and_reports(family: str, tiny: Any, tmp_path: Path) -> 
     caches[0].save(tmp_path / "cache.safetensors")
     loaded = load_cache(tmp_path / "cache.safetensors", model)
     assert all(equal(a, b) for a, b in zip(caches[0].layer_caches, loaded.layer_caches, strict=True))
+
+
+def test_either_tier_may_ask_for_keys_without_their_mean(tmp_path: Path) -> None:
+    model, ids = tiny_model("qwen2"), torch.arange(1, 101)[None]
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if name.endswith("k_proj.bias"):
+                x.copy_(40 * torch.randn(x.shape))
+        found = {}
+        for spec in ("kivi-4:window=8", "kivi-4:window=8,recent=int-8", "kivi-4:window=8,recent=saw-int4"):
+            found[spec] = cache_for(model, spec, attention="decoded").report()["mean"]
+        assert list(found.values()) == ["none", "none", "pre"]  # groups and eight bits hold with the biases
+        cache = cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded")
+        model(ids[:, :80], past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = load_cache(tmp_path / "cache.safetensors", model)
+        logits = [model(ids[:, 80:], past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*logits)
+    assert "keys without their mean before RoPE" in loaded.report()["layers"][0]["note"]
+    tiers = loaded.layer_caches[0]
+    q = torch.randn(1, 2, 1, 64)
+    torch.testing.assert_close(tiers.attend(q), attend(q, tiers), rtol=1e-4, atol=1e-4)
 
 
 def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
