@@ -25,6 +25,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
     ghost-rate  its error at its bits beside Shannon's bound and other methods, from REPRODUCED
     ghost-speed its decode attention beside that of saw-int4, with and without the ghost term, from DECODE
     med3        perplexity by slots of outliers, from MED3
+    age-tiers   KL of the newest tokens in other codecs, from AGE_TIERS
     speech, speech-summary
                 Whisper with packed caches, from SPEECH
     video, video-summary
@@ -125,6 +126,7 @@ JUDGE = ("qwen2.5-coder-1.5b", "smollm2-135m-stressed", "smollm2-135m")
 TODAY = "qwen2.5-coder-1.5b-auto"
 """The run of the real model with today's default, which encodes keys without their bias; JUDGE[0] is with it."""
 MED3 = Path("benchmarks/results/cpu/med3_qwen2.5-coder-1.5b.json")
+AGE_TIERS = Path("benchmarks/results/cpu/age_tiers_smollm2-135m.json")
 
 VLLM_ATTENTION = SPEED / "vllm_attention.json"
 
@@ -681,6 +683,32 @@ def med3_block(root: Path) -> str:
     return markdown(heads, lines)
 
 
+def age_tiers_block(root: Path) -> str:
+    """A row for each spec, in the order of bits: bits behind each length, and KL of the tokens up to it."""
+    held = json.loads((root / AGE_TIERS).read_text())
+    at = sorted({row["tokens"] for row in held["rows"]})
+    by: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in held["rows"]:
+        by.setdefault(row["spec"], {})[row["tokens"]] = row
+    lines = []
+    for spec, rows in sorted(by.items(), key=lambda item: item[1][at[-1]]["effective_bits"]):
+        cells, scored, total = [f"`{spec}`"], 0, 0.0
+        for n in at:  # the first token of the window is not scored
+            summed = rows[n]["kl"] * (n - 1)
+            cells += [f"{rows[n]['effective_bits']:.2f}", f"{(summed - total) / (n - 1 - scored):.4f}"]
+            scored, total = n - 1, summed
+        lines.append(cells)
+    spans = zip((1, *at), at, strict=False)
+    heads = ["spec", *(h for a, b in spans for h in (f"bits at {b:,}", f"KL of tokens {a:,} to {b:,}"))]
+    worst = max(row["kl_se"] / row["kl"] for row in held["rows"])
+    windows = "one window" if held["windows"] == 1 else f"{held['windows']} windows"
+    return (
+        f"{markdown(heads, lines)}\n\n{held['model']}, {windows} of {at[-1]:,} tokens of {held['text']}, fed in calls "
+        f"of {held['call_tokens']} tokens, each of which attends what is stored; bits of every byte held behind so "
+        f"many tokens. Standard errors of a mean KL are at most {worst:.0%} of it, over the same tokens in all rows."
+    )
+
+
 def speech_rows(root: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of SPEECH, the smallest cache last; and the 16-bit one."""
     rows = sorted(media_rows(root, SPEECH), key=lambda row: -row["effective_bits"])
@@ -1114,6 +1142,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "ghost-rate": (Path("docs/ghost.md"), ghost_rate_block),
     "ghost-speed": (Path("docs/ghost.md"), ghost_speed_block),
     "med3": (Path("docs/key-biases.md"), med3_block),
+    "age-tiers": (Path("docs/concepts.md"), age_tiers_block),
     "speech": (Path("docs/video-audio.md"), speech_block),
     "speech-summary": (Path("docs/video-audio.md"), speech_summary_block),
     "video": (Path("docs/video-audio.md"), video_block),

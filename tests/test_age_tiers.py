@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvcodec.integrations.transformers import cache_for, load_cache
 from kvcodec.integrations.vllm.servable import refusal
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import from_json, write_recipe
+from tests.conftest import tiny_model
 
 SPECS = (
     "saw-int4:window=24,recent=int-8",
@@ -56,7 +58,8 @@ def equal(a: LayerCache, b: LayerCache) -> bool:
 @pytest.mark.parametrize("spec", SPECS)
 def test_split_of_calls_does_not_show(spec: str) -> None:
     a, b, (k, v) = filled(spec), filled(spec, 140), tokens()
-    for t in range(140, LENGTH):
+    b.append(k[:, :, 140:175], v[:, :, 140:175])
+    for t in range(175, LENGTH):
         b.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
     assert equal(a, b)
     assert a.recent is not None
@@ -125,11 +128,11 @@ def test_rejected_tokens_leave_what_a_run_without_them_holds() -> None:
     """Speculation: four drafts come, three are rejected; at most so many tokens have aged early."""
     spec, (k, v) = SPECS[0], tokens()
     plain, drafted = filled(spec, 150), filled(spec, 150)
-    for t in range(150, 190):
+    for t in range(150, 170):
         plain.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         drafted.append(k[:, :, t : t + 4], v[:, :, t : t + 4])
         drafted.crop(t + 1)
-    assert len(plain) == len(drafted) == 190
+    assert len(plain) == len(drafted) == 170
     early = drafted.roles["key"].encoded - plain.roles["key"].encoded
     assert early == 3
     for x, y in zip(plain.decode(), drafted.decode(), strict=True):
@@ -265,8 +268,8 @@ def test_recipes_take_each_roles_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral"])
-def test_model_generates_and_reports(family: str, tiny: object, tmp_path: Path) -> None:
-    model = tiny(family)  # type: ignore[operator]
+def test_model_generates_and_reports(family: str, tiny: Any, tmp_path: Path) -> None:
+    model = tiny(family)
     ids = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(0))
     caches = [cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded") for _ in range(2)]
     with torch.no_grad():
@@ -282,3 +285,41 @@ def test_model_generates_and_reports(family: str, tiny: object, tmp_path: Path) 
     caches[0].save(tmp_path / "cache.safetensors")
     loaded = load_cache(tmp_path / "cache.safetensors", model)
     assert all(equal(a, b) for a, b in zip(caches[0].layer_caches, loaded.layer_caches, strict=True))
+
+
+def test_either_tier_may_ask_for_keys_without_their_mean(tmp_path: Path) -> None:
+    model, ids = tiny_model("qwen2"), torch.arange(1, 101)[None]
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if name.endswith("k_proj.bias"):
+                x.copy_(40 * torch.randn(x.shape))
+        found = {}
+        for spec in ("kivi-4:window=8", "kivi-4:window=8,recent=int-8", "kivi-4:window=8,recent=saw-int4"):
+            found[spec] = cache_for(model, spec, attention="decoded").report()["mean"]
+        assert list(found.values()) == ["none", "none", "pre"]  # groups and eight bits hold with the biases
+        cache = cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded")
+        model(ids[:, :80], past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = load_cache(tmp_path / "cache.safetensors", model)
+        logits = [model(ids[:, 80:], past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*logits)
+    assert "keys without their mean before RoPE" in loaded.report()["layers"][0]["note"]
+    tiers = loaded.layer_caches[0]
+    q = torch.randn(1, 2, 1, 64)
+    torch.testing.assert_close(tiers.attend(q), attend(q, tiers), rtol=1e-4, atol=1e-4)
+
+
+def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
+    model, spec, ids = tiny("llama-gqa"), "saw-int4:window=8,recent=int-8", torch.arange(1, 31)[None]
+    with torch.no_grad():
+        decoded = model(ids, past_key_values=cache_for(model, spec, attention="decoded", prefill="decoded")).logits
+        model.set_attn_implementation("kvcodec")
+        with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
+            cache_for(model, spec, attention="fused")
+        left_open = cache_for(model, spec)
+        streamed = cache_for(model, spec, attention="streamed", prefill="decoded")
+        logits = model(ids, past_key_values=streamed).logits
+    assert left_open.options["attention"] == "decoded"
+    assert "age tiers" in left_open.report()["unfused"]
+    assert streamed.report()["paths"] == {"streamed": 2}
+    torch.testing.assert_close(logits, decoded, rtol=1e-3, atol=1e-4)

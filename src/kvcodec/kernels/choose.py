@@ -45,8 +45,8 @@ def choose(
     """
     if scheme.recent is not None:
         raise UnsupportedError(
-            f"{scheme} holds its newest {scheme.window} tokens in {scheme.recent} (age tiers), and the kernels' caches "
-            f"have one codec for each role; or give recent=none"
+            f"{scheme} holds its newest {scheme.window} tokens in {scheme.recent} (age tiers, recent=), and the caches "
+            f"of fused attention have one codec for each role"
         )
     if device.type == "cpu" and build.refusal(device):
         if reason := library.refusal(device):

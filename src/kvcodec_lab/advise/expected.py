@@ -7,7 +7,6 @@ import torch
 
 from kvcodec.codec import ROLES
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers.layers import APPEND_TOKENS
 from kvcodec.integrations.transformers.plan import ModelPlan
 from kvcodec.layout import PageLayout, page_tokens_for
 from kvcodec.registry import get
@@ -33,7 +32,8 @@ def layer_bytes(
         Of the model's keys and values.
     batch : int
     grown : bool
-        Instead, the upper bound for pages that grew token by token, with a reserve of 1/32.
+        Instead, the upper bound for pages that grew token by token, with a reserve of 1/32. Pages of the newer of two
+        age tiers are exact to one page, because aged tokens are freed in whole pages.
     """
     codecs = {role: scheme.codec(role).for_dtype(dtype) for role in ROLES}
     layouts = {role: codec.layout(head_dim) for role, codec in codecs.items()}
@@ -44,9 +44,6 @@ def layer_bytes(
         encoded, recent = scheme.encoded_tokens(role, tokens), scheme.recent_tokens(role, tokens)
         dense += (tokens - encoded - recent) * head_dim * codec.held_dtype(dtype).itemsize
         slots = max(slots, encoded)
-    sampled = any(codec.needs_sample for codec in codecs.values())
-    if tokens > APPEND_TOKENS and not sampled:
-        slots = tokens  # a long prefill comes in chunks, and the first allocates pages for all of it
     columns = -(-slots // page_tokens)
     if grown and columns:
         columns += max(1, columns // 32)

@@ -60,6 +60,14 @@ def test_pages_that_grow_token_by_token_stay_below_the_stated_most(spec):
             assert cache.report()["total_bytes"] <= cache_bytes(spec, plan, n, torch.float32, grown=True)
 
 
+@pytest.mark.parametrize("tokens", [100, 777, 4200])
+def test_age_tiers_are_foretold_to_a_page_of_the_newer_one(tokens):
+    config, spec = tiny_config("llama-mqa", num_hidden_layers=1), "kivi-2:window=200,sink=4,recent=int-8"
+    found = held(config, spec, tokens, torch.float32).report()["total_bytes"]
+    page = kvcodec.get("int-8").page_layout(64).page_bytes + 4
+    assert 0 <= found - cache_bytes(spec, plan_for(config, "decoded"), tokens, torch.float32) <= page
+
+
 def test_sliding_layers_hold_their_window_alone():
     config = tiny_config("mistral")
     plan = plan_for(config, "decoded")

@@ -299,7 +299,9 @@ class _Plan:
     kv_layers = (_Layer(),) * 4
 
 
-@pytest.mark.parametrize("spec", ["dense", "int-4", "saw-int4", "kivi-2", "octopus-3", "fp8", "hqmq-s96_r4"])
+@pytest.mark.parametrize(
+    "spec", ["dense", "int-4", "kivi-2", "octopus-3", "hqmq-s96_r4", "saw-int4:window=999,recent=fp8"]
+)
 def test_bytes_at_a_context_are_those_that_advise_foretells_but_for_pages(spec: str) -> None:
     import torch
 

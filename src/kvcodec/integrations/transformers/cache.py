@@ -708,8 +708,8 @@ def _kernels(
 
 
 def _workspace_bytes(layer: PackedCacheLayer) -> int:
-    store = layer.cache.store
-    return max(layer.workspace_bytes, store.growth_bytes if store else 0)
+    caches = layer.cache, layer.cache.recent
+    return max(layer.workspace_bytes, *(c.store.growth_bytes if c is not None and c.store else 0 for c in caches))
 
 
 def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:

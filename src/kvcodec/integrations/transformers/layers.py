@@ -16,7 +16,7 @@ from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.positions import consecutive
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import Role, check_tensor
+from kvcodec.codec import ROLES, Role, check_tensor
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV
@@ -184,7 +184,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 placed = None if positions is None else positions[:, part]
                 self.cache.append(keys[:, :, part], values[:, :, part], placed)
                 if at == 0 and self.cache.store is not None:
-                    self.cache.store.ensure(self.cache.length + n - APPEND_TOKENS, exact=True)
+                    held = self.cache.length + n - APPEND_TOKENS
+                    encoded = (self.cache.scheme.encoded_tokens(role, held) for role in ROLES)
+                    self.cache.store.ensure(max(encoded), exact=True)
         except BaseException:
             if not self.filled:  # drop an incomplete prefill
                 self.cache.reset()
