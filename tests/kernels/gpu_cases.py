@@ -50,7 +50,7 @@ from kvcodec.layout import PageLayout
 from kvcodec.ops.rope import Rotary
 from tests.kernels.klt import fit_klt
 
-DIMS = (64, 96, 128, 192, 256, 512)
+DIMS = (64, 96, 128, 192, 256, 512, 80)
 VARIANTS = (
     "hqmq-s96_r4:outliers=3", *(f"ghost-4:bits={bits}" for bits in (2.5, 3.5, 4.5, 5)), "ghost-3:transform=klt",
     "ghost-4:transform=klt",
@@ -519,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--presets", default="")
-    parser.add_argument("--dims", default="64,96,128,192,256,512")
+    parser.add_argument("--dims", default=",".join(map(str, DIMS)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=8, help="processes; 0: this one, as a sanitizer wants it")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which all ends, whatever compiles")

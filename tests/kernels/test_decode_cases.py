@@ -30,7 +30,7 @@ APART = (
 )
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512, pytest.param(80, marks=pytest.mark.wide)])
 def test_options(dim: int) -> None:
     check_all(SAW, SAW, dim, (*CASES, *(APART if dim in (96, 128) else ())))
 

@@ -25,7 +25,7 @@ def test_which_presets_have_kernels() -> None:
     """Of those whose reference takes 80 channels: ghost-3 does not."""
     found = {p: kernels_for(kvcodec.get(p), DIM) for p in kvcodec.presets() if p != "ghost-3"}
     assert sorted(p for p, kernels in found.items() if kernels["decode"] == "cuda") == SERVED
-    assert {p for p in SERVED if found[p]["encode"] == "none"} == {"turboquant-2", "turboquant-4"}
+    assert {found[p]["encode"] for p in SERVED} == {"cuda"}
 
 
 @pytest.mark.parametrize("preset", [pytest.param(p, marks=[] if p in OFTEN else [pytest.mark.wide]) for p in SERVED])
@@ -42,7 +42,7 @@ def test_a_cache_holds_the_same_and_attends_alike(preset: str, machine: dict[str
         torch.testing.assert_close(fused.attend(q), reference.attend(q), rtol=0, atol=4e-3)
     for got, wanted in zip(fused.decode(), reference.decode(), strict=True):
         assert torch.equal(got, wanted)
-    assert ("kv_encode" in machine) == (kernels_for(made, DIM)["encode"] == "cuda")
+    assert machine["kv_encode"].launches
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,9 @@ def test_what_is_refused_says_why(preset: str, machine: dict[str, Any]) -> None:
     assert "head_dim 80 is no multiple of 32" in fused_refusal(kvcodec.get(preset), DIM, torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    ("preset", "arch"),
-    [
-        pytest.param(p, arch, marks=[] if (p, arch) == ("saw-int4", 90) else [pytest.mark.wide])
-        for p in SERVED
-        for arch in ARCHITECTURES
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("preset", SERVED)
 def test_programs_keep_to_their_registers(preset: str, arch: int) -> None:
     scheme, there = kvcodec.get(preset), machine_of(f"sm_{arch}")
     pair = decode_spec(scheme.key, scheme.value, DIM, scheme.page_layout(DIM).page_tokens)

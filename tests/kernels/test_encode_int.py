@@ -119,6 +119,8 @@ ROWS: dict[str, Sequence[Callable[[int], Case]]] = {
 }
 # values of kivi and the like, with codes interleaved or not: by their width, and by whether 128 divides head_dim
 OFTEN = [_group_int(b, 32) for b in (2, 3, 4, 8)]
+# of 80 channels: rows of whole words, one group
+UNEVEN = [_group_int(b, 0) for b in (2, 4, 8)] + [_group_int(b, 0, True) for b in (4, 8)]
 BLOCKS: dict[str, Sequence[Callable[[int], Case]]] = {
     "kivi": [_tokens_int(2), _tokens_int(3), _tokens_int(4), _tokens_int(8), _tokens_int(4, symmetric=True)],
     "kivi-groups": [_tokens_int(2, 16), _tokens_int(3, 64), _tokens_int(2, 4), _tokens_int(2, 20)],
@@ -301,10 +303,14 @@ def _token_rows(dim: int, dtype: torch.dtype, groups: int, group: int) -> Tensor
 
 
 @pytest.mark.parametrize(
-    ("family", "dim"), [("often", 96), ("often", 128), ("often", 256), *two_dims_in_turn(ROWS, (64, 96, 192))]
+    ("family", "dim"),
+    [
+        *(("often", 96), ("often", 128), ("often", 256), *two_dims_in_turn(ROWS, (64, 96, 192))),
+        *(pytest.param(family, 80, marks=pytest.mark.wide) for family in ("saw", "fp8", "uneven")),
+    ],
 )
 def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
-    cases = [make(dim) for make in ROWS.get(family, OFTEN)]
+    cases = [make(dim) for make in {**ROWS, "often": OFTEN, "uneven": UNEVEN}[family]]
     library = _library(cases)
     for i, case in enumerate(cases):
         for kind, dtype in enumerate(KINDS):

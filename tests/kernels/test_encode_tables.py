@@ -174,6 +174,16 @@ def test_turboquant(dim: int) -> None:
     encoders.check(TurboQuant(3), tiny, seed=1)
 
 
+@pytest.mark.wide
+def test_turboquant_of_80_channels() -> None:
+    """No whole runs of 32: of the last one four lanes have what others have."""
+    codecs = [TurboQuant(bits, norm) for bits in (1, 2, 4, 5, 6) for norm in ("fp16", "fp32")]
+    encoders = Encoders(codecs, 80)
+    for i, codec in enumerate(codecs):
+        encoders.check(codec, random_rows(49, 80, i).to((torch.float16, torch.bfloat16)[i % 2]))
+        encoders.check(codec, random_rows(48, 80) * torch.logspace(-44, 0, 48)[:, None])
+
+
 @dims(64)
 def test_ultra_tq(dim: int) -> None:
     codecs = [UltraTQ(norm, table) for norm in ("token", "block") for table in ("gaussian", "sphere")]

@@ -299,7 +299,7 @@ def test_refusals_name_the_reason() -> None:
     assert "the kernels sketch at head_dim 64, 128, 256 and 512, not 96" in refusal(
         KVScheme(key=OctopusQJL(), value=Dense()), 96, other
     )
-    assert "head_dim 64, 96, 128, 192, 256, 512, not 80" in refusal(scheme("kivi-2"), 80, other)
+    assert "head_dim 64, 80, 96, 128, 192, 256, 512, not 72" in refusal(scheme("kivi-2"), 72, other)
     assert "page_tokens=48 is not a multiple of 32" in refusal(scheme("kivi-2"), 128, other, 48)
     with pytest.raises(UnsupportedError, match=r"no CPU kernel reads E8.*\. Use attention='decoded' or 'streamed'"):
         FusedLayerCache(scheme("e8-2")).append(*rows(3))

@@ -54,6 +54,17 @@ def test_ghost_of_any_bits_without_its_mean(spec: str, machine: Any) -> None:
     assert "klt" not in spec or any("prefill" in row for row in rows)
 
 
+@pytest.mark.wide
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize("pairs", [0, 32])
+@pytest.mark.parametrize("spec", ["saw-int4", "int-2", "int-4", "int-8", "fp8", "turboquant-4", "dense"])
+def test_heads_of_80_channels(spec: str, pairs: int, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine == {}
+    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2, pairs))
+    rows = [decode_case(Combination(spec, 80, 32), seed, "cpu") for seed in range(12)]
+    assert not any(map(bad, rows))
+
+
 def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:
     q, k, v = torch.randn(6, 2, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     hidden, sinks = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]).bool(), torch.randn(6)

@@ -55,7 +55,7 @@ def cases(dim: int) -> tuple[Case, ...]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", [96, 128, 256, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 192))])
+@pytest.mark.parametrize("dim", [96, 128, 256, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 80, 192))])
 def test_scores_get_the_mean_back(dim: int) -> None:
     check_all(SAW, SAW, dim, cases(dim))
 
@@ -332,8 +332,17 @@ def check_engine(dim: int, last: int, device: torch.device) -> None:
     assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
 
 
-def test_an_engine_holds_keys_without_their_mean(machine: dict[str, Any]) -> None:
-    check_engine(64, 100_070, CPU)
+@pytest.mark.parametrize("dim", [64, pytest.param(80, marks=pytest.mark.wide)])
+def test_an_engine_holds_keys_without_their_mean(dim: int, machine: dict[str, Any]) -> None:
+    check_engine(dim, 100_070, CPU)
+
+
+@pytest.mark.wide
+def test_rows_of_80_channels_are_unpacked_and_encoded_with_their_mean(machine: dict[str, Any]) -> None:
+    """Which are no whole runs of 32 channels, and 40 pairs no whole products."""
+    check_unpacked("saw-int4", 80, NEAR, CPU)
+    for spec in ("saw-int4", "int-8"):
+        check_encoded(spec, 80, 100_037, CPU)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     assert isinstance(codec, GroupInt)
     if codec.along == "channels" and codec.group == 0:
         name = f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>"
-        return Reader(name, "read_int.cuh", uneven=codec.bits != 3)  # rows of whole words
+        return Reader(name, "read_int.cuh", uneven=head_dim * codec.bits % 32 == 0)  # whole words
     if codec.symmetric or codec.group not in GROUPS:
         raise UnsupportedError(f"in groups the kernels read asymmetric integers, {SIZES} to a group, not {codec}")
     if codec.along == "channels":

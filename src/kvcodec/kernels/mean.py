@@ -65,19 +65,29 @@ def key_mean(
     ------
     ShapeError
     """
-    if mean.ndim != 3 or mean.shape[2] % 32 or 2 * len(frequencies) > mean.shape[2]:
+    if mean.ndim != 3 or mean.shape[2] % 16 or 2 * len(frequencies) > mean.shape[2]:
         raise ShapeError(
             f"key_mean: mean {list(mean.shape)} and {len(frequencies)} frequencies; expected [1 or B, H, D], D a "
-            f"multiple of 32, and R / 2 with R at most D."
+            f"multiple of 16, and R / 2 with R at most D."
         )
     dim, turning = mean.shape[2], 2 * len(frequencies)
     scaled = mean.float().contiguous()
     if scaling != 1.0:
         scaled = scaled.clone()
         scaled[..., :turning] *= scaling
-    rows = chosen_pairs(mean, pairs_of(dim, turning, interleaved)) if look else [tuple(range(dim // 2))]
+    rows = chosen_pairs(mean, pairs_of(dim, turning, interleaved)) if look else [all_pairs(dim)]
     tables = [_table(tuple(frequencies), dim, interleaved, row, mean.device) for row in rows]
     return KeyMean(scaled, torch.cat(tables) if len(tables) > 1 else tables[0], len(rows[0]))
+
+
+def all_pairs(head_dim: int) -> tuple[int, ...]:
+    """Numbers of all pairs; the last one is repeated up to a multiple of ``BLOCK``, where it counts once.
+
+    >>> len(all_pairs(128)), len(all_pairs(80)), all_pairs(80)[38:42]
+    (64, 48, (38, 39, 39, 39))
+    """
+    count = head_dim // 2
+    return tuple(min(pair, count - 1) for pair in range(math.ceil(count / BLOCK) * BLOCK))
 
 
 def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -94,7 +104,7 @@ def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tupl
     there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, pairs]
     count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
     if count >= len(channels):
-        return [tuple(range(len(channels)))]
+        return [all_pairs(2 * len(channels))]
     rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
     return rows[:1] if len(set(rows)) == 1 else rows
 

@@ -12,7 +12,9 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     assert isinstance(codec, SawInt4)
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
-    return Reader(f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6, uneven=True)
+    return Reader(
+        f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6, uneven=True
+    )
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:

@@ -380,7 +380,9 @@ def _asked(find: Callable[[Codec, int, Role], _Kind], codec: Codec, head_dim: in
         raise UnsupportedError(f"the CUDA kernels take head_dim {dims}, not {head_dim} ({codec})")
     found = find(codec, head_dim, role)
     if head_dim % 32 and not found.uneven:
-        raise UnsupportedError(f"the CUDA kernels take {codec} by 32 channels, and head_dim {head_dim} is no multiple of 32")
+        raise UnsupportedError(
+            f"the CUDA kernels take {codec} by 32 channels, and head_dim {head_dim} is no multiple of 32"
+        )
     return found
 
 

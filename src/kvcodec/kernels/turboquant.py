@@ -33,7 +33,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         lends=f"levels of {codec.bits} bits, {head_dim} channels",
         borrower=name.format("true"),
         alike=True,
-        uneven=codec.bits != 3,  # rows of whole words
+        uneven=head_dim * codec.bits % 32 == 0,  # rows of whole words
     )
 
 
@@ -74,6 +74,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         order=power_of_two_divisor(head_dim),
         form="table",
         alike=not sketched,
+        uneven=not sketched and bits != 3,
     )
 
 

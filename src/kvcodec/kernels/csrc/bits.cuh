@@ -4,8 +4,8 @@
 
 namespace kv {
 
-// COUNT parts of C neighbouring codes of a row of D, one for each lane that shares it. Where they are more than D codes,
-// the last live part may begin inside the one before, whose codes are padding there, and parts behind it are padding.
+// COUNT parts of C neighbouring codes of a row of D, one for each lane that shares it. Where they are more than D, the
+// last live part may begin inside the one before, whose codes are padding there, and parts behind it are padding.
 template <int D, int C, int COUNT> struct Parts {
   KV_CONST bool EXACT = C * COUNT == D;
   KV_DEV static int first(int part) { return EXACT || (part + 1) * C <= D ? part * C : D - C; }

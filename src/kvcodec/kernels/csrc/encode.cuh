@@ -47,9 +47,9 @@
 //                              y[4 i + e] is channel 32 i + 4 part + e of the row of lanes 8 r .. 8 r + 7 (part = lane
 //                              % 8). at[p] is where plane p of the row lies in global memory. Stores only if live;
 //                              every stored word is and-ed with keep (0 for a row that cannot be held). All lanes must
-//                              reach every exchange. Of 80 channels the last four parts of the third run of 32 have what
-//                              the first four have: place_of<D>(i, part) is the part of run i whose channels these are,
-//                              and both write the same bytes.
+//                              reach every exchange. Of 80 channels the last four parts of the third run of 32 have
+//                              what the first four have: place_of<D>(i, part) is the part of run i whose channels these
+//                              are, and both write the same bytes.
 #pragma once
 #include "encode_args.cuh"
 
@@ -177,7 +177,8 @@ KV_DEV void turned_mean(float (&x)[N], const EncodeMean& m, int b, int head, uin
   const float *cosines = m.cosines + at, *sines = m.sines + at;
   if (FOURS && m.turning == D && !m.interleaved && ((uint64_t)cosines | (uint64_t)sines) % 16 == 0) {
     KV_UNROLL for (int k = 0; k < N; k += 4) {
-      const int channel = channel_at<TEAM, N, FOURS>(part, k, ahead), pair = channel < D / 2 ? channel : channel - D / 2;
+      const int channel = channel_at<TEAM, N, FOURS>(part, k, ahead);
+      const int pair = channel < D / 2 ? channel : channel - D / 2;
       uint32_t own[4], other[4], c[4], s[4];
       load_four(own, mean + channel);
       load_four(other, mean + (channel < D / 2 ? channel + D / 2 : channel - D / 2));

@@ -32,18 +32,19 @@ template <int RUNS, class F> KV_DEV double sum_of_runs(F number) {
   }
   return run[0];
 }
-// squares of a row, y[4 i + e] being channel 32 i + 4 part + e
-template <int N> KV_DEV double sum_of_squares(const float (&y)[N]) {
+// squares of a row, y[4 i + e] being channel 32 i + 4 part + e; `again`: the lane's last four are another lane's
+template <int N> KV_DEV double sum_of_squares(const float (&y)[N], bool again = false) {
   double s[4];
   KV_UNROLL for (int e = 0; e < 4; e++) {
-    s[e] = sum_of_runs<N / 4>([&](int i) { return mul((double)y[4 * i + e], (double)y[4 * i + e]); });
+    s[e] = sum_of_runs<N / 4>(
+        [&](int i) { return again && i == N / 4 - 1 ? 0.0 : mul((double)y[4 * i + e], (double)y[4 * i + e]); });
   }
   return sum_of_team(s);
 }
 // Python's D ** 0.5
 KV_CONSTEXPR double root(int dim) {
-  return dim == 64 ? 8.0 : dim == 96 ? 9.797958971132712 : dim == 128 ? 11.313708498984761 : dim == 192
-      ? 13.856406460551018 : dim == 256 ? 16.0 : 22.627416997969522;
+  return dim == 64 ? 8.0 : dim == 80 ? 8.94427190999916 : dim == 96 ? 9.797958971132712
+      : dim == 128 ? 11.313708498984761 : dim == 192 ? 13.856406460551018 : dim == 256 ? 16.0 : 22.627416997969522;
 }
 
 // -- the level nearest to a number -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@
 //   BY_SEQUENCE tables are those of a sequence: TABLE bytes for each head, table_head from one sequence to the next
 //   DERIVED     bytes behind the copied tables, a multiple of 16, which derive(to, table, thread, threads) fills
 //   SCRATCH     bytes of shared memory per warp, a multiple of 16
-//   quad(const float (&y)[D / TEAM], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
+//   quad(const float (&y)[numbers_of(D, TEAM)], int part, uint32_t keep, bool live, uint8_t* const (&at)[PLANES],
 //        const uint8_t* table, uint8_t* scratch)
 //               as in encode.cuh, channels of FOURS of TEAM lanes; `scratch` is the warp's, and free again when all
 //               lanes return. With OWN true there is another argument, the float that `factor` [B or 1, H] has for the
@@ -140,8 +140,9 @@ template <class R>
 KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int worker, int workers, int64_t begin,
                        const uint8_t* table, uint8_t* scratch) {
   using C = typename R::Codec;
-  constexpr int TEAM = C::TEAM, ROWS = 32 / TEAM, N = C::DIM / TEAM;
+  constexpr int TEAM = C::TEAM, ROWS = 32 / TEAM, N = numbers_of(C::DIM, TEAM);
   int lane = thread() % 32, part = lane % TEAM, b = block_y();
+  const int ahead = ahead_of<C::DIM, TEAM>(part);
   uint32_t tokens = (uint32_t)s.tokens, step = (uint32_t)workers * TABLE_WARPS * ROWS;
   int64_t row = b * s.batch + head * s.head;
   const int size = a.kind == 2 ? 4 : 2;  // bytes of a number
@@ -159,7 +160,7 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
     bool live = n < tokens;
     if (!live) n = MIXED ? 0 : first;
     uint32_t w[N];
-    load_words<TEAM, true>(w, rows + n * stride, 0, 0, a.kind);
+    load_words<TEAM, true>(w, rows + n * stride, 0, 0, a.kind, ahead);
     uint32_t slot = 0;
 #ifdef KV_SLOTS
     const int64_t to = a.slots[n];
@@ -185,10 +186,10 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       if (live && part == 0) raise(a.bad, 1);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = 0.0f;
     }
-    keep_row<TEAM, C::DIM, true>(y, a, s, b, head, slot, part, live);
+    keep_row<TEAM, C::DIM, true>(y, a, s, b, head, slot, part, live, ahead);
     if constexpr (R::MEAN) {
       float less[N];
-      turned_mean<TEAM, C::DIM, true>(less, a.mean, b, head, n, part);
+      turned_mean<TEAM, C::DIM, true>(less, a.mean, b, head, n, part, ahead);
       KV_UNROLL for (int k = 0; k < N; k++) y[k] = sub(y[k], less[k]);
     }
     if constexpr (MIXED)
@@ -198,10 +199,10 @@ KV_DEV void table_rows(const EncodeArgs& a, const EncodeSide& s, int head, int w
       KV_UNROLL for (int k = 0; k < N; k += 4) {  // neighbouring channels
         if constexpr (R::FACTOR == FACTOR_TIMES) {
           uint32_t f[4];
-          load_words<4>(f, times + TEAM * k);
+          load_words<4>(f, times + TEAM * k - (k == N - 4 ? ahead : 0));
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = mul(y[k + e], bits_float(f[e]));
         } else {
-          const int64_t from = factors + channel_of<TEAM, true>(part, k);
+          const int64_t from = factors + channel_at<TEAM, N, true>(part, k, ahead);
           KV_UNROLL for (int e = 0; e < 4; e++) y[k + e] = factored<R::FACTOR>(y[k + e], s.factor, from + e);
         }
       }

@@ -7,6 +7,7 @@ namespace kv {
 
 // codes of a row over its norm: scaled(i, fast) is the norm of channels 32 i .. 32 i + 31, 0 for a row of zeros
 template <int D, int BITS> struct LevelCodes {
+  KV_CONST int N = numbers_of(D, 8);
   KV_CONST int QUADS = D / 4;
   KV_CONST int ROOM = stream_room(QUADS);
   KV_CONST bool DIRECT = BITS == 2 || BITS == 4;  // four codes are a byte or two
@@ -14,7 +15,7 @@ template <int D, int BITS> struct LevelCodes {
 
   // y over the norm of channels 32 i .. 32 i + 31, which is norm[i % NORMS], 0 for zeros
   template <int NORMS>
-  KV_DEV static void store(const float (&y)[D / 8], const double (&norm)[NORMS], int part, uint32_t keep, bool live,
+  KV_DEV static void store(const float (&y)[N], const double (&norm)[NORMS], int part, uint32_t keep, bool live,
                            uint8_t* at, const uint8_t* table, uint8_t* scratch) {
     using L = Levels<BITS>;
     uint32_t* codes = (uint32_t*)scratch + thread() % 32 / 8 * ROOM;
@@ -24,7 +25,7 @@ template <int D, int BITS> struct LevelCodes {
       // NaN is always decided in double
       inverse[i] = wide > TINY_ROW ? rcp_fast(wide) : bits_float(0x7fffffffu);
     }
-    KV_UNROLL for (int i = 0; i < D / 32; i++) {
+    KV_UNROLL for (int i = 0; i < N / 4; i++) {
       bool sure = true;
       uint32_t four = 0;
       KV_UNROLL for (int e = 0; e < 4; e++) {
@@ -38,7 +39,7 @@ template <int D, int BITS> struct LevelCodes {
           four |= L::find(table, u) << (BITS * e);
         }
       }
-      int quad = 8 * i + part;
+      int quad = 8 * i + place_of<D>(i, part);
       if constexpr (!DIRECT) codes[quad] = four;
       else if (!live) continue;
       else if constexpr (BITS == 4) ((uint16_t*)at)[quad] = (uint16_t)(four & keep);
@@ -61,9 +62,9 @@ template <int D, int BITS, bool WIDE> struct TurboQuantRow : TableRow {
   KV_CONST int TABLE = Levels<BITS>::BYTES;
   KV_CONST int SCRATCH = LevelCodes<D, BITS>::SCRATCH;
 
-  KV_DEV static void quad(const float (&y)[D / 8], int part, uint32_t keep, bool live, uint8_t* const (&at)[2],
-                          const uint8_t* table, uint8_t* scratch) {
-    double gamma[1] = {sqrt(sum_of_squares(y))};
+  KV_DEV static void quad(const float (&y)[numbers_of(D, 8)], int part, uint32_t keep, bool live,
+                          uint8_t* const (&at)[2], const uint8_t* table, uint8_t* scratch) {
+    double gamma[1] = {sqrt(sum_of_squares(y, ahead_of<D, 8>(part) > 0))};
     store_norm<WIDE>(at[1], div(gamma[0], root(D)), part, keep, live);
     LevelCodes<D, BITS>::store(y, gamma, part, keep, live, at[0], table, scratch);
   }

@@ -121,8 +121,8 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
   }
   wait_for_previous();
   if (!QueryHead(a, b, head).live) return;
-  // a lane sums N neighbouring channels of every WARPS-th slot; the dense tokens' slot, behind the splits', stays apart.
-  // Of 80 channels lanes from 26 on sum the same last ones
+  // a lane sums N neighbouring channels of every WARPS-th slot, of 80 lanes from 26 on the same last ones; the dense
+  // tokens' slot, behind the splits', stays apart
   int own = lane * N;
   if constexpr (D % 32 != 0) own = own + N > D ? D - N : own;
   const float* part_o = a.part_o + row * a.slots * D + own;

@@ -72,6 +72,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   // of a team
   KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + (1 + WARPS) * SUBS * ANGLE + 127) / 128 * 128;
   KV_CONST int COLUMNS = HEADS / 4;        // products of a block of pairs: two of four heads have a column each
+  KV_CONST int REAL = PAIRS < D / 2 ? PAIRS : D / 2;  // pairs behind them repeat the last one and count nothing
   static_assert(PAIRS % 16 == 0, "whole products");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
@@ -95,7 +96,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       KV_UNROLL
       for (int k = 0; k < 2; ++k) {
         channel[i / 2][i % 2][k] = (int)(both >> 16 * k & 0xffffu);
-        m[i / 2][i % 2][k] = pair < PAIRS ? mean[channel[i / 2][i % 2][k]] : 0.0f;
+        m[i / 2][i % 2][k] = pair < REAL ? mean[channel[i / 2][i % 2][k]] : 0.0f;
       }
     }
     KV_UNROLL

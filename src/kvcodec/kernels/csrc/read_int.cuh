@@ -23,8 +23,8 @@ template <int N> KV_DEV void load_run(uint32_t (&w)[N], const void* at) {
 }
 
 // C neighbouring codes, part after part of a row, in registers of two codes each; for two and three bits C is 8 or a
-// multiple of 16. Element e (register e / 2, half e % 2) is code place(e) of the part: code * factor(e) * 2^-24. SINGLE: a
-// part begins with a word, but words are not loaded two at a time.
+// multiple of 16. Element e (register e / 2, half e % 2) is code place(e) of the part: code * factor(e) * 2^-24.
+// SINGLE: words are not loaded two at a time.
 template <int BITS, int C, bool SINGLE = false> struct Codes {
   KV_CONST int REGS = C / 2;
   KV_CONST int BYTES = C * BITS / 8;

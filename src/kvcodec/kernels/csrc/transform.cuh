@@ -1,5 +1,5 @@
-// Between the model's basis and a codec's, for one row of D numbers: lane holds channels lane + 32 i. Of 80 channels the
-// last run of 32 has 16: what the other lanes have there is a number, which nothing stores.
+// Between the model's basis and a codec's, for one row of D numbers: lane holds channels lane + 32 i. Of 80 channels
+// the last run of 32 has 16: what the other lanes have there is a number, which nothing stores.
 #pragma once
 #include "args.cuh"
 
