@@ -25,7 +25,7 @@ def transfer(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("given", [{"preset": "turboquant-4:sink=3"}, {"preset": "kivi-2", "window": 0}], ids=str)
 def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored by one engine and loaded by the next: as without. Other seeds, presets and sizes of blocks do not start."""
+    """Stored by one engine and loaded by the next: as without. Other seeds, presets and block sizes do not start."""
     from kvcodec.integrations.vllm.backend import PackedImpl
 
     queries: list[int] = []
