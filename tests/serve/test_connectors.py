@@ -84,10 +84,12 @@ def test_a_digest_says_what_bytes_mean() -> None:
 
 def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:
     tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "deep")}], "cpu": 1}
-    given = SimpleNamespace(kv_connector_extra_config=tiers)
+    given = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config=tiers)
     assert folders(None) == []
     assert folders(given) == [tmp_path / "deep"]
     claim(given, "a", "saw-int4")
     claim(given, "a", "saw-int4")
     with pytest.raises(UnsupportedError, match=r"holds pages of saw-int4 \(a\), this server's are of int-4"):
         claim(given, "b", "int-4")
+    with pytest.raises(UnsupportedError, match=r"keeps pages in /tmp unless it is told; give .* a shared_storage_path"):
+        claim(SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config={}), "a", "saw-int4")

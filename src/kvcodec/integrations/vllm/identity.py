@@ -76,8 +76,13 @@ def claim(transfer: Any, digest: str, what: str) -> None:
     Raises
     ------
     UnsupportedError
-        A folder holds other pages.
+        A folder holds other pages, or the connector would take one that others use.
     """
+    if transfer is not None and transfer.kv_connector == "ExampleConnector" and not folders(transfer):
+        raise UnsupportedError(
+            "kvcodec: ExampleConnector keeps pages in /tmp unless it is told; give its kv_connector_extra_config a "
+            "shared_storage_path."
+        )
     for folder in folders(transfer):
         folder.mkdir(parents=True, exist_ok=True)
         note = folder / NOTE
