@@ -41,8 +41,9 @@ class Checks:
 
     async def empty(self):
         """Drop the prefix cache; False while a block is held."""
+        connector = "kv_transfer_config" in self.args.engine  # its pages are dropped as well
         for _ in range(1 if self.held else 40):
-            if await self.engine.reset_prefix_cache():
+            if await self.engine.reset_prefix_cache(reset_connector=connector):
                 return True
             await asyncio.sleep(0.05)  # a request that just ended may have a step under way
         self.held = True  # and will be: the next one need not wait

@@ -75,6 +75,11 @@ def failures_of(soak, args, loaded, checked, control, grown):
         "preemptions": loaded["preemptions"], "prefix hits": loaded["prefix_hit_tokens"], "idle phases": len(soak.idle),
         "prompts in chunks": sum(r.length > args.chunk for r in soak.requests if r.ended == "whole"),
     }  # fmt: skip
+    if "speculative_config" in args.engine:
+        accepted = loaded["accepted_tokens"]
+        happened |= {"accepted drafts": accepted, "rejected drafts": loaded["drafted_tokens"] - accepted}
+    if "kv_transfer_config" in args.engine:
+        happened["tokens loaded by the connector"] = loaded["loaded_tokens"]
     found += [f"nothing is shown: no {what}" for what, count in happened.items() if not count]
     if not any(c["changed"] and c["hit_tokens"] and c["most_behind"] > args.tie for c in control):
         found.append("nothing is shown: answers from others' pages look right")

@@ -1,7 +1,8 @@
 """Soak of the served engine: vLLM's AsyncLLM under random load on a small pool of packed pages, every answer checked.
 
     python benchmarks/soak_serve.py --model DIR --preset saw-int4 --seconds 1800 --out DIR [--commit ID]
-    python benchmarks/soak_serve.py --model CONFIG_DIR --load-format dummy --device cuda --seconds 300 --out DIR
+    python benchmarks/soak_serve.py --model CONFIG_DIR --load-format dummy --device cuda --seconds 300 --out DIR \
+        --engine '{"speculative_config": ..., "kv_transfer_config": ...}'
 
 Clients come and go in phases (idle, few, many): prompts share prefixes on three levels or none, answers are followed by
 a second turn, and some requests are cancelled: while they wait, in the middle of a prompt or of an answer. The pool
@@ -14,8 +15,9 @@ holds fewer tokens than the running requests, so that some are thrown out and co
 - *leaks*: when idle all blocks are free, the prefix cache can be dropped (vLLM refuses while a block is held), and the
   line fitted to resident memory of all processes, warm-up left out, grows by at most ``--leak``;
 - *hangs*: for ``--hang`` seconds no step of the engine while requests run: stacks of all processes, exit status 3;
-- *proof*: preemptions, prefix hits, prompts in chunks and cancellations of each kind happened; and when the pages of a
-  cached prompt are exchanged for others', its answer changes. Else the soak has shown nothing, and fails.
+- *proof*: preemptions, prefix hits, prompts in chunks and cancellations of each kind happened; with speculation drafts
+  were accepted and rejected, with a KV connector tokens loaded; and when the pages of a cached prompt are exchanged for
+  others', its answer changes. Else the soak has shown nothing, and fails.
 
 On a GPU the model computes in float32 by default, for which fewer answers differ and the tie is closer, and the load
 draws from so few prompts and second turns that all can be run alone. ``--plant`` makes a fault that must be found.
@@ -100,6 +102,7 @@ class Watch(StatLoggerBase):
 
     def __init__(self, vllm_config=None, engine_index=0):
         self.steps = self.preemptions = self.hits = self.queries = 0
+        self.drafted = self.accepted = self.loaded = 0
         self.waiting = self.running = self.most_running = 0
         self.usage = self.most_usage = 0.0
         self.beat = time.monotonic()
@@ -115,6 +118,11 @@ class Watch(StatLoggerBase):
             if s.prefix_cache_stats is not None:
                 self.hits += s.prefix_cache_stats.hits
                 self.queries += s.prefix_cache_stats.queries
+            if s.connector_prefix_cache_stats is not None:
+                self.loaded += s.connector_prefix_cache_stats.hits
+            if s.spec_decoding_stats is not None:
+                self.drafted += s.spec_decoding_stats.num_draft_tokens
+                self.accepted += s.spec_decoding_stats.num_accepted_tokens
         if iteration_stats is not None:
             self.preemptions += iteration_stats.num_preempted_reqs
 
@@ -302,6 +310,7 @@ class Soak(Checks):
             "prompt_tokens": sum(r.length for r in self.requests),
             "answer_tokens": sum(len(r.tokens) // WIDTH for r in self.requests),
             "prefix_hit_tokens": watch.hits, "prefix_query_tokens": watch.queries, "preemptions": watch.preemptions,
+            "drafted_tokens": watch.drafted, "accepted_tokens": watch.accepted, "loaded_tokens": watch.loaded,
             "steps": watch.steps, "most_running": watch.most_running, "most_pool_used": round(watch.most_usage, 4),
         }  # fmt: skip
 

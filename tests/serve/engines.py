@@ -69,6 +69,7 @@ def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) 
     """An ``LLM`` in this process, with the options of the plugin if there are any."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.triton_utils import dispatcher
 
     _pass_over_llvmlite(dispatcher)
@@ -91,6 +92,7 @@ def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) 
             llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        ensure_kv_transfer_shutdown()  # an engine that did not start leaves its connector to the next one
         cleanup_dist_env_and_memory()
 
 

@@ -25,7 +25,7 @@ def transfer(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("given", [{"preset": "turboquant-4:sink=3"}, {"preset": "kivi-2", "window": 0}], ids=str)
 def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored by one engine and loaded by the next: as without. Other seeds and presets do not start."""
+    """Stored by one engine and loaded by the next: as without. Other seeds, presets and block sizes do not start."""
     from kvcodec.integrations.vllm.backend import PackedImpl
 
     queries: list[int] = []
@@ -48,7 +48,10 @@ def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, mo
         assert generate(llm, IDS[:1]) == want
         assert max(queries) < 70  # only the tokens of the unfinished block
         assert layers(llm)["model.layers.3.self_attn.attn"].attn_backend.get_name() == name
-    for other in ({**given, "seed": 1}, {"preset": "int-4"}):
+    if "window" in given:
+        return
+    for other, block in ({**given, "seed": 1}, 32), ({"preset": "int-4"}, 32), (given, 64):
+        sizes["block_size"] = block
         with (
             pytest.raises(UnsupportedError, match=r"holds pages of .* mean other numbers; give the connector another"),
             engine(llama.folder, other, **sizes, kv_transfer_config=transfer(tmp_path)),
@@ -81,10 +84,12 @@ def test_a_digest_says_what_bytes_mean() -> None:
 
 def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:
     tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "deep")}], "cpu": 1}
-    given = SimpleNamespace(kv_connector_extra_config=tiers)
+    given = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config=tiers)
     assert folders(None) == []
     assert folders(given) == [tmp_path / "deep"]
     claim(given, "a", "saw-int4")
     claim(given, "a", "saw-int4")
     with pytest.raises(UnsupportedError, match=r"holds pages of saw-int4 \(a\), this server's are of int-4"):
         claim(given, "b", "int-4")
+    with pytest.raises(UnsupportedError, match=r"keeps pages in /tmp unless it is told; give .* a shared_storage_path"):
+        claim(SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config={}), "a", "saw-int4")

@@ -252,8 +252,8 @@ REFUSED = {
     ),
     "connector": (
         {"preset": "kivi-2", "window": 0},
-        {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}},
-        r"in whole blocks only, and DecodeBenchConnector is not known to do so; use one of ExampleConnector",
+        {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+        r"in whole blocks only, and NixlConnector is not known to do so; use one of ExampleConnector",
     ),
 }
 

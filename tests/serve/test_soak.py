@@ -80,8 +80,17 @@ def good() -> dict[str, Any]:
     ended = {"whole": 1, "queued": 1, "prefill": 1, "decode": 1, "error": 0}
     return {
         "soak": SimpleNamespace(errors=[], idle=[0.0], requests=requests),
-        "args": SimpleNamespace(tie=1e-3, leak=32.0, chunk=16),
-        "loaded": {"ended": ended, "preemptions": 1, "prefix_hit_tokens": 16},
+        "args": SimpleNamespace(
+            tie=1e-3, leak=32.0, chunk=16, engine={"speculative_config": {}, "kv_transfer_config": {}}
+        ),
+        "loaded": {
+            "ended": ended,
+            "preemptions": 1,
+            "prefix_hit_tokens": 16,
+            "drafted_tokens": 9,
+            "accepted_tokens": 4,
+            "loaded_tokens": 64,
+        },
         "checked": SimpleNamespace(
             differing=[{"requests": 2, "most_behind": 1e-4}],
             equal=5,
@@ -110,6 +119,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "no hit": (lambda g: g["loaded"].update(prefix_hit_tokens=0), "no prefix hits"),
     "no cut prompt": (lambda g: g["loaded"]["ended"].update(prefill=0), "no cancellations within a prompt"),
     "no chunks": (lambda g: g["soak"].requests.clear(), "no prompts in chunks"),
+    "all drafts right": (lambda g: g["loaded"].update(accepted_tokens=9), "no rejected drafts"),
+    "all drafts wrong": (lambda g: g["loaded"].update(accepted_tokens=0), "no accepted drafts"),
+    "no offload": (lambda g: g["loaded"].update(loaded_tokens=0), "no tokens loaded by the connector"),
     "blind": (lambda g: g["control"][0].update(changed=False), "answers from others' pages look right"),
     "control without hits": (lambda g: g["control"][0].update(hit_tokens=0), "answers from others' pages look right"),
     "blunt": (lambda g: g["args"].__dict__.update(tie=2.5), "answers from others' pages look right"),

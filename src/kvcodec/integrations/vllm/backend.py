@@ -172,14 +172,16 @@ def _step() -> int:
     return PAGE_STEP if options is None else page_step(options.scheme)
 
 
-@lru_cache(maxsize=256)
-def backend_for(name: str, token_bytes: int, room: int, unit: int) -> type[PackedBackend]:
-    """Return the backend of layers that encode ``unit`` tokens at a time; the other numbers as in ``PackedBackend``."""
+def backend_for(name: str, token_bytes: int, room: int, unit: int, cache_config: Any) -> type[PackedBackend]:
+    """Return the backend of layers that encode ``unit`` tokens at a time; the other numbers as in ``PackedBackend``.
+
+    Its name has the tokens of a block, which ``cache_config`` knows by the time that anyone asks.
+    """
     own = {
         "token_bytes": token_bytes,
         "room": room,
         "forward_includes_kv_cache_update": unit > 1,
-        "get_name": staticmethod(lambda: name),
+        "get_name": staticmethod(lambda: f"{name}-{cache_config.block_size}"),
         "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
         "__doc__": PackedBackend.__doc__,
     }
@@ -322,6 +324,9 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.fused = not any(impl.packed.unserved for impl in impls)
         if self.fused:
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        options, block = impls[0].options, vllm_config.cache_config.block_size
+        what = f"{options.scheme} with seed {options.seed} in blocks of {block} tokens"
+        claim(vllm_config.kv_transfer_config, f"{impls[0].digest}-{block}", what)
         # a draft model's first pass has one query more in each row
         self.drafts = all(impl.draft for impl in impls)
         self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
@@ -549,6 +554,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
         self.around = Around(self)
         self.packed: EngineLayer | None = None
+        self.digest = ""
+        self.backends: dict[tuple[int, int, int], type[PackedBackend]] = {}
         self.means: dict[int, MeanRemoval] = {}
         self.kinds: tuple[Mean, ...] = ()
         self.slots: Slots | None = None
@@ -595,10 +602,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             self.packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
             self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
         unit = group_tokens(self.packed.scheme)
-        named = f"{layers[name].attn_backend.get_name()}-{self._identity(act_dtype)}"
+        self.digest = digest_of(self.options, self.head_size, act_dtype, self.kinds)
+        named = f"{layers[name].attn_backend.get_name()}-{self.digest}"
         step, room = self.packed.step, rows_bytes(self.packed.sink, self.head_size)
         codes = self.packed.layout(step).page_bytes // step
-        layers[name].attn_backend = backend_for(named, codes, room, unit)
+        backends = next(iter(self._impls().values())).backends  # an engine's own, as two may differ in block size
+        if (codes, room, unit) not in backends:
+            backends[codes, room, unit] = backend_for(named, codes, room, unit, self.config.cache_config)
+        layers[name].attn_backend = backends[codes, room, unit]
 
     def _check_biases(self) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
@@ -615,13 +626,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             for impl in impls.values():
                 impl.means, impl.kinds = means, kinds
         self.around.end()
-
-    def _identity(self, dtype: torch.dtype) -> str:
-        """Return the digest of what the bytes mean, which is noted in the folder of a connector as well."""
-        options = self.options
-        digest = digest_of(options, self.head_size, dtype, self.kinds)
-        claim(self.config.kv_transfer_config, digest, f"{options.scheme} with seed {options.seed}")
-        return digest
 
     def _impls(self) -> dict[str, "PackedImpl"]:
         """Return the implementations of this process, by their layers' names."""

@@ -2,7 +2,8 @@
 
 Pages leave a process through KV connectors: to a folder, to another tier of memory, to another server. Two presets, two
 seeds or two files of constants can give pages of one size. The digest is part of the name of the backend, which
-servers compare before they exchange pages (NIXL, Mooncake), and is written into folders that outlive a server.
+servers compare before they exchange pages (NIXL, Mooncake), and is written into folders that outlive a server. So is
+the size of a block: planes of a page are not rows of tokens, which engines may copy between blocks of two sizes.
 """
 
 import hashlib
@@ -22,8 +23,9 @@ NOTE = "kvcodec.json"
 """File in a connector's folder that says whose pages it holds."""
 _FOLDERS = ("shared_storage_path", "root_dir", "storage_path")
 """Keys under which connectors take a folder."""
-WHOLE_BLOCKS = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
-"""Connectors that hand over whole blocks. Planes of a page are not rows of tokens: part of a block is no tokens."""
+WHOLE_BLOCKS = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Connectors that hand over the tokens of full blocks only. Others announce those of the last block as well, of which
+a block has the groups that are complete."""
 
 
 def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequence[Mean] = ()) -> str:
@@ -74,8 +76,13 @@ def claim(transfer: Any, digest: str, what: str) -> None:
     Raises
     ------
     UnsupportedError
-        A folder holds other pages.
+        A folder holds other pages, or the connector would take one that others use.
     """
+    if transfer is not None and transfer.kv_connector == "ExampleConnector" and not folders(transfer):
+        raise UnsupportedError(
+            "kvcodec: ExampleConnector keeps pages in /tmp unless it is told; give its kv_connector_extra_config a "
+            "shared_storage_path."
+        )
     for folder in folders(transfer):
         folder.mkdir(parents=True, exist_ok=True)
         note = folder / NOTE
