@@ -125,6 +125,14 @@ class Speaker:
             tokens = text[:, i : i + 1]
         return torch.stack(found, 1)
 
+    def cache(self, spec: str) -> Any:
+        """An empty cache; where no kernels read it, tokens are decoded once and kept, for their time is not asked."""
+        scheme = paper_scheme(spec, UNIT, GROUP) if part_of(spec)[1] else spec
+        cache = kvcodec.cache_for(self.model, scheme, prefill="decoded", probe="off")
+        for layer in cache.layer_caches:
+            layer.remember = bool(cache.unfused)
+        return cache
+
     def texts(self, tokens: Tensor) -> list[str]:
         return [self.tokenizer.decode([t for t in row if t != self.end]) for row in tokens.tolist()]
 
@@ -184,13 +192,12 @@ def main() -> None:
     for at in range(0, len(clips), given.batch):
         part = clips[at : at + given.batch]
         frames = speaker.frames([read(given.clips / clip["file"]) for clip in part])
-        text = speaker.listen(frames, kvcodec.cache_for(speaker.model, DENSE, prefill="decoded"))
+        text = speaker.listen(frames, speaker.cache(DENSE))
         plain, base = speaker.texts(text), None
         behind = (text == speaker.end).cumsum(1) - (text == speaker.end).int() > 0  # what follows a clip's end
         for spec, counts in found.items():
             begun = time.process_time()
-            scheme = paper_scheme(spec, UNIT, GROUP) if part_of(spec)[1] else spec
-            cache = kvcodec.cache_for(speaker.model, scheme, prefill="decoded", probe="off")
+            cache = speaker.cache(spec)
             said = speaker.texts(speaker.listen(frames, cache))
             own = len(cache.layers) // 2
             sizes = [layer["total_bytes"] for layer in cache.report()["layers"]]
@@ -203,7 +210,7 @@ def main() -> None:
                 counts.compare("16bit", mine, theirs, clip["set"])
                 if clip["text"]:
                     counts.compare("reference", mine, clip["text"], clip["set"])
-            told = speaker.told(frames, text, kvcodec.cache_for(speaker.model, scheme, prefill="decoded", probe="off"))
+            told = speaker.told(frames, text, speaker.cache(spec))
             base = told if base is None else base
             kl = (base.exp() * (base - told)).sum(-1).masked_fill(behind, 0).double()
             counts.kl += float(kl.sum())

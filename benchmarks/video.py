@@ -31,7 +31,7 @@ import torch
 from parts import PAPER, paper_scheme, part_of, whole_scheme
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, binary_cross_entropy_with_logits
-from video_model import WINDOW, VideoModel, frame_mask, videos
+from video_model import TOKENS, WINDOW, VideoModel, frame_mask, videos
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
@@ -51,17 +51,15 @@ NOISE = 0.02
 """Largest share of a training video's pixels that are wrong in what the model sees: it is to mend its mistakes."""
 
 
-def train(
-    model: VideoModel, digits: int, seconds: float, batch: int, device: torch.device, rate: float = 6e-4
-) -> dict[str, Any]:
+def train(model: VideoModel, seconds: float, batch: int, device: torch.device, rate: float = 6e-4) -> dict[str, Any]:
     """Learn for so many seconds; the rate rises over 3 % of them and falls as a cosine."""
     generator = torch.Generator(device).manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.05)
-    mask, begun, steps, lost = frame_mask(FRAMES, model.tokens, WINDOW, device), time.monotonic(), 0, math.nan
+    mask, begun, steps, lost = frame_mask(FRAMES, TOKENS, WINDOW, device), time.monotonic(), 0, math.nan
     while (share := (time.monotonic() - begun) / seconds) < 1:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(share / 0.03 + 1e-3, 1.0) * (0.02 + 0.98 * math.cos(share * math.pi / 2) ** 2)
-        clean = videos(batch, FRAMES + 1, generator, digits)
+        clean = videos(batch, FRAMES + 1, generator)
         wrong = torch.rand(batch, 1, 1, 1, generator=generator, device=device) * NOISE
         flipped = torch.rand(clean.shape, generator=generator, device=device) < wrong
         with torch.autocast(device.type, torch.bfloat16):
@@ -79,9 +77,9 @@ def train(
     return {"steps": steps, "loss": lost, "seconds": seconds, "batch": batch}
 
 
-def scheme_of(name: str, frame: int) -> KVScheme:
-    """A preset, or a name of ``parts.py``, with the newest frame of so many tokens in 16 bit."""
-    return paper_scheme(name, frame, GROUP) if part_of(name)[1] else whole_scheme(name, frame)
+def scheme_of(name: str) -> KVScheme:
+    """A preset, or a name of ``parts.py``, with the newest frame in 16 bit."""
+    return paper_scheme(name, TOKENS, GROUP) if part_of(name)[1] else whole_scheme(name, TOKENS)
 
 
 @torch.inference_mode()
@@ -90,7 +88,7 @@ def rollout(model: VideoModel, prompts: Tensor, frames: int, scheme: KVScheme) -
     why = fused_refusal(scheme, 64, prompts.device)
     caches = [
         kvcodec.FrameCache(
-            (kvcodec.LayerCache if why else FusedLayerCache)(scheme, layer=i), tokens=model.tokens, frames=WINDOW
+            (kvcodec.LayerCache if why else FusedLayerCache)(scheme, layer=i), tokens=TOKENS, frames=WINDOW
         )
         for i in range(len(model.blocks))
     ]
@@ -153,16 +151,14 @@ def main() -> None:
     parser.add_argument("--specs", default=SPECS, help="comma-separated; paper: those of parts.py")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--patch", type=int, choices=(4, 8), default=4, help="pixels of a token's side")
-    parser.add_argument("--digits", type=int, choices=(1, 2), default=2, help="that move in a video")
     parser.add_argument("--name", default="video", help="of the files that are written")
     given = parser.parse_args()
     begun = time.monotonic()
     given.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = VideoModel(given.layers, given.heads, patch=given.patch).to(device)
-    shape = {"layers": given.layers, "heads": given.heads, "patch": given.patch, "digits": given.digits}
+    model = VideoModel(given.layers, given.heads).to(device)
+    shape = {"layers": given.layers, "heads": given.heads}
     if (weights := given.out / "model.pt").exists():
         kept_model = torch.load(weights, device)
         about = kept_model["about"]
@@ -171,12 +167,12 @@ def main() -> None:
         model.load_state_dict(kept_model["weights"])
     else:
         about = {"parameters": sum(p.numel() for p in model.parameters()), **shape}
-        about |= train(model, given.digits, given.seconds, given.batch, device)
+        about |= train(model, given.seconds, given.batch, device)
         torch.save({"about": about, "weights": model.state_dict()}, weights)
     model.eval()
-    world = videos(given.prompts, WINDOW + given.frames, torch.Generator(device).manual_seed(1), given.digits)
+    world = videos(given.prompts, WINDOW + given.frames, torch.Generator(device).manual_seed(1))
     prompts, truth = world[:, :WINDOW], world[:, WINDOW:]
-    wanted, _ = rollout(model, prompts, given.frames, scheme_of(DENSE, model.tokens))
+    wanted, _ = rollout(model, prompts, given.frames, scheme_of(DENSE))
     rows, kept = [], {"truth": _bits(truth)}
     for spec in (DENSE, *(PAPER if given.specs == "paper" else given.specs).split(",")):
         if time.monotonic() - begun > given.deadline:
@@ -184,7 +180,7 @@ def main() -> None:
             continue
         started = time.monotonic()
         try:
-            found, sizes = rollout(model, prompts, given.frames, scheme_of(spec, model.tokens))
+            found, sizes = rollout(model, prompts, given.frames, scheme_of(spec))
         except kvcodec.KVError as error:
             print(f"{spec}: {error}", flush=True)
             continue

@@ -1,8 +1,8 @@
 """A small causal video transformer and the world it learns: two digits that move and bounce.
 
-Frames are 32 x 32 binary pixels, 64 tokens of 4 x 4 (or 16 of 8 x 8). Tokens of a frame see each other and the frames
-of a window before it; the model gives each pixel of the next frame a logit. Keys and queries are turned by the frame's
-number (RoPE over half of the channels), so a rollout goes on for ever. 8 layers, 6 heads of 64, 14 million parameters.
+Frames are 32 x 32 binary pixels, 64 tokens of 4 x 4. Tokens of a frame see each other and the frames of a window before
+it; the model gives each pixel of the next frame a logit. Keys and queries are turned by the frame's number (RoPE over
+half of the channels), so a rollout goes on for ever. 8 layers, 6 heads of 64, 14 million parameters.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-SIDE = 32
-"""Pixels of a frame's side."""
+SIDE, PATCH = 32, 4
+TOKENS = (SIDE // PATCH) ** 2
+"""Tokens of a frame."""
 WINDOW = 12
 """Frames that a frame sees, itself included."""
 GLYPHS = (
@@ -26,8 +27,8 @@ GLYPHS = (
 """Digits of 5 x 7 pixels, drawn twice as large."""
 
 
-def videos(batch: int, frames: int, generator: torch.Generator, digits: int = 2) -> Tensor:
-    """Draw ``[batch, frames, 32, 32]`` of 0 and 1: so many digits each, 1 or 2 pixels a frame in both directions."""
+def videos(batch: int, frames: int, generator: torch.Generator) -> Tensor:
+    """Draw ``[batch, frames, 32, 32]`` of 0 and 1: two digits each, 1 or 2 pixels a frame in both directions."""
     device = generator.device
     glyphs = torch.tensor([[[float(c) for c in row] for row in g.split()] for g in GLYPHS], device=device)
     glyphs = glyphs.repeat_interleave(2, 1).repeat_interleave(2, 2)  # [10, 14, 10]
@@ -35,17 +36,17 @@ def videos(batch: int, frames: int, generator: torch.Generator, digits: int = 2)
     def drawn(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, device=device)
 
-    digit = drawn(0, 10, batch, digits)
+    digit = drawn(0, 10, batch, 2)
     room = torch.tensor([SIDE - glyphs.shape[1], SIDE - glyphs.shape[2]], device=device)  # of the upper left corner
-    begun = (torch.rand(batch, digits, 2, generator=generator, device=device) * (room + 1)).long()
-    speed = drawn(1, 3, batch, digits, 2) * (2 * drawn(0, 2, batch, digits, 2) - 1)
+    begun = (torch.rand(batch, 2, 2, generator=generator, device=device) * (room + 1)).long()
+    speed = drawn(1, 3, batch, 2, 2) * (2 * drawn(0, 2, batch, 2, 2) - 1)
     t = torch.arange(frames, device=device)[:, None, None, None]
     folded = (begun + speed * t) % (2 * room)  # a triangle wave: reflected at both walls
-    corner = torch.where(folded > room, 2 * room - folded, folded)  # [frames, batch, digits, 2]
+    corner = torch.where(folded > room, 2 * room - folded, folded)  # [frames, batch, 2, 2]
     canvas = torch.zeros(frames, batch, SIDE, SIDE, device=device)
     rows, columns = (torch.arange(n, device=device) for n in glyphs.shape[1:])
     at = torch.arange(frames, device=device)[:, None, None, None], torch.arange(batch, device=device)[:, None, None]
-    for i in range(digits):
+    for i in range(2):
         y = corner[:, :, i, 0, None, None] + rows[:, None]
         x = corner[:, :, i, 1, None, None] + columns
         ink = glyphs[digit[:, i]].expand(frames, -1, -1, -1)
@@ -53,16 +54,16 @@ def videos(batch: int, frames: int, generator: torch.Generator, digits: int = 2)
     return canvas.transpose(0, 1)
 
 
-def patches(frames: Tensor, patch: int) -> Tensor:
-    """``[..., 32, 32]`` to ``[..., tokens, patch ** 2]``."""
-    n = SIDE // patch
-    return frames.unflatten(-2, (n, patch)).unflatten(-1, (n, patch)).transpose(-3, -2).flatten(-4, -3).flatten(-2)
+def patches(frames: Tensor) -> Tensor:
+    """``[..., 32, 32]`` to ``[..., 64, 16]``."""
+    n = SIDE // PATCH
+    return frames.unflatten(-2, (n, PATCH)).unflatten(-1, (n, PATCH)).transpose(-3, -2).flatten(-4, -3).flatten(-2)
 
 
-def pictures(tokens: Tensor, patch: int) -> Tensor:
+def pictures(tokens: Tensor) -> Tensor:
     """Undo ``patches``."""
-    n = SIDE // patch
-    return tokens.unflatten(-1, (patch, patch)).unflatten(-3, (n, n)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    n = SIDE // PATCH
+    return tokens.unflatten(-1, (PATCH, PATCH)).unflatten(-3, (n, n)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
 def frame_mask(frames: int, tokens: int, window: int, device: Any) -> Tensor:
@@ -112,23 +113,22 @@ class Block(nn.Module):
 class VideoModel(nn.Module):
     """Logits of the next frame's pixels."""
 
-    def __init__(self, layers: int = 8, heads: int = 6, head_dim: int = 64, patch: int = 4) -> None:
+    def __init__(self, layers: int = 8, heads: int = 6, head_dim: int = 64) -> None:
         super().__init__()
-        width, self.patch, self.tokens = heads * head_dim, patch, (SIDE // patch) ** 2
-        self.into, self.place = nn.Linear(patch**2, width), nn.Parameter(torch.randn(self.tokens, width) * 0.02)
+        width = heads * head_dim
+        self.into, self.place = nn.Linear(PATCH**2, width), nn.Parameter(torch.randn(TOKENS, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, patch**2)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, PATCH**2)
         self.register_buffer("frequencies", 100.0 ** (-torch.arange(head_dim // 4) * 4 / head_dim), persistent=False)
 
     def forward(self, frames: Tensor, first: int = 0, mask: Tensor | None = None, caches: Sequence[Any] = ()) -> Tensor:
         """Logits ``[B, T, 32, 32]`` of what follows each of ``frames [B, T, 32, 32]``, numbered from ``first`` on."""
-        found = self.head(self.norm(self.states(frames, first, mask, caches)))
-        return pictures(found.unflatten(1, (-1, self.tokens)), self.patch)
+        return pictures(self.head(self.norm(self.states(frames, first, mask, caches))).unflatten(1, (-1, TOKENS)))
 
     def states(self, frames: Tensor, first: int = 0, mask: Tensor | None = None, caches: Sequence[Any] = ()) -> Tensor:
-        """States of the last layer, ``[B, T * tokens, width]``."""
-        x = (self.into(patches(frames, self.patch)) + self.place).flatten(1, 2)
-        number = torch.arange(first, first + frames.shape[1], device=x.device).repeat_interleave(self.tokens)
+        """States of the last layer, ``[B, T * 64, width]``."""
+        x = (self.into(patches(frames)) + self.place).flatten(1, 2)
+        number = torch.arange(first, first + frames.shape[1], device=x.device).repeat_interleave(TOKENS)
         angle = number[:, None] * self.frequencies
         turn = angle.cos(), angle.sin()
         for i, block in enumerate(self.blocks):
