@@ -685,6 +685,8 @@ def med3_block(root: Path) -> str:
 
 def age_tiers_block(root: Path) -> str:
     """A row for each spec, in the order of bits: bits behind each length, and KL of the tokens up to it."""
+    if not (root / AGE_TIERS).is_file():
+        raise MissingResultError(f"{AGE_TIERS} does not exist; benchmarks/age_tiers.py makes it.")
     held = json.loads((root / AGE_TIERS).read_text())
     at = sorted({row["tokens"] for row in held["rows"]})
     by: dict[str, dict[int, dict[str, Any]]] = {}
