@@ -391,6 +391,25 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(cap
 
 
 @pytest.mark.usefixtures("no_model")
+def test_data_that_no_task_would_look_for(capsys, tmp_path):
+    error = refused(capsys, "eval", "m", "--specs", "dense", "--data", "no.json", "--output", str(tmp_path / "new"))
+    assert "--data 'no.json' does not exist" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_options_that_a_bench_on_a_cpu_would_not_look_at(capsys):
+    assert "--shapes is of the GPU benches" in refused(capsys, "bench", "decode", "--device", "cpu", "--shapes", "x")
+    assert "--rows-only is of the GPU benches" in refused(capsys, "bench", "--rows-only")
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2
+    assert "compare presets on your model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_model")
 def test_a_text_that_is_missing(capsys):
     assert "the text 'no.txt' cannot be read" in refused(capsys, "compare", "m", "--specs", "dense", "--text", "no.txt")
 
@@ -414,6 +433,13 @@ def test_counts_must_be_positive(capsys, windows):
         cli.main(["compare", "m", "--specs", "dense", "--windows", windows])
     assert caught.value.code == 2
     assert "is not a whole number >= 1" in capsys.readouterr().err
+
+
+def test_a_list_of_specs_names_one(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compare", "m", "--specs", ","])
+    assert caught.value.code == 2
+    assert "names no preset" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

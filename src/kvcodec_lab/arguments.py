@@ -22,7 +22,10 @@ def specs(text: str) -> list[str]:
     """Read a list of specs: ``int-4,kivi-2:window=64,sink=4``."""
     from kvcodec.registry import split_specs
 
-    return split_specs(text)
+    found = split_specs(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names no preset; write e.g. saw-int4,kivi-2:window=64")
+    return found
 
 
 def lengths(text: str) -> tuple[int, ...]:
@@ -54,12 +57,19 @@ def add_model(p: argparse.ArgumentParser) -> None:
 def add_device(p: argparse.ArgumentParser) -> None:
     """Add ``--device`` and ``--dtype``."""
     p.add_argument("--device", default="cpu", help="torch device (%(default)s)")
-    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(%(default)s)")
+    p.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of the model (%(default)s)"
+    )
+
+
+def add_seed(p: argparse.ArgumentParser) -> None:
+    """Add ``--seed``."""
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of everything drawn at random (%(default)s)")
 
 
 def add_head_dim(p: argparse.ArgumentParser) -> None:
     """Add ``--head-dim``."""
-    p.add_argument("--head-dim", type=positive, default=128, metavar="D", help="(%(default)s)")
+    p.add_argument("--head-dim", type=positive, default=128, metavar="D", help="channels of a head (%(default)s)")
 
 
 def add_codec_file(p: argparse.ArgumentParser, default: Any) -> None:
@@ -73,7 +83,13 @@ def add_text(p: argparse.ArgumentParser, windows: int | None = 3) -> None:
     """Add the options of windows of a text."""
     p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: the packaged head of WikiText-2's test split)")
     p.add_argument("--windows", type=positive, default=windows, metavar="N", help="windows of text (3)")
-    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="(%(default)s, the protocol's)")
+    p.add_argument(
+        "--window-tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="tokens of a window (%(default)s, the protocol's)",
+    )
     p.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing that would end later than this")
 
 
@@ -90,9 +106,9 @@ def add_reading(p: argparse.ArgumentParser) -> None:
         "--prefill",
         choices=("decoded", "exact"),
         default="decoded",
-        help="what attention reads; see the docs (%(default)s)",
+        help="what a window attends: what is stored, as papers do (decoded, the default), or fresh K and V (exact)",
     )
-    p.add_argument("--seed", type=int, default=0)
+    add_seed(p)
     add_device(p)
 
 

@@ -20,17 +20,17 @@ from kvcodec_lab.result import Result
 
 INTERRUPTED = 130
 COMMANDS = {
-    "demo": "a real model, a real text, nine presets: table, picture, page",
-    "list": "all presets with their bits",
+    "demo": "nine presets on a real model and text: table, picture, page",
+    "list": "list all presets with their bits",
     "describe": "everything about one preset: options, layout, bits",
-    "fit": "constants of a preset, fitted to your model on your text",
-    "compare": "presets on your model and text",
-    "eval": "presets on tasks, with intervals; resumable",
-    "compile": "the CUDA kernels of presets, ahead, for GPUs that need not be here",
-    "advise": "which preset or mixture for your model, context and memory",
-    "bench": "times of encode, decode and attention on this machine",
+    "compare": "compare presets on your model and text",
+    "advise": "which preset or mixture suits your model, context and memory",
+    "eval": "evaluate presets on tasks, with intervals; resumable",
+    "report": "make the page of an eval folder, or picture and page of result files",
+    "fit": "fit the constants of a preset to your model on your text",
+    "bench": "time encode, decode and attention on this machine, or a server",
+    "compile": "compile CUDA kernels ahead of time, also for other machines",
     "reproduce": "recompute what the papers print",
-    "report": "the page of an eval folder, or picture and page of result files",
 }
 """Commands, each a file of ``kvcodec_lab.commands``, and their help texts."""
 
@@ -75,6 +75,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             command: Any = import_module(f"kvcodec_lab.commands.{name}")
             command.add_arguments(p)
             p.set_defaults(run=command.run)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2, "\nkvcodec: error: name a command, e.g. kvcodec list\n")
     return parser.parse_args(argv)
 
 

@@ -26,6 +26,35 @@ DEVICE_LOST = 3
 DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
 
 
+def check_on_cpu(args: argparse.Namespace) -> None:
+    """Refuse options of the GPU benches for those that run on a CPU, which would not look at them.
+
+    Raises
+    ------
+    SpecError
+    """
+    from kvcodec.errors import SpecError
+
+    for option in (
+        "shapes",
+        "also",
+        "ways",
+        "turns",
+        "no_dense",
+        "out",
+        "deadline",
+        "commit",
+        "add",
+        "engine",
+        "rows_only",
+    ):
+        if getattr(args, option):
+            raise SpecError(
+                f"bench {args.what} on {args.device}: --{option.replace('_', '-')} is of the GPU benches; sizes are "
+                f"--batch, --kv-heads, --query-heads, --head-dim and --tokens, and --json writes the rows."
+            )
+
+
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options of the GPU benches."""
     options: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import UnsupportedError
-from kvcodec_lab.arguments import add_device, add_model, add_probe, positive, specs
+from kvcodec_lab.arguments import add_device, add_model, add_probe, add_seed, positive, specs
 from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
 
@@ -48,14 +48,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text", metavar="FILE", help="UTF-8 text like yours (default: the packaged head of WikiText-2)")
     p.add_argument("--specs", type=specs, metavar="A,B", help="candidates (default: the presets with GPU kernels)")
     p.add_argument(
-        "--windows", type=positive, default=2, metavar="N", help="windows that the found is measured on (%(default)s)"
+        "--windows", type=positive, default=2, metavar="N", help="windows of text to measure on (%(default)s)"
     )
-    p.add_argument("--window-tokens", type=positive, default=512, metavar="N", help="(%(default)s)")
-    p.add_argument("--uniform", type=positive, default=6, metavar="N", help="presets measured beside it (%(default)s)")
+    p.add_argument("--window-tokens", type=positive, default=512, metavar="N", help="tokens of a window (%(default)s)")
+    p.add_argument(
+        "--uniform", type=positive, default=6, metavar="N", help="presets measured beside the mixture (%(default)s)"
+    )
     p.add_argument(
         "--output", default=OUTPUT, metavar="DIR", help="recipe, figures and rows; a run goes on there (%(default)s)"
     )
-    p.add_argument("--seed", type=int, default=0)
+    add_seed(p)
     add_probe(p)
     add_device(p)
 

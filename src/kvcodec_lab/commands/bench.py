@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from kvcodec.errors import KVError
-from kvcodec_lab.arguments import add_device, add_head_dim, positive, specs
+from kvcodec_lab.arguments import add_device, add_head_dim, add_seed, positive, specs
 from kvcodec_lab.result import Result, collected
 
 
@@ -27,10 +27,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("url", nargs="?", metavar="URL", help="of serve: e.g. http://localhost:8000")
     p.add_argument("--specs", type=specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
-    for name, default in (("batch", 1), ("kv-heads", 8), ("query-heads", 32), ("tokens", 4096), ("repeats", 5)):
-        p.add_argument(f"--{name}", type=positive, default=default, help="(%(default)s)")
+    for name, default, of in (
+        ("batch", 1, "sequences"),
+        ("kv-heads", 8, "KV heads"),
+        ("query-heads", 32, "query heads"),
+        ("tokens", 4096, "tokens held"),
+        ("repeats", 5, "times that each is timed"),
+    ):
+        p.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{of} (%(default)s)")
     add_head_dim(p)
-    p.add_argument("--seed", type=int, default=0)
+    add_seed(p)
     add_device(p)
     command.add_arguments(p)
 
@@ -39,6 +45,7 @@ def run(args: argparse.Namespace) -> Result | int:
     """Run the bench that ``args.what`` names."""
     import kvcodec
     from kvcodec.progress import Progress
+    from kvcodec_lab.bench import command
     from kvcodec_lab.bench.cpu import cache_rows, codec_rows
 
     if args.url is not None and args.what != "serve":
@@ -48,7 +55,11 @@ def run(args: argparse.Namespace) -> Result | int:
 
         outcome = serve.run(args, Progress())
         return Result(outcome.rows, serve.text(outcome.rows), outcome.status)
+    if args.what in ("cache", "codec") or (args.what, args.device) == ("decode", "cpu"):
+        command.check_on_cpu(args)
     if args.what == "decode" and args.device == "cpu":
+        for spec in args.specs or ():
+            kvcodec.get(spec)
         from kvcodec_lab.bench.cpu_decode import PRESETS, decode_rows
 
         sizes = {name: getattr(args, name) for name in ("batch", "kv_heads", "query_heads", "head_dim", "tokens")}
@@ -56,8 +67,6 @@ def run(args: argparse.Namespace) -> Result | int:
         rows = collected(decode_rows(args.specs or PRESETS, libraries=not args.no_libraries, **sizes, **more))
         return Result(rows, text(rows))
     if args.what not in ("cache", "codec"):
-        from kvcodec_lab.bench import command
-
         found = command.run(args, Progress().say)
         return found if isinstance(found, int) else Result(found, text(found))
     shape = {"kv_heads": args.kv_heads, "head_dim": args.head_dim, "tokens": args.tokens}

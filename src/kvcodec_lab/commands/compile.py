@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> Result:
     """Compile what the folder lacks."""
     import torch
 
+    from kvcodec.errors import UnsupportedError
     from kvcodec.kernels.build import cache_folder, compiled
     from kvcodec.kernels.launch import machine_of
     from kvcodec.kernels.needed import Steps, compile_needed, of_scheme
@@ -47,7 +48,13 @@ def run(args: argparse.Namespace) -> Result:
     todo = []
     for arch in dict.fromkeys(name.strip() for name in args.arch.split(",") if name.strip()):
         machine = machine_of(arch)  # all presets, before the first is compiled
-        todo += [(s, arch, of_scheme(get(s), args.head_dim, machine, steps, **options)) for s in args.specs]
+        for spec in args.specs:
+            try:
+                todo.append((spec, arch, of_scheme(get(spec), args.head_dim, machine, steps, **options)))
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"{spec}: {error}; `kvcodec list --head-dim {args.head_dim}` says which presets have kernels."
+                ) from error
     for spec, arch, needed in todo:
         row: dict[str, Any] = {"spec": spec, "head_dim": args.head_dim, "arch": arch, "programs": len(needed)}
         if args.list:

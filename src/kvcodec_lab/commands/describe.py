@@ -9,7 +9,7 @@ from kvcodec_lab.result import Result
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    p.add_argument("spec", metavar="SPEC")
+    p.add_argument("spec", metavar="SPEC", help="a preset, with options or without, e.g. kivi-2:window=64")
     add_head_dim(p)
 
 

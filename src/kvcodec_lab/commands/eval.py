@@ -133,6 +133,9 @@ def _tasks(args: argparse.Namespace) -> Result:
     )
     for name in names:
         get_task(name).check(settings)
+    for path in (*([data] if data else []), *data_of.values()):
+        if not path.exists():
+            raise SpecError(f"--data {str(path)!r} does not exist; pass a file or folder with the tasks' data.")
     folder, progress = check_writable(args.output or OUTPUT), Progress()
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
     changes: dict[str, Any] = {}

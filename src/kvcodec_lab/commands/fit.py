@@ -15,8 +15,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text; not the one that you measure on")
     p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
     p.add_argument("--windows", type=positive, default=4, metavar="N", help="windows of text (%(default)s)")
-    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="(%(default)s)")
-    p.add_argument("--max-tokens", type=positive, default=8192, metavar="N", help="kept per layer (%(default)s)")
+    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="tokens of a window (%(default)s)")
+    p.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=8192,
+        metavar="N",
+        help="most tokens that a layer is fitted on (%(default)s)",
+    )
     p.add_argument("--seed", type=int, default=0, help="as for compare, where the codec draws from it")
     add_device(p)
 

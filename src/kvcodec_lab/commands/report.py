@@ -16,7 +16,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     p.add_argument("files", nargs="+", metavar="DIR|FILE.json", help="what eval --output wrote, or files of rows")
     p.add_argument("--out", metavar="FOLDER", help="of files: where picture and page go (kvcodec-report)")
-    p.add_argument("--title")
+    p.add_argument("--title", help="the page's title")
     p.add_argument("-o", "--output", metavar="FILE", help=f"of a folder: the page to write (DIR/{PAGE})")
     p.add_argument(
         "--context",
@@ -29,8 +29,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--layers",
         metavar="DIR",
-        help=f"of a folder: also figures by layer, from the folder of `kvcodec advise` (a {ADVICE} or {SENSITIVITY} in "
-        f"the results folder is read by itself)",
+        help=f"of a folder: also figures by layer, from the folder of `kvcodec advise` (an {ADVICE} or {SENSITIVITY} "
+        f"in the results folder is read by itself)",
     )
 
 
