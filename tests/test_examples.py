@@ -2,26 +2,36 @@
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import kvcodec
+import kvcodec_lab.models
+from kvcodec_lab.models import LoadedModel
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class Run:
+    """Runs an example in this process, which has imported what takes long, and returns what it prints."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, name: str, *arguments: str) -> str:
+        self.monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return self.capsys.readouterr().out
 
 
-def test_one_tensor_shows_every_preset_with_its_bits_and_a_bounded_cache() -> None:
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(capsys, monkeypatch)
+
+
+def test_one_tensor_shows_every_preset_with_its_bits_and_a_bounded_cache(run: Run) -> None:
     text = run("01_one_tensor.py")
     bits = {m[1]: float(m[2]) for m in re.finditer(r"^(\S+) +\d+ +([\d.]+) +[\d.]+$", text, re.M)}
     assert list(bits) == kvcodec.presets()
@@ -31,7 +41,10 @@ def test_one_tensor_shows_every_preset_with_its_bits_and_a_bounded_cache() -> No
 
 
 @pytest.mark.slow
-def test_generate_shows_bytes_and_text_for_each_spec() -> None:
+def test_generate_shows_bytes_and_text_for_each_spec(
+    run: Run, smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvcodec_lab.models, "load", lambda name: smollm2)  # loaded once for many tests
     text = run("02_generate.py", "dense", "saw-int4")
     bits = {m[1]: float(m[2]) for m in re.finditer(r"^(\S+): \d+ bytes, ([\d.]+) bits", text, re.M)}
     assert list(bits) == ["dense", "saw-int4"]
@@ -39,14 +52,8 @@ def test_generate_shows_bytes_and_text_for_each_spec() -> None:
     assert len(re.findall(r"^  \.\.\. \w+ .*\w", text, re.M)) == 2
 
 
-def here(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
-    """As ``run``, in this process, which has imported what takes long."""
-    runpy.run_path(str(EXAMPLES / name))["main"](*arguments)
-    return capsys.readouterr().out
-
-
-def test_speech_is_transcribed_with_both_caches_packed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = here(capsys, "05_speech.py")
+def test_speech_is_transcribed_with_both_caches_packed(run: Run) -> None:
+    text = run("05_speech.py")
     sizes = {
         m[1]: (int(m[2]), int(m[3])) for m in re.finditer(r"^(\S+): (\d+) bytes of text, (\d+) bytes of s", text, re.M)
     }
@@ -58,8 +65,8 @@ def test_speech_is_transcribed_with_both_caches_packed(capsys: pytest.CaptureFix
     assert len(re.findall(r"^  \[\d+(, \d+)+\]$", text, re.M)) == 4
 
 
-def test_a_video_rolls_on_and_ends_as_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = here(capsys, "06_video.py", str(tmp_path))
+def test_a_video_rolls_on_and_ends_as_pictures(run: Run, tmp_path: Path) -> None:
+    text = run("06_video.py", str(tmp_path))
     rows = re.findall(r"^(\S+): frames \[0, 18, 19, 20, 21, 22\] of 23, (\d+) bytes, PSNR ([\d.]+) dB$", text, re.M)
     assert [row[0] for row in rows] == ["dense", "saw-int4", "octopus-3", "octopus-2"]
     assert [int(row[1]) for row in rows] == sorted((int(row[1]) for row in rows), reverse=True)

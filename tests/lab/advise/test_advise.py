@@ -332,7 +332,7 @@ def test_the_command_refuses_before_it_loads(tmp_path, capsys):
     assert "unknown codec" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_smollm2_fits_the_memory_and_the_recipe_is_no_worse_than_presets_of_its_bytes(smollm2, tmp_path):
     asked = Request(

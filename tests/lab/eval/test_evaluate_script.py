@@ -153,7 +153,7 @@ def test_a_worker_that_fails_is_shown(script, tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(3600)
 def test_a_visit_evaluates_all_goes_on_elsewhere_and_reads_nothing_twice(script, here, tmp_path, monkeypatch, capsys):
     loads = exported(script, monkeypatch, here, "--form", "float16", "--part-mb", "5")
-    common = ["--weights", "tiny", "--tasks", TASKS, "--device", "cpu", "--window-tokens", "96", "--workers", "4"]
+    common = ["--weights", "tiny", "--tasks", TASKS, "--device", "cpu", "--window-tokens", "96", "--workers", "2"]
     common += ["--out", tmp_path / "out", "--carried", loads[0], "--deadline", "3500"]
 
     def visit(machine: str, specs: str) -> dict:
