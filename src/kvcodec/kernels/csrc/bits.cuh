@@ -8,10 +8,14 @@ namespace kv {
 // last live part may begin inside the one before, whose codes are padding there, and parts behind it are padding.
 template <int D, int C, int COUNT> struct Parts {
   KV_CONST bool EXACT = C * COUNT == D;
-  KV_DEV static int first(int part) { return EXACT || (part + 1) * C <= D ? part * C : D - C; }
-  KV_FUNCTION int channel(int part, int place) {
-    if (EXACT || (part + 1) * C <= D) return part * C + place;
-    return D - C + place >= part * C ? D - C + place : -1;
+  // byte at which a part of codes of BITS bits begins
+  template <int BITS> KV_DEV static int place(int part) {
+    if constexpr (EXACT) return part * (C * BITS / 8);
+    else return ((part + 1) * C <= D ? part * C : D - C) * BITS / 8;
+  }
+  KV_FUNCTION int channel(int part, int n) {  // of a part's n-th code
+    if (EXACT || (part + 1) * C <= D) return part * C + n;
+    return D - C + n >= part * C ? D - C + n : -1;
   }
 };
 

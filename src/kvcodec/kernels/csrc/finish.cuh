@@ -123,9 +123,11 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
   if (!QueryHead(a, b, head).live) return;
   // a lane sums N neighbouring channels of every WARPS-th slot, of 80 lanes from 26 on the same last ones; the dense
   // tokens' slot, behind the splits', stays apart
-  int own = lane * N;
-  if constexpr (D % 32 != 0) own = own + N > D ? D - N : own;
-  const float* part_o = a.part_o + row * a.slots * D + own;
+  auto own = [=] {
+    if constexpr (D % 32 == 0) return lane * N;
+    else return lane * N + N > D ? D - N : lane * N;
+  };
+  const float* part_o = a.part_o + row * a.slots * D + own();
   const float* part_m = a.part_m + row * a.slots;
   const float* part_l = a.part_l + row * a.slots;
   float m = minus_infinity(), l = 0.0f, x[N];
@@ -157,13 +159,13 @@ template <int D, int WARPS, bool MIXED = false> KV_DEV void combine(const Decode
     }
   }
   KV_UNROLL
-  for (int i = 0; i < N; ++i) sums[warp * D + own + i] = x[i];
+  for (int i = 0; i < N; ++i) sums[warp * D + own() + i] = x[i];
   if (lane == 0) ms[warp] = m, ls[warp] = l;
   const bool has_dense = a.slots > a.splits;
   if (has_dense && warp == WARPS - 1) {
     load_floats<N>(x, part_o + (int64_t)a.splits * D);
     KV_UNROLL
-    for (int i = 0; i < N; ++i) sums[WARPS * D + own + i] = x[i];
+    for (int i = 0; i < N; ++i) sums[WARPS * D + own() + i] = x[i];
     if (lane == 0) ms[WARPS] = part_m[a.splits], ls[WARPS] = part_l[a.splits];
   }
   sync_threads();

@@ -51,7 +51,7 @@ template <int D, bool SCALED> struct ReadFp8 {
   KV_FUNCTION float v_weight(int) { return SCALED ? 1.0f : UNIT; }
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t*, int token, int part, int, uint32_t (&r)[V_REGS]) {
-    read<V_REGS>(planes[0] + token * D + V::first(part), r);
+    read<V_REGS>(planes[0] + token * D + V::template place<8>(part), r);
   }
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return scale(planes, token); }
 };

@@ -139,7 +139,7 @@ template <int D, int BITS, bool SYMMETRIC = false> struct ReadInt {
     return OVERLAPS ? Parts<D, 2 * C::REGS, COUNT>::channel(part, C::place(e)) : part_channel<D, C>(part, e);
   }
   template <class C, int COUNT> KV_DEV static void read(const uint8_t* row, int part, uint32_t (&r)[C::REGS]) {
-    if constexpr (OVERLAPS) C::read(row + Parts<D, 2 * C::REGS, COUNT>::first(part) * BITS / 8, 0, r);
+    if constexpr (OVERLAPS) C::read(row + Parts<D, 2 * C::REGS, COUNT>::template place<BITS>(part), 0, r);
     else C::read(row, live_part<D, C>(part), r);
   }
   KV_CONST int ROW = D * BITS / 8;

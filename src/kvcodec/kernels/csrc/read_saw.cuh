@@ -39,16 +39,16 @@ template <int D> struct Nibbles {
   // row: D / 2 bytes of one token
   KV_DEV static void keys(const uint8_t* row, int part, uint32_t (&r)[K_REGS]) {
     uint32_t w[K_WORDS];
-    load_words<K_WORDS>(w, row + K::first(part) / 2);
+    load_words<K_WORDS>(w, row + K::template place<4>(part));
     KV_UNROLL
     for (int i = 0; i < K_WORDS; ++i) split(w[i], r + 4 * i);
   }
   KV_DEV static void values(const uint8_t* row, int part, uint32_t (&r)[V_REGS]) {
     uint32_t w[V_WORDS];
     if (V_HALVES % 2 == 0) {
-      load_words<V_WORDS>(w, row + V::first(part) / 2);
+      load_words<V_WORDS>(w, row + V::template place<4>(part));
     } else {
-      const uint16_t* at = (const uint16_t*)(row + V::first(part) / 2);
+      const uint16_t* at = (const uint16_t*)(row + V::template place<4>(part));
       KV_UNROLL
       for (int i = 0; i < V_WORDS; ++i) w[i] = at[2 * i] | (2 * i + 1 < V_HALVES ? (uint32_t)at[2 * i + 1] << 16 : 0u);
     }
