@@ -1,6 +1,7 @@
 """The real engine on the CPU, in this process: the library's tokens, whatever the scheduler does with the requests."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.integrations.vllm.layer import Rules
 from kvcodec.kernels.cpu import library
 from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
 
@@ -67,6 +69,37 @@ def test_windows_and_hybrids(name: str, saved: Any) -> None:
     with engine(made.folder, {"preset": preset}, max_num_batched_tokens=16, block_size=16) as llm:
         assert generate(llm, IDS) == want
         assert generate(llm, IDS) == want
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_prompts_are_put_together_for_each_window(grouped: bool) -> None:
+    """As a GPU's builder does for layers that share blocks; too long ones are left alone."""
+    from kvcodec.integrations.vllm.backend import PackedBuilder, PackedImpl, PackedMetadata
+    from kvcodec.integrations.vllm.pending import PendingGroups
+
+    builder = PackedBuilder.__new__(PackedBuilder)  # without an engine
+    builder.windows, builder.kv_cache_spec = {0, 40}, SimpleNamespace(block_size=32)
+    builder.first = SimpleNamespace(batched=True, most_tokens=lambda longest: longest)
+    lengths = SimpleNamespace(max_model_len=150), SimpleNamespace(max_num_batched_tokens=64)
+    builder.vllm_config = SimpleNamespace(model_config=lengths[0], scheduler_config=lengths[1])
+    builder.pending = PendingGroups(4, 32, 32, 4, torch.device("cpu")) if grouped else None
+    chunks = [(0, 0, 7, 140), (1, 7, 20, 90), (2, 20, 30, 10)]
+    found = builder._prompts([*chunks, (3, 30, 31, 170)], torch.arange(24, dtype=torch.int32).view(4, 6))
+    parts = {window: [(one.first, one.last) for one in own.together] for window, own in found.items()}
+    assert parts == {0: [(0, 7), (7, 30)], 40: [(0, 30), (30, 31)]}
+    assert [found[window].alone for window in (0, 40)] == [[(3, 30, 31, 170)], []]
+    first, second = found[40].together
+    # the block of the first token that a first query sees
+    assert [*first.table[:, 0].tolist(), *second.table[:, 0].tolist()] == [2, 7, 12, 22]
+    rooms = [[one.room for one in own.together] for own in found.values()]
+    assert rooms[0] == rooms[1]
+    assert len({*rooms[0]}) == (2 if grouped else 1)  # own tokens of all groups are held at once
+    impl = PackedImpl.__new__(PackedImpl)
+    metadata = PackedMetadata(0, chunks, *[torch.empty(0)] * 3, found)
+    for window, softcap, want in (0, 0.0, found[0]), (40, 0.0, found[40]), (40, 2.0, ([], chunks)):
+        impl.rules = Rules(0.125, window, softcap)
+        layer = SimpleNamespace(takes_chunks=lambda rules: not rules.softcap)
+        assert impl._chunks(layer, metadata) == want
 
 
 def test_preemption_loses_nothing(llama: Any) -> None:
