@@ -169,7 +169,8 @@ class Counts:
             "spec": spec, "key_bits": self.bits[0], "value_bits": self.bits[1],
             "effective_bits": held * 8 / self.elements,
             **{f"wer_{kind}": self.errors[kind] / of for kind, of in self.words.items() if of},
-            "errors": self.errors, "words": self.words, "errors_and_words_by_set": self.by_set, "kl": self.kl / self.tokens, "kl_largest": self.largest,
+            "errors": self.errors, "words": self.words, "errors_and_words_by_set": self.by_set,
+            "kl": self.kl / self.tokens, "kl_largest": self.largest,
             "tokens": self.tokens, "streams": self.streams, "seconds": self.seconds,
             "bytes": {"decoder": self.self_bytes / self.streams, "cross": self.cross_bytes / self.streams},
         }  # fmt: skip
