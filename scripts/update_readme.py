@@ -30,6 +30,7 @@ Blocks lie between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->`` in the page
                 Whisper with packed caches, from SPEECH
     video, video-summary
                 rollouts of the video model trained here, from VIDEO
+    findings    OCTOPUS's findings on video and audio, on models of ours, from the files of `own_models.OWN`
     frames      attention of a frame and of an audio step on a GPU, from FRAMES
     engine      vLLM's throughput and the tokens that fit, from SERVE_FILE
     library     the modules of src/kvcodec, each with the first sentence of its docstring
@@ -68,6 +69,7 @@ from kvcodec_lab.report.ranks import EXACT
 from kvcodec_lab.report.rows import UNCOMPRESSED, Results, mapping, read_rows
 from kvcodec_lab.report.tables import cell, columns_of, markdown, with_reference
 from kvcodec_lab.report.words import DASH, listed
+from kvcodec_lab.reproduce import own_models
 from kvcodec_lab.serve.tables import Found
 
 read_runs = cache(leaderboard.read_runs)  # many blocks tell of the published runs: they are read once
@@ -807,6 +809,27 @@ def video_summary_block(root: Path) -> str:
     )
 
 
+def findings_block(root: Path) -> str:
+    """Each finding as a ratio of errors: the paper's and ours, and whether ours lies within its bound."""
+    claims = {
+        own.name: {c.item: c for c in own_models.own_claims(own, own_models.errors_of(own, rows_of(file)))}
+        for own in own_models.OWN
+        if (file := root / own_models.RESULTS / own.file).is_file()
+    }
+    heads = ["errors of", *(part for name in claims for part in ("paper's", name, "holds"))]
+    lines = []
+    for item in dict.fromkeys(item for of in claims.values() for item in of):
+        cells = []
+        for of in claims.values():
+            if (claim := of.get(item)) is None:
+                cells += ["", "", ""]
+                continue
+            printed = "" if "not printed" in claim.note else claim.printed
+            cells += [printed, f"{claim.ours:.3g}", "yes" if claim.row("octopus", "")["holds"] else "no"]
+        lines.append([item, *cells])
+    return markdown(heads, lines)
+
+
 def frames_block(root: Path) -> str:
     """Microseconds, and times as fast as bf16, of a frame's attention and of an audio step."""
     rows = media_rows(root, FRAMES)
@@ -1149,6 +1172,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "speech-summary": (Path("docs/video-audio.md"), speech_summary_block),
     "video": (Path("docs/video-audio.md"), video_block),
     "video-summary": (Path("docs/video-audio.md"), video_summary_block),
+    "findings": (Path("docs/video-audio.md"), findings_block),
     "frames": (Path("docs/video-audio.md"), frames_block),
     "engine": (Path("docs/serve.md"), engine_block),
     "library": (Path("docs/architecture.md"), partial(rooms_block, package="kvcodec")),

@@ -198,6 +198,8 @@ def test_frames_of_every_preset_may_be_replayed(spec: str) -> None:
         video, oracle = replayed(scheme_of(spec, 64), 64, None, batch=1)
     except UnsupportedError as error:  # no kernels, or a mean
         pytest.skip(str(error))
+    if not video.cache.is_fitted:
+        pytest.skip("fitted on more tokens than are held, which so stay in 16 bit")
     check_replayed(video, oracle)
 
 
