@@ -221,8 +221,8 @@ def ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] 
 
 def _of_part(seen: tuple[Tensor, Tensor] | None, first: int, held: int) -> tuple[Tensor, Tensor] | None:
     """``ranges`` of the tokens ``[first, first + held)`` alone, counted from the first of them."""
-    if seen is None or not first:
-        return seen if seen is None else (seen[0].clamp(max=held), seen[1].clamp(max=held))
+    if seen is None:
+        return None
     low, high = ((x - first).clamp(0, held) for x in seen)
     return low, high
 
