@@ -156,11 +156,11 @@ def _compiled(source: str, arch: int, fma: bool) -> dict[str, Kernel]:
 
 
 def architectures_in_turn(items: Iterable[Any]) -> list[Any]:
-    """Parameters with an architecture behind them: all with 90, half of them with one or two more; the rest is wide."""
+    """Parameters with an architecture behind them: all with 90, each fourth with one or two more; the rest is wide."""
     made = []
     for i, item in enumerate(items):
         for arch in ARCHITECTURES:
-            chosen = i % 2 == 0 and i // 2 % 5 == ARCHITECTURES.index(arch) % 5
+            chosen = i % 4 == 0 and i // 4 % 5 == ARCHITECTURES.index(arch) % 5
             marks = [] if arch == 90 or chosen else [pytest.mark.wide]
             made.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), arch, marks=marks))
     return made

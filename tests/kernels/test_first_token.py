@@ -37,15 +37,16 @@ from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.hqmq import cell_tables
 from kvcodec.kernels.spec import Rooms, encoder, reader
 from kvcodec.probe import OutlierProbe
+from kvcodec.registry import method_of
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.decode_cases import each_in_turn
 from tests.kernels.emulation import forget
-from tests.kernels.test_fused import REPEATED
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
+FIRST_OF_METHODS = [next(iter(method_of(name).presets)) for name in kvcodec.names()]
 VIEWS = (
     "view",
     "as_strided",
@@ -341,18 +342,18 @@ def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "bias"),
-    each_in_turn([*kvcodec.presets(), "hqmq-s24_r3:outliers=3", "saw-int4:hessian=true"], (0.0, 60.0)),
+    each_in_turn([*FIRST_OF_METHODS, "hqmq-s24_r3:outliers=3", "saw-int4:hessian=true"], (0.0, 60.0)),
 )
 def test_layers_judged_together_are_judged_as_alone(
     spec: str, bias: float, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With kernels (one preset of each reader) and without them; some layers are of other keys."""
+    """With kernels and without them; some layers are of other keys."""
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
     scheme = kvcodec.get(spec)
     if scheme.key.needs_queries:
         scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
     kinds: list[type[LayerCache]] = [LayerCache]
-    if not fused_refusal(scheme, DIM, CPU) and not REPEATED.fullmatch(spec):
+    if not fused_refusal(scheme, DIM, CPU):
         kinds.append(FusedLayerCache)
     found = []
     for kind in kinds:

@@ -26,6 +26,8 @@ SERVED = {
     "octopus-3": {"window": 0},
     "hqmq-s24_r3": {},
 }
+EVERY_RUN = ("saw-int4", "ultra-tq", "octopus-3", "hqmq-s24_r3")
+"""One of each kind of codes; how presets differ within one is not the engine's business. The others are nightly."""
 IDS = prompts(40, 7, 33)
 
 
@@ -41,7 +43,9 @@ def spec_of(preset: str) -> str:
     return ":".join([preset, *(f"{k}={v}" for k, v in SERVED[preset].items())])
 
 
-@pytest.mark.parametrize("preset", SERVED)
+@pytest.mark.parametrize(
+    "preset", [p if p in EVERY_RUN else pytest.param(p, marks=pytest.mark.nightly) for p in SERVED]
+)
 def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> None:
     """In one call per prompt or in chunks of 16 tokens, with others or alone, and with a prefix that is cached."""
     want = [generated(llama.model, spec_of(preset), ids) for ids in IDS]

@@ -15,7 +15,9 @@ MODELS = {"qwen3-next": 3, "granite-hybrid": 1, "nemotron-h": 2, "falcon-h1": 1}
 """A layer with attention of each; the preset keeps outer layers dense, but not in a hybrid model."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in ("falcon-h1", "nemotron-h") else n for n in MODELS]
+)
 def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcodec.integrations.vllm import backend
 

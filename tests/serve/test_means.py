@@ -103,7 +103,9 @@ ROPES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in ("yarn", "linear") else n for n in ROPES]
+)
 def test_rotary_embeddings(name: str, biased: Biased, tmp_path: Path) -> None:
     """The frequencies and the scaling of the model, or the mean after RoPE."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding

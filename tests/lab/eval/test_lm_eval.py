@@ -130,7 +130,7 @@ def piqa(folder, count):
     return write_lines(folder / "piqa.jsonl", rows[:count])
 
 
-REAL = {"hellaswag": (24, 3), "piqa": (24, 3), "gsm8k": (2, 2)}
+REAL = {"hellaswag": (6, 2), "piqa": (6, 2), "gsm8k": (1, 1)}
 """Items of each task, and how many of them in float32 as well."""
 
 
@@ -141,7 +141,7 @@ def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm
     """Float32 weights: ``dense`` holds fp16, so log-likelihoods move in the third decimal; in float32 not a bit."""
     tasks = {
         "hellaswag": local_choices("hellaswag", DATA / "hellaswag/hellaswag_val_first500.jsonl"),
-        "piqa": local_choices("piqa", piqa(tmp_path, 24)),
+        "piqa": local_choices("piqa", piqa(tmp_path, 6)),
         "gsm8k": local_task(
             "gsm8k", DATA / "gsm8k/test.jsonl", "generate_until", doc_to_text="Question: {{question}}\nAnswer:",
             doc_to_target="{{answer}}", generation_kwargs={"until": ["Question:"], "max_gen_toks": 12},
@@ -167,14 +167,14 @@ def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
-    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
-    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
+    """The harness can fail: 24 questions of four answers, chance 0.25 with a standard error of 0.088."""
+    task = local_choices("arc_easy", arc_easy(tmp_path, 24))
     right, wrong = (
         evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
         for spec in ("saw-int4", corrupt())
     )
-    assert abs(wrong - 0.25) < 3 * 0.0625
-    assert right > 0.45, "where nothing is corrupted the same items are answered"
+    assert abs(wrong - 0.25) < 2.5 * 0.088
+    assert right > 0.25 + 2.5 * 0.088, "where nothing is corrupted the same items are answered"
 
 
 # -- it is lm-eval's hf model ------------------------------------------------------------------------------------------
