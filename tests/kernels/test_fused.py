@@ -22,6 +22,7 @@ from kvcodec.kernels import fp8
 from kvcodec.kernels.choose import choose, refusal
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.scheme import KVScheme
+from tests.kernels.decode_cases import each_in_turn
 
 DIM, HEADS, BATCH = 64, 1, 2
 CPU = torch.device("cpu")
@@ -67,8 +68,7 @@ WINDOWED = {
 }
 
 
-@pytest.mark.parametrize("capacity", [0, 192])
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(("name", "capacity"), each_in_turn(WINDOWED, (0, 192)))
 def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity: int, machine: dict[str, Any]) -> None:
     k, v = rows(200)
     fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), Reference(WINDOWED[name])

@@ -17,7 +17,8 @@ NEW = 24
 DRAFTS = 3
 EVERY_RUN = ("saw-int4", "kivi-2")
 GROUPS: dict[str, dict[str, Any]] = {"kivi-2": {"window": 0}, "innerq-base:norm=false": {"window": 0, "sink": 0}}
-"""Each preset takes four engines; the others are nightly."""
+"""Each kind of drafts takes an engine; the others are nightly."""
+KINDS = ("wrong", "itself", "n-gram")
 
 
 def others() -> dict[str, dict[str, Any]]:
@@ -35,21 +36,26 @@ def draft(saved: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "preset", [p if p in EVERY_RUN else pytest.param(p, marks=pytest.mark.nightly) for p in (*SERVED, *GROUPS)]
+    ("preset", "kinds"),
+    [
+        *((p, ("wrong", "n-gram")) for p in EVERY_RUN),
+        *(pytest.param(p, KINDS, marks=pytest.mark.nightly) for p in (*SERVED, *GROUPS)),
+    ],
+    ids=str,
 )
-def test_speculation_is_plain_decoding(preset: str, llama: Any, draft: str) -> None:
+def test_speculation_is_plain_decoding(preset: str, kinds: tuple[str, ...], llama: Any, draft: str) -> None:
     """By n-grams, a draft model that is mostly wrong, and a draft model that is the model itself in 16 bit."""
     given = {"preset": preset, **(SERVED | GROUPS)[preset]}
     sizes = {"block_size": 32 if preset in GROUPS else 16, "max_num_batched_tokens": 64}
     with engine(llama.folder, given, **sizes) as llm:
         want = generate(llm, IDS, NEW)
-    kinds = {
+    options = {
         "wrong": {"method": "draft_model", "model": draft},
         "itself": {"method": "draft_model", "model": str(llama.folder)},
         "n-gram": {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1},
     }
-    for kind, options in kinds.items():
-        speculative = {"num_speculative_tokens": DRAFTS, **options}
+    for kind in kinds:
+        speculative = {"num_speculative_tokens": DRAFTS, **options[kind]}
         with engine(llama.folder, given, **sizes, speculative_config=speculative) as llm:
             assert generate(llm, IDS, NEW) == want, kind
             drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
