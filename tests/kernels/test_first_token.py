@@ -34,8 +34,9 @@ from kvcodec.kernels import history as prefill
 from kvcodec.kernels.choose import refusal
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.fit import Rooms
 from kvcodec.kernels.hqmq import cell_tables
-from kvcodec.kernels.spec import Rooms, encoder, reader
+from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.registry import method_of
 from kvcodec.scheme import KVScheme

@@ -11,7 +11,8 @@ from kvcodec.codec import ROLES, Role, Site
 from kvcodec.codecs.ghost import Ghost
 from kvcodec.kernels import ghost
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.spec import Rooms, Sample, encoder, reader
+from kvcodec.kernels.fit import Rooms, Sample
+from kvcodec.kernels.spec import encoder, reader
 from kvcodec.ops.rope import Rotary
 
 HEADS, BATCH = 2, 2

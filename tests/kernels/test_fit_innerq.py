@@ -9,7 +9,8 @@ from kvcodec.codec import Site
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.kernels import innerq
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.spec import Rooms, Sample, encoder, reader
+from kvcodec.kernels.fit import Rooms, Sample
+from kvcodec.kernels.spec import encoder, reader
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

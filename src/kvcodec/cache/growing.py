@@ -20,7 +20,7 @@ from kvcodec.codec import ROLES, Params, Role, check_tensors
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.spec import Sample
+from kvcodec.kernels.fit import Sample
 from kvcodec.ops.precision import without_autocast
 
 

@@ -19,6 +19,7 @@ from kvcodec.kernels.decode import text_of as decode_text
 from kvcodec.kernels.encode import SlotWriter, Turned, encode_checked, encode_to_pages
 from kvcodec.kernels.encode import text_of as encode_text
 from kvcodec.kernels.engine import Engine
+from kvcodec.kernels.fit import Fitted, Fitter, Rooms, Sample, fitters
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
 from kvcodec.kernels.history_groups import attend_groups
@@ -27,14 +28,9 @@ from kvcodec.kernels.prompts import ChunkReader
 from kvcodec.kernels.prompts_groups import GroupChunkReader
 from kvcodec.kernels.spec import (
     Encoder,
-    Fitted,
-    Fitter,
     Reader,
-    Rooms,
-    Sample,
     decode_spec,
     encode_spec,
-    fitters,
     reader,
 )
 from kvcodec.ops.rope import Rotary

@@ -24,7 +24,8 @@ from kvcodec.scheme import Mean
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
-    from kvcodec.kernels.spec import Encoder, Fitted, Reader, Sample
+    from kvcodec.kernels.fit import Fitted, Sample
+    from kvcodec.kernels.spec import Encoder, Reader
 
 
 class Engine(ABC):

@@ -39,7 +39,8 @@ from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.decode import KINDS
-from kvcodec.kernels.spec import Encoder, Fitted, Reader, Rooms, Sample, align, flag
+from kvcodec.kernels.fit import Fitted, Rooms, Sample
+from kvcodec.kernels.spec import Encoder, Reader, align, flag
 from kvcodec.ops.exact import KERNEL_BITS
 from kvcodec.ops.widths import put_back, width_cuts
 

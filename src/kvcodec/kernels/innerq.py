@@ -15,7 +15,8 @@ from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.decode import KINDS
 from kvcodec.kernels.encode import aligned_rows
-from kvcodec.kernels.spec import Encoder, Fitted, Reader, Rooms, Sample, flag
+from kvcodec.kernels.fit import Fitted, Rooms, Sample
+from kvcodec.kernels.spec import Encoder, Reader, flag
 
 FIT_THREADS = 1024
 """``kv::FIT_NORM_THREADS``."""

@@ -16,9 +16,10 @@ import torch
 from kvcodec.codec import ROLES, Codec
 from kvcodec.kernels import basis, decode, encode, history
 from kvcodec.kernels.build import Program, compile_program, compiled
+from kvcodec.kernels.fit import fitters
 from kvcodec.kernels.launch import Machine, configs_for
 from kvcodec.kernels.mean import BLOCK, all_pairs
-from kvcodec.kernels.spec import decode_spec, encode_spec, fitters
+from kvcodec.kernels.spec import decode_spec, encode_spec
 from kvcodec.progress import Progress
 from kvcodec.scheme import KVScheme, Mix
 

@@ -155,6 +155,12 @@ def compare(
         if run.params or any(layer.site.fit_tokens for layer in cache.layer_caches):
             run.fitted = "file" if run.params else "prefill"
             run.notes.append(_source_of_constants(run.params))
+            waits = max(layer.site.fit_tokens + layer.scheme.sink for layer in cache.layer_caches)
+            if not run.params and waits > s.window_tokens:
+                run.notes.append(
+                    f"held in 16 bit throughout: its constants are fitted on the first {waits} tokens, and a window "
+                    f"has {s.window_tokens}; take a larger --window-tokens, or --params."
+                )
     runs = [run for run in runs if str(run.scheme) not in broken]
     if not runs:
         raise next(iter(broken.values()))

@@ -110,6 +110,9 @@ def test_rows_say_where_constants_come_from(model, params, tmp_path):
         ["constants of levels.safetensors, fitted on 192 tokens of other.txt."],
         [],
     ]
+    late = compare(model, ["ghost-4"], TEXT, Settings(**SMALL))[0]
+    assert late["effective_bits"] == 16
+    assert late["notes"][1].startswith("held in 16 bit throughout: its constants are fitted on the first 516 tokens")
     without = compare(model, FITTED[1:2], TEXT, Settings(**SMALL))[0]
     assert without["fitted"] == "prefill"
     assert without["kl"] != found[1]["kl"], "the windows are read with the constants of the file"

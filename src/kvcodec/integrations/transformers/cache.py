@@ -27,14 +27,13 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, EncoderD
 from kvcodec.cache.device import DeviceCache, mean_refusal
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, codec_params
+from kvcodec.cache.site import LayerSite, codec_params
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import (
     BrokenPresetError,
     FitError,
     FormatError,
     KVCodecWarning,
-    ShapeError,
     SpecError,
     UnsupportedError,
     nearest,
@@ -46,15 +45,15 @@ from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
 from kvcodec.integrations.transformers.queries import query_energies
-from kvcodec.integrations.transformers.rope import Rope, rope_of
+from kvcodec.integrations.transformers.rope import Rope, listening
+from kvcodec.integrations.transformers.schemes import by_layer, check_layouts, decided, means_of, of_kind
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
 from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of, probe_option
-from kvcodec.ops.rope import Rotary
 from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
-from kvcodec.scheme import KVScheme, Mean
+from kvcodec.scheme import KVScheme
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -327,7 +326,7 @@ attention='decoded')
     _check_rounding(scheme, attention)
     plan = plan_for(model_or_config, attention, encoder_decoder=True)
     kv_layers = plan.kv_layers
-    schemes = _by_layer(plan, scheme)
+    schemes = by_layer(plan, scheme)
     check_layouts(plan, schemes, page_tokens)
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
@@ -336,7 +335,7 @@ attention='decoded')
     schemes = decided(model_or_config, plan, scheme, given)
     scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
     watch = _watch(model_or_config, plan, scheme, given, action, attention)
-    means = _means(model_or_config, plan, schemes, given)
+    means = means_of(model_or_config, plan, schemes, given)
     energies = _energies(model_or_config, plan, schemes, given)
     schemes = [
         own if layer.index in means or own.mean == "none" else replace(own, mean="none")
@@ -345,7 +344,7 @@ attention='decoded')
     arrivals = Arrivals(len(kv_layers), watch)
     sites = [
         LayerSite(
-            _of_kind(own, layer),
+            of_kind(own, layer),
             layer.index,
             seed,
             given.get(layer.index),
@@ -385,7 +384,7 @@ attention='decoded')
         else:
             layers.append((CrossLayer if planned.is_cross else PackedCacheLayer)(*common))
         if cache.places_tokens and not planned.is_cross:
-            rope = rope or _listening(model_or_config)
+            rope = rope or listening(model_or_config)
             layers[-1].rope = rope
     options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
     made = (EncoderDecoderKVCache if len(plan.stacks) > 1 else KVCache)(layers, scheme, plan, options, watch)
@@ -393,18 +392,6 @@ attention='decoded')
     if watch is not None:
         watch.undo = made.reset
     return made
-
-
-def _by_layer(plan: ModelPlan, scheme: KVScheme) -> list[KVScheme]:
-    """Scheme of each of ``kv_layers``; outer layers are those of a stack."""
-    return [scheme.for_layer(i, len(stack)) for stack in plan.stacks for i in range(len(stack))]
-
-
-def _of_kind(scheme: KVScheme, layer: LayerPlan) -> KVScheme:
-    """Scheme of one layer without what its kind of attention has no use for."""
-    if layer.is_cross:
-        return scheme.without_windows()
-    return scheme if layer.window is None or not scheme.sink else replace(scheme, sink=0)
 
 
 def _unfused(model_or_config: Any) -> str:
@@ -472,7 +459,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         _give_mean(path, layer_cache, layer.cache)
         layer.cache = layer_cache
         follows = layer_cache.places_tokens and not layer.is_cross
-        layer.rope = _listening(model_or_config) if follows else None
+        layer.rope = listening(model_or_config) if follows else None
         layer.filled = layer.is_initialized = True
         if isinstance(layer, WindowedLayer):
             layer.cumulative_length = count
@@ -522,72 +509,6 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
         loaded.mean = loaded.mean.to(loaded.store.pages.device)
 
 
-def decided(
-    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
-) -> list[KVScheme]:
-    """Schemes of the model's KV layers; constants given, the codec or the key biases decide ``mean=auto``."""
-    schemes = _by_layer(plan, scheme)
-    if all(own.mean != "auto" for own in schemes):
-        return schemes
-    biases = biases_of(model_or_config, plan)
-    means = biases.means(scheme) if biases else [own.mean for own in schemes]
-    found = []
-    made: dict[tuple[int, Mean], KVScheme] = {}
-    for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
-        if own.mean == "auto":
-            keys = (given or {}).get(layer.index, {}).get("key")
-            if keys:
-                mean = "pre" if MEAN in keys else "none"
-            elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
-                mean = "pre"
-            if not keys and mean == "pre" and not _is_followed(model_or_config, layer):
-                mean = "post"
-            chosen: Mean = "none" if mean == "auto" else mean
-            if (id(own), chosen) not in made:
-                made[id(own), chosen] = replace(own, mean=chosen)
-            own = made[id(own), chosen]
-        found.append(own)
-    return found
-
-
-def _means(
-    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
-) -> dict[int, MeanRemoval]:
-    """Means of the keys by layer; a layer with a small bias has none, where the weights give those of others.
-
-    Raises
-    ------
-    FitError
-        The mean before RoPE is asked for, and only a config is at hand.
-    UnsupportedError
-        It is unknown how the model turns its keys.
-    """
-    means: dict[int, MeanRemoval] = {}
-    for layer, own in zip(plan.kv_layers, schemes, strict=True):
-        if own.mean not in ("pre", "post"):
-            continue
-        fitted = given.get(layer.index, {})
-        mean = fitted.get("key", {}).get(MEAN)
-        if own.mean == "post":
-            means[layer.index] = MeanRemoval("post", None, mean, "first tokens" if mean is None else "params")
-            continue
-        if not isinstance(model_or_config, torch.nn.Module):
-            raise FitError(
-                f"{plan.name}: mean=pre needs the rotary embedding and the biases of the model, which a config does "
-                f"not have; pass the model itself, or use mean=post or mean=none."
-            )
-        rotary = rotary_of(model_or_config, layer)
-        waits = own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(fitted, "key") is None
-        biases = None if waits else biases_of(model_or_config, plan)
-        if mean is not None:
-            means[layer.index] = MeanRemoval("pre", rotary, mean, "params")
-        elif not biases:
-            means[layer.index] = MeanRemoval("pre", rotary)
-        elif layer.index in biases.layers:
-            means[layer.index] = MeanRemoval("pre", rotary, biases.layers[layer.index].mean[None], "weights")
-    return means
-
-
 def _energies(
     model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
 ) -> dict[int, torch.Tensor]:
@@ -599,39 +520,6 @@ def _energies(
     ]
     known = query_energies(model_or_config) if waiting and isinstance(model_or_config, torch.nn.Module) else {}
     return {index: known[index] for index in waiting if index in known}
-
-
-def rotary_of(model: Any, layer: LayerPlan) -> Rotary:
-    """How the model turns the keys of a layer.
-
-    Raises
-    ------
-    UnsupportedError
-        In a way that ``mean=pre`` cannot follow.
-    """
-    rope = rope_of(model)
-    if (found := rope.attention(layer.index, model)) is None:
-        raise UnsupportedError(
-            f"{type(model).__name__}: no module of layer {layer.index} was found; use mean=post or mean=none."
-        )
-    return rope.rotary(found)
-
-
-def _is_followed(model: Any, layer: LayerPlan) -> bool:
-    """Whether ``mean=pre`` can follow how the model turns the keys of a layer."""
-    try:
-        rotary_of(model, layer)
-    except UnsupportedError:
-        return False
-    return True
-
-
-def _listening(model_or_config: Any) -> Rope | None:
-    """Return what hears the positions of new tokens; None: the model has nothing that is called with them."""
-    try:
-        return rope_of(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
-    except UnsupportedError:
-        return None
 
 
 def _watch(
@@ -649,24 +537,6 @@ def _watch(
         warnings.warn(why, KVCodecWarning, stacklevel=3)
         watch.warned = True
     return watch
-
-
-def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int | None = None) -> None:
-    """Validate head_dim and page size for the codecs of every layer, before any token is seen.
-
-    Raises
-    ------
-    ShapeError
-    """
-    seen = set()
-    for layer, scheme in zip(plan.kv_layers, schemes, strict=True):
-        if layer.head_dim is None or (asked := (id(scheme), layer.head_dim)) in seen:
-            continue
-        seen.add(asked)
-        try:
-            scheme.page_layout(layer.head_dim, page_tokens)
-        except ShapeError as error:
-            raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error
 
 
 def _kernels(

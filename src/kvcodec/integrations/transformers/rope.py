@@ -142,3 +142,11 @@ def rope_of(model: nn.Module) -> Rope:
     if (known := _ropes.get(model)) is None:
         known = _ropes[model] = Rope(model)
     return known
+
+
+def listening(model_or_config: Any) -> Rope | None:
+    """Return what hears the positions of new tokens; None: the model has nothing that is called with them."""
+    try:
+        return rope_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
+    except UnsupportedError:
+        return None
