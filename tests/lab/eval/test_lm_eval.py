@@ -167,14 +167,14 @@ def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
-    """The harness can fail: 24 questions of four answers, chance 0.25 with a standard error of 0.088."""
-    task = local_choices("arc_easy", arc_easy(tmp_path, 24))
+    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
+    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
     right, wrong = (
         evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
         for spec in ("saw-int4", corrupt())
     )
-    assert abs(wrong - 0.25) < 2.5 * 0.088
-    assert right > 0.25 + 2.5 * 0.088, "where nothing is corrupted the same items are answered"
+    assert abs(wrong - 0.25) < 3 * 0.0625
+    assert right > 0.45, "where nothing is corrupted the same items are answered"
 
 
 # -- it is lm-eval's hf model ------------------------------------------------------------------------------------------
