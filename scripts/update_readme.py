@@ -816,6 +816,8 @@ def findings_block(root: Path) -> str:
         for own in own_models.OWN
         if (file := root / own_models.RESULTS / own.file).is_file()
     }
+    if not claims:
+        raise MissingResultError(f"none of the files of `own_models.OWN` is under {own_models.RESULTS}.")
     heads = ["errors of", *(part for name in claims for part in ("paper's", name, "holds"))]
     lines = []
     for item in dict.fromkeys(item for of in claims.values() for item in of):
