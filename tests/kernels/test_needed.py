@@ -222,6 +222,9 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
     options: dict[str, Any] = {"page_tokens": 64, "served": 4}  # of `kvcodec compile`
     foreseen = {one.program for one in of_scheme(scheme, 64, launch.H200, Steps((4,)), **options)}
     assert {one.program for one in made} <= foreseen
+    several = [program.source for program in foreseen if "KV_QUERIES" in program.source]
+    assert several
+    assert all(", false, -1, " in source for source in several)  # they meet no dense tokens
     for one in made:
         build.write_cached(build.cache_file(one.program, "sm_90", build.compiler_version()), b"compiled")
     said.clear()

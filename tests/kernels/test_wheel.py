@@ -157,7 +157,7 @@ def test_a_server_and_caches_with_a_filled_folder_compile_nothing(wheel: Install
     assert done.returncode == 0, done.stderr
     served, launched = done.stdout.splitlines()
     assert re.fullmatch(r"kvcodec: \d+ programs, of which 0 are compiled now", served)
-    assert int(launched) >= 4
+    assert int(launched) >= 2
     # an empty folder cannot serve it
     (empty := tmp_path / "empty").mkdir()
     done = run(empty, wheel, "-c", LAUNCH, spec, compiler=False)

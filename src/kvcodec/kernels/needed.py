@@ -127,7 +127,7 @@ def of_served(
     grouped = max(key.block_tokens, value.block_tokens) > 1
     for slots in (True, False) if grouped else (True,):  # of prompts, and of steps
         for each in (1, queries) if queries > 1 and not (kept or grouped) else (1,):
-            own = steps._replace(queries=each)
+            own = steps._replace(queries=each, dense=(None,) if each > 1 else steps.dense)
             yield from of_codecs(key, value, head_dim, page_tokens, machine, own, pairs=pairs, kept=kept, slots=slots)
 
 
