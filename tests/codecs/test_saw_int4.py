@@ -189,7 +189,19 @@ def test_options_compose(options, key, value):
 
 def test_describe_prints_every_option():
     options = {o["name"]: o for o in kvcodec.describe("saw-int4:kmeans=256")["options"]}
-    assert list(options) == ["block", "rotate", "zero", "pack", "kmeans", "hessian", "oscar", "sink", "mean"]
+    assert list(options) == [
+        "block",
+        "rotate",
+        "zero",
+        "pack",
+        "kmeans",
+        "hessian",
+        "oscar",
+        "sink",
+        "window",
+        "recent",
+        "mean",
+    ]
     assert all(o["doc"] for o in options.values())
     assert options["kmeans"]["value"] == 256
 

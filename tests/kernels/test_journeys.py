@@ -20,6 +20,10 @@ from tests.conftest import tiny_model
 
 LIBRARY = Path(kvcodec.__file__).parent
 MOST = 7
+MOST_SPEC = 8
+"""A spec's: a cache of a model also decides the scheme of each layer, in a file of its own."""
+PASSED_ON = {"ops/precision.py"}
+"""A decorator around the caches' methods, which looks at no argument."""
 SPEC = "kivi-2"
 
 
@@ -47,7 +51,7 @@ def entered(call: Callable[[], Any], is_it: Callable[[Any], bool]) -> tuple[Any,
         out = call()
     finally:
         sys.setprofile(None)
-    return out, list(files)
+    return out, [file for file in files if file not in PASSED_ON]
 
 
 def memory_of(x: Tensor) -> Callable[[Any], bool]:
@@ -70,7 +74,7 @@ def test_spec_in_cache_for(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama-gqa")
     model.set_attn_implementation("kvcodec")
     _, files = entered(lambda: cache_for(model, SPEC, attention=way), is_spec)
-    assert 3 <= len(files) <= MOST, files
+    assert 3 <= len(files) <= MOST_SPEC, files
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
