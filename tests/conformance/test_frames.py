@@ -15,6 +15,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import KVError, ShapeError, UnsupportedError
+from kvcodec.kernels import flash
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
 
@@ -236,6 +237,35 @@ def test_captured_frames_roll_as_eager_ones(spec: str) -> None:
     for mine, theirs in zip(captured.cache.decode(), eager.cache.decode(), strict=True):
         assert torch.equal(mine, theirs)
     assert not flag.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frames_of_a_full_cache_are_attended_by_cudnn(
+    dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, own = list[int](), flash._cudnn
+
+    def counted(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(k.shape[2])
+        return own(q, k, *rest, **options)
+
+    monkeypatch.setattr(flash, "_cudnn", counted)
+    tokens, scheme = 72, scheme_of("octopus-3", 72)  # so that packed tokens begin inside a tile
+    video = FrameCache(GrowingCache(scheme), tokens=tokens, frames=FRAMES, sinks=SINKS)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for i in range(12):
+        k, v = torch.randn(2, 2, 4, tokens, DIM, generator=generator, device="cuda", dtype=dtype)
+        video.append(k, v)
+        q = torch.randn(2, heads, tokens, DIM, generator=generator, device="cuda", dtype=dtype)
+        found, planned = video.attend(q), len(calls)
+        assert planned == max(0, i + 1 - FRAMES)
+        keys, values = (x.float().repeat_interleave(heads // 4, 1) for x in video.cache.decode())
+        wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), keys, values)
+        torch.testing.assert_close(found.float(), wanted, atol=5e-3 if dtype == torch.float16 else 2e-2, rtol=5e-3)
+        assert found.dtype == dtype
+    assert set(calls) == {FRAMES * tokens}
 
 
 def test_with_a_flag_kernels_tell_what_codecs_cannot_hold() -> None:

@@ -321,7 +321,10 @@ class DeviceCache(LayerCache):
         if seen.mask is not None and (seen.mask.shape[-1] != held or seen.mask.shape[-2] not in (1, n)):
             raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {held} tokens.")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return engine.attend_many(q, self.roles, store, scale=scale, sinks=sinks, seen=seen, **self._placed())
+        full = self.rolls and self.start > 0  # from the first eviction on the cache is as long at every frame
+        return engine.attend_many(
+            q, self.roles, store, scale=scale, sinks=sinks, seen=seen, recurring=full, **self._placed()
+        )
 
     def host_tokens(self) -> int:
         """Tokens held per sequence, as the host knows them."""

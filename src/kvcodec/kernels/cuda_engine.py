@@ -247,12 +247,13 @@ class CudaEngine(Engine):
         sinks: Tensor | None,
         seen: Seen,
         placed: Tensor | None = None,
+        recurring: bool = False,
     ) -> Tensor:
         """As ``Engine.attend_many``."""
         key, value = roles["key"], roles["value"]
         first, last = key.runs[0] if key.runs else (0, 0)
         packed = self.packed(store.pages, store.table, placed)
-        history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window))
+        history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window), recurring)
         return attend_history(q, history, scale, seen=seen, sinks=sinks)
 
     def attend_pages(

@@ -216,10 +216,11 @@ class Engine(ABC):
         sinks: Tensor | None,
         seen: Seen,
         placed: Tensor | None = None,
+        recurring: bool = False,
     ) -> Tensor:
         """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window.
 
-        ``placed``: as in ``attend``.
+        ``placed``: as in ``attend``. ``recurring``: so many tokens will be attended again and again.
         """
 
     @abstractmethod

@@ -249,6 +249,8 @@ class History(NamedTuple):
         Slots of the packed tokens.
     sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``), optional
         Keys and values held dense before and behind the packed ones, model basis.
+    recurring : bool
+        Whether histories of this length will be attended again and again; as ``flash.score``.
     """
 
     packed: Packed
@@ -256,6 +258,7 @@ class History(NamedTuple):
     last: int
     sink: Dense | None = None
     window: Dense | None = None
+    recurring: bool = False
 
     @property
     def before(self) -> int:
@@ -383,7 +386,7 @@ def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: 
             window = seen.window - (high - end) if seen.window and high - seen.window > begin else 0
             start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
             part = Seen(seen.causal and end == high, window, start=start if any(start) else (), softcap=seen.softcap)
-        found = score(q, k, v, scale, part)
+        found = score(q, k, v, scale, part, recurring=history.recurring)
         del k, v  # one part at a time
         total = found if total is None else merge(total, found)
     assert total is not None

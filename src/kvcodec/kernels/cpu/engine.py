@@ -181,6 +181,7 @@ class CpuEngine(Engine):
         sinks: Tensor | None,
         seen: Seen,
         placed: Tensor | None = None,
+        recurring: bool = False,
     ) -> Tensor:
         """As ``Engine.attend_many``."""
         key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
