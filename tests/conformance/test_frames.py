@@ -225,12 +225,14 @@ def test_captured_frames_roll_as_eager_ones(spec: str) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):  # records, stores nothing
             captured.append(new_k, new_v, flag=flag)
+            captured.turn(new_q)  # any numbers
             out = captured.attend(new_q)
         for i in range(2 * FRAMES, n):
             for to, x in ((new_k, k), (new_v, v), (new_q, q)):
                 to.copy_(x[i])
             graph.replay()
             eager.append(k[i], v[i])
+            eager.turn(q[i])
             torch.testing.assert_close(out, eager.attend(q[i]), atol=2e-3, rtol=0)
         captured.replayed(n - 2 * FRAMES - 1)  # the one that was recorded is counted
     assert (captured.seen, captured.held) == (eager.seen, eager.held)
@@ -317,6 +319,44 @@ def test_several_frames_may_come_at_once_as_chunks_do() -> None:
     assert chunks.held == one.held
     for mine, theirs in zip(chunks.cache.decode(), one.cache.decode(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_positions_may_count_within_what_is_held() -> None:
+    """All frames but the sinks keep their keys; scores are those of positions that begin anew at the sinks."""
+    rotary = Rotary(1e4 ** -(torch.arange(DIM // 2) / (DIM // 2)))
+
+    def turned(x: Tensor, frame: int) -> Tensor:
+        return rotary.turn(x, torch.full((1, 1), frame))
+
+    scheme = replace(kvcodec.get("dense:dtype=float16"), window=TOKENS, sink=TOKENS)
+    video, (k, v) = FrameCache(GrowingCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1), frames(11)
+    for i in range(11):
+        video.append(turned(k[i], i), v[i])
+        nearer = max(0, i + 1 - FRAMES)
+        video.turn(turned(k[0], nearer))
+        again = FrameCache(LayerCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1)
+        for place, frame in enumerate(video.held):
+            again.append(turned(k[frame], place), v[frame])
+        q = torch.randn(1, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(i))
+        torch.testing.assert_close(video.attend(turned(q, i)), again.attend(turned(q, i - nearer)), atol=2e-3, rtol=0)
+
+
+def test_keys_that_are_not_those_of_the_sinks_turn_nothing() -> None:
+    video, x = rolled(GrowingCache, scheme_of("saw-int4"), 8), torch.zeros(1, HEADS, 2 * TOKENS, DIM)
+    before = video.cache.decode()[0]
+    with pytest.raises(ShapeError, match="turn: keys of 24 tokens; 5 frames of 12 are held, and 1 are sinks"):
+        video.turn(x)
+    with pytest.raises(ShapeError, match="do not fit the cache"):
+        video.turn(x[:, :1, :TOKENS])
+    x[:, :, 3, 0] = torch.inf
+    with pytest.raises(ValueError, match="inf is not finite"):
+        video.turn(x[:, :, :TOKENS])
+    assert torch.equal(video.cache.decode()[0], before)
+    packed = rolled(LayerCache, replace(scheme_of("saw-int4"), sink=0), 8)
+    with pytest.raises(UnsupportedError, match=r"sink frames are packed, and keys are encoded once\. Set sink=12"):
+        packed.turn(x[:, :, :TOKENS])
+    with pytest.raises(ShapeError, match="0 frames of 12 are held"):
+        FrameCache(LayerCache(scheme_of("saw-int4")), tokens=TOKENS, frames=FRAMES, sinks=1).turn(x[:, :, :TOKENS])
 
 
 def test_what_is_no_frame_is_refused_and_nothing_changes() -> None:

@@ -5,7 +5,8 @@ are evicted, but for the first ones (sinks). Video diffusion passes a frame seve
 ``replace`` puts the newest frame anew.
 
 Keys keep the positions by which the model turned them, whatever is evicted: ``seen`` counts frames from the beginning.
-Tokens go through ``append``, ``crop`` and ``evict`` of the layer's cache.
+Where positions count within what is held instead, all frames but the sinks move alike, which no score sees; ``turn``
+puts the sinks' keys anew. Tokens go through ``append``, ``crop`` and ``evict`` of the layer's cache.
 
 Memory is allocated once: pages of evicted frames are written anew, for which the block table turns, and sink and window
 keep their addresses. When the cache is full a frame does what the frame ``phases`` before it did, on the same memory.
@@ -177,6 +178,43 @@ class FrameCache:
         self.cache.crop(len(self.cache) - n * self.tokens)
         self._add(keys, values, flag)
         self._stay()
+
+    @torch.no_grad()
+    def turn(self, keys: Tensor) -> None:
+        """Put the sinks' keys anew, turned to other positions; their values stay.
+
+        For positions that count within what is held: when a frame is evicted, the sinks come a frame nearer to all
+        others. The model keeps their keys as they are before RoPE.
+
+        Parameters
+        ----------
+        keys : Tensor ``[B, H, F * sinks, D]``
+            After RoPE. A call that a CUDA graph captures does not look at the numbers.
+
+        Raises
+        ------
+        ShapeError
+            Keys of other tokens than all sinks, which are held.
+        ValueError
+            NaN, Inf or |x| > 65504; nothing has changed then.
+        UnsupportedError
+            Sinks that are packed: their keys are encoded once.
+        """
+        wanted, state = self.sinks * self.tokens, self.cache.roles.get("key")
+        if state is None or not wanted or len(self.cache) < wanted or keys.shape[2] != wanted:
+            raise ShapeError(
+                f"turn: keys of {keys.shape[2]} tokens; {len(self)} frames of {self.tokens} are held, and {self.sinks} "
+                f"are sinks. Pass the keys of all of them when they are held."
+            )
+        if state.sink.shape[2] != wanted:
+            raise UnsupportedError(
+                f"turn: the scheme's sink is {self.cache.scheme.sink} tokens, so sink frames are packed, and keys are "
+                f"encoded once. Set sink={wanted} in the spec."
+            )
+        self.cache.check_shapes(keys, keys)
+        if not (keys.is_cuda and torch.cuda.is_current_stream_capturing()):
+            check_tensors(keys, keys)
+        state.sink.copy_(keys)
 
     def evict(self, n: int) -> None:
         """Drop the oldest ``n`` frames behind the sinks.
