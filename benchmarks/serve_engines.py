@@ -17,6 +17,7 @@ from typing import Any
 from serve_sizes import (
     DRAFTS,
     LOADS,
+    ON_A_CPU,
     RIVALS,
     SAID,
     SCALES,
@@ -69,11 +70,8 @@ def options_of(job: Job, scale: Scale, on_gpu: bool, folder: Path) -> dict[str, 
         given["kv_cache_memory_bytes"] = scale.sessions_bytes
     if job.part == "offload":
         given["kv_cache_memory_bytes"], room = scale.offload_bytes
-        connector: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-        connector["kv_connector_extra_config"] = {"cpu_bytes_to_use": room}
-        if not on_gpu:  # where that does not start
-            pages = {"shared_storage_path": str(folder.parent / f"pages-{job.name}")}
-            connector |= {"kv_connector": "ExampleConnector", "kv_connector_extra_config": pages}
+        extra = {"cpu_bytes_to_use": room, **({} if on_gpu else ON_A_CPU)}
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         given["kv_transfer_config"] = connector
     if job.part == "drafts":  # on the GPU, because numba is not part of every installation
         method = "ngram_gpu" if on_gpu else "ngram"

@@ -24,6 +24,8 @@ SECONDS = {
     "timeline": 120,
 }  # fmt: skip
 """A process's turn may take so long."""
+ON_A_CPU = {"spec_name": "HostTier", "spec_module_path": "tests.serve.host_tier"}
+"""Of OffloadingConnector's options: vLLM's own copies need a GPU."""
 DRAFTS = 3
 """Of a request in each step, where there are any."""
 SAID = 1500

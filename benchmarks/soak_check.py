@@ -41,10 +41,12 @@ class Checks:
 
     async def empty(self):
         """Drop the prefix cache; False while a block is held."""
-        connector = "kv_transfer_config" in self.args.engine  # its pages are dropped as well
         for _ in range(1 if self.held else 40):
-            if await self.engine.reset_prefix_cache(reset_connector=connector):
-                return True
+            if await self.engine.reset_prefix_cache():
+                if "kv_transfer_config" not in self.args.engine:
+                    return True
+                # a connector's pages as well: once, as OffloadingConnector takes no second time before the next step
+                return await self.engine.reset_prefix_cache(reset_connector=True)
             await asyncio.sleep(0.05)  # a request that just ended may have a step under way
         self.held = True  # and will be: the next one need not wait
         return False

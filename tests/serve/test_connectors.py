@@ -10,7 +10,7 @@ import torch
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.identity import claim, digest_of, folders
 from kvcodec.integrations.vllm.options import read_options
-from tests.serve.engines import engine, generate, layers, prompts
+from tests.serve.engines import engine, generate, layers, metric, prompts
 
 IDS = prompts(70, 40)
 
@@ -57,6 +57,32 @@ def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, mo
             engine(llama.folder, other, **sizes, kv_transfer_config=transfer(tmp_path)),
         ):
             pass
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    "given",
+    [{"preset": "saw-int4"}, {"preset": "octopus-3:sink=2", "window": 0}, {"preset": "kivi-2", "window": 0}],
+    ids=str,
+)
+def test_a_pool_that_must_reload(given: dict[str, Any], drafts: int, llama: Any) -> None:
+    """vLLM's OffloadingConnector: what a pool without room for two of the prompts evicts comes back, tokens equal."""
+    asked = [[own, own[: len(own) // 2]] for own in prompts(120, 110, 100)]
+    sizes: dict[str, Any] = {"block_size": 32, "max_model_len": 160, "enable_prefix_caching": True}
+    if drafts:
+        sizes["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    tier = {"cpu_bytes_to_use": 1 << 24, "spec_name": "HostTier", "spec_module_path": "tests.serve.host_tier"}
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
+
+    def turns(llm: Any) -> list[list[list[int]]]:
+        return [generate(llm, own) for _ in range(2) for own in asked]
+
+    with engine(llama.folder, given, **sizes) as llm:
+        want = turns(llm)
+    with engine(llama.folder, given, **sizes, num_gpu_blocks_override=8, kv_transfer_config=connector) as llm:
+        assert turns(llm) == want
+        assert metric(llm, "external_prefix_cache_hits") >= 96 + 96 + 64  # whole blocks of the second turn
 
 
 def test_a_digest_says_what_bytes_mean() -> None:
